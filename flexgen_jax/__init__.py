@@ -1,0 +1,31 @@
+"""High-throughput generation with language models larger than the GPU's memory, on JAX."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Placement", "Policy", "SamplingParams", "UserError", "__version__"]
+
+if TYPE_CHECKING:
+    from flexgen_jax.config import UserError
+    from flexgen_jax.engine import LLM
+    from flexgen_jax.policy.policy import Placement, Policy
+    from flexgen_jax.sampling import SamplingParams
+
+_HOMES = {
+    "LLM": "flexgen_jax.engine",
+    "Placement": "flexgen_jax.policy.policy",
+    "Policy": "flexgen_jax.policy.policy",
+    "SamplingParams": "flexgen_jax.sampling",
+    "UserError": "flexgen_jax.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the public names when they are used, so that policies need no JAX."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,81 @@
+"""The model's architecture, independent of how any checkpoint spells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Compute and storage dtypes, with their size in bytes."""
+
+ACTIVATIONS = ("relu", "gelu", "gelu_new")
+
+
+class UserError(ValueError):
+    """Something outside this package is wrong: the message says what, where and the way out."""
+
+
+class ConfigError(UserError):
+    """A model description that this package cannot run; the message names the field."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything the layers need to know of a decoder-only transformer.
+
+    Sizes count elements. `max_positions` is the context length in tokens; the position table
+    has `position_offset` rows more (OPT keeps two for padding). `embed_size` differs from
+    `hidden_size` where embeddings are projected (OPT-350m).
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    ffn_size: int
+    max_positions: int
+    embed_size: int
+    position_offset: int = 2
+    activation: str = "relu"
+    pre_norm: bool = True
+    final_norm: bool = True
+    norm_affine: bool = True
+    norm_eps: float = 1e-5
+    use_bias: bool = True
+    tied_head: bool = True
+    bos_id: int | None = 2
+    eos_ids: tuple[int, ...] = (2,)
+    pad_id: int = 1
+    dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "ffn_size",
+            "max_positions",
+            "embed_size",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        if self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(
+                f"activation {self.activation!r} is not supported; choose one of {ACTIVATIONS}"
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is not supported; choose one of {list(DTYPES)}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def projects_embeddings(self) -> bool:
+        return self.embed_size != self.hidden_size

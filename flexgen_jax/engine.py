@@ -1,0 +1,267 @@
+"""`LLM`: prompts in, continuations out, through the three tiers."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from flexgen_jax.batching import Request, make_blocks, pad_prompts, padded_length
+from flexgen_jax.config import UserError
+from flexgen_jax.generation import Generation, RequestOutput, ScoreOutput, Scoring
+from flexgen_jax.model import open_model, resolve_dtype
+from flexgen_jax.offload.executor import Batch
+from flexgen_jax.offload.machine import tune_allocator
+from flexgen_jax.plan import Planner
+from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.progress import Progress
+from flexgen_jax.sampling import SamplingParams, sampling_arrays
+from flexgen_jax.session import Session
+from flexgen_jax.units import parse_bytes
+
+Prompts = str | Sequence[str]
+
+
+class LLM:
+    """A language model whose weights, KV cache and activations lie where a policy puts them.
+
+    model: a Hugging Face folder, a hub id, a known shape's name with `dummy_weights`, or None
+        for the small model that ships with the package.
+    policy: a `Policy`, or "auto" for the fastest tiers that hold everything.
+    dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
+        in place of float16).
+    device_memory, host_memory, disk_space: budgets such as "16GB"; None is what is there.
+    offload_dir: where the disk tier lies; reused by later runs.
+
+    Raises `UserError` where something about these, or about a prompt, is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        policy: Policy | Literal["auto"] = "auto",
+        dtype: str = "auto",
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        disk_space: str | int | None = None,
+        offload_dir: str | Path | None = None,
+        dummy_weights: bool = False,
+        seed: int = 0,
+        progress: bool = False,
+        unified: bool | None = None,
+    ) -> None:
+        on_cpu = jax.devices()[0].platform == "cpu"
+        if on_cpu:
+            tune_allocator()
+        self._model = open_model(model, dummy_weights, seed)
+        self.config = self._model.config
+        self.dtype = resolve_dtype(dtype, self.config, on_cpu)
+        self._progress = Progress(progress)
+        self._planner = Planner(
+            config=self.config,
+            dtype=self.dtype,
+            policy=None if policy == "auto" else policy,
+            device_memory=parse_bytes(device_memory),
+            host_memory=parse_bytes(host_memory),
+            disk_space=parse_bytes(disk_space),
+            offload_dir=Path(offload_dir or _default_offload_dir()).expanduser(),
+            unified=on_cpu if unified is None else unified,
+        )
+        self._session: Session | None = None
+        self._finalizer: Any = None
+
+    def generate(
+        self,
+        prompts: Prompts | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues every prompt; the results are in the prompts' order."""
+        texts, ids = self._inputs(prompts, prompt_token_ids)
+        requests = self._requests(ids, sampling_params)
+        generation = Generation(requests, self._model.tokenizer, self.config.eos_ids)
+        self._run(requests, generation)
+        return generation.outputs(texts)
+
+    def score(
+        self,
+        texts: Prompts | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+    ) -> list[ScoreOutput]:
+        """Log-probabilities of every text's tokens, for perplexity."""
+        given, ids = self._inputs(texts, prompt_token_ids)
+        requests = [
+            Request(index, tuple(row), SamplingParams(max_tokens=1), 1)
+            for index, row in enumerate(ids)
+        ]
+        for request in requests:
+            self._check_length(request.index, len(request.prompt_ids), 0)
+        scoring = Scoring()
+        self._run(requests, scoring)
+        return scoring.outputs(given, requests)
+
+    def _run(self, requests: Sequence[Request], collector: Generation | Scoring) -> None:
+        """Walks every block of batches through the model."""
+        workload = self._workload(requests)
+        policy = self._planner.policy_for(workload)
+        session = self._open(policy, workload)
+        blocks = make_blocks(requests, policy.batch_size, policy.num_batches)
+        steps = sum(len(block) * max(r.max_tokens for b in block for r in b) for block in blocks)
+        session.start()
+        with self._progress.generating(
+            steps * (self.config.num_layers + 2), lambda: collector.num_tokens
+        ) as tick:
+            for block in blocks:
+                batches = self._batches(block, isinstance(collector, Scoring))
+                tokens = max(request.max_tokens for batch in block for request in batch)
+                session.run(batches, tokens, collector.receiver(block), tick)
+        session.finish(len(requests), workload, collector.num_tokens)
+
+    def _batches(self, block: Sequence[Sequence[Request]], is_scoring: bool) -> list[Batch]:
+        rows = max(len(members) for members in block)
+        batches = []
+        for members in block:
+            ids, first_valid = pad_prompts(
+                members, rows, self.config.pad_id, self.config.max_positions
+            )
+            if is_scoring:
+                targets = np.concatenate([ids[:, 1:], ids[:, :1]], axis=1)
+                batches.append(Batch(ids, first_valid, targets=targets))
+                continue
+            fill = rows - len(members)
+            params = [r.params for r in members] + [SamplingParams()] * fill
+            indices = [r.index for r in members] + [0] * fill
+            batches.append(Batch(ids, first_valid, sampling_arrays(params, indices)))
+        return batches
+
+    def warm_up(self, prompt_len: int, gen_len: int, num_sequences: int) -> None:
+        """Places the weights and compiles everything that a greedy run of this shape needs."""
+        workload = Workload(
+            padded_length(prompt_len, self.config.max_positions), gen_len, num_sequences
+        )
+        policy = self._planner.policy_for(workload)
+        self._open(policy, workload).compile(workload)
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy of the last run; None before the first one."""
+        return self._session.policy if self._session else None
+
+    def report(self) -> dict[str, Any]:
+        """What the last run measured: seconds, bytes, peaks, the realised split."""
+        if self._session is None:
+            raise UserError("nothing has been run yet")
+        return {"model": self._model.name, "dtype": self.dtype, **self._session.report()}
+
+    def close(self) -> None:
+        """Frees the tiers; what later runs can reuse stays in the offload folder."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._session = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, policy: Policy, workload: Workload) -> Session:
+        """The session with its weights in place, a new one where they must lie elsewhere."""
+        if self._session is not None and self._session.policy.weights == policy.weights:
+            self._session.policy = policy
+            return self._session
+        self.close()
+        session = Session(self.config, self.dtype, policy, self._planner, self._model.source)
+        self._finalizer = weakref.finalize(self, session.close)
+        self._session = session
+        try:
+            session.place(self._progress)
+        except BaseException:
+            self.close()
+            raise
+        return session
+
+    def _inputs(
+        self, prompts: Prompts | None, prompt_token_ids: Sequence[Sequence[int]] | None
+    ) -> tuple[list[str | None], list[list[int]]]:
+        """The texts, where given, and everybody's token ids."""
+        if (prompts is None) == (prompt_token_ids is None):
+            raise UserError("give either prompts or prompt_token_ids")
+        if prompt_token_ids is not None:
+            ids = [[int(token) for token in row] for row in prompt_token_ids]
+            texts: list[str | None] = [None] * len(ids)
+        else:
+            assert prompts is not None
+            strings = [prompts] if isinstance(prompts, str) else list(prompts)
+            if self._model.tokenizer is None:
+                raise UserError("this model has no tokenizer; give prompt_token_ids")
+            ids = [self._model.tokenizer.encode(text) for text in strings]
+            texts = [*strings]
+        if not ids:
+            raise UserError("the list of prompts is empty")
+        for index, row in enumerate(ids):
+            bad = [token for token in row if not 0 <= token < self.config.vocab_size]
+            if bad:
+                raise UserError(
+                    f"prompt {index} has token id {bad[0]}; the vocabulary has "
+                    f"{self.config.vocab_size}"
+                )
+        return texts, ids
+
+    def _requests(
+        self,
+        ids: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(ids)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(ids):
+            raise UserError(f"{len(ids)} prompts, but {len(params)} sampling_params")
+        requests = []
+        for index, (row, choice) in enumerate(zip(ids, params, strict=True)):
+            if choice.stop and self._model.tokenizer is None:
+                raise UserError("stop strings need a tokenizer, and this model has none")
+            room = self._check_length(index, len(row), 1)
+            requests.append(Request(index, tuple(row), choice, min(choice.max_tokens, room)))
+        return requests
+
+    def _check_length(self, index: int, tokens: int, new: int) -> int:
+        """How many tokens the context has room for after a prompt."""
+        room = self.config.max_positions - tokens
+        if tokens < 1 or room < new:
+            raise UserError(
+                f"prompt {index} has {tokens} tokens; the model takes 1 to "
+                f"{self.config.max_positions - new}"
+            )
+        return room
+
+    def _workload(self, requests: Sequence[Request]) -> Workload:
+        longest = max(len(request.prompt_ids) for request in requests)
+        return Workload(
+            prompt_len=padded_length(longest, self.config.max_positions),
+            gen_len=max(request.max_tokens for request in requests),
+            num_sequences=len(requests),
+        )
+
+
+def _default_offload_dir() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "flexgen_jax" / "offload"
+
+

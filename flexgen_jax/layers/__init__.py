@@ -1,0 +1,1 @@
+"""Pure layer math: Flax modules applied functionally, with the weights as an argument."""

@@ -1,0 +1,115 @@
+"""One transformer layer, in its two phases: prefill of a prompt and decode of one token."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flexgen_jax.config import ModelConfig
+from flexgen_jax.layers.attention import attend, causal_attention, merge
+from flexgen_jax.layers.linear import Linear
+from flexgen_jax.layers.mlp import MLP
+from flexgen_jax.layers.norm import LayerNorm
+
+KVBlock = tuple[jax.Array, jax.Array]
+"""Keys and values of some consecutive tokens, each [batch, head, token, head_dim]."""
+
+
+class SelfAttention(nn.Module):
+    """Multi-head attention; what it attends to comes in as blocks."""
+
+    config: ModelConfig
+    dtype: jnp.dtype = jnp.float32
+
+    def setup(self) -> None:
+        hidden, bias = self.config.hidden_size, self.config.use_bias
+        self.q = Linear(hidden, bias, self.dtype)
+        self.k = Linear(hidden, bias, self.dtype)
+        self.v = Linear(hidden, bias, self.dtype)
+        self.out = Linear(hidden, bias, self.dtype)
+
+    def prefill(self, x: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVBlock]:
+        """x: [batch, token, hidden] -> the same shape, and the prompt's keys and values."""
+        query, key, value = self._project(x)
+        out = causal_attention(query, key, value, first_valid)
+        return self._join(out), (key, value)
+
+    def decode(
+        self,
+        x: jax.Array,
+        blocks: tuple[KVBlock, ...],
+        tail: KVBlock | None,
+        position: jax.Array,
+        first_valid: jax.Array,
+    ) -> tuple[jax.Array, KVBlock]:
+        """x: [batch, 1, hidden] -> the same shape, and the new token's key and value.
+
+        blocks hold the tokens from 0 on, all written; tail holds those up to `position`
+        (int32, the new token's index) and room after them.
+        """
+        query, key, value = self._project(x)
+        partials = []
+        start = 0
+        for block_key, block_value in (*blocks, *([tail] if tail is not None else [])):
+            at = start + jnp.arange(block_key.shape[2])
+            valid = (at[None, :] >= first_valid[:, None]) & (at < position)[None, :]
+            partials.append(attend(query, block_key, block_value, valid))
+            start += block_key.shape[2]
+        itself = jnp.ones((x.shape[0], 1), bool)
+        partials.append(attend(query, key, value, itself))
+        return self._join(merge(partials).astype(self.dtype)), (key, value)
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        heads = (*x.shape[:2], self.config.num_heads, self.config.head_dim)
+        scale = jnp.asarray(self.config.head_dim**-0.5, self.dtype)
+        query, key, value = self.q(x) * scale, self.k(x), self.v(x)
+        query, key, value = (y.reshape(heads).swapaxes(1, 2) for y in (query, key, value))
+        return query, key, value
+
+    def _join(self, out: jax.Array) -> jax.Array:
+        batch, heads, tokens, head_dim = out.shape
+        return self.out(out.swapaxes(1, 2).reshape(batch, tokens, heads * head_dim))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP with residuals; layer norm before (most OPTs) or after (350m)."""
+
+    config: ModelConfig
+    dtype: jnp.dtype = jnp.float32
+
+    def setup(self) -> None:
+        self.attention = SelfAttention(self.config, self.dtype)
+        self.attention_norm = LayerNorm(self.config, self.dtype)
+        self.mlp = MLP(self.config, self.dtype)
+        self.mlp_norm = LayerNorm(self.config, self.dtype)
+
+    def prefill(self, hidden: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVBlock]:
+        """hidden: [batch, token, hidden] -> the same, and keys and values of the prompt."""
+        out, block = self.attention.prefill(self._before(hidden, self.attention_norm), first_valid)
+        hidden = self._after(hidden + out, self.attention_norm)
+        return self._feed_forward(hidden), block
+
+    def decode(
+        self,
+        hidden: jax.Array,
+        blocks: tuple[KVBlock, ...],
+        tail: KVBlock | None,
+        position: jax.Array,
+        first_valid: jax.Array,
+    ) -> tuple[jax.Array, KVBlock]:
+        """hidden: [batch, 1, hidden] -> the same, and the new token's key and value."""
+        normed = self._before(hidden, self.attention_norm)
+        out, new = self.attention.decode(normed, blocks, tail, position, first_valid)
+        hidden = self._after(hidden + out, self.attention_norm)
+        return self._feed_forward(hidden), new
+
+    def _feed_forward(self, hidden: jax.Array) -> jax.Array:
+        out = self.mlp(self._before(hidden, self.mlp_norm))
+        return self._after(hidden + out, self.mlp_norm)
+
+    def _before(self, hidden: jax.Array, norm: LayerNorm) -> jax.Array:
+        return norm(hidden) if self.config.pre_norm else hidden
+
+    def _after(self, hidden: jax.Array, norm: LayerNorm) -> jax.Array:
+        return hidden if self.config.pre_norm else norm(hidden)

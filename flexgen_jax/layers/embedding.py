@@ -1,0 +1,57 @@
+"""The model's two ends: token ids to hidden states, hidden states to logits."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flexgen_jax.config import ModelConfig
+from flexgen_jax.layers.linear import Linear, dense
+from flexgen_jax.layers.norm import LayerNorm
+
+_init = nn.initializers.normal(0.02)
+
+
+class Embedding(nn.Module):
+    """Token and learned position embeddings, projected to the hidden size where they differ."""
+
+    config: ModelConfig
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, token_ids: jax.Array, start: jax.Array, first_valid: jax.Array) -> jax.Array:
+        """token_ids: int32 [batch, token], whose first column has index `start` (int32 [])
+        in the left-padded sequence; first_valid: int32 [batch]. Returns [batch, token, hidden].
+
+        A real token's position counts from its sequence's first real token; padding gets
+        position -1, as in transformers, and the table is entered `position_offset` rows down.
+        """
+        config = self.config
+        table = self.param("tokens", _init, (config.vocab_size, config.embed_size), self.dtype)
+        rows = config.max_positions + config.position_offset
+        position_table = self.param("positions", _init, (rows, config.hidden_size), self.dtype)
+        hidden = table[token_ids]
+        if config.projects_embeddings:
+            hidden = Linear(config.hidden_size, False, self.dtype, name="project_in")(hidden)
+        column = start + jnp.arange(token_ids.shape[1])
+        positions = jnp.maximum(column[None, :] - first_valid[:, None], -1)
+        return hidden + position_table[positions + config.position_offset]
+
+
+class Head(nn.Module):
+    """Final norm, projection and the product with the (often tied) output table."""
+
+    config: ModelConfig
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        """hidden: [..., hidden] -> logits, fp32 [..., vocabulary]."""
+        config = self.config
+        if config.final_norm:
+            hidden = LayerNorm(config, self.dtype, name="norm")(hidden)
+        if config.projects_embeddings:
+            hidden = Linear(config.embed_size, False, self.dtype, name="project_out")(hidden)
+        table = self.param("tokens", _init, (config.vocab_size, config.embed_size), self.dtype)
+        return dense(hidden, table)

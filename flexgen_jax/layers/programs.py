@@ -1,0 +1,204 @@
+"""The compiled functions: one per layer kind and shape, with the weights as an argument.
+
+Programs are compiled ahead of time from abstract shapes, so compilation can be timed, done
+before the first weight is loaded, and asked how much temporary memory it will take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
+
+from flexgen_jax.config import ModelConfig
+from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
+from flexgen_jax.layers.embedding import Embedding, Head
+from flexgen_jax.layers.sampling import greedy, sample
+from flexgen_jax.layers.spec import LayerSpec, model_spec
+
+Weights = Mapping[str, jax.Array]
+"""A layer's tensors by path, e.g. "attention.q.kernel"."""
+
+SCORED_ROWS = 256
+"""Scoring forms the logits of this many positions at a time."""
+
+
+def _variables(weights: Weights) -> dict[str, Any]:
+    return {"params": unflatten_dict(dict(weights), sep=".")}
+
+
+def _embed(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
+    def embed(weights: Weights, ids: jax.Array, start: jax.Array, first_valid: jax.Array) -> Any:
+        return Embedding(config, dtype).apply(_variables(weights), ids, start, first_valid)
+
+    return embed
+
+
+def _prefill(config: ModelConfig, dtype: jnp.dtype, cuts: tuple[int, ...]) -> Callable[..., Any]:
+    def prefill(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
+        hidden, (key, value) = DecoderLayer(config, dtype).apply(
+            _variables(weights), hidden, first_valid, method="prefill"
+        )
+        blocks, start = [], 0
+        for length in cuts:
+            blocks.append((key[:, :, start : start + length], value[:, :, start : start + length]))
+            start += length
+        return hidden, tuple(blocks), jnp.isfinite(hidden).all()
+
+    return prefill
+
+
+def _decode(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
+    def decode(
+        weights: Weights,
+        hidden: jax.Array,
+        blocks: tuple[KVBlock, ...],
+        tail: KVBlock,
+        position: jax.Array,
+        first_valid: jax.Array,
+    ) -> Any:
+        hidden, new = DecoderLayer(config, dtype).apply(
+            _variables(weights), hidden, blocks, tail, position, first_valid, method="decode"
+        )
+        return hidden, new, jnp.isfinite(hidden).all()
+
+    return decode
+
+
+def _append(tail: KVBlock, new: KVBlock, at: jax.Array) -> KVBlock:
+    """Writes a token's key and value into the (donated) tail at index `at`."""
+    key, value = (
+        jax.lax.dynamic_update_slice_in_dim(into, x, at, axis=2)
+        for into, x in zip(tail, new, strict=True)
+    )
+    return key, value
+
+
+def _head(config: ModelConfig, dtype: jnp.dtype, is_greedy: bool) -> Callable[..., Any]:
+    def head(weights: Weights, hidden: jax.Array, *sampling: jax.Array) -> Any:
+        logits = Head(config, dtype).apply(_variables(weights), hidden[:, -1])
+        ids = greedy(logits) if is_greedy else sample(logits, *sampling)
+        return ids[:, None], jnp.isfinite(logits).all()
+
+    return head
+
+
+def _score(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
+    def score(weights: Weights, hidden: jax.Array, targets: jax.Array) -> Any:
+        """Log-probability of each target at its position, fp32 [batch, token]."""
+
+        def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+            row, target = args
+            logits = Head(config, dtype).apply(_variables(weights), row)
+            return jax.nn.log_softmax(logits)[target]
+
+        rows = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
+        logprobs = jax.lax.map(one, rows, batch_size=min(SCORED_ROWS, targets.size))
+        return logprobs.reshape(targets.shape), jnp.isfinite(logprobs).all()
+
+    return score
+
+
+def _int(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _float(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@lru_cache(maxsize=512)
+def _compile(config: ModelConfig, dtype_name: str, kind: str, *shape: Any) -> jax.stages.Compiled:
+    dtype = jnp.dtype(dtype_name)
+
+    def array(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    def block(batch: int, tokens: int) -> tuple[Any, Any]:
+        kv = array(batch, config.num_heads, tokens, config.head_dim)
+        return kv, kv
+
+    def weights(layer: LayerSpec) -> dict[str, Any]:
+        return {tensor.path: array(*tensor.shape) for tensor in layer.tensors}
+
+    layers = model_spec(config)
+    batch = shape[0]
+    if kind == "embed":
+        tokens = shape[1]
+        args = (weights(layers[0]), _int(batch, tokens), _int(), _int(batch))
+        return jax.jit(_embed(config, dtype)).lower(*args).compile()
+    if kind == "prefill":
+        cuts = shape[1]
+        args = (weights(layers[1]), array(batch, sum(cuts), config.hidden_size), _int(batch))
+        return jax.jit(_prefill(config, dtype, cuts)).lower(*args).compile()
+    if kind == "decode":
+        blocks = tuple(block(batch, tokens) for tokens in shape[1])
+        hidden = array(batch, 1, config.hidden_size)
+        args = (weights(layers[1]), hidden, blocks, block(batch, shape[2]), _int(), _int(batch))
+        return jax.jit(_decode(config, dtype)).lower(*args).compile()
+    if kind == "append":
+        args = (block(batch, shape[1]), block(batch, 1), _int())
+        return jax.jit(_append, donate_argnums=0).lower(*args).compile()
+    hidden = array(batch, shape[1], config.hidden_size)
+    if kind == "score":
+        args = (weights(layers[-1]), hidden, _int(batch, shape[1]))
+        return jax.jit(_score(config, dtype)).lower(*args).compile()
+    is_greedy = shape[2]
+    sampling = (_float(batch), _int(batch), _float(batch))
+    keys = jax.ShapeDtypeStruct((batch, 2), jnp.uint32)
+    args = (weights(layers[-1]), hidden, *(() if is_greedy else (*sampling, keys, _int())))
+    return jax.jit(_head(config, dtype, is_greedy)).lower(*args).compile()
+
+
+class Programs:
+    """A model's compiled functions, by kind and shape; compiled when first asked for."""
+
+    def __init__(self, config: ModelConfig, dtype: str) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._found: dict[Any, jax.stages.Compiled] = {}
+        self.compile_s = 0.0
+
+    def _get(self, kind: str, *shape: Any) -> jax.stages.Compiled:
+        program = self._found.get((kind, shape))
+        if program is None:
+            started = time.perf_counter()
+            program = _compile(self._config, self._dtype, kind, *shape)
+            self.compile_s += time.perf_counter() - started
+            self._found[kind, shape] = program
+        return program
+
+    def embed(self, batch: int, tokens: int) -> jax.stages.Compiled:
+        """(weights, ids [batch, token], start, first_valid) -> hidden."""
+        return self._get("embed", batch, tokens)
+
+    def prefill(self, batch: int, cuts: tuple[int, ...]) -> jax.stages.Compiled:
+        """(weights, hidden, first_valid) -> hidden, blocks of `cuts` tokens, all finite."""
+        return self._get("prefill", batch, cuts)
+
+    def decode(self, batch: int, blocks: tuple[int, ...], tail: int) -> jax.stages.Compiled:
+        """(weights, hidden, blocks, tail, position, first_valid) -> hidden, new KV, all finite."""
+        return self._get("decode", batch, blocks, tail)
+
+    def append(self, batch: int, tail: int) -> jax.stages.Compiled:
+        """(tail, which is consumed, new KV, index) -> tail."""
+        return self._get("append", batch, tail)
+
+    def head(self, batch: int, tokens: int, is_greedy: bool) -> jax.stages.Compiled:
+        """(weights, hidden, and unless greedy the arguments of `sample`) -> ids, all finite."""
+        return self._get("head", batch, tokens, is_greedy)
+
+    def score(self, batch: int, tokens: int) -> jax.stages.Compiled:
+        """(weights, hidden, targets [batch, token]) -> log-probabilities, all finite."""
+        return self._get("score", batch, tokens)
+
+    @property
+    def workspace(self) -> int:
+        """The largest temporary memory of any program compiled so far, in bytes."""
+        stats = [program.memory_analysis() for program in self._found.values()]
+        return max((s.temp_size_in_bytes + s.output_size_in_bytes for s in stats if s), default=0)

@@ -1,0 +1,1 @@
+"""Tiers, transfers and the executor that walks a schedule's steps."""

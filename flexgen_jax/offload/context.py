@@ -1,0 +1,75 @@
+"""What every part of the runtime works with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flexgen_jax.checkpoint import numpy_dtype
+from flexgen_jax.config import ModelConfig
+from flexgen_jax.layers.programs import Programs
+from flexgen_jax.layers.spec import LayerSpec, model_spec
+from flexgen_jax.metrics import Ledger, Metrics
+from flexgen_jax.offload.disk import OffloadFolder
+from flexgen_jax.offload.tiers import BufferPool, Memories
+from flexgen_jax.offload.transfer import Watcher
+from flexgen_jax.policy.policy import Tier
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One model's hold on the machine: memories, budgets, offload folder and counters."""
+
+    config: ModelConfig
+    dtype: str
+    layers: tuple[LayerSpec, ...]
+    memories: Memories
+    ledger: Ledger
+    metrics: Metrics
+    pool: BufferPool
+    watcher: Watcher
+    programs: Programs
+    folder: OffloadFolder | None
+
+    @classmethod
+    def create(
+        cls,
+        config: ModelConfig,
+        dtype: str,
+        budgets: Mapping[Tier, int | None],
+        offload_dir: Path | None,
+        unified: bool | None = None,
+    ) -> Runtime:
+        """`offload_dir` is None where the policy puts nothing on disk."""
+        metrics, ledger = Metrics(), Ledger(budgets)
+        memories = Memories(metrics, unified)
+        return cls(
+            config=config,
+            dtype=dtype,
+            layers=model_spec(config),
+            memories=memories,
+            ledger=ledger,
+            metrics=metrics,
+            pool=BufferPool(memories, ledger),
+            watcher=Watcher(metrics),
+            programs=Programs(config, dtype),
+            folder=OffloadFolder(offload_dir) if offload_dir is not None else None,
+        )
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return numpy_dtype(self.dtype)
+
+    def disk(self) -> OffloadFolder:
+        assert self.folder is not None, "the policy puts something on disk"
+        return self.folder
+
+    def close(self) -> None:
+        self.watcher.close()
+        if self.folder is not None:
+            self.folder.close()
+
+

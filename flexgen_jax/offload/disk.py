@@ -1,0 +1,274 @@
+"""The disk tier: TensorStore arrays in an offload folder that survives crashes.
+
+    offload folder/
+      weights/<fingerprint>/<tensor>/    a zarr3 array and done.json, put here by one rename
+      weights/<fingerprint>.lock         held while tensors are written
+      runs/<id>/                         KV blocks and activations of a running process
+      runs/<id>.lock                     held as long as that process lives
+
+A tensor's folder appears complete or not at all, so whatever is there after `kill -9` can be
+used. A run's folder whose lock is free belongs to a dead process and is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from flexgen_jax.config import UserError
+
+CHUNK_BYTES = 8 << 20
+"""Size of a chunk file: large enough for the disk's full speed, small enough to overlap."""
+
+READS_AT_ONCE = 4
+COPIES_AT_ONCE = 2
+
+
+class OffloadError(UserError, OSError):
+    """The offload folder cannot be used, or something in it is damaged."""
+
+
+def row_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
+    """Ranges of the first axis, each about a chunk's bytes; never empty."""
+    row = max(1, int(np.prod(shape[1:])) * itemsize)
+    step = max(1, min(shape[0], CHUNK_BYTES // row))
+    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
+@dataclass(frozen=True, eq=False)
+class DiskArray:
+    """A TensorStore array. Chunks divide the axes so that one chunk is about `CHUNK_BYTES`."""
+
+    store: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    def read_into(self, out: np.ndarray, index: tuple[int, ...] = ()) -> Any:
+        """Starts reading self[index] into the memory of `out`; returns a future."""
+        return ts.array(out).write(self.store[index] if index else self.store)
+
+    def write(self, data: np.ndarray, index: Any = ()) -> Any:
+        """Starts writing `data`, which must not change before the returned future is done."""
+        target = self.store[index] if index != () else self.store
+        return target.write(data, can_reference_source_data_indefinitely=True)
+
+
+class OffloadFolder:
+    """One process's hold on an offload folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        try:
+            for folder in (root, root / "weights", root / "runs"):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._run = root / "runs" / uuid.uuid4().hex
+            self._lock = open(self._run.with_suffix(".lock"), "w")  # noqa: SIM115 - held for life
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._run.mkdir(mode=0o700)
+        except OSError as error:
+            raise OffloadError(
+                f"cannot write to the offload folder {root}: {error.strerror or error}; choose "
+                "another with --offload-dir"
+            ) from None
+        self._remove_dead_runs()
+        direct = {"mode": "direct"} if _has_direct_io(self._run) else {}
+        limits = {
+            "file_io_mode": direct,
+            "file_io_concurrency": {"limit": READS_AT_ONCE},
+            "data_copy_concurrency": {"limit": COPIES_AT_ONCE},
+            "cache_pool": {"total_bytes_limit": 0},
+        }
+        self._durable = ts.Context(limits)
+        self._scratch = ts.Context({**limits, "file_io_sync": False})
+
+    def weights(self, fingerprint: str) -> WeightFolder:
+        return WeightFolder(self.root / "weights" / fingerprint, self._durable)
+
+    def scratch_array(
+        self, name: str, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtype
+    ) -> DiskArray:
+        """An array that lives as long as this run."""
+        path = self._run / name
+        return _open(path, shape, chunk, dtype, self._scratch, create=True)
+
+    def clear_scratch(self) -> None:
+        for child in self._run.iterdir():
+            shutil.rmtree(child, ignore_errors=True)
+
+    def check_space(self, needed: int) -> None:
+        """Raises `OffloadError` where the file system has less than `needed` bytes left."""
+        free = shutil.disk_usage(self.root).free
+        if free < needed:
+            raise OffloadError(
+                f"the offload folder {self.root} has {free} bytes free and the plan puts {needed} "
+                "there; choose another with --offload-dir, or keep more in memory"
+            )
+
+    def close(self) -> None:
+        shutil.rmtree(self._run, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._run.with_suffix(".lock").unlink()
+        self._lock.close()
+
+    def _remove_dead_runs(self) -> None:
+        for lock in (self.root / "runs").glob("*.lock"):
+            if lock.stem == self._run.name:
+                continue
+            with contextlib.suppress(OSError), open(lock) as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+                lock.unlink()
+
+
+class WeightFolder:
+    """The tensors of one checkpoint in one dtype."""
+
+    def __init__(self, path: Path, context: Any) -> None:
+        self.path = path
+        self._context = context
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One writer at a time; a second process waits, then finds the tensors complete."""
+        with open(self.path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for leftover in self.path.glob("*.part"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            yield
+
+    def find(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> DiskArray | None:
+        """The stored tensor, if it is there whole: sizes and checksum are verified.
+
+        A damaged one is removed, so that the caller writes it again.
+        """
+        folder = self.path / name
+        try:
+            done = json.loads((folder / "done.json").read_text())
+            if done["bytes"] == _payload_bytes(folder):
+                array = _open(folder, shape, _chunk(shape, dtype), dtype, self._context)
+                if done["crc32"] == _checksum(array):
+                    return array
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+    def write(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype, pieces: Iterator[np.ndarray]
+    ) -> DiskArray:
+        """Stores a tensor from consecutive ranges of its rows; visible once it is complete."""
+        folder, part = self.path / name, self.path / f"{name}.part"
+        array = _open(part, shape, _chunk(shape, dtype), dtype, self._context, create=True)
+        start, crc, pending = 0, 0, None
+        try:
+            for piece in pieces:
+                crc = zlib.crc32(_as_bytes(piece), crc)
+                if pending is not None:
+                    pending.result()
+                pending = array.write(piece, slice(start, start + piece.shape[0]))
+                start += piece.shape[0]
+            if pending is not None:
+                pending.result()
+            done = {"bytes": _payload_bytes(part), "crc32": crc}
+            _write_synced(part / "done.json", json.dumps(done))
+            os.rename(part, folder)
+            _sync_folder(self.path)
+        except (OSError, ValueError) as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise OffloadError(f"cannot write {folder}: {error}") from None
+        return _open(folder, shape, _chunk(shape, dtype), dtype, self._context)
+
+
+def _chunk(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+    start, stop = row_ranges(shape, dtype.itemsize)[0]
+    return (stop - start, *shape[1:])
+
+
+def _open(
+    path: Path,
+    shape: tuple[int, ...],
+    chunk: tuple[int, ...],
+    dtype: np.dtype,
+    context: Any,
+    create: bool = False,
+) -> DiskArray:
+    metadata = {
+        "shape": list(shape),
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+    }
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+        "metadata": metadata,
+        "create": create,
+        "open": not create,
+        # A missing chunk is damage, never zeros.
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
+    return DiskArray(ts.open(spec, context=context).result(), shape, dtype)
+
+
+def _checksum(array: DiskArray) -> int:
+    crc = 0
+    for start, stop in row_ranges(array.shape, array.dtype.itemsize):
+        crc = zlib.crc32(_as_bytes(array.store[start:stop].read().result()), crc)
+    return crc
+
+
+def _as_bytes(piece: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(piece).view(np.uint8).reshape(-1)
+
+
+def _payload_bytes(folder: Path) -> int:
+    files = (Path(base) / name for base, _, names in os.walk(folder) for name in names)
+    return sum(file.stat().st_size for file in files if file.name != "done.json")
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _has_direct_io(folder: Path) -> bool:
+    """Whether files here can bypass the page cache, which offloading would only thrash."""
+    probe = folder / "probe"
+    try:
+        descriptor = os.open(probe, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
+    except (OSError, AttributeError):
+        return False
+    else:
+        os.close(descriptor)
+        return True
+    finally:
+        probe.unlink(missing_ok=True)

@@ -1,0 +1,264 @@
+"""The only loop: walks a schedule's steps over one block of batches.
+
+Everything that is loaded ahead is derived from the steps to come. Overlap off is a look-ahead
+of zero and a wait after every step; nothing else differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from flexgen_jax.config import UserError
+from flexgen_jax.layers.spec import LayerSpec
+from flexgen_jax.offload.activations import Activations
+from flexgen_jax.offload.context import Runtime
+from flexgen_jax.offload.kv_cache import KVCache
+from flexgen_jax.offload.schedule import LookAhead, Step, steps_of
+from flexgen_jax.offload.transfer import Load, Stream
+from flexgen_jax.offload.weights import WeightStore
+from flexgen_jax.policy.placement import CachePlan, place_activations
+from flexgen_jax.policy.policy import Ahead, Policy
+
+
+class NonFiniteError(UserError, ArithmeticError):
+    """A layer produced NaN or infinity; names it."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch's input.
+
+    ids: int32 [batch, token], left-padded; first_valid: int32 [batch], the index of each
+    sequence's first real token; sampling: the arguments of `layers.sampling.sample` but the
+    logits and the token, or () for greedy; targets: int32 [batch, token] to score the prompt
+    against instead of generating.
+    """
+
+    ids: np.ndarray
+    first_valid: np.ndarray
+    sampling: tuple[np.ndarray, ...] = ()
+    targets: np.ndarray | None = None
+
+    @property
+    def size(self) -> int:
+        return int(self.ids.shape[0])
+
+    @property
+    def prompt_len(self) -> int:
+        return int(self.ids.shape[1])
+
+
+@dataclass
+class Computed:
+    """A dispatched step and what has to be handed on when it is done."""
+
+    step: Step
+    finite: jax.Array
+    result: Any = None
+
+
+OnResult = Callable[[Step, np.ndarray], bool]
+"""Receives a head's result (ids [batch, 1] or log-probabilities); true if the batch is done."""
+
+
+class BlockRun:
+    """One block of batches on its way through the model."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        weights: WeightStore,
+        policy: Policy,
+        batches: Sequence[Batch],
+        tokens: int,
+        plan: CachePlan,
+        on_result: OnResult,
+        on_step: Callable[[Step], object],
+    ) -> None:
+        self._runtime = runtime
+        self._layers = runtime.layers
+        self._policy = policy
+        self._batches = batches
+        self._on_result = on_result
+        self._on_step = on_step
+        self._tokens = tokens
+        self._plan = plan
+        self._cache = KVCache(runtime, plan, [batch.size for batch in batches])
+        homes = place_activations(len(self._layers) - 1, len(batches), policy)
+        self._activations = Activations(runtime, homes)
+        self._ids: dict[int, Any] = {}
+        self._finished: set[int] = set()
+        self._depth = Ahead.of(policy)
+        stream = (runtime.memories, runtime.pool, runtime.ledger)
+        self._weight_loads: Stream[Any, Any] = Stream(
+            lambda key: weights.start(self._layers[key[1]]), *stream
+        )
+        self._kv_loads: Stream[Any, Any] = Stream(
+            lambda step: self._cache.start((step.layer - 1, step.batch)), *stream
+        )
+        self._hidden_loads: Stream[Any, Load[jax.Array]] = Stream(
+            lambda step: self._activations.start(step.batch), *stream
+        )
+
+    def run(self) -> None:
+        """Computes the steps of all tokens, or until every batch is done."""
+        shape = (self._tokens, len(self._layers), len(self._batches))
+        ahead = LookAhead(steps_of(self._policy.schedule, *shape))
+        try:
+            before: Computed | None = None
+            self._read_ahead(ahead, -1)
+            for step in ahead:
+                self._copy_ahead(step, ahead)
+                computed = self._compute(step)
+                self._release_weights(step, ahead)
+                if before is not None:
+                    self._retire(before, ahead)
+                before = computed
+                if not self._policy.overlap:
+                    self._retire(computed, ahead)
+                    before = None
+                self._read_ahead(ahead, step.visit)
+            if before is not None:
+                self._retire(before, ahead)
+        finally:
+            self._close()
+
+    def _read_ahead(self, ahead: LookAhead, visit: int) -> None:
+        """Starts the disk reads of the layers and batches that come next."""
+        visits = ahead.visits(visit, self._depth.weight_reads)
+        self._weight_loads.ahead([(step.visit, step.layer) for step in visits])
+        steps = ahead.steps(self._depth.cache_reads)
+        self._kv_loads.ahead([step for step in steps if self._is_cached(step)])
+        steps = ahead.steps(self._depth.hidden_reads)
+        self._hidden_loads.ahead([step for step in steps if self._is_waiting(step)])
+
+    def _copy_ahead(self, step: Step, ahead: LookAhead) -> None:
+        """Starts the copies to the device that must be under way before this step computes."""
+        visits = ahead.visits(step.visit, self._depth.weight_copies)
+        self._weight_loads.copy([(next_.visit, next_.layer) for next_ in visits])
+        steps = ahead.steps(self._depth.cache_copies)
+        self._kv_loads.copy(steps)
+        self._hidden_loads.copy(steps)
+
+    def _is_cached(self, step: Step) -> bool:
+        """Whether the step attends to a cache that is complete by now."""
+        if step.token == 0 or self._kind(step) != "decoder":
+            return False
+        expected = self._batches[step.batch].prompt_len + step.token - 1
+        return self._cache.tokens((step.layer - 1, step.batch)) == expected
+
+    def _is_waiting(self, step: Step) -> bool:
+        """Whether the step's input has been handed over by now."""
+        return self._activations.version(step.batch) == (step.token, step.layer - 1)
+
+    def _kind(self, step: Step) -> str:
+        return self._layers[step.layer].kind
+
+    def _layer(self, step: Step) -> LayerSpec:
+        return self._layers[step.layer]
+
+    def _compute(self, step: Step) -> Computed:
+        """Dispatches one layer for one batch, and hands on what needs no waiting."""
+        weights = self._weight_loads.take((step.visit, step.layer))
+        kind = self._kind(step)
+        if kind == "embedding":
+            computed, hidden = self._embed(step, weights)
+        elif kind == "head":
+            computed, hidden = self._head(step, weights), None
+        elif step.token == 0:
+            computed, hidden = self._prefill(step, weights)
+        else:
+            computed, hidden = self._decode(step, weights)
+        self._runtime.watcher.started("compute", computed.finite)
+        self._weight_loads.used((step.visit, step.layer), computed.finite)
+        if kind != "embedding":
+            self._hidden_loads.used(step, computed.finite)
+            self._hidden_loads.release(step)
+        if hidden is not None:
+            self._activations.put(step.token, step.layer, step.batch, hidden)
+        return computed
+
+    def _embed(self, step: Step, weights: Any) -> tuple[Computed, jax.Array]:
+        batch = self._batches[step.batch]
+        ids = batch.ids if step.token == 0 else self._ids[step.batch]
+        start = 0 if step.token == 0 else batch.prompt_len + step.token - 1
+        program = self._runtime.programs.embed(batch.size, ids.shape[1])
+        hidden = program(weights, ids, np.int32(start), batch.first_valid)
+        return Computed(step, hidden), hidden
+
+    def _prefill(self, step: Step, weights: Any) -> tuple[Computed, jax.Array]:
+        batch = self._batches[step.batch]
+        hidden = self._hidden_loads.take(step)
+        program = self._runtime.programs.prefill(batch.size, self._plan.prompt[step.batch])
+        hidden, blocks, finite = program(weights, hidden, batch.first_valid)
+        return Computed(step, finite, blocks), hidden
+
+    def _decode(self, step: Step, weights: Any) -> tuple[Computed, jax.Array]:
+        batch = self._batches[step.batch]
+        where = (step.layer - 1, step.batch)
+        hidden = self._hidden_loads.take(step)
+        blocks, tail = self._kv_loads.take(step)
+        program = self._runtime.programs.decode(
+            batch.size, self._cache.sealed_lengths(where), self._cache.tail_length(where)
+        )
+        position = np.int32(batch.prompt_len + step.token - 1)
+        hidden, new, finite = program(weights, hidden, blocks, tail, position, batch.first_valid)
+        self._kv_loads.used(step, finite)
+        self._kv_loads.release(step)
+        return Computed(step, finite, new), hidden
+
+    def _head(self, step: Step, weights: Any) -> Computed:
+        batch = self._batches[step.batch]
+        hidden = self._hidden_loads.take(step)
+        programs, tokens = self._runtime.programs, hidden.shape[1]
+        if batch.targets is not None:
+            result, finite = programs.score(batch.size, tokens)(weights, hidden, batch.targets)
+            return Computed(step, finite, result)
+        program = programs.head(batch.size, tokens, not batch.sampling)
+        sampling = (*batch.sampling, np.int32(step.token)) if batch.sampling else ()
+        ids, finite = program(weights, hidden, *sampling)
+        self._ids[step.batch] = ids
+        return Computed(step, finite, ids)
+
+    def _release_weights(self, step: Step, ahead: LookAhead) -> None:
+        """Frees the layer's weights after its last batch."""
+        following = ahead.steps(1)
+        if not following or following[0].visit != step.visit:
+            self._weight_loads.release((step.visit, step.layer))
+
+    def _retire(self, computed: Computed, ahead: LookAhead) -> None:
+        """Waits for a step and stores its results: one step behind, so the device stays busy."""
+        step = computed.step
+        computed.finite.block_until_ready()
+        self._on_step(step)
+        kind = self._kind(step)
+        if kind == "embedding":
+            return
+        if not bool(computed.finite):
+            raise NonFiniteError(
+                f"{self._layer(step).name} produced NaN or infinity at token {step.token} of batch "
+                f"{step.batch}; try --dtype float32, and check the checkpoint"
+            )
+        if kind == "head":
+            if self._on_result(step, np.asarray(computed.result)):
+                self._finished.add(step.batch)
+                ahead.drop(lambda later: later.batch in self._finished)
+        elif step.token < self._tokens - 1 and step.batch not in self._finished:
+            where = (step.layer - 1, step.batch)
+            put = self._cache.put_prompt if step.token == 0 else self._cache.put_token
+            put(where, computed.result)
+
+    def _close(self) -> None:
+        """Lets go of everything, also after an error or Ctrl-C."""
+        for stream in (self._weight_loads, self._kv_loads, self._hidden_loads):
+            stream.close()
+        self._activations.close()
+        self._cache.close()
+        self._runtime.pool.trim()
+        if self._runtime.folder is not None:
+            self._runtime.folder.clear_scratch()

@@ -1,0 +1,234 @@
+"""The KV cache of one block of batches: write-once token blocks and one open tail each.
+
+    prompt blocks          sealed blocks of generated tokens        tail
+    [0 ... 127][128 ...]   [32 tokens][32 tokens]                   [x x x . . . .]
+
+A sealed block never changes, wherever it is. The tail of a block whose home is the disk is
+kept on the host until it is full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.offload.context import Runtime
+from flexgen_jax.offload.disk import CHUNK_BYTES, DiskArray
+from flexgen_jax.offload.tiers import HostBuffer
+from flexgen_jax.offload.transfer import Load, counted, finish
+from flexgen_jax.policy.memory import PENDING_WRITES
+from flexgen_jax.policy.placement import CacheKey, CachePlan
+from flexgen_jax.policy.policy import Tier
+
+Where = tuple[int, int]
+"""A decoder layer, counted from 0, and a batch."""
+
+KVLoad = Load[tuple[tuple[KVBlock, ...], KVBlock]]
+"""On its way: the sealed blocks and the tail."""
+
+
+@dataclass
+class Tail:
+    """The open block: room for `length` tokens, of which `used` are written."""
+
+    key: CacheKey
+    length: int
+    arrays: KVBlock
+    buffers: tuple[HostBuffer, ...] = ()
+    used: int = 0
+
+
+@dataclass
+class PendingWrite:
+    """A write under way, and the host memory that it holds."""
+
+    where: Where
+    futures: list[Any]
+    nbytes: int
+    buffers: tuple[HostBuffer, ...]
+
+
+class KVCache:
+    """Keys and values of all decoder layers for the batches of one block."""
+
+    def __init__(self, runtime: Runtime, plan: CachePlan, batch_sizes: list[int]) -> None:
+        self._runtime = runtime
+        self._plan = plan
+        self._batch_sizes = batch_sizes
+        self._blocks: dict[CacheKey, KVBlock] = {}
+        self._tails: dict[Where, Tail] = {}
+        self._tokens: dict[Where, int] = {}
+        self._sealed: dict[Where, int] = {}
+        self._pending: list[PendingWrite] = []
+        self._taken: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
+        self._files: dict[tuple[int, int], DiskArray] = {}
+        for key, home in plan.homes.items():
+            if home == "disk" and (key.batch, key.block) not in self._files:
+                self._files[key.batch, key.block] = self._create_file(key.batch, key.block)
+
+    def _create_file(self, batch: int, block: int) -> DiskArray:
+        """One file for a block of all layers: [layer, key or value, batch, head, token, dim]."""
+        shape = self._shape(batch, self._plan.lengths(batch)[block])
+        row = int(np.prod(shape[1:])) * self._runtime.numpy_dtype.itemsize
+        rows = max(1, min(shape[0], CHUNK_BYTES // row))
+        return self._runtime.disk().scratch_array(
+            f"kv-{batch}-{block}",
+            (self._runtime.config.num_layers, 2, *shape),
+            (1, 1, rows, *shape[1:]),
+            self._runtime.numpy_dtype,
+        )
+
+    def _shape(self, batch: int, tokens: int) -> tuple[int, int, int, int]:
+        config = self._runtime.config
+        return self._batch_sizes[batch], config.num_heads, tokens, config.head_dim
+
+    def _nbytes(self, key: CacheKey) -> int:
+        """Of the block's keys and values together."""
+        shape = self._shape(key.batch, self._plan.lengths(key.batch)[key.block])
+        return 2 * int(np.prod(shape)) * self._runtime.numpy_dtype.itemsize
+
+    def tokens(self, where: Where) -> int:
+        """How many tokens have been handed over, so that a load may start."""
+        return self._tokens.get(where, 0)
+
+    def sealed_lengths(self, where: Where) -> tuple[int, ...]:
+        return self._plan.lengths(where[1])[: self._sealed[where]]
+
+    def tail_length(self, where: Where) -> int:
+        return self._tails[where].length
+
+    def put_prompt(self, where: Where, blocks: tuple[KVBlock, ...]) -> None:
+        """Hands over the prompt's blocks; what goes to disk waits for the computation."""
+        for block, arrays in enumerate(blocks):
+            key = CacheKey(*where, block)
+            home = self._plan.homes[key]
+            self._take("device" if home == "device" else "host", self._nbytes(key))
+            self._store(key, arrays, ())
+        self._tokens[where] = sum(self._plan.prompt[where[1]])
+        self._sealed[where] = len(blocks)
+        self._open_tail(where)
+
+    def put_token(self, where: Where, new: KVBlock) -> None:
+        """Hands over one token's key and value; seals the tail when it is full."""
+        tail = self._tails[where]
+        if tail.buffers:
+            moved = self._runtime.memories.to_host(new)
+            for buffer, array in zip(tail.buffers, moved, strict=True):
+                buffer.view[:, :, tail.used] = np.asarray(array)[:, :, 0]
+        else:
+            append = self._runtime.programs.append(self._batch_sizes[where[1]], tail.length)
+            tail.arrays = append(tail.arrays, new, np.int32(tail.used))
+        tail.used += 1
+        self._tokens[where] += 1
+        if tail.used == tail.length:
+            self._store(tail.key, tail.arrays, tail.buffers)
+            self._sealed[where] += 1
+            self._open_tail(where)
+
+    def _open_tail(self, where: Where) -> None:
+        """Makes room for the next generated tokens, if there will be any."""
+        lengths = self._plan.lengths(where[1])
+        self._tails.pop(where, None)
+        if self._sealed[where] == len(lengths):
+            return
+        key = CacheKey(*where, self._sealed[where])
+        length = lengths[key.block]
+        shape, dtype = self._shape(key.batch, length), self._runtime.numpy_dtype
+        if self._plan.homes[key] == "device" or self._runtime.memories.unified:
+            tier: Tier = "device" if self._plan.homes[key] == "device" else "host"
+            self._take(tier, self._nbytes(key))
+            arrays = (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+            self._tails[where] = Tail(key, length, arrays)
+        else:
+            first, second = (self._runtime.pool.take(shape, dtype) for _ in range(2))
+            self._tails[where] = Tail(key, length, (first.array, second.array), (first, second))
+
+    def _store(self, key: CacheKey, arrays: KVBlock, buffers: tuple[HostBuffer, ...]) -> None:
+        """Puts a complete block into its home; its memory is already counted."""
+        home = self._plan.homes[key]
+        if home != "device":
+            arrays = self._runtime.memories.to_host(arrays)
+        if home != "disk":
+            self._blocks[key] = arrays
+            return
+        file = self._files[key.batch, key.block]
+        nbytes = self._nbytes(key)
+        self._runtime.ledger.take("disk", nbytes)
+        self._taken["disk"] += nbytes
+        futures = [
+            counted(
+                self._runtime.metrics,
+                "disk_write",
+                nbytes // 2,
+                file.write(np.asarray(array), (key.layer, side)),
+            )
+            for side, array in enumerate(arrays)
+        ]
+        self._pending.append(PendingWrite((key.layer, key.batch), futures, nbytes, buffers))
+        self._settle(lambda write: all(future.done() for future in write.futures))
+        steps = list(dict.fromkeys(write.where for write in self._pending))
+        overdue = steps[: max(0, len(steps) - PENDING_WRITES)]
+        self._settle(lambda write: write.where in overdue)
+
+    def _settle(self, is_chosen: Any) -> None:
+        """Waits for the chosen writes and gives back their memory; raises what went wrong."""
+        for write in [write for write in self._pending if is_chosen(write)]:
+            finish(write.futures, f"writing the KV cache of decoder layer {write.where[0]}")
+            self._pending.remove(write)
+            if write.buffers:
+                for buffer in write.buffers:
+                    self._runtime.pool.give(buffer, None)
+            else:
+                self._give("host", write.nbytes)
+
+    def start(self, where: Where) -> KVLoad:
+        """Starts bringing the sealed blocks and the tail to where attention runs."""
+        self._settle(lambda write: write.where == where)
+        reads: list[Any] = []
+        buffers: list[HostBuffer] = []
+        blocks: list[KVBlock] = []
+        for block in range(self._sealed[where]):
+            key = CacheKey(*where, block)
+            if key in self._blocks:
+                blocks.append(self._blocks[key])
+                continue
+            pair = self._read(key, reads)
+            buffers += pair
+            blocks.append((pair[0].array, pair[1].array))
+        tree = (tuple(blocks), self._tails[where].arrays)
+        return Load(f"KV cache of decoder layer {where[0]}", tree, reads, buffers)
+
+    def _read(self, key: CacheKey, reads: list[Any]) -> list[HostBuffer]:
+        runtime, file = self._runtime, self._files[key.batch, key.block]
+        pair = [runtime.pool.take(file.shape[2:], file.dtype) for _ in range(2)]
+        for side, buffer in enumerate(pair):
+            future = file.read_into(buffer.view, (key.layer, side))
+            reads.append(counted(runtime.metrics, "disk_read", buffer.view.nbytes, future))
+        return pair
+
+    def _take(self, tier: Tier, nbytes: int) -> None:
+        self._runtime.ledger.take(tier, nbytes)
+        self._taken[tier] += nbytes
+
+    def _give(self, tier: Tier, nbytes: int) -> None:
+        self._runtime.ledger.give(tier, nbytes)
+        self._taken[tier] -= nbytes
+
+    def close(self) -> None:
+        """Lets go of everything, also of writes that nobody will read."""
+        for write in self._pending:
+            for future in write.futures:
+                future.exception()
+            for buffer in write.buffers:
+                self._runtime.pool.give(buffer, None)
+        for tail in self._tails.values():
+            for buffer in tail.buffers:
+                self._runtime.pool.give(buffer, None)
+        for tier, nbytes in self._taken.items():
+            self._runtime.ledger.give(tier, nbytes)
+        self._pending, self._tails, self._blocks = [], {}, {}
+        self._taken = {"device": 0, "host": 0, "disk": 0}

@@ -1,0 +1,93 @@
+"""What this machine has: memory that is left, and the allocator's settings."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+
+from flexgen_jax.policy.fit import Budgets
+
+SAFETY = 0.9
+"""Part of the free memory that a plan may use; the rest is for the runtime itself."""
+
+_CGROUPS = (
+    # (limit, usage, statistics, the statistic that counts reclaimable page cache)
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"),
+)
+
+
+def available_memory() -> int:
+    """Bytes of RAM that can still be used, the process's memory cgroup respected."""
+    free = _meminfo("MemAvailable")
+    for folder in _cgroup_folders():
+        for limit_name, usage_name, stat_name, cache_name in _CGROUPS:
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((folder / limit_name).read_text())
+                usage = int((folder / usage_name).read_text())
+                stats = dict(line.split() for line in (folder / stat_name).read_text().splitlines())
+                free = min(free, limit - usage + int(stats.get(cache_name, 0)))
+    return max(free, 0)
+
+
+def _meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/meminfo has no {name}")
+
+
+def _cgroup_folders() -> list[Path]:
+    """The process's memory cgroup and those above it, version 1 or 2."""
+    folders: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "" or "memory" in controllers.split(","):
+                root = Path("/sys/fs/cgroup") / ("memory" if controllers else "")
+                inside = root / path.lstrip("/")
+                folders += [inside, *(p for p in inside.parents if p.is_relative_to(root))]
+    return folders
+
+
+def detect_budgets(
+    device_memory: int | None,
+    host_memory: int | None,
+    disk_space: int | None,
+    offload_dir: Path,
+    unified: bool,
+) -> Budgets:
+    """The budgets asked for, and what the machine has where nothing is asked for."""
+    ram = int(SAFETY * available_memory())
+    if device_memory is None:
+        stats = None if unified else jax.devices()[0].memory_stats()
+        device_memory = int(SAFETY * stats["bytes_limit"]) if stats else ram
+    if disk_space is None:
+        existing = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
+        disk_space = shutil.disk_usage(existing).free
+    return Budgets(
+        device=device_memory,
+        host=ram if host_memory is None else host_memory,
+        disk=disk_space,
+        shared=ram if unified else None,
+    )
+
+
+def tune_allocator() -> None:
+    """Lets XLA's temporaries on the CPU reuse memory instead of faulting in fresh pages.
+
+    glibc gives large blocks back to the system at once; without that, attention in bf16 ran
+    3.5 times as fast. Other C libraries are left alone.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        trim_threshold, mmap_threshold = -1, -3
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, 2**31 - 1)

@@ -1,0 +1,89 @@
+"""Schedules as data: pure generators of steps, in the order in which they are computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from flexgen_jax.policy.policy import Schedule
+
+
+class Step(NamedTuple):
+    """Layer `layer` of batch `batch` for token `token`; token 0 is the prompt's prefill.
+
+    Layers are numbered with the embedding as 0 and the head last. `visit` counts up whenever
+    the layer changes: steps of one visit share the layer's weights.
+    """
+
+    token: int
+    layer: int
+    batch: int
+    visit: int
+
+
+def zigzag(tokens: int, layers: int, batches: int) -> Iterator[Step]:
+    """Every batch of the block goes through a layer before the next layer (algorithm 1)."""
+    visit = 0
+    for token in range(tokens):
+        for layer in range(layers):
+            for batch in range(batches):
+                yield Step(token, layer, batch, visit)
+            visit += 1
+
+
+def row(tokens: int, layers: int, batches: int) -> Iterator[Step]:
+    """Each batch is finished by itself, as in systems without block schedule."""
+    visit = 0
+    for batch in range(batches):
+        for token in range(tokens):
+            for layer in range(layers):
+                yield Step(token, layer, batch, visit)
+                visit += 1
+
+
+def steps_of(schedule: Schedule, tokens: int, layers: int, batches: int) -> Iterator[Step]:
+    return {"zigzag": zigzag, "row": row}[schedule](tokens, layers, batches)
+
+
+class LookAhead:
+    """Iterates over steps, shows those that come next, and can drop some of them."""
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self._steps = steps
+        self._next: deque[Step] = deque()
+        self._is_dropped: Callable[[Step], bool] = lambda step: False
+
+    def __iter__(self) -> Iterator[Step]:
+        while self._fill(1):
+            yield self._next.popleft()
+
+    def drop(self, is_dropped: Callable[[Step], bool]) -> None:
+        """From now on leaves out the steps for which `is_dropped` is true."""
+        self._is_dropped = is_dropped
+        self._next = deque(step for step in self._next if not is_dropped(step))
+
+    def steps(self, count: int) -> list[Step]:
+        """The next `count` steps, or fewer at the end."""
+        return [self._next[i] for i in range(self._fill(count))]
+
+    def visits(self, after: int, count: int) -> list[Step]:
+        """The first steps of the next `count` visits that come after visit `after`."""
+        found: list[Step] = []
+        index = 0
+        while len(found) < count and self._fill(index + 1) > index:
+            step = self._next[index]
+            if step.visit > (found[-1].visit if found else after):
+                found.append(step)
+            index += 1
+        return found
+
+    def _fill(self, count: int) -> int:
+        """Holds up to `count` steps ready; returns how many of them there are."""
+        while len(self._next) < count:
+            step = next(self._steps, None)
+            if step is None:
+                break
+            if not self._is_dropped(step):
+                self._next.append(step)
+        return min(count, len(self._next))

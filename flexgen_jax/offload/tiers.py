@@ -1,0 +1,128 @@
+"""The two memory tiers: how arrays get into them and between them.
+
+On the CPU backend host and device are the same RAM, so moving between them hands the array
+over; budgets are still kept apart. Everywhere else the host tier is pinned memory, and a move
+is a copy. `unified=False` takes the copying path on the CPU too, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from flexgen_jax.metrics import Ledger, Metrics
+
+T = TypeVar("T")
+
+
+def tree_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+class Memories:
+    """The device's memory and the host memory that it can copy from and to."""
+
+    def __init__(self, metrics: Metrics, unified: bool | None = None) -> None:
+        self.device = jax.devices()[0]
+        self.metrics = metrics
+        self.unified = self.device.platform == "cpu" if unified is None else unified
+        self._device_sharding = jax.sharding.SingleDeviceSharding(self.device)
+        self._host_sharding = self._device_sharding
+        if not self.unified:
+            self._host_sharding = self._device_sharding.with_memory_kind("pinned_host")
+
+    def to_device(self, tree: T) -> T:
+        """Starts moving the host arrays among the leaves; returns at once."""
+        return tree if self.unified else self._move(tree, "host_to_device")
+
+    def to_host(self, tree: T) -> T:
+        """Starts moving the leaves to the host; returns at once."""
+        return tree if self.unified else self._move(tree, "device_to_host")
+
+    def on_host(self, array: jax.Array) -> bool:
+        """Whether the array would have to be copied to be computed with."""
+        return not self.unified and array.sharding.memory_kind == "pinned_host"
+
+    def _move(self, tree: T, link: Any) -> T:
+        to_device = link == "host_to_device"
+        leaves, shape = jax.tree.flatten(tree)
+        chosen = [i for i, leaf in enumerate(leaves) if self.on_host(leaf) == to_device]
+        if chosen:
+            target = self._device_sharding if to_device else self._host_sharding
+            self.metrics.begin(link)
+            moved = jax.device_put([leaves[i] for i in chosen], target)
+            self.metrics.moved(link, tree_bytes(moved))
+            self.metrics.end(link)
+            for i, leaf in zip(chosen, moved, strict=True):
+                leaves[i] = leaf
+        return jax.tree.unflatten(shape, leaves)
+
+    def host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        """Host memory of its own, aligned, uninitialised in effect."""
+        array = jax.device_put(np.zeros(shape, dtype), self._host_sharding)
+        return array.block_until_ready()
+
+
+def writable_view(array: jax.Array) -> np.ndarray:
+    """The memory of a host array, to write to. Safe while nothing computes with the array."""
+    address = array.unsafe_buffer_pointer()
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(address)
+    return np.frombuffer(memory, np.uint8).view(array.dtype).reshape(array.shape)
+
+
+@dataclass(eq=False)
+class HostBuffer:
+    """Reusable host memory: `view` is written to, `array` is computed with.
+
+    holders: how many loads use it now; content: what its taker says is in it.
+    """
+
+    array: jax.Array
+    view: np.ndarray
+    holders: int = 1
+    content: str = ""
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], np.dtype]:
+        return self.view.shape, self.view.dtype
+
+
+class BufferPool:
+    """Host buffers by shape, reused as soon as the computations that read them are done."""
+
+    def __init__(self, memories: Memories, ledger: Ledger) -> None:
+        self._memories = memories
+        self._ledger = ledger
+        self._free: dict[Any, list[tuple[HostBuffer, jax.Array | None]]] = {}
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype, content: str = "") -> HostBuffer:
+        """A free buffer, once its last reader is done, or else a new one."""
+        free = self._free.get((shape, np.dtype(dtype)))
+        if free:
+            buffer, last_reader = free.pop(0)
+            if last_reader is not None:
+                last_reader.block_until_ready()
+            buffer.holders, buffer.content = 1, content
+            return buffer
+        self._ledger.take("host", int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        array = self._memories.host_array(shape, np.dtype(dtype))
+        return HostBuffer(array, writable_view(array), content=content)
+
+    def give(self, buffer: HostBuffer, last_reader: jax.Array | None) -> None:
+        """Drops one hold; the last one frees the buffer after `last_reader` is computed."""
+        buffer.holders -= 1
+        if buffer.holders == 0:
+            self._free.setdefault(buffer.key, []).append((buffer, last_reader))
+
+    def trim(self) -> None:
+        """Lets go of the memory of all free buffers."""
+        for entries in self._free.values():
+            for buffer, last_reader in entries:
+                if last_reader is not None:
+                    last_reader.block_until_ready()
+                self._ledger.give("host", buffer.view.nbytes)
+        self._free.clear()

@@ -1,0 +1,138 @@
+"""Does a plan fit, and which near it would?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from flexgen_jax.config import ModelConfig
+from flexgen_jax.policy.memory import BlockShape, peak_bytes
+from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier, Workload
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes allowed in each tier, None for no limit of its own.
+
+    shared: what device and host may take together where they are the same RAM, else None.
+    """
+
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+    shared: int | None = None
+
+    def allowed(self, tier: Tier) -> int | None:
+        limit: int | None = getattr(self, tier)
+        return limit
+
+    def shortfalls(self, needed: dict[Tier, int]) -> list[str]:
+        """One sentence for every limit that `needed` bytes exceed."""
+        found = []
+        for tier in TIERS:
+            limit = self.allowed(tier)
+            if limit is not None and needed[tier] > limit:
+                flag = "--disk-space" if tier == "disk" else f"--{tier}-memory"
+                found.append(
+                    f"{human(needed[tier])} needed in tier {tier}, {human(limit)} allowed; "
+                    f"raise {flag} or move something out of that tier"
+                )
+        together = needed["device"] + needed["host"]
+        if self.shared is not None and together > self.shared and not found:
+            found.append(
+                f"{human(together)} needed in RAM (tiers device and host together), "
+                f"{human(self.shared)} available; move something to disk"
+            )
+        return found
+
+
+def human(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / (1 << 20):.1f} MiB"
+
+
+@dataclass(frozen=True)
+class Fitter:
+    """Searches placements of one model and workload under budgets."""
+
+    config: ModelConfig
+    dtype: str
+    workload: Workload
+    budgets: Budgets
+    unified: bool
+
+    def needed(self, policy: Policy) -> dict[Tier, int]:
+        shape = BlockShape.of(policy, self.workload)
+        return peak_bytes(self.config, self.dtype, policy, shape, self.unified)
+
+    def fits(self, policy: Policy) -> bool:
+        return not self.budgets.shortfalls(self.needed(policy))
+
+    def fill_fastest(self, policy: Policy) -> Policy | None:
+        """The policy's batches and schedule with as much as possible in the fastest tiers:
+        activations first, then the cache, then the weights. None where not even disk helps."""
+        slowest = Placement(0.0, 0.0)
+        best = replace(policy, weights=slowest, cache=slowest, activations=slowest)
+        if not self.fits(best):
+            # Reading from disk needs buffers; without them a small model may still fit.
+            best = replace(policy, weights=Placement(), cache=Placement(), activations=Placement())
+            return best if self.fits(best) else None
+        for part in ("activations", "cache", "weights"):
+            best = self._raise(best, part)
+        return best
+
+    def _raise(self, policy: Policy, part: str) -> Policy:
+        """The same policy with one part as high up as it goes, in steps of 1 %."""
+
+        def at(device: int, host: int) -> Policy:
+            return replace(policy, **{part: Placement(device / 100, host / 100)})
+
+        device = _largest(100, lambda d: self.fits(at(d, 100 - d)))
+        if device >= 0:
+            return at(device, 100 - device)
+        device = max(0, _largest(100, lambda d: self.fits(at(d, 0))))
+        host = max(0, _largest(100 - device, lambda h: self.fits(at(device, h))))
+        return at(device, host)
+
+    def largest_batches(self, policy: Policy) -> Policy | None:
+        """`fill_fastest` with the largest of ever smaller batches that fits."""
+        while True:
+            found = self.fill_fastest(policy)
+            if found is not None or policy.batch_size * policy.num_batches == 1:
+                return found
+            if policy.num_batches > 1:
+                policy = replace(policy, num_batches=policy.num_batches // 2)
+            else:
+                policy = replace(policy, batch_size=policy.batch_size // 2)
+
+    def advice(self, policy: Policy) -> str:
+        """The nearest plan that fits, as flags."""
+        found = self.fill_fastest(policy) or self.largest_batches(policy)
+        if found is None:
+            lowest = replace(
+                policy,
+                batch_size=1,
+                num_batches=1,
+                weights=Placement(0, 0),
+                cache=Placement(0, 0),
+                activations=Placement(0, 0),
+            )
+            tiers = ", ".join(f"{human(n)} {tier}" for tier, n in self.needed(lowest).items())
+            return f"no plan fits; the smallest, one sequence from disk, needs {tiers}"
+        percent = " ".join(f"{x:g}" for x in found.percent)
+        return (
+            f"the nearest plan that fits: --percent {percent} "
+            f"--batch-size {found.batch_size} --num-batches {found.num_batches}"
+        )
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` that fits, -1 for none; fitting is taken as monotonic."""
+    if fits(limit):
+        return limit
+    low, high = -1, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

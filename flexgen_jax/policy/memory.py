@@ -1,0 +1,217 @@
+"""Peak bytes of every tier, computed from policy and shapes before anything is allocated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from flexgen_jax.config import DTYPES, ModelConfig
+from flexgen_jax.layers.spec import LayerSpec, model_spec, scored_heads
+from flexgen_jax.policy.placement import (
+    CacheKey,
+    CachePlan,
+    place_activations,
+    place_cache,
+    place_weights,
+)
+from flexgen_jax.policy.policy import (
+    TIERS,
+    Ahead,
+    Policy,
+    Tier,
+    Workload,
+    generated_blocks,
+    prompt_blocks,
+)
+
+PENDING_WRITES = 3
+"""So many steps' KV blocks may wait for the disk at the same time."""
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """The batches of one block: rows and padded prompt length of each, and tokens to come."""
+
+    batch_sizes: tuple[int, ...]
+    prompt_lens: tuple[int, ...]
+    gen_len: int
+    is_greedy: bool = True
+
+    @classmethod
+    def of(cls, policy: Policy, workload: Workload) -> BlockShape:
+        """The largest block that the policy makes of a workload of equal prompts."""
+        batches = min(policy.num_batches, -(-workload.num_sequences // policy.batch_size))
+        rows = min(policy.batch_size, -(-workload.num_sequences // batches))
+        return cls((rows,) * batches, (workload.prompt_len,) * batches, workload.gen_len)
+
+
+def plan_cache(config: ModelConfig, policy: Policy, shape: BlockShape) -> CachePlan:
+    """Where each KV block of a block of batches lives."""
+    size = policy.kv_block_tokens
+    prompt = [prompt_blocks(tokens, size) for tokens in shape.prompt_lens]
+    generated = [generated_blocks(shape.gen_len, size) for _ in shape.prompt_lens]
+    return place_cache(config.num_layers, prompt, generated, policy)
+
+
+class _Estimate:
+    """Adds up one plan's bytes."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: str, policy: Policy, shape: BlockShape, unified: bool
+    ) -> None:
+        self._config, self._policy, self._shape, self._unified = config, policy, shape, unified
+        self._dtype, self._item = dtype, DTYPES[dtype]
+        self._layers = model_spec(config)
+        self._ahead = Ahead.of(policy)
+        self.bytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+
+    def add_weights(self) -> None:
+        tiers = place_weights(self._layers, self._dtype, self._policy)
+        seen: set[str] = set()
+        for tensor in (tensor for layer in self._layers for tensor in layer.tensors):
+            if tensor.key not in seen:
+                self.bytes[tiers[tensor.key]] += tensor.nbytes(self._dtype)
+                seen.add(tensor.key)
+        self.bytes["host"] += self._ring(tiers)
+        if not self._unified:
+            window = self._ahead.weight_copies + 1
+            self.bytes["device"] += max(
+                sum(
+                    tensor.nbytes(self._dtype)
+                    for layer in layers
+                    for tensor in layer.tensors
+                    if tiers[tensor.key] != "device"
+                )
+                for layers in _windows(self._layers, window)
+            )
+
+    def _ring(self, tiers: Mapping[str, Tier]) -> int:
+        """Host buffers for disk reads: of each shape as many as the look-ahead ever holds."""
+        most: Counter[tuple[int, ...]] = Counter()
+        for layers in _windows(self._layers, self._ahead.weight_reads + 1):
+            on_disk = {
+                tensor.key: tensor.shape
+                for layer in layers
+                for tensor in layer.tensors
+                if tiers[tensor.key] == "disk"
+            }
+            most |= Counter(on_disk.values())
+        return sum(prod(shape) * count for shape, count in most.items()) * self._item
+
+    def _kv_bytes(self, batch: int, tokens: int) -> int:
+        rows = self._shape.batch_sizes[batch]
+        return 2 * rows * self._config.hidden_size * tokens * self._item
+
+    def add_cache(self) -> None:
+        if self._shape.gen_len < 2:
+            return
+        plan = plan_cache(self._config, self._policy, self._shape)
+        away: Counter[tuple[int, int]] = Counter()
+        read: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
+        tails: Counter[int] = Counter()
+        pending: Counter[tuple[int, int]] = Counter()
+        for key, home in plan.homes.items():
+            length = plan.lengths(key.batch)[key.block]
+            nbytes = self._kv_bytes(key.batch, length)
+            self.bytes[home] += nbytes
+            where = (key.layer, key.batch)
+            if home != "device":
+                away[where] += nbytes
+            if home == "disk":
+                rows = self._shape.batch_sizes[key.batch]
+                read.setdefault(where, Counter())[rows, length] += nbytes
+                self._count_waiting(plan, key, nbytes, tails, pending)
+        most: Counter[tuple[int, int]] = Counter()
+        for counts in read.values():
+            most |= counts
+        ring = (self._ahead.cache_reads + 1) * sum(most.values())
+        waiting = (PENDING_WRITES + 1) * max(pending.values(), default=0)
+        self.bytes["host"] += ring + max(tails.values(), default=0) + waiting
+        if not self._unified:
+            copies = self._ahead.cache_copies + 1
+            self.bytes["device"] += copies * max(away.values(), default=0)
+
+    def _count_waiting(
+        self,
+        plan: CachePlan,
+        key: CacheKey,
+        nbytes: int,
+        tails: Counter[int],
+        pending: Counter[tuple[int, int]],
+    ) -> None:
+        """A block for the disk is on the host while it is open and while it is written."""
+        opened = key.block - len(plan.prompt[key.batch])
+        if opened >= 0:
+            tails[opened] += nbytes
+        else:
+            pending[key.layer, key.batch] += nbytes
+
+    def add_activations(self) -> None:
+        batches = range(len(self._shape.batch_sizes))
+        homes = place_activations(len(self._layers) - 1, len(batches), self._policy)
+        sizes = [
+            rows * tokens * self._config.hidden_size * self._item
+            for rows, tokens in zip(self._shape.batch_sizes, self._shape.prompt_lens, strict=True)
+        ]
+        for tier in TIERS:
+            at = [
+                sum(sizes[k] for k in batches if tier in _either(homes, layer, k))
+                for layer in range(len(self._layers) - 1)
+            ]
+            self.bytes[tier] += max(at)
+        if "disk" in homes.values():
+            # Prompt and token buffers have different shapes, and none is freed in between.
+            small = max(self._shape.batch_sizes) * self._config.hidden_size * self._item
+            self.bytes["host"] += sum(sorted(sizes)[-2:]) + 2 * small
+        if not self._unified and set(homes.values()) != {"device"}:
+            self.bytes["device"] += (self._ahead.hidden_reads + 1) * max(sizes)
+
+    def add_workspace(self) -> None:
+        self.bytes["device"] += max(
+            workspace_bytes(self._config, self._dtype, rows, tokens, self._shape.is_greedy)
+            for rows, tokens in zip(self._shape.batch_sizes, self._shape.prompt_lens, strict=True)
+        )
+
+
+def _windows(layers: Sequence[LayerSpec], count: int) -> list[list[LayerSpec]]:
+    """Every run of consecutive layers; the embedding follows the head."""
+    return [
+        [layers[(start + i) % len(layers)] for i in range(count)] for start in range(len(layers))
+    ]
+
+
+def _either(homes: Mapping[tuple[int, int], Tier], layer: int, batch: int) -> set[Tier]:
+    """Where a batch's hidden state may be while its block is at a layer."""
+    return {homes[layer, batch], homes[max(layer - 1, 0), batch]}
+
+
+def workspace_bytes(
+    config: ModelConfig, dtype: str, rows: int, tokens: int, is_greedy: bool = True
+) -> int:
+    """Temporaries and results of the largest computation: a layer's prefill, or the head."""
+    item = DTYPES[dtype]
+    count = rows * tokens
+    heads = scored_heads(rows * config.num_heads, tokens)
+    scores = 2 * heads * tokens * tokens * 4
+    mlp = count * config.ffn_size * (4 + item)
+    attention = count * config.hidden_size * (4 + 4 * item) + scores
+    prefill = max(mlp, attention) + count * config.hidden_size * (4 + 5 * item)
+    logits = rows * config.vocab_size * 4 * (1 if is_greedy else 8)
+    return max(prefill, logits)
+
+
+def peak_bytes(
+    config: ModelConfig, dtype: str, policy: Policy, shape: BlockShape, unified: bool
+) -> dict[Tier, int]:
+    """The most bytes that a block of batches needs in each tier at any moment.
+
+    unified: host and device are the same RAM, and nothing is copied between them.
+    """
+    estimate = _Estimate(config, dtype, policy, shape, unified)
+    estimate.add_weights()
+    estimate.add_cache()
+    estimate.add_activations()
+    estimate.add_workspace()
+    return estimate.bytes

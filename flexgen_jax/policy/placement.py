@@ -1,0 +1,99 @@
+"""From fractions to an exact split of whole tensors.
+
+Each tensor goes to the tier that is furthest behind its share of the bytes so far, so the
+rounding error is carried over from tensor to tensor and layer to layer, and the realised
+split over the whole model is within one tensor of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexgen_jax.layers.spec import LayerSpec, unique_tensors
+from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier
+
+
+def split(sizes: Iterable[int], placement: Placement) -> list[Tier]:
+    """A tier for each of some sizes in bytes, in their order."""
+    shares = [(tier, placement.fraction(tier)) for tier in TIERS]
+    wanted = {tier: share for tier, share in shares if share > 0}
+    behind = dict.fromkeys(wanted, 0.0)
+    tiers: list[Tier] = []
+    for size in sizes:
+        for tier, share in wanted.items():
+            behind[tier] += share * size
+        chosen = max(behind, key=lambda tier: behind[tier])
+        behind[chosen] -= size
+        tiers.append(chosen)
+    return tiers
+
+
+def realised(sizes: Sequence[int], tiers: Sequence[Tier]) -> dict[Tier, float]:
+    """The fraction of the bytes that each tier got."""
+    total = sum(sizes) or 1
+    return {
+        tier: sum(size for size, at in zip(sizes, tiers, strict=True) if at == tier) / total
+        for tier in TIERS
+    }
+
+
+def place_weights(layers: tuple[LayerSpec, ...], dtype: str, policy: Policy) -> dict[str, Tier]:
+    """A tier for every tensor, by key. Biases and norms stay on the device."""
+    tensors = unique_tensors(layers)
+    large = [tensor for tensor in tensors.values() if not tensor.is_small]
+    tiers = split([tensor.nbytes(dtype) for tensor in large], policy.weights)
+    small: dict[str, Tier] = {key: "device" for key, tensor in tensors.items() if tensor.is_small}
+    return small | {tensor.key: tier for tensor, tier in zip(large, tiers, strict=True)}
+
+
+class CacheKey(NamedTuple):
+    """One KV block: of which decoder layer, of which batch, the how-manieth."""
+
+    layer: int
+    batch: int
+    block: int
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The KV blocks of one block of batches.
+
+    prompt, generated: token counts of each batch's blocks; homes: where each block lives.
+    """
+
+    prompt: tuple[tuple[int, ...], ...]
+    generated: tuple[tuple[int, ...], ...]
+    homes: dict[CacheKey, Tier]
+
+    def lengths(self, batch: int) -> tuple[int, ...]:
+        return self.prompt[batch] + self.generated[batch]
+
+
+def place_cache(
+    layers: int,
+    prompt: Sequence[tuple[int, ...]],
+    generated: Sequence[tuple[int, ...]],
+    policy: Policy,
+) -> CachePlan:
+    """Homes of all KV blocks. Blocks of the same age stand together in the order of the split,
+    so that the fractions hold at every moment of a generation."""
+    plan = CachePlan(tuple(prompt), tuple(generated), {})
+    most = max(len(plan.lengths(batch)) for batch in range(len(prompt)))
+    keys = [
+        CacheKey(layer, batch, block)
+        for block in range(most)
+        for layer in range(layers)
+        for batch in range(len(prompt))
+        if block < len(plan.lengths(batch))
+    ]
+    sizes = [plan.lengths(key.batch)[key.block] for key in keys]
+    plan.homes.update(zip(keys, split(sizes, policy.cache), strict=True))
+    return plan
+
+
+def place_activations(layers: int, batches: int, policy: Policy) -> dict[tuple[int, int], Tier]:
+    """Where the hidden states of (layer, batch) wait for the next layer."""
+    keys = [(layer, batch) for layer in range(layers) for batch in range(batches)]
+    return dict(zip(keys, split([1] * len(keys), policy.activations), strict=True))

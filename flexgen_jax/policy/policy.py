@@ -1,0 +1,178 @@
+"""A policy: where weights, KV cache and activations live, and how a block is walked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from flexgen_jax.config import UserError
+
+Tier = Literal["device", "host", "disk"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+Schedule = Literal["zigzag", "row"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+
+PROMPT_BLOCK_FACTOR = 4
+"""A prompt is cut into KV blocks this many times as long as those of generated tokens."""
+
+
+class PolicyError(UserError):
+    """A policy that cannot be meant; the message names the field and the way out."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Fractions of some bytes on the device and on the host; the rest is on disk."""
+
+    device: float = 1.0
+    host: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("device", "host"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise PolicyError(f"{name} must be between 0 and 100 %, not {100 * value:g} %")
+        if self.device + self.host > 1 + 1e-9:
+            raise PolicyError(
+                f"device {100 * self.device:g} % and host {100 * self.host:g} % are together more "
+                "than 100 %; what they leave goes to disk"
+            )
+
+    @property
+    def disk(self) -> float:
+        left = 1.0 - self.device - self.host
+        return left if left > 1e-9 else 0.0
+
+    def fraction(self, tier: Tier) -> float:
+        return float(getattr(self, tier))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked for: sequences of `prompt_len` tokens, continued by `gen_len` tokens."""
+
+    prompt_len: int
+    gen_len: int
+    num_sequences: int = 1
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Placement of everything, batch shape and schedule (FlexGen, section 4.2).
+
+    A block is `num_batches` batches of `batch_size` sequences. `schedule` is "zigzag" (a
+    layer's weights serve the whole block) or "row" (each batch goes through all the layers
+    by itself). Without `overlap`, nothing is loaded ahead of its use. Generated tokens are
+    cached in blocks of `kv_block_tokens`, which are immutable once full.
+    """
+
+    weights: Placement = Placement()
+    cache: Placement = Placement()
+    activations: Placement = Placement()
+    batch_size: int = 8
+    num_batches: int = 1
+    schedule: Schedule = "zigzag"
+    overlap: bool = True
+    kv_block_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_batches", "kv_block_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PolicyError(f"{name} must be a positive integer, not {value!r}")
+        if self.schedule not in SCHEDULES:
+            raise PolicyError(f"schedule must be one of {SCHEDULES}, not {self.schedule!r}")
+
+    @classmethod
+    def from_percent(
+        cls,
+        weights_device: float,
+        weights_host: float,
+        cache_device: float,
+        cache_host: float,
+        activations_device: float,
+        activations_host: float,
+        **options: Any,
+    ) -> Policy:
+        """FlexGen's six numbers, in percent; what is left of each pair's 100 goes to disk."""
+
+        def place(what: str, device: float, host: float) -> Placement:
+            try:
+                return Placement(device / 100, host / 100)
+            except PolicyError as error:
+                raise PolicyError(f"{what}: {error}") from None
+
+        return cls(
+            weights=place("weights", weights_device, weights_host),
+            cache=place("cache", cache_device, cache_host),
+            activations=place("activations", activations_device, activations_host),
+            **options,
+        )
+
+    @property
+    def percent(self) -> tuple[float, ...]:
+        """The six numbers again."""
+        parts = (self.weights, self.cache, self.activations)
+        return tuple(round(100 * x, 4) for part in parts for x in (part.device, part.host))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Policy:
+        """Reads what `to_json` wrote; raises `PolicyError` on anything else."""
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PolicyError(f"not JSON: {error}") from None
+        if not isinstance(raw, Mapping):
+            raise PolicyError("a policy is a JSON object")
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(raw) - known)
+        if unknown:
+            raise PolicyError(f"unknown field {unknown[0]!r}; a policy has {sorted(known)}")
+        try:
+            placements = {
+                name: Placement(**raw[name])
+                for name in ("weights", "cache", "activations")
+                if name in raw
+            }
+        except TypeError:
+            raise PolicyError('a placement is {"device": 0.2, "host": 0.8}') from None
+        return cls(**{**raw, **placements})
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """How far loads run ahead of their use: weights in layers, the rest in steps.
+
+    A disk read starts earlier than the copy from host to device, which follows it.
+    """
+
+    weight_reads: int = 2
+    weight_copies: int = 1
+    cache_reads: int = 2
+    cache_copies: int = 1
+    hidden_reads: int = 1
+
+    @classmethod
+    def of(cls, policy: Policy) -> Ahead:
+        return cls() if policy.overlap else cls(0, 0, 0, 0, 0)
+
+
+def cut(tokens: int, size: int) -> tuple[int, ...]:
+    """`tokens` as pieces of `size`, the last one shorter where they do not divide."""
+    whole, rest = divmod(tokens, size)
+    return (size,) * whole + ((rest,) if rest else ())
+
+
+def prompt_blocks(prompt_len: int, kv_block_tokens: int) -> tuple[int, ...]:
+    """The token counts of the KV blocks that a prompt is cut into."""
+    return cut(prompt_len, PROMPT_BLOCK_FACTOR * kv_block_tokens)
+
+
+def generated_blocks(gen_len: int, kv_block_tokens: int) -> tuple[int, ...]:
+    """The token counts of the KV blocks of what is generated; the last token is never cached."""
+    return cut(max(gen_len - 1, 0), kv_block_tokens)

@@ -1,0 +1,56 @@
+"""Progress on stderr for work that takes a while; it ticks with a throughput and an ETA."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+_BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+
+
+class Progress:
+    """Bars where `shown`, nothing otherwise."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+
+    @contextmanager
+    def placing(self, total_bytes: int) -> Iterator[Callable[[int], object]]:
+        """Yields a function to call with the bytes that were placed."""
+        bar: Any = tqdm(
+            total=total_bytes,
+            desc="placing weights",
+            unit="B",
+            unit_scale=True,
+            disable=not self._shown,
+            leave=False,
+        )
+        with bar:
+            yield bar.update
+
+    @contextmanager
+    def generating(
+        self, total_steps: int, num_tokens: Callable[[], int]
+    ) -> Iterator[Callable[[], object]]:
+        """Yields a function to call after every step; the bar shows tokens per second."""
+        started = time.perf_counter()
+        bar: Any = tqdm(
+            total=total_steps,
+            desc="generating",
+            bar_format=_BAR,
+            disable=not self._shown,
+            leave=False,
+        )
+
+        def step() -> None:
+            bar.update()
+            if self._shown:
+                rate = num_tokens() / max(time.perf_counter() - started, 1e-9)
+                bar.set_postfix_str(f"{rate:.1f} token/s", refresh=False)
+
+        with bar:
+            yield step

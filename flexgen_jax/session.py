@@ -1,0 +1,169 @@
+"""A placed model: weights in their tiers, ready to run blocks and to report on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+
+from flexgen_jax.checkpoint import WeightSource
+from flexgen_jax.config import ModelConfig
+from flexgen_jax.layers.spec import unique_tensors
+from flexgen_jax.offload.context import Runtime
+from flexgen_jax.offload.executor import Batch, BlockRun, OnResult
+from flexgen_jax.offload.schedule import Step
+from flexgen_jax.offload.weights import WeightStore
+from flexgen_jax.plan import Planner
+from flexgen_jax.policy.memory import BlockShape, peak_bytes, plan_cache, workspace_bytes
+from flexgen_jax.policy.placement import place_activations, place_weights, realised
+from flexgen_jax.policy.policy import TIERS, Policy, Tier, Workload
+from flexgen_jax.progress import Progress
+
+
+class Session:
+    """Runs blocks of batches under one placement of the weights."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: str,
+        policy: Policy,
+        planner: Planner,
+        source: WeightSource,
+    ) -> None:
+        self.policy = policy
+        self._config = config
+        self._dtype = dtype
+        self._unified = planner.unified
+        budgets = planner.budgets
+        parts = (policy.weights, policy.cache, policy.activations)
+        on_disk = any(part.disk > 0 for part in parts)
+        self._offload_dir = planner.offload_dir
+        self._runtime = Runtime.create(
+            config,
+            dtype,
+            {tier: budgets.allowed(tier) for tier in TIERS},
+            planner.offload_dir if on_disk else None,
+            planner.unified,
+        )
+        self._tiers = place_weights(self._runtime.layers, dtype, policy)
+        self._weights = WeightStore(self._runtime, source, self._tiers)
+        self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
+        self._report: dict[str, Any] = {}
+        self._init_s = 0.0
+
+    def place(self, progress: Progress) -> None:
+        """Brings the weights to their tiers."""
+        started = time.perf_counter()
+        total = sum(t.nbytes(self._dtype) for t in unique_tensors(self._runtime.layers).values())
+        with progress.placing(total) as placed:
+            self._weights.place(placed)
+        self._init_s = time.perf_counter() - started
+
+    def compile(self, workload: Workload) -> None:
+        """Compiles every program of a greedy run on the largest block of this workload."""
+        shape = BlockShape.of(self.policy, workload)
+        plan = plan_cache(self._config, self.policy, shape)
+        programs = self._runtime.programs
+        for batch, rows in enumerate(shape.batch_sizes):
+            prompt, generated = plan.prompt[batch], plan.generated[batch]
+            programs.embed(rows, workload.prompt_len)
+            programs.prefill(rows, prompt)
+            programs.head(rows, workload.prompt_len, True)
+            for count, tail in enumerate(generated):
+                programs.embed(rows, 1)
+                programs.decode(rows, prompt + generated[:count], tail)
+                programs.append(rows, tail)
+                programs.head(rows, 1, True)
+
+    def start(self) -> None:
+        """Begins a run's measurements."""
+        self._runtime.metrics.reset()
+        self._runtime.ledger.reset_peak()
+        self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
+        
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        tokens: int,
+        on_result: OnResult,
+        tick: Callable[[], object],
+    ) -> None:
+        """Walks one block of batches through the model."""
+        shape = BlockShape(
+            tuple(batch.size for batch in batches),
+            tuple(batch.prompt_len for batch in batches),
+            tokens,
+        )
+        plan = plan_cache(self._config, self.policy, shape)
+        last = time.perf_counter()
+
+        def on_step(step: Step) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            self._phases["decode_s" if step.token else "prefill_s"] += now - last
+            last = now
+            tick()
+
+        workspace = max(
+            workspace_bytes(self._config, self._dtype, batch.size, batch.prompt_len)
+            for batch in batches
+        )
+        block = BlockRun(
+            self._runtime, self._weights, self.policy, batches, tokens, plan, on_result, on_step
+        )
+        with self._runtime.ledger.holding("device", workspace):
+            block.run()
+
+    def finish(self, num_sequences: int, workload: Workload, num_tokens: int) -> None:
+        """Ends a run's measurements and keeps the report."""
+        total = sum(self._phases.values())
+        shape = BlockShape.of(self.policy, workload)
+        decoded = max(num_tokens - num_sequences, 0)
+        prefill_s, decode_s = self._phases["prefill_s"], self._phases["decode_s"]
+        self._report = {
+            "policy": asdict(self.policy),
+            "prompt_len": workload.prompt_len,
+            "gen_len": workload.gen_len,
+            "num_sequences": num_sequences,
+            "num_tokens": num_tokens,
+            "init_s": self._init_s,
+            "compile_s": self._runtime.programs.compile_s,
+            **self._phases,
+            "total_s": total,
+            "generation_throughput": num_tokens / total,
+            "prefill_throughput": num_sequences * workload.prompt_len / max(prefill_s, 1e-9),
+            "decode_throughput": decoded / decode_s if decode_s > 0 else 0.0,
+            **self._runtime.metrics.report(),
+            "peak_bytes": self._runtime.ledger.peak,
+            "computed_peak_bytes": peak_bytes(
+                self._config, self._dtype, self.policy, shape, self._unified
+            ),
+            "realized": self._realized(shape),
+        }
+
+    def _realized(self, shape: BlockShape) -> dict[str, dict[Tier, float]]:
+        """The fractions of the bytes that each tier really got."""
+        tensors = [t for t in unique_tensors(self._runtime.layers).values() if not t.is_small]
+        weights = [t.nbytes(self._dtype) for t in tensors]
+        cache = plan_cache(self._config, self.policy, shape)
+        blocks = [cache.lengths(key.batch)[key.block] for key in cache.homes]
+        count = self._config.num_layers + 1
+        homes = place_activations(count, len(shape.batch_sizes), self.policy)
+        return {
+            "weights": realised(weights, [self._tiers[t.key] for t in tensors]),
+            "cache": realised(blocks, list(cache.homes.values())),
+            "activations": realised([1] * len(homes), list(homes.values())),
+        }
+
+    def report(self) -> dict[str, Any]:
+        return self._report
+
+    def close(self) -> None:
+        self._weights.close()
+        self._runtime.close()
+
+

