@@ -57,9 +57,8 @@ class LLM:
         progress: bool = False,
         unified: bool | None = None,
     ) -> None:
+        tune_allocator()
         on_cpu = jax.devices()[0].platform == "cpu"
-        if on_cpu:
-            tune_allocator()
         self._model = open_model(model, dummy_weights, seed)
         self.config = self._model.config
         self.dtype = resolve_dtype(dtype, self.config, on_cpu)
@@ -150,6 +149,11 @@ class LLM:
         )
         policy = self._planner.policy_for(workload)
         self._open(policy, workload).compile(workload)
+
+    @property
+    def block_sequences(self) -> int:
+        """How many sequences one block of batches holds."""
+        return self._planner.block_sequences
 
     @property
     def policy(self) -> Policy | None:

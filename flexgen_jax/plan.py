@@ -38,6 +38,13 @@ class Planner:
             self._budgets = detect_budgets(*asked, self.offload_dir, self.unified)
         return self._budgets
 
+    @property
+    def block_sequences(self) -> int:
+        """Sequences in one block of the given policy, or in the largest automatic one."""
+        if self.policy is None:
+            return AUTO_BATCH_SIZE * AUTO_NUM_BATCHES
+        return self.policy.batch_size * self.policy.num_batches
+
     def policy_for(self, workload: Workload) -> Policy:
         """A policy that fits, or `BudgetError` with the numbers and the nearest one that does."""
         fitter = Fitter(self.config, self.dtype, workload, self.budgets, self.unified)

@@ -17,11 +17,15 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +52,65 @@ def row_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
+class ReadQueue:
+    """Reads chunks in order, a few at a time.
+
+    TensorStore would start them all at once, and while the processor is busy computing, what
+    is read but not yet copied to its place piles up: 200 MB for two layers of OPT-1.3B.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Any, np.ndarray, Future[None]]] = deque()
+        self._left: dict[Future[None], int] = {}
+        self._errors: dict[Future[None], BaseException] = {}
+        self._active = 0
+
+    def read(self, pieces: Sequence[tuple[Any, np.ndarray]]) -> Future[None]:
+        """Starts reading each store into its array; the future is done when all are."""
+        whole: Future[None] = Future()
+        with self._lock:
+            self._left[whole] = len(pieces)
+            self._waiting.extend((store, out, whole) for store, out in pieces)
+        self._start_next()
+        return whole
+
+    def _start_next(self) -> None:
+        while True:
+            with self._lock:
+                if self._active >= self._at_once or not self._waiting:
+                    return
+                self._active += 1
+                store, out, whole = self._waiting.popleft()
+            ts.array(out).write(store).add_done_callback(partial(self._done, whole))
+
+    def _done(self, whole: Future[None], piece: Any) -> None:
+        error = piece.exception()
+        with self._lock:
+            self._active -= 1
+            self._left[whole] -= 1
+            is_last = self._left[whole] == 0
+            if is_last:
+                del self._left[whole]
+            if error is not None:
+                self._errors.setdefault(whole, error)
+        self._start_next()
+        if is_last:
+            first_error = self._errors.pop(whole, None)
+            whole.set_result(None) if first_error is None else whole.set_exception(first_error)
+
+
 @dataclass(frozen=True, eq=False)
 class DiskArray:
-    """A TensorStore array. Chunks divide the axes so that one chunk is about `CHUNK_BYTES`."""
+    """A TensorStore array, of whose first axis (or of the first one after `index`) a chunk
+    holds a range."""
 
     store: Any
     shape: tuple[int, ...]
+    chunk: tuple[int, ...]
     dtype: np.dtype
+    queue: ReadQueue
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +118,9 @@ class DiskArray:
 
     def read_into(self, out: np.ndarray, index: tuple[int, ...] = ()) -> Any:
         """Starts reading self[index] into the memory of `out`; returns a future."""
-        return ts.array(out).write(self.store[index] if index else self.store)
+        store, step = self.store[index] if index else self.store, self.chunk[len(index)]
+        ends = [(i, min(i + step, out.shape[0])) for i in range(0, out.shape[0], step)]
+        return self.queue.read([(store[start:stop], out[start:stop]) for start, stop in ends])
 
     def write(self, data: np.ndarray, index: Any = ()) -> Any:
         """Starts writing `data`, which must not change before the returned future is done."""
@@ -88,6 +146,7 @@ class OffloadFolder:
                 "another with --offload-dir"
             ) from None
         self._remove_dead_runs()
+        self._queue = ReadQueue(READS_AT_ONCE)
         direct = {"mode": "direct"} if _has_direct_io(self._run) else {}
         limits = {
             "file_io_mode": direct,
@@ -99,14 +158,15 @@ class OffloadFolder:
         self._scratch = ts.Context({**limits, "file_io_sync": False})
 
     def weights(self, fingerprint: str) -> WeightFolder:
-        return WeightFolder(self.root / "weights" / fingerprint, self._durable)
+        return WeightFolder(self.root / "weights" / fingerprint, self._durable, self._queue)
 
     def scratch_array(
         self, name: str, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtype
     ) -> DiskArray:
         """An array that lives as long as this run."""
         path = self._run / name
-        return _open(path, shape, chunk, dtype, self._scratch, create=True)
+        store = _open(path, shape, chunk, dtype, self._scratch, create=True)
+        return DiskArray(store, shape, chunk, dtype, self._queue)
 
     def clear_scratch(self) -> None:
         for child in self._run.iterdir():
@@ -140,9 +200,10 @@ class OffloadFolder:
 class WeightFolder:
     """The tensors of one checkpoint in one dtype."""
 
-    def __init__(self, path: Path, context: Any) -> None:
+    def __init__(self, path: Path, context: Any, queue: ReadQueue) -> None:
         self.path = path
         self._context = context
+        self._queue = queue
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @contextmanager
@@ -163,7 +224,7 @@ class WeightFolder:
         try:
             done = json.loads((folder / "done.json").read_text())
             if done["bytes"] == _payload_bytes(folder):
-                array = _open(folder, shape, _chunk(shape, dtype), dtype, self._context)
+                array = self._array(folder, shape, dtype)
                 if done["crc32"] == _checksum(array):
                     return array
         except (OSError, ValueError, KeyError, TypeError):
@@ -176,7 +237,7 @@ class WeightFolder:
     ) -> DiskArray:
         """Stores a tensor from consecutive ranges of its rows; visible once it is complete."""
         folder, part = self.path / name, self.path / f"{name}.part"
-        array = _open(part, shape, _chunk(shape, dtype), dtype, self._context, create=True)
+        array = self._array(part, shape, dtype, create=True)
         start, crc, pending = 0, 0, None
         try:
             for piece in pieces:
@@ -194,7 +255,14 @@ class WeightFolder:
         except (OSError, ValueError) as error:
             shutil.rmtree(part, ignore_errors=True)
             raise OffloadError(f"cannot write {folder}: {error}") from None
-        return _open(folder, shape, _chunk(shape, dtype), dtype, self._context)
+        return self._array(folder, shape, dtype)
+
+    def _array(
+        self, path: Path, shape: tuple[int, ...], dtype: np.dtype, create: bool = False
+    ) -> DiskArray:
+        chunk = _chunk(shape, dtype)
+        store = _open(path, shape, chunk, dtype, self._context, create)
+        return DiskArray(store, shape, chunk, dtype, self._queue)
 
 
 def _chunk(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
@@ -209,7 +277,7 @@ def _open(
     dtype: np.dtype,
     context: Any,
     create: bool = False,
-) -> DiskArray:
+) -> Any:
     metadata = {
         "shape": list(shape),
         "data_type": dtype.name,
@@ -226,7 +294,7 @@ def _open(
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
-    return DiskArray(ts.open(spec, context=context).result(), shape, dtype)
+    return ts.open(spec, context=context).result()
 
 
 def _checksum(array: DiskArray) -> int:

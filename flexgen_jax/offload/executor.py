@@ -130,7 +130,9 @@ class BlockRun:
 
     def _read_ahead(self, ahead: LookAhead, visit: int) -> None:
         """Starts the disk reads of the layers and batches that come next."""
-        visits = ahead.visits(visit, self._depth.weight_reads)
+        visits = ahead.visits(visit - 1, 1 + self._depth.weight_reads)
+        if visits and visits[0].visit != visit:
+            visits = visits[: self._depth.weight_reads]  # this layer has no batch left
         self._weight_loads.ahead([(step.visit, step.layer) for step in visits])
         steps = ahead.steps(self._depth.cache_reads)
         self._kv_loads.ahead([step for step in steps if self._is_cached(step)])

@@ -1,0 +1,37 @@
+"""One measured run on random prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flexgen_jax.config import UserError
+from flexgen_jax.engine import LLM
+from flexgen_jax.sampling import SamplingParams
+
+
+def run_bench(
+    llm: LLM, prompt_len: int, gen_len: int, num_sequences: int | None, seed: int
+) -> dict[str, Any]:
+    """Generates `gen_len` tokens after random prompts of `prompt_len`; returns the report.
+
+    num_sequences None is one block of the policy.
+    """
+    room = llm.config.max_positions
+    if prompt_len < 1 or gen_len < 1 or prompt_len + gen_len > room:
+        raise UserError(
+            f"--prompt-len {prompt_len} and --gen-len {gen_len} must be positive and together "
+            f"at most the model's context of {room}"
+        )
+    if num_sequences is not None and num_sequences < 1:
+        raise UserError(f"--num-sequences must be positive, not {num_sequences}")
+    count = num_sequences or llm.block_sequences
+    llm.warm_up(prompt_len, gen_len, count)
+    generator = np.random.default_rng(seed)
+    prompts = generator.integers(0, llm.config.vocab_size, (count, prompt_len)).tolist()
+    llm.generate(
+        prompt_token_ids=prompts,
+        sampling_params=SamplingParams(max_tokens=gen_len, ignore_eos=True),
+    )
+    return llm.report()

@@ -1,0 +1,204 @@
+"""The command line: parses, calls the library, prints. Errors of use are one line and exit 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flexgen_jax import __version__
+from flexgen_jax.cli_options import model_options, open_llm, policy_options
+from flexgen_jax.config import UserError
+
+DEMO_PROMPT = "The people of the United States"
+
+
+class Commands(click.Group):
+    """Reports errors of use in one line, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            click.echo(f"flexgen-jax: {error}", err=True)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            click.echo("flexgen-jax: interrupted; what is complete will be reused", err=True)
+            sys.exit(130)
+
+
+@click.group(cls=Commands)
+@click.version_option(__version__)
+def main() -> None:
+    """Generate text with language models larger than your GPU's memory.
+
+    Weights, KV cache and activations are kept on the device, in host memory and on disk, and
+    moved to where they are needed while the device computes.
+    """
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--json",
+        "json_file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Write the results to FILE as JSON.",
+        metavar="FILE",
+    )(command)
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write --json {path}: {error.strerror or error}") from None
+
+
+@main.command()
+@click.argument("prompts", nargs=-1)
+@click.option(
+    "--prompts-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Read prompts from FILE, one a line.",
+    metavar="FILE",
+)
+@click.option("--max-tokens", default=64, show_default=True, help="New tokens a prompt.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", default=0, show_default=True, help="Sample from the K likeliest; 0: all.")
+@click.option("--top-p", default=1.0, show_default=True, help="Sample from this much probability.")
+@click.option("--stop", multiple=True, help="End a text at this string; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")
+@json_option
+@model_options
+@policy_options
+def generate(
+    prompts: tuple[str, ...],
+    prompts_file: Path | None,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
+    """Continue each of PROMPTS and print the text.
+
+    Without --model, a small OPT model that comes with this package is used.
+    """
+    from flexgen_jax.sampling import SamplingParams
+
+    texts = list(prompts)
+    if prompts_file is not None:
+        texts += read_prompts(prompts_file)
+    elif not texts:
+        texts = [DEMO_PROMPT]
+    if not texts:
+        raise UserError(f"{prompts_file} has no prompts; write one a line")
+    try:
+        params = SamplingParams(
+            max_tokens, temperature, top_k, top_p, stop, options["seed"], ignore_eos
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    with open_llm(default_batches=len(texts), **options) as llm:
+        results = llm.generate(texts, params)
+        report = llm.report()
+    for result in results:
+        click.echo(f"{result.prompt}{result.text}")
+        if len(results) > 1:
+            click.echo("---")
+    click.echo(
+        f"{report['num_tokens']} tokens in {report['total_s']:.2f} s, "
+        f"{report['generation_throughput']:.1f} token/s",
+        err=True,
+    )
+    write_json(
+        json_file,
+        {
+            "results": [
+                {
+                    "prompt": result.prompt,
+                    "text": result.text,
+                    "token_ids": result.token_ids,
+                    "finish_reason": result.finish_reason,
+                }
+                for result in results
+            ],
+            "report": report,
+        },
+    )
+
+
+def read_prompts(path: Path) -> list[str]:
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read --prompts-file {path}: {error}") from None
+
+
+@main.command()
+@click.option("--prompt-len", default=128, show_default=True, help="Tokens in each prompt.")
+@click.option("--gen-len", default=32, show_default=True, help="Tokens generated for each.")
+@click.option("--num-sequences", type=int, help="How many prompts; default: one block's.")
+@json_option
+@model_options
+@policy_options
+def bench(
+    prompt_len: int,
+    gen_len: int,
+    num_sequences: int | None,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
+    """Measure generation on random prompts: speed, bytes moved, peak memory.
+
+    Compilation and the placing of the weights are done first and not counted.
+    """
+    from flexgen_jax.bench import run_bench
+
+    with open_llm(default_batches=num_sequences or 1, **options) as llm:
+        report = run_bench(llm, prompt_len, gen_len, num_sequences, options["seed"])
+    click.echo(bench_summary(report))
+    write_json(json_file, report)
+
+
+def bench_summary(report: dict[str, Any]) -> str:
+    """The report for people."""
+    moved = ", ".join(f"{link} {n / 1e9:.2f} GB" for link, n in report["bytes"].items() if n)
+    busy = ", ".join(f"{what} {s:.1f} s" for what, s in report["busy_s"].items() if s > 0.005)
+    peaks = ", ".join(f"{tier} {n / 2**30:.2f} GiB" for tier, n in report["peak_bytes"].items())
+    return (
+        f"{report['model']}, {report['num_sequences']} x ({report['prompt_len']} + "
+        f"{report['gen_len']}) tokens, {report['dtype']}\n"
+        f"generation {report['generation_throughput']:.2f} token/s "
+        f"(prefill {report['prefill_s']:.2f} s, decode {report['decode_s']:.2f} s; "
+        f"placing weights {report['init_s']:.1f} s and compiling {report['compile_s']:.1f} s "
+        f"not counted)\n"
+        f"moved: {moved or 'nothing'}\nbusy: {busy}\npeak: {peaks}"
+    )
+
+
+@main.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("destination", type=click.Path(path_type=Path))
+def convert(source: Path, destination: Path) -> None:
+    """Convert the .bin checkpoint in folder SOURCE to safetensors in folder DESTINATION.
+
+    Needs PyTorch, whose restricted loader refuses anything but tensors.
+    """
+    from flexgen_jax.convert import convert_folder
+
+    written = convert_folder(source, destination)
+    click.echo(f"wrote {len(written)} file(s) to {destination}")
+
+
+if __name__ == "__main__":
+    main()

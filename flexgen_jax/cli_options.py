@@ -1,0 +1,189 @@
+"""Flags that all commands share, and what they build."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flexgen_jax.config import UserError
+from flexgen_jax.policy.policy import SCHEDULES, Placement, Policy, PolicyError
+
+if TYPE_CHECKING:
+    from flexgen_jax.engine import LLM
+
+Command = Callable[..., Any]
+
+
+def _apply(command: Command, options: list[Callable[[Command], Command]]) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def model_options(command: Command) -> Command:
+    """Which model, in which dtype, within which budgets."""
+    return _apply(
+        command,
+        [
+            click.option("--model", help="Hugging Face folder or hub id; default: a small OPT."),
+            click.option(
+                "--dummy-weights",
+                is_flag=True,
+                help="Random weights of a known shape, e.g. --model facebook/opt-1.3b; no files.",
+            ),
+            click.option(
+                "--dtype",
+                type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+                default="auto",
+                show_default=True,
+                help="Compute and store in this type; auto: the checkpoint's.",
+            ),
+            click.option("--device-memory", metavar="SIZE", help="GPU memory to use, e.g. 16GB."),
+            click.option("--host-memory", metavar="SIZE", help="RAM to use, e.g. 64GB."),
+            click.option("--disk-space", metavar="SIZE", help="Disk space to use, e.g. 1TB."),
+            click.option(
+                "--offload-dir",
+                type=click.Path(path_type=Path),
+                help="Folder on a fast disk for what does not fit; kept for the next run.",
+            ),
+            click.option("--seed", default=0, show_default=True, help="Of all random numbers."),
+            click.option(
+                "--progress/--no-progress",
+                default=None,
+                help="Show a progress bar; default: on a terminal.",
+            ),
+        ],
+    )
+
+
+def policy_options(command: Command) -> Command:
+    """Where everything lives and how a block of batches is walked."""
+    placement = "device=20,host=80"
+    return _apply(
+        command,
+        [
+            click.option(
+                "--policy",
+                "policy_file",
+                default="auto",
+                show_default=True,
+                metavar="auto|FILE",
+                help="A policy as JSON, or auto for the fastest memory that holds everything.",
+            ),
+            click.option(
+                "--percent",
+                nargs=6,
+                type=float,
+                metavar="WG WC CG CC HG HC",
+                help="Percent of weights on GPU and CPU, of KV cache on GPU and CPU, of "
+                "activations on GPU and CPU; the rest on disk.",
+            ),
+            click.option("--weights", metavar="SPLIT", help=f"The same by name: {placement}"),
+            click.option("--cache", metavar="SPLIT", help=f"The same by name: {placement}"),
+            click.option("--activations", metavar="SPLIT", help=f"The same by name: {placement}"),
+            click.option("--batch-size", type=int, help="Sequences in a batch."),
+            click.option("--num-batches", type=int, help="Batches in a block."),
+            click.option(
+                "--schedule",
+                type=click.Choice(list(SCHEDULES)),
+                help="zigzag: a layer serves the whole block; row: batch after batch.",
+            ),
+            click.option("--no-overlap", is_flag=True, help="Load nothing ahead of its use."),
+        ],
+    )
+
+
+def parse_split(name: str, text: str) -> Placement:
+    """ "device=20,host=80" as a placement; what is left of 100 goes to disk."""
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        tier, _, percent = part.partition("=")
+        try:
+            value = float(percent)
+        except ValueError:
+            value = -1.0
+        if tier.strip() not in ("device", "host", "disk") or value < 0:
+            raise PolicyError(f"--{name} {text}: write for example device=20,host=80")
+        shares[tier.strip()] = value / 100
+    try:
+        placement = Placement(shares.get("device", 0.0), shares.get("host", 0.0))
+    except PolicyError as error:
+        raise PolicyError(f"--{name} {text}: {error}") from None
+    if "disk" in shares and abs(shares["disk"] - placement.disk) > 1e-6:
+        raise PolicyError(f"--{name} {text}: the three do not add up to 100")
+    return placement
+
+
+def build_policy(
+    policy_file: str,
+    percent: tuple[float, ...] | None,
+    weights: str | None,
+    cache: str | None,
+    activations: str | None,
+    default_batches: int,
+    **shape: Any,
+) -> Policy | None:
+    """The policy that the flags describe; None for auto."""
+    named = {"weights": weights, "cache": cache, "activations": activations}
+    given = {name: parse_split(name, text) for name, text in named.items() if text is not None}
+    changes = {name: value for name, value in shape.items() if value is not None}
+    if changes.pop("no_overlap", False):
+        changes["overlap"] = False
+    if policy_file != "auto":
+        if percent or given:
+            raise PolicyError("--policy FILE and placement flags exclude each other")
+        try:
+            policy = Policy.from_json(Path(policy_file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PolicyError(f"cannot read --policy {policy_file}: {error}") from None
+        except PolicyError as error:
+            raise PolicyError(f"--policy {policy_file}: {error}") from None
+        return replace(policy, **changes)
+    if percent and given:
+        raise PolicyError("--percent and --weights, --cache, --activations exclude each other")
+    if not percent and not given and not changes:
+        return None
+    changes.setdefault("batch_size", min(default_batches, Policy().batch_size))
+    if percent:
+        return Policy.from_percent(*percent, **changes)
+    return Policy(**given, **changes)
+
+
+def open_llm(
+    *,
+    model: str | None,
+    dummy_weights: bool,
+    dtype: str,
+    device_memory: str | None,
+    host_memory: str | None,
+    disk_space: str | None,
+    offload_dir: Path | None,
+    seed: int,
+    progress: bool | None,
+    default_batches: int,
+    **policy_flags: Any,
+) -> LLM:
+    """The `LLM` that the shared flags describe."""
+    policy = build_policy(default_batches=default_batches, **policy_flags)
+    from flexgen_jax.engine import LLM
+
+    try:
+        return LLM(
+            model,
+            policy=policy or "auto",
+            dtype=dtype,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            disk_space=disk_space,
+            offload_dir=offload_dir,
+            dummy_weights=dummy_weights,
+            seed=seed,
+            progress=sys.stderr.isatty() if progress is None else progress,
+        )
+    except RuntimeError as error:
+        raise UserError(f"JAX cannot start: {error}") from None
