@@ -133,7 +133,7 @@ class Checkpoint:
     def read(self, tensor: TensorSpec, start: int, stop: int, dtype: str) -> np.ndarray:
         name, path = self._where[tensor.key]
         try:
-            rows = self._files[path].get_slice(name)[start:stop]
+            rows: np.ndarray = self._files[path].get_slice(name)[start:stop]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from None
         return rows.astype(numpy_dtype(dtype), copy=False)
@@ -227,5 +227,3 @@ def _what_is_wrong(path: Path) -> str | None:
             return "corrupt: its safetensors header cannot be read"
     cut = sorted((end, name) for name, end in ends.items() if end > size)
     return f"truncated: tensor {cut[0][1]!r} ends after the end of the file" if cut else None
-
-

@@ -151,7 +151,8 @@ def build_policy(
     changes.setdefault("batch_size", min(default_batches, Policy().batch_size))
     if percent:
         return Policy.from_percent(*percent, **changes)
-    return Policy(**given, **changes)
+    placements: dict[str, Any] = given
+    return Policy(**placements, **changes)
 
 
 def open_llm(

@@ -70,7 +70,9 @@ class ModelConfig:
                 f"activation {self.activation!r} is not supported; choose one of {ACTIVATIONS}"
             )
         if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is not supported; choose one of {list(DTYPES)}")
+            raise ConfigError(
+                f"dtype {self.dtype!r} is not supported; choose one of {list(DTYPES)}"
+            )
 
     @property
     def head_dim(self) -> int:

@@ -10,8 +10,15 @@ from typing import Any
 
 from flexgen_jax.checkpoint import CheckpointError, read_folder_config, read_json, safe_member
 
-COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-COPIED += ("special_tokens_map.json", "vocab.json", "merges.txt")
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 def convert_folder(source: Path, destination: Path) -> list[Path]:

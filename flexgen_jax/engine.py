@@ -267,5 +267,3 @@ class LLM:
 def _default_offload_dir() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "flexgen_jax" / "offload"
-
-

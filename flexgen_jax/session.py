@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-
 from flexgen_jax.checkpoint import WeightSource
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.spec import unique_tensors
@@ -83,7 +82,6 @@ class Session:
         self._runtime.metrics.reset()
         self._runtime.ledger.reset_peak()
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
-        
 
     def run(
         self,
@@ -165,5 +163,3 @@ class Session:
     def close(self) -> None:
         self._weights.close()
         self._runtime.close()
-
-

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import ByteLevelBPETokenizer, Tokenizer as FastTokenizer
+from tokenizers import ByteLevelBPETokenizer
+from tokenizers import Tokenizer as FastTokenizer
 
 from flexgen_jax.checkpoint import CheckpointError, read_json
 

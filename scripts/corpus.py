@@ -48,7 +48,17 @@ HELDOUT_EVERY = 20
 HELDOUT_CHARACTERS = 8000
 
 _PLAIN = str.maketrans(
-    {"‘": "'", "’": "'", "“": '"', "”": '"', "—": "--", "–": "-", "…": "...", "\xa0": " ", "\ufeff": ""}
+    {
+        "‘": "'",
+        "’": "'",
+        "“": '"',
+        "”": '"',
+        "—": "--",
+        "–": "-",
+        "…": "...",
+        "\xa0": " ",
+        "\ufeff": "",
+    }
 )
 
 
@@ -63,7 +73,9 @@ def _download(folder: Path, registry: str, package: str, name: str, sha256: str)
         subprocess.run(command, check=True, cwd=folder, timeout=600, stdout=subprocess.DEVNULL)
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != sha256:
-        raise RuntimeError(f"{path} has SHA-256 {found}, expected {sha256}; delete it and run again")
+        raise RuntimeError(
+            f"{path} has SHA-256 {found}, expected {sha256}; delete it and run again"
+        )
     return path
 
 

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from corpus import fetch_corpus, split_corpus
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from corpus import fetch_corpus, split_corpus
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.families import family_of
 from flexgen_jax.layers.decoder import DecoderLayer
@@ -134,7 +134,9 @@ def train(config: ModelConfig, stream: np.ndarray, args: argparse.Namespace) -> 
         if i % 50 == 0 or i == args.steps - 1:
             spent = time.perf_counter() - started
             left = spent / (i + 1) * (args.steps - i - 1)
-            print(f"step {i} loss {float(loss):.3f} spent {spent:.0f}s left {left:.0f}s", flush=True)
+            print(
+                f"step {i} loss {float(loss):.3f} spent {spent:.0f}s left {left:.0f}s", flush=True
+            )
     return params
 
 

@@ -94,12 +94,11 @@ def causal_attention(
         out = jnp.matmul(weights, v, precision=precision, preferred_element_type=jnp.float32)
         return out.astype(v.dtype)
 
-    flat = tuple(x.reshape(batch * heads, tokens, head_dim) for x in (query, key, value))
-    args = (*flat, jnp.repeat(first_valid, heads))
+    q, k, v = (x.reshape(batch * heads, tokens, head_dim) for x in (query, key, value))
+    args = (q, k, v, jnp.repeat(first_valid, heads))
     at_once = scored_heads(batch * heads, tokens)
     if at_once == batch * heads:
         out = jax.vmap(one_head)(args)
     else:
         out = jax.lax.map(one_head, args, batch_size=at_once)
     return out.reshape(batch, heads, tokens, head_dim)
-

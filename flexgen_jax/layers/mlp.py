@@ -15,11 +15,12 @@ from flexgen_jax.layers.linear import Linear
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     """The function behind a name of `config.ACTIVATIONS`; "gelu" is the exact, erf-based one."""
-    return {
+    functions: dict[str, Callable[[jax.Array], jax.Array]] = {
         "relu": jax.nn.relu,
         "gelu": partial(jax.nn.gelu, approximate=False),
         "gelu_new": partial(jax.nn.gelu, approximate=True),
-    }[name]
+    }
+    return functions[name]
 
 
 class MLP(nn.Module):

@@ -28,21 +28,23 @@ SCORED_ROWS = 256
 """Scoring forms the logits of this many positions at a time."""
 
 
-def _variables(weights: Weights) -> dict[str, Any]:
-    return {"params": unflatten_dict(dict(weights), sep=".")}
+def _apply(module: Any, weights: Weights, *args: Any, **options: Any) -> Any:
+    """The module's result with a layer's tensors as its parameters."""
+    variables = {"params": unflatten_dict(dict(weights), sep=".")}
+    return module.apply(variables, *args, **options)
 
 
 def _embed(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
     def embed(weights: Weights, ids: jax.Array, start: jax.Array, first_valid: jax.Array) -> Any:
-        return Embedding(config, dtype).apply(_variables(weights), ids, start, first_valid)
+        return _apply(Embedding(config, dtype), weights, ids, start, first_valid)
 
     return embed
 
 
 def _prefill(config: ModelConfig, dtype: jnp.dtype, cuts: tuple[int, ...]) -> Callable[..., Any]:
     def prefill(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
-        hidden, (key, value) = DecoderLayer(config, dtype).apply(
-            _variables(weights), hidden, first_valid, method="prefill"
+        hidden, (key, value) = _apply(
+            DecoderLayer(config, dtype), weights, hidden, first_valid, method="prefill"
         )
         blocks, start = [], 0
         for length in cuts:
@@ -62,8 +64,15 @@ def _decode(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
         position: jax.Array,
         first_valid: jax.Array,
     ) -> Any:
-        hidden, new = DecoderLayer(config, dtype).apply(
-            _variables(weights), hidden, blocks, tail, position, first_valid, method="decode"
+        hidden, new = _apply(
+            DecoderLayer(config, dtype),
+            weights,
+            hidden,
+            blocks,
+            tail,
+            position,
+            first_valid,
+            method="decode",
         )
         return hidden, new, jnp.isfinite(hidden).all()
 
@@ -81,7 +90,7 @@ def _append(tail: KVBlock, new: KVBlock, at: jax.Array) -> KVBlock:
 
 def _head(config: ModelConfig, dtype: jnp.dtype, is_greedy: bool) -> Callable[..., Any]:
     def head(weights: Weights, hidden: jax.Array, *sampling: jax.Array) -> Any:
-        logits = Head(config, dtype).apply(_variables(weights), hidden[:, -1])
+        logits = _apply(Head(config, dtype), weights, hidden[:, -1])
         ids = greedy(logits) if is_greedy else sample(logits, *sampling)
         return ids[:, None], jnp.isfinite(logits).all()
 
@@ -94,7 +103,7 @@ def _score(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
 
         def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
             row, target = args
-            logits = Head(config, dtype).apply(_variables(weights), row)
+            logits = _apply(Head(config, dtype), weights, row)
             return jax.nn.log_softmax(logits)[target]
 
         rows = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
@@ -128,6 +137,7 @@ def _compile(config: ModelConfig, dtype_name: str, kind: str, *shape: Any) -> ja
 
     layers = model_spec(config)
     batch = shape[0]
+    args: tuple[Any, ...]
     if kind == "embed":
         tokens = shape[1]
         args = (weights(layers[0]), _int(batch, tokens), _int(), _int(batch))

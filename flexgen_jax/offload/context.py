@@ -71,5 +71,3 @@ class Runtime:
         self.watcher.close()
         if self.folder is not None:
             self.folder.close()
-
-

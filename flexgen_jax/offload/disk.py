@@ -304,7 +304,7 @@ def _checksum(array: DiskArray) -> int:
     return crc
 
 
-def _as_bytes(piece: np.ndarray) -> np.ndarray:
+def _as_bytes(piece: np.ndarray) -> Any:
     return np.ascontiguousarray(piece).view(np.uint8).reshape(-1)
 
 

@@ -14,12 +14,13 @@ import jax
 import numpy as np
 
 from flexgen_jax.config import UserError
+from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.spec import LayerSpec
 from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.kv_cache import KVCache
 from flexgen_jax.offload.schedule import LookAhead, Step, steps_of
-from flexgen_jax.offload.transfer import Load, Stream
+from flexgen_jax.offload.transfer import Stream
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.placement import CachePlan, place_activations
 from flexgen_jax.policy.policy import Ahead, Policy
@@ -95,13 +96,13 @@ class BlockRun:
         self._finished: set[int] = set()
         self._depth = Ahead.of(policy)
         stream = (runtime.memories, runtime.pool, runtime.ledger)
-        self._weight_loads: Stream[Any, Any] = Stream(
+        self._weight_loads: Stream[tuple[int, int], dict[str, jax.Array]] = Stream(
             lambda key: weights.start(self._layers[key[1]]), *stream
         )
-        self._kv_loads: Stream[Any, Any] = Stream(
+        self._kv_loads: Stream[Step, tuple[tuple[KVBlock, ...], KVBlock]] = Stream(
             lambda step: self._cache.start((step.layer - 1, step.batch)), *stream
         )
-        self._hidden_loads: Stream[Any, Load[jax.Array]] = Stream(
+        self._hidden_loads: Stream[Step, jax.Array] = Stream(
             lambda step: self._activations.start(step.batch), *stream
         )
 

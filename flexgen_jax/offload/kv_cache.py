@@ -64,6 +64,7 @@ class KVCache:
         self._tokens: dict[Where, int] = {}
         self._sealed: dict[Where, int] = {}
         self._pending: list[PendingWrite] = []
+        self._buffers: list[HostBuffer] = []
         self._taken: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
         self._files: dict[tuple[int, int], DiskArray] = {}
         for key, home in plan.homes.items():
@@ -154,6 +155,7 @@ class KVCache:
             arrays = self._runtime.memories.to_host(arrays)
         if home != "disk":
             self._blocks[key] = arrays
+            self._buffers += buffers
             return
         file = self._files[key.batch, key.block]
         nbytes = self._nbytes(key)
@@ -223,12 +225,12 @@ class KVCache:
         for write in self._pending:
             for future in write.futures:
                 future.exception()
-            for buffer in write.buffers:
-                self._runtime.pool.give(buffer, None)
+            self._buffers += write.buffers
         for tail in self._tails.values():
-            for buffer in tail.buffers:
-                self._runtime.pool.give(buffer, None)
+            self._buffers += tail.buffers
+        for buffer in self._buffers:
+            self._runtime.pool.give(buffer, None)
         for tier, nbytes in self._taken.items():
             self._runtime.ledger.give(tier, nbytes)
-        self._pending, self._tails, self._blocks = [], {}, {}
+        self._pending, self._tails, self._blocks, self._buffers = [], {}, {}, []
         self._taken = {"device": 0, "host": 0, "disk": 0}

@@ -59,19 +59,22 @@ class Memories:
             self.metrics.end(link)
             for i, leaf in zip(chosen, moved, strict=True):
                 leaves[i] = leaf
-        return jax.tree.unflatten(shape, leaves)
+        result: T = jax.tree.unflatten(shape, leaves)
+        return result
 
     def host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         """Host memory of its own, aligned, uninitialised in effect."""
-        array = jax.device_put(np.zeros(shape, dtype), self._host_sharding)
-        return array.block_until_ready()
+        array: jax.Array = jax.device_put(np.zeros(shape, dtype), self._host_sharding)
+        array.block_until_ready()
+        return array
 
 
 def writable_view(array: jax.Array) -> np.ndarray:
     """The memory of a host array, to write to. Safe while nothing computes with the array."""
     address = array.unsafe_buffer_pointer()
     memory = (ctypes.c_uint8 * array.nbytes).from_address(address)
-    return np.frombuffer(memory, np.uint8).view(array.dtype).reshape(array.shape)
+    view: np.ndarray = np.ctypeslib.as_array(memory).view(array.dtype).reshape(array.shape)
+    return view
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.policy.memory import BlockShape, peak_bytes
@@ -86,7 +87,8 @@ class Fitter:
         """The same policy with one part as high up as it goes, in steps of 1 %."""
 
         def at(device: int, host: int) -> Policy:
-            return replace(policy, **{part: Placement(device / 100, host / 100)})
+            change: dict[str, Any] = {part: Placement(device / 100, host / 100)}
+            return replace(policy, **change)
 
         device = _largest(100, lambda d: self.fits(at(d, 100 - d)))
         if device >= 0:

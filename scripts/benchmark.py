@@ -1,0 +1,165 @@
+"""Measures this project against the PyTorch reference under the same memory limit.
+
+    sudo python scripts/benchmark.py disk --folder /ssd/bench --json result.json
+
+Every run is its own process in its own memory cgroup (page cache counted) and begins with a
+cold page cache. Suites:
+
+  disk      OPT-1.3B, prompt 128, 32 new tokens, weights on disk, 2.5 GB: this project against
+            transformers with Accelerate's disk offload, at each of its batch sizes
+  tight     the same with the KV cache on disk too, 1.5 GB, this project alone
+  overlap   everything on disk, with and without overlap
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from limits import run_limited
+
+SHAPE = ["--model", "facebook/opt-1.3b", "--prompt-len", "128", "--gen-len", "32"]
+HERE = Path(__file__).parent
+
+
+def ours(
+    folder: Path, limit: float, *flags: str, shape: list[str] = SHAPE, name: str = ""
+) -> dict[str, Any]:
+    """One `flexgen-jax bench` in a cgroup of `limit` bytes."""
+    result = folder / "ours.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "flexgen_jax.cli", "bench", *shape, "--dummy-weights"]
+    command += ["--dtype", "bfloat16", *flags, "--offload-dir", str(folder / "offload")]
+    return measured(name or "flexgen_jax", [*command, "--json", str(result)], result, limit)
+
+
+def reference(folder: Path, limit: float, batch_size: int) -> dict[str, Any]:
+    """One run of transformers with Accelerate disk offload in a cgroup of `limit` bytes."""
+    result = folder / "reference.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, str(HERE / "benchmark_torch.py"), *SHAPE]
+    command += ["--batch-size", str(batch_size), "--folder", str(folder)]
+    name = f"transformers + Accelerate, batch {batch_size}"
+    return measured(name, [*command, "--json", str(result)], result, limit)
+
+
+def measured(name: str, command: list[str], result: Path, limit: float) -> dict[str, Any]:
+    """Runs a command that writes its figures to `result`; a failed run says how it failed."""
+    outcome = run_limited(command, int(limit), timeout=600)
+    row: dict[str, Any] = {"name": name, "limit": int(limit), "command": " ".join(command)}
+    row |= {"cgroup_peak_bytes": outcome.peak_bytes, "process_s": outcome.seconds}
+    if result.exists():
+        row |= json.loads(result.read_text())
+    else:
+        code = "timed out" if outcome.returncode is None else f"exit code {outcome.returncode}"
+        row["failed"] = f"{code}: {outcome.output[-300:]}"
+    throughput = row.get("generation_throughput")
+    said = f"{throughput:.2f} token/s" if throughput else row["failed"]
+    print(f"{name}: {said}", flush=True)
+    return row
+
+
+def suite_disk(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """This project and the reference in turn (A B A C A D)."""
+    write = [sys.executable, str(HERE / "benchmark_torch.py"), *SHAPE, "--write-only"]
+    subprocess.run([*write, "--folder", str(folder)], check=True)
+    flags = [
+        "--percent",
+        *["0", "0", "0", "100", "100", "0"],
+        "--batch-size",
+        "16",
+        "--num-batches",
+        "2",
+    ]
+    rows = []
+    for batch_size in args.batch_sizes:
+        rows.append(ours(folder, 2.5e9, *flags))
+        rows.append(reference(folder, 2.5e9, batch_size))
+    return rows
+
+
+def suite_tight(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    flags = [
+        "--percent",
+        *["0", "0", "0", "0", "100", "0"],
+        "--batch-size",
+        "16",
+        "--num-batches",
+        "2",
+    ]
+    return [ours(folder, 1.5e9, *flags)]
+
+
+def suite_overlap(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Disk and compute time within a factor of two of each other."""
+    shape = ["--model", "facebook/opt-1.3b", "--prompt-len", "128", "--gen-len", "8"]
+    flags = ["--percent", *"000000", "--batch-size", "16", "--num-batches", "4"]
+    rows = []
+    for _ in range(args.repeat):
+        rows.append(ours(folder, 6e9, *flags, shape=shape, name="overlap"))
+        rows.append(ours(folder, 6e9, *flags, "--no-overlap", shape=shape, name="no overlap"))
+    return rows
+
+
+SUITES: dict[str, Callable[[Path, argparse.Namespace], list[dict[str, Any]]]] = {
+    "disk": suite_disk,
+    "tight": suite_tight,
+    "overlap": suite_overlap,
+}
+
+
+def machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "?")
+    packages = ("jax", "flax", "tensorstore", "torch", "transformers", "accelerate")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+    }
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    head = "| run | token/s | prefill s | decode s | disk read GB | cgroup peak GB |"
+    lines = [head, "| --- | --- | --- | --- | --- | --- |"]
+    for row in rows:
+        if "failed" in row:
+            lines.append(f"| {row['name']} | failed: {row['failed'].splitlines()[-1]} | | | | |")
+            continue
+        phases = [f"{row[k]:.1f}" if k in row else "" for k in ("prefill_s", "decode_s")]
+        read = f"{row['bytes']['disk_read'] / 1e9:.1f}" if "bytes" in row else ""
+        cells = [row["name"], f"{row['generation_throughput']:.2f}", *phases, read]
+        lines.append("| " + " | ".join([*cells, f"{row['cgroup_peak_bytes'] / 1e9:.2f}"]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--folder", type=Path, required=True, help="On the disk to measure.")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    rows = SUITES[args.suite](args.folder, args)
+    print(markdown(rows))
+    if args.json:
+        content = {"suite": args.suite, "machine": machine(), "runs": rows}
+        args.json.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Runs a command under a memory limit that counts the page cache, with a cold cache. Needs root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """returncode is None where the command ran out of time."""
+
+    returncode: int | None
+    seconds: float
+    peak_bytes: int
+    output: str
+
+
+@contextmanager
+def memory_cgroup(limit: int) -> Iterator[Path]:
+    """A fresh memory cgroup, version 1 or 2, of `limit` bytes."""
+    is_v1 = (_V1 / "memory.limit_in_bytes").exists()
+    group = (_V1 if is_v1 else _V2) / f"flexgen-{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    try:
+        (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(limit))
+        yield group
+    finally:
+        for _ in range(50):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def drop_page_cache() -> None:
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def run_limited(command: Sequence[str], limit: int, timeout: float) -> Outcome:
+    """Runs `command` in its own cgroup of `limit` bytes after dropping the page cache."""
+    drop_page_cache()
+    with memory_cgroup(limit) as group:
+        started = time.perf_counter()
+        enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"']
+        process = subprocess.Popen(
+            [*enter, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+            returncode: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            returncode = None
+        peak = group / "memory.max_usage_in_bytes"
+        peak = peak if peak.exists() else group / "memory.peak"
+        return Outcome(
+            returncode, time.perf_counter() - started, int(peak.read_text()), output or ""
+        )

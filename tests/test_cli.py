@@ -1,0 +1,167 @@
+"""The commands, and one line for every way of using them wrongly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flexgen_jax.cli import main
+from tests.models import write_checkpoint
+
+REPORT = {
+    "model",
+    "policy",
+    "prompt_len",
+    "gen_len",
+    "num_sequences",
+    "prefill_s",
+    "decode_s",
+    "total_s",
+    "compile_s",
+    "generation_throughput",
+    "prefill_throughput",
+    "decode_throughput",
+    "bytes",
+    "busy_s",
+    "peak_bytes",
+    "realized",
+}
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """The one line on stderr of a command that ends with exit code 2."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("flexgen-jax: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_generate_with_the_shipped_model(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run("generate", "The people", "--max-tokens", 8, "--json", out)
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    assert found["results"][0]["prompt"] == "The people"
+    assert result.stdout.startswith("The people" + found["results"][0]["text"])
+    assert len(found["results"][0]["token_ids"]) == 8
+    assert any(character.isalpha() for character in found["results"][0]["text"])
+
+
+def test_prompts_file_and_every_tier(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n\ntwo three\nfour\n")
+    texts = []
+    for flags in (
+        ["--percent", 0, 0, 0, 0, 0, 0],
+        ["--weights", "device=30,host=40", "--cache", "device=20,host=50", "--schedule", "row"],
+        ["--no-overlap", "--batch-size", 2, "--num-batches", 2],
+    ):
+        out = tmp_path / "out.json"
+        common = ["--model", checkpoint(), "--dtype", "float32", "--offload-dir", tmp_path / "o"]
+        result = run("generate", "--prompts-file", prompts, *common, "--json", out, *flags)
+        assert result.exit_code == 0, result.output
+        texts.append([r["text"] for r in json.loads(out.read_text())["results"]])
+    assert len(texts[0]) == 3
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_bench_report(tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    folder = write_checkpoint(tmp_path / "m")
+    shape = ["--prompt-len", 16, "--gen-len", 8, "--batch-size", 2, "--num-batches", 2]
+    flags = ["--percent", 0, 50, 50, 0, 100, 0, "--offload-dir", tmp_path / "o", "--json", out]
+    result = run("bench", "--model", folder, "--dummy-weights", *shape, *flags)
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert report.keys() >= REPORT
+    assert report["num_tokens"] == 4 * 8
+    total = report["prefill_s"] + report["decode_s"]
+    assert report["total_s"] == pytest.approx(total)
+    assert report["generation_throughput"] == pytest.approx(32 / total)
+    weights = report["realized"]["weights"]
+    assert weights["host"] == pytest.approx(0.5, abs=0.1)
+    # Every token reads the disk's share of the weights once; nothing else reads as much.
+    on_disk = report["peak_bytes"]["disk"]
+    assert report["bytes"]["disk_read"] >= 8 * 0.9 * on_disk * 0.5
+    assert report["peak_bytes"]["host"] <= report["computed_peak_bytes"]["host"]
+
+
+def test_policy_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    from flexgen_jax import Policy
+
+    path = tmp_path / "p.json"
+    path.write_text(Policy.from_percent(0, 100, 0, 100, 0, 100, batch_size=2).to_json())
+    out = tmp_path / "out.json"
+    result = run("generate", "a", "--model", checkpoint(), "--policy", path, "--json", out)
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text())["report"]["policy"]["weights"]["host"] == 1.0
+    assert "--policy" in refused("generate", "a", "--policy", tmp_path / "missing.json")
+    path.write_text("{")
+    assert "not JSON" in refused("generate", "a", "--policy", path)
+
+
+def test_bad_models(tmp_path: Path) -> None:
+    assert "config.json" in refused("generate", "a", "--model", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llamb"}')
+    assert "llamb" in refused("generate", "a", "--model", tmp_path)
+    assert "not exist" in refused("generate", "a", "--model", tmp_path / "nowhere")
+    said = refused("bench", "--model", "facebook/opt-9t", "--dummy-weights")
+    assert "facebook/opt-175b" in said
+    assert "--model" in refused("bench", "--dummy-weights")
+
+
+def test_bad_flags(tmp_path: Path) -> None:
+    assert "more than 100 %" in refused("generate", "a", "--percent", 60, 50, 0, 0, 0, 0)
+    assert "cache" in refused("generate", "a", "--percent", 0, 0, -5, 0, 0, 0)
+    assert "device=20,host=80" in refused("generate", "a", "--weights", "gpu=3")
+    assert "100" in refused("generate", "a", "--weights", "device=20,disk=20")
+    assert "exclude" in refused(
+        "generate", "a", "--weights", "host=1", "--percent", 0, 0, 0, 0, 0, 0
+    )
+    assert "16GB" in refused("generate", "a", "--device-memory", "lots")
+    assert "top_p" in refused("generate", "a", "--top-p", 3)
+    assert "max_tokens" in refused("generate", "a", "--max-tokens", 0)
+    assert "batch_size" in refused("generate", "a", "--batch-size", 0)
+    assert "context" in refused("bench", "--prompt-len", 10_000)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    assert "no prompts" in refused("generate", "--prompts-file", empty)
+
+
+def test_budgets_are_refused_with_numbers_and_a_plan(tmp_path: Path) -> None:
+    said = refused("generate", "a", "--device-memory", "1KB")
+    assert "device" in said
+    assert "no plan fits" in said
+    flags = ["--model", "facebook/opt-1.3b", "--dummy-weights", "--offload-dir", tmp_path]
+    said = refused("bench", *flags, "--batch-size", 8, "--device-memory", "1GB")
+    assert "GiB needed in tier device" in said
+    assert "--device-memory" in said
+    assert "--percent" in said
+    said = refused("bench", *flags, "--percent", 0, 0, 0, 0, 100, 0, "--disk-space", "1GB")
+    assert "--disk-space" in said
+    said = refused("bench", *flags, "--percent", 0, 100, 100, 0, 100, 0, "--host-memory", "1GB")
+    assert "--host-memory" in said
+
+
+def test_unwritable_offload_folder(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    flags = ["--percent", 0, 0, 0, 0, 0, 0, "--offload-dir", file / "x"]
+    assert "--offload-dir" in refused("generate", "a", "--model", checkpoint(), *flags)
+
+
+def test_help_of_every_command() -> None:
+    assert "Usage" in run("--help").output
+    for command in main.commands:
+        assert "Usage" in run(command, "--help").output

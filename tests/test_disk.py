@@ -1,0 +1,200 @@
+"""The offload folder: crashes, damage, other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.offload import disk
+from flexgen_jax.offload.disk import OffloadError, OffloadFolder
+from tests.models import prompts
+
+SHAPE = (300, 16)
+DATA = np.arange(SHAPE[0] * SHAPE[1], dtype=np.float32).reshape(SHAPE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OffloadFolder]:
+    monkeypatch.setattr(disk, "CHUNK_BYTES", 4096)  # several chunks, the last one ragged
+    opened = OffloadFolder(tmp_path / "offload")
+    yield opened
+    opened.close()
+
+
+def store(folder: OffloadFolder, name: str = "t") -> disk.DiskArray:
+    pieces = (DATA[i : i + 64] for i in range(0, SHAPE[0], 64))
+    return folder.weights("f").write(name, SHAPE, np.dtype(np.float32), pieces)
+
+
+def find(folder: OffloadFolder, name: str = "t") -> disk.DiskArray | None:
+    return folder.weights("f").find(name, SHAPE, np.dtype(np.float32))
+
+
+def read(array: disk.DiskArray) -> np.ndarray:
+    out = np.zeros(array.shape, array.dtype)
+    array.read_into(out).result(timeout=10)
+    return out
+
+
+def chunks(folder: OffloadFolder) -> list[Path]:
+    return sorted(p for p in folder.root.glob("weights/f/t/c/**/*") if p.is_file())
+
+
+def test_round_trip_and_reuse(folder: OffloadFolder) -> None:
+    assert find(folder) is None
+    np.testing.assert_array_equal(read(store(folder)), DATA)
+    found = find(folder)
+    assert found is not None
+    np.testing.assert_array_equal(read(found), DATA)
+    assert len(chunks(folder)) > 2
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "no done.json"])
+def test_damage_is_found_and_removed(folder: OffloadFolder, damage: str) -> None:
+    store(folder)
+    chunk = chunks(folder)[1]
+    if damage == "flip":
+        data = bytearray(chunk.read_bytes())
+        data[100] ^= 1
+        chunk.write_bytes(data)
+    elif damage == "truncate":
+        os.truncate(chunk, 10)
+    elif damage == "remove":
+        chunk.unlink()
+    else:
+        (folder.root / "weights/f/t/done.json").unlink()
+    assert find(folder) is None
+    assert not (folder.root / "weights/f/t").exists()
+    np.testing.assert_array_equal(read(store(folder)), DATA)
+
+
+def test_missing_chunk_is_an_error_not_zeros(folder: OffloadFolder) -> None:
+    array = store(folder)
+    chunks(folder)[1].unlink()
+    with pytest.raises(ValueError, match="missing"):
+        read(array)
+
+
+def test_everything_is_private(folder: OffloadFolder) -> None:
+    store(folder)
+    for path in (folder.root, folder.root / "weights", folder.root / "runs"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_half_written_tensors_are_cleared(folder: OffloadFolder) -> None:
+    part = folder.root / "weights/f/t.part"
+    folder.weights("f")
+    part.mkdir()
+    (part / "junk").write_text("x")
+    with folder.weights("f").locked():
+        assert not part.exists()
+
+
+def test_failed_write_leaves_nothing(folder: OffloadFolder) -> None:
+    def pieces() -> Iterator[np.ndarray]:
+        yield DATA[:64]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OffloadError, match=r"f/t.*No space left"):
+        folder.weights("f").write("t", SHAPE, np.dtype(np.float32), pieces())
+    assert list((folder.root / "weights/f").iterdir()) == []
+
+
+def test_unwritable_and_too_small(tmp_path: Path, folder: OffloadFolder) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(OffloadError, match="--offload-dir"):
+        OffloadFolder(file / "inside")
+    with pytest.raises(OffloadError, match="--offload-dir"):
+        folder.check_space(1 << 60)
+
+
+def test_dead_runs_are_removed_and_live_ones_are_not(tmp_path: Path) -> None:
+    first = OffloadFolder(tmp_path)
+    first.scratch_array("kv", (2, 2), (2, 2), np.dtype(np.float32))
+    dead = tmp_path / "runs" / "dead"
+    dead.mkdir()
+    dead.with_suffix(".lock").write_text("")
+    second = OffloadFolder(tmp_path)
+    names = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert "dead" not in names
+    assert "dead.lock" not in names
+    assert len([name for name in names if name.endswith(".lock")]) == 2
+    first.close()
+    second.close()
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+SCRIPT = """
+import sys
+from flexgen_jax import LLM, Policy, SamplingParams
+from tests.models import prompts
+policy = Policy.from_percent(0, 0, 0, 0, 0, 0, batch_size=2, num_batches=4, kv_block_tokens=8)
+with LLM(sys.argv[1], dtype="float32", policy=policy, offload_dir=sys.argv[2]) as llm:
+    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    results = llm.generate(prompt_token_ids=prompts(), sampling_params=params)
+print([result.token_ids for result in results])
+"""
+
+
+def run_script(folder: Path, offload: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(offload)]
+    root = Path(__file__).parent.parent
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
+
+
+def resident_tokens(folder: Path) -> str:
+    with LLM(folder, dtype="float32", policy=Policy()) as llm:
+        params = SamplingParams(max_tokens=32, ignore_eos=True)
+        results = llm.generate(prompt_token_ids=prompts(), sampling_params=params)
+    return str([result.token_ids for result in results])
+
+
+def test_kill_at_any_moment_then_again(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Killed while it writes weights, and while it generates; then it succeeds and reuses."""
+    folder, offload = checkpoint(), tmp_path / "offload"
+    for pattern in ("weights/*/decoder.1.*/done.json", "runs/*/kv-0-*/c/**/0"):
+        process = run_script(folder, offload)
+        deadline = time.monotonic() + 60
+        while not any(offload.glob(pattern)) and time.monotonic() < deadline:
+            assert process.poll() is None, "finished before it could be killed"
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    written = {p: p.stat().st_mtime_ns for p in offload.glob("weights/*/*/done.json")}
+    assert written
+    process = run_script(folder, offload)
+    assert process.communicate(timeout=120)[0].strip() == resident_tokens(folder)
+    for path, when in written.items():
+        assert path.stat().st_mtime_ns == when
+    assert list((offload / "runs").iterdir()) == []
+
+
+def test_two_runs_in_one_folder(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    processes = [run_script(checkpoint(), tmp_path / "offload") for _ in range(2)]
+    expected = resident_tokens(checkpoint())
+    for process in processes:
+        assert process.communicate(timeout=120)[0].strip() == expected
+
+
+def test_interrupt_leaves_only_reusable_files(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    process = run_script(checkpoint(), tmp_path / "offload")
+    while not any((tmp_path / "offload").glob("runs/*/kv-0-*/c/**/0")):
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=60)
+    assert process.returncode != 0
+    assert list((tmp_path / "offload" / "runs").iterdir()) == []

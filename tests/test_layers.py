@@ -1,0 +1,144 @@
+"""Layer math against NumPy written from the formulas."""
+
+from __future__ import annotations
+
+import hypothesis.extra.numpy as hnp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_jax.families import read_config
+from flexgen_jax.layers.attention import attend, causal_attention, merge
+from flexgen_jax.layers.decoder import DecoderLayer
+from flexgen_jax.layers.embedding import Embedding, Head
+from flexgen_jax.layers.linear import dense
+from flexgen_jax.layers.sampling import keep_top, sample
+from flexgen_jax.layers.spec import model_spec, scored_heads
+from tests.models import BASE, VARIANTS
+
+RNG = np.random.default_rng(0)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    valid=st.data(),
+    scale=st.sampled_from([0.0, 1.0, 30.0]),
+)
+def test_merged_blocks_are_attention_over_all_keys(
+    cuts: list[int], valid: st.DataObject, scale: float
+) -> None:
+    batch, heads, dim, tokens = 2, 3, 4, sum(cuts)
+    mask = valid.draw(hnp.arrays(bool, (batch, tokens)))
+    mask[:, valid.draw(st.integers(0, tokens - 1))] = True  # at least one key is valid
+    query, key, value = (
+        normal(batch, heads, 1, dim) * scale,
+        *(normal(batch, heads, tokens, dim) for _ in range(2)),
+    )
+    scores = np.where(mask[:, None, None], query @ key.swapaxes(2, 3), -np.inf)
+    partials, start = [], 0
+    for cut in cuts:
+        part = slice(start, start + cut)
+        partials.append(attend(query, key[:, :, part], value[:, :, part], mask[:, part]))
+        start += cut
+    np.testing.assert_allclose(merge(partials), softmax(scores) @ value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_causal_attention(tokens: int) -> None:
+    query, key, value = (normal(2, 3, tokens, 4) for _ in range(3))
+    first_valid = np.array([0, tokens // 2], np.int32)
+    scores = query @ key.swapaxes(2, 3)
+    at = np.arange(tokens)
+    causal = at[:, None] >= at[None, :]
+    found = np.asarray(causal_attention(query, key, value, first_valid))
+    for row, first in enumerate(first_valid):
+        mask = causal & (at >= first)[None, :]
+        expected = softmax(np.where(mask, scores[row], -1e30)) @ value[row]
+        np.testing.assert_allclose(found[row][:, first:], expected[:, first:], rtol=1e-4, atol=1e-5)
+    assert np.isfinite(found).all()
+
+
+def test_causal_attention_in_parts_is_the_same() -> None:
+    """Enough heads and tokens that scores are formed for some of the heads at a time."""
+    heads, tokens = 20, 1024
+    assert scored_heads(heads, tokens) < heads
+    query, key, value = (normal(1, heads, tokens, 2) for _ in range(3))
+    none = np.zeros(1, np.int32)
+    whole = np.asarray(causal_attention(query, key, value, none))
+    for head in (0, heads - 1):
+        one = slice(head, head + 1)
+        part = causal_attention(query[:, one], key[:, one], value[:, one], none)
+        np.testing.assert_allclose(whole[:, one], part, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_dense(rows: int, dtype: np.dtype) -> None:
+    x, kernel = jnp.asarray(normal(rows, 8), dtype), jnp.asarray(normal(5, 8), dtype)
+    expected = np.asarray(x, np.float32) @ np.asarray(kernel, np.float32).T
+    np.testing.assert_allclose(dense(x, kernel), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_spec_is_what_the_modules_declare(variant: str) -> None:
+    config = read_config(BASE | VARIANTS[variant])
+    ids, first = jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32)
+    hidden = jnp.zeros((1, 2, config.hidden_size))
+    key = jax.random.key(0)
+    declared = [
+        jax.eval_shape(lambda: Embedding(config).init(key, ids, jnp.int32(0), first)),
+        jax.eval_shape(lambda: DecoderLayer(config).init(key, hidden, first, method="prefill")),
+        jax.eval_shape(lambda: Head(config).init(key, hidden)),
+    ]
+    layers = model_spec(config)
+    for variables, layer in zip(declared, (layers[0], layers[1], layers[-1]), strict=True):
+        leaves = jax.tree_util.tree_flatten_with_path(variables.get("params", {}))[0]
+        shapes = {".".join(k.key for k in path): leaf.shape for path, leaf in leaves}
+        assert shapes == {tensor.path: tensor.shape for tensor in layer.tensors}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    logits=hnp.arrays(np.float32, (12,), elements=st.floats(-5, 5, width=32), unique=True),
+    top_k=st.integers(0, 12),
+    top_p=st.floats(0.05, 1.0),
+)
+def test_keep_top(logits: np.ndarray, top_k: int, top_p: float) -> None:
+    found = keep_top(logits[None], np.array([top_k], np.int32), np.array([top_p], np.float32))
+    kept = set(np.flatnonzero(np.isfinite(np.asarray(found)[0])))
+    order = np.argsort(-logits)
+    allowed = order[:top_k] if top_k else order
+    chances = softmax(logits[allowed].astype(np.float64))
+    before = np.cumsum(chances) - chances
+    # A token within rounding of the limit may fall on either side of it.
+    surely = set(allowed[(before < top_p - 1e-4) | (top_p >= 1)]) | {order[0]}
+    maybe = set(allowed[(before < top_p + 1e-4) | (top_p >= 1)]) | {order[0]}
+    assert surely <= kept <= maybe
+
+
+def test_sample_follows_the_distribution_and_the_row_alone() -> None:
+    logits = np.log(np.array([0.1, 0.2, 0.7], np.float32))
+    rows = 4000
+    keys = RNG.integers(0, 2**32, (rows, 2), dtype=np.uint32)
+
+    def draw(count: int) -> np.ndarray:
+        ones = np.ones(count, np.float32)
+        arguments = (ones, np.zeros(count, np.int32), ones, keys[:count], np.int32(3))
+        return np.asarray(sample(np.tile(logits, (count, 1)), *arguments))
+
+    drawn = draw(rows)
+    np.testing.assert_allclose(np.bincount(drawn) / rows, [0.1, 0.2, 0.7], atol=0.03)
+    np.testing.assert_array_equal(drawn[:5], draw(5))

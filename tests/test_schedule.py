@@ -1,0 +1,63 @@
+"""Schedules and look-ahead, without arrays."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_jax.offload.schedule import LookAhead, row, steps_of, zigzag
+
+SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+
+
+@given(size=SIZES, schedule=st.sampled_from(["zigzag", "row"]))
+def test_every_step_once_and_after_what_it_needs(size: tuple[int, int, int], schedule: str) -> None:
+    tokens, layers, batches = size
+    steps = list(steps_of(schedule, tokens, layers, batches))
+    done = set()
+    for step in steps:
+        token, layer, batch, _ = step
+        assert (token, layer, batch) not in done
+        assert layer == 0 or (token, layer - 1, batch) in done
+        assert token == 0 or (token - 1, layer, batch) in done
+        done.add((token, layer, batch))
+    assert len(done) == tokens * layers * batches
+
+
+@given(size=SIZES)
+def test_visits_share_a_layer(size: tuple[int, int, int]) -> None:
+    tokens, layers, batches = size
+    for schedule, visits in ((zigzag, tokens * layers), (row, tokens * layers * batches)):
+        steps = list(schedule(tokens, layers, batches))
+        assert [s.visit for s in steps] == sorted(s.visit for s in steps)
+        assert len({s.visit for s in steps}) == visits == len({(s.visit, s.layer) for s in steps})
+
+
+def test_zigzag_moves_weights_once_a_block_and_row_once_a_batch() -> None:
+    assert [s[:3] for s in zigzag(1, 2, 2)] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
+    assert [s[:3] for s in row(1, 2, 2)] == [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]
+
+
+def test_look_ahead_shows_what_comes() -> None:
+    ahead = LookAhead(zigzag(1, 3, 2))
+    assert [s.visit for s in ahead.visits(-1, 2)] == [0, 1]
+    first = next(iter(ahead))
+    assert [s.batch for s in ahead.steps(2)] == [1, 0]
+    assert [(s.visit, s.batch) for s in ahead.visits(first.visit, 5)] == [(1, 0), (2, 0)]
+    assert [(s.visit, s.batch) for s in ahead.visits(first.visit - 1, 2)] == [(0, 1), (1, 0)]
+
+
+@given(size=SIZES, dropped=st.integers(0, 3), when=st.integers(0, 12))
+def test_dropped_steps_are_neither_shown_nor_run(
+    size: tuple[int, int, int], dropped: int, when: int
+) -> None:
+    ahead = LookAhead(zigzag(*size))
+    run = []
+    for count, step in enumerate(ahead):
+        run.append(step)
+        if count == when:
+            ahead.drop(lambda s: s.batch == dropped)
+        if count >= when:
+            assert all(s.batch != dropped for s in ahead.steps(4))
+    expected = [s for i, s in enumerate(zigzag(*size)) if i <= when or s.batch != dropped]
+    assert run == expected
