@@ -69,7 +69,9 @@ def detect_budgets(
         device_memory = int(SAFETY * stats["bytes_limit"]) if stats else ram
     if disk_space is None:
         existing = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
-        disk_space = shutil.disk_usage(existing).free
+        # Weights that an earlier run left there count as room for the same weights.
+        stored = (file for file in (offload_dir / "weights").rglob("*") if file.is_file())
+        disk_space = shutil.disk_usage(existing).free + sum(f.stat().st_size for f in stored)
     return Budgets(
         device=device_memory,
         host=ram if host_memory is None else host_memory,

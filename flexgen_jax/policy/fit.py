@@ -35,10 +35,12 @@ class Budgets:
         for tier in TIERS:
             limit = self.allowed(tier)
             if limit is not None and needed[tier] > limit:
-                flag = "--disk-space" if tier == "disk" else f"--{tier}-memory"
+                flag = f"raise --{tier}-memory"
+                if tier == "disk":
+                    flag = "raise --disk-space, choose a larger disk with --offload-dir"
                 found.append(
                     f"{human(needed[tier])} needed in tier {tier}, {human(limit)} allowed; "
-                    f"raise {flag} or move something out of that tier"
+                    f"{flag} or move something out of that tier"
                 )
         together = needed["device"] + needed["host"]
         if self.shared is not None and together > self.shared and not found:
