@@ -23,6 +23,8 @@ from flexgen_jax.layers.spec import TensorSpec, model_spec, unique_tensors
 FORMAT_VERSION = 1
 """Part of every fingerprint: raise it when the bytes written to offload folders change."""
 
+FINGERPRINT_SAMPLES = 256
+
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -44,7 +46,7 @@ class WeightSource(Protocol):
         ...
 
     def fingerprint(self, dtype: str) -> str:
-        """A name for these weights in this dtype, equal only if all their bytes are."""
+        """A name for these weights in this dtype, by which a later run finds them again."""
         ...
 
 
@@ -142,10 +144,23 @@ class Checkpoint:
         files = []
         for path in sorted(self._files):
             stat = path.stat()
-            with open(path, "rb") as file:
-                head = hashlib.sha256(file.read(1 << 20)).hexdigest()
-            files.append((path.name, stat.st_size, stat.st_mtime_ns, head))
+            files.append((path.name, stat.st_size, stat.st_mtime_ns, _sampled_hash(path)))
         return _digest("checkpoint", FORMAT_VERSION, self.config, files, dtype)
+
+
+def _sampled_hash(path: Path) -> str:
+    """SHA-256 of the header's first MiB and of samples all over the file.
+
+    Reading all of a large checkpoint at every start would take minutes; two training runs
+    differ in nearly every tensor, so samples tell them apart even where times are equal.
+    """
+    size, found = path.stat().st_size, hashlib.sha256()
+    with open(path, "rb") as file:
+        found.update(file.read(1 << 20))
+        for sample in range(FINGERPRINT_SAMPLES):
+            file.seek(size * (sample + 1) // (FINGERPRINT_SAMPLES + 1))
+            found.update(file.read(4096))
+    return found.hexdigest()
 
 
 def _digest(*parts: Any) -> str:
@@ -182,7 +197,9 @@ def _shards(folder: Path) -> list[Path]:
         hint = ""
         if any(folder.glob("*.bin")):
             hint = f"; it has .bin files: run `flexgen-jax convert {folder} DST` first"
-        raise CheckpointError(f"{folder} has no model.safetensors{hint}")
+        raise CheckpointError(
+            f"{folder} has no model.safetensors{hint or '; .bin files have to be converted first'}"
+        )
     raw = read_json(index)
     names = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,11 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except UserError as error:
-            click.echo(f"flexgen-jax: {error}", err=True)
+        except click.UsageError as error:
+            click.echo(f"flexgen-jax: {error.format_message()} (see --help)", err=True)
+            sys.exit(2)
+        except (UserError, OSError, MemoryError) as error:
+            click.echo(f"flexgen-jax: {error or type(error).__name__}", err=True)
             sys.exit(2)
         except KeyboardInterrupt:
             click.echo("flexgen-jax: interrupted; what is complete will be reused", err=True)
@@ -49,6 +53,12 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Write the results to FILE as JSON.",
         metavar="FILE",
     )(command)
+
+
+def check_json(path: Path | None) -> None:
+    """Refuses a file that cannot be written before the work is done, not after."""
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"cannot write --json {path}; choose another file")
 
 
 def write_json(path: Path | None, content: Any) -> None:
@@ -108,6 +118,7 @@ def generate(
         )
     except ValueError as error:
         raise UserError(str(error)) from None
+    check_json(json_file)
     with open_llm(default_batches=len(texts), **options) as llm:
         results = llm.generate(texts, params)
         report = llm.report()
@@ -164,6 +175,7 @@ def bench(
     """
     from flexgen_jax.bench import run_bench
 
+    check_json(json_file)
     with open_llm(default_batches=num_sequences or 1, **options) as llm:
         report = run_bench(llm, prompt_len, gen_len, num_sequences, options["seed"])
     click.echo(bench_summary(report))

@@ -51,7 +51,13 @@ def model_options(command: Command) -> Command:
                 type=click.Path(path_type=Path),
                 help="Folder on a fast disk for what does not fit; kept for the next run.",
             ),
-            click.option("--seed", default=0, show_default=True, help="Of all random numbers."),
+            click.option(
+                "--seed",
+                type=click.IntRange(0),
+                default=0,
+                show_default=True,
+                help="Of all random numbers.",
+            ),
             click.option(
                 "--progress/--no-progress",
                 default=None,
@@ -187,4 +193,4 @@ def open_llm(
             progress=sys.stderr.isatty() if progress is None else progress,
         )
     except RuntimeError as error:
-        raise UserError(f"JAX cannot start: {error}") from None
+        raise UserError(f"cannot start: {error}") from None

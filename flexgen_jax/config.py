@@ -18,6 +18,10 @@ class ConfigError(UserError):
     """A model description that this package cannot run; the message names the field."""
 
 
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything the layers need to know of a decoder-only transformer.
@@ -61,6 +65,11 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        for name, ids in (("eos_token_id", self.eos_ids), ("pad_token_id", (self.pad_id,))):
+            if not all(_is_id(token) for token in ids):
+                raise ConfigError(f"{name} must be a token id, not {ids!r}")
+        if self.bos_id is not None and not _is_id(self.bos_id):
+            raise ConfigError(f"bos_token_id must be a token id, not {self.bos_id!r}")
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
@@ -69,7 +78,7 @@ class ModelConfig:
             raise ConfigError(
                 f"activation {self.activation!r} is not supported; choose one of {ACTIVATIONS}"
             )
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ConfigError(
                 f"dtype {self.dtype!r} is not supported; choose one of {list(DTYPES)}"
             )

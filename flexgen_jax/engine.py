@@ -19,7 +19,7 @@ from flexgen_jax.model import open_model, resolve_dtype
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.machine import tune_allocator
 from flexgen_jax.plan import Planner
-from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.policy import Head, Policy, Workload
 from flexgen_jax.progress import Progress
 from flexgen_jax.sampling import SamplingParams, sampling_arrays
 from flexgen_jax.session import Session
@@ -63,6 +63,7 @@ class LLM:
         self.config = self._model.config
         self.dtype = resolve_dtype(dtype, self.config, on_cpu)
         self._progress = Progress(progress)
+        fingerprint = self._model.source.fingerprint(self.dtype)
         self._planner = Planner(
             config=self.config,
             dtype=self.dtype,
@@ -71,6 +72,7 @@ class LLM:
             host_memory=parse_bytes(host_memory),
             disk_space=parse_bytes(disk_space),
             offload_dir=Path(offload_dir or _default_offload_dir()).expanduser(),
+            fingerprint=fingerprint,
             unified=on_cpu if unified is None else unified,
         )
         self._session: Session | None = None
@@ -110,7 +112,7 @@ class LLM:
 
     def _run(self, requests: Sequence[Request], collector: Generation | Scoring) -> None:
         """Walks every block of batches through the model."""
-        workload = self._workload(requests)
+        workload = self._workload(requests, isinstance(collector, Scoring))
         policy = self._planner.policy_for(workload)
         session = self._open(policy, workload)
         blocks = make_blocks(requests, policy.batch_size, policy.num_batches)
@@ -255,12 +257,16 @@ class LLM:
             )
         return room
 
-    def _workload(self, requests: Sequence[Request]) -> Workload:
+    def _workload(self, requests: Sequence[Request], is_scoring: bool) -> Workload:
         longest = max(len(request.prompt_ids) for request in requests)
+        head: Head = "score" if is_scoring else "greedy"
+        if any(request.params.temperature > 0 for request in requests):
+            head = "sample"
         return Workload(
             prompt_len=padded_length(longest, self.config.max_positions),
             gen_len=max(request.max_tokens for request in requests),
             num_sequences=len(requests),
+            head=head,
         )
 
 

@@ -141,11 +141,11 @@ def family_of(config: ModelConfig) -> Family:
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Builds the config of a Hugging Face `config.json`; raises `ConfigError`."""
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    return FAMILIES[str(model_type)].read_config(raw)
+    return FAMILIES[model_type].read_config(raw)
 
 
 # name: (hidden size, layers, heads); Zhang et al. 2022, "OPT", table 1.

@@ -26,6 +26,7 @@ class Planner:
     host_memory: int | None
     disk_space: int | None
     offload_dir: Path
+    fingerprint: str
     unified: bool
     _chosen: Policy | None = field(default=None, init=False)
     _budgets: Budgets | None = field(default=None, init=False)
@@ -35,7 +36,7 @@ class Planner:
         """Detected once, before the run itself uses memory."""
         if self._budgets is None:
             asked = (self.device_memory, self.host_memory, self.disk_space)
-            self._budgets = detect_budgets(*asked, self.offload_dir, self.unified)
+            self._budgets = detect_budgets(*asked, self.offload_dir, self.fingerprint, self.unified)
         return self._budgets
 
     @property

@@ -107,7 +107,7 @@ class Session:
             tick()
 
         workspace = max(
-            workspace_bytes(self._config, self._dtype, batch.size, batch.prompt_len)
+            workspace_bytes(self._config, self._dtype, batch.size, batch.prompt_len, batch.head)
             for batch in batches
         )
         block = BlockRun(

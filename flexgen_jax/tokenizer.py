@@ -12,15 +12,23 @@ from flexgen_jax.checkpoint import CheckpointError, read_json
 
 
 class Tokenizer:
-    """Wraps `tokenizers`; a prompt gets the model's beginning token in front."""
+    """Wraps `tokenizers`. A prompt gets the special tokens that its folder asks for: by the
+    post-processor of tokenizer.json, or for GPT-2's two files by `add_bos_token`."""
 
     def __init__(self, folder: Path, bos_id: int | None) -> None:
-        self._bos_id = bos_id
-        self._tokenizer, self._special = _load(folder)
+        self._tokenizer = _load(folder)
+        self._special = _special_ids(folder, self._tokenizer)
+        self._bos_id = bos_id if _wants_bos(folder) else None
 
     def encode(self, text: str) -> list[int]:
-        ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        return ids if self._bos_id is None else [self._bos_id, *ids]
+        """The prompt's token ids; raises `CheckpointError` for text that is not Unicode."""
+        try:
+            ids = list(self._tokenizer.encode(text).ids)
+        except TypeError:
+            raise CheckpointError(f"the prompt {text!r} is not valid Unicode text") from None
+        if self._bos_id is None or ids[:1] == [self._bos_id]:
+            return ids
+        return [self._bos_id, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, without special tokens."""
@@ -28,21 +36,26 @@ class Tokenizer:
         return str(self._tokenizer.decode(kept, skip_special_tokens=True))
 
 
-def _load(folder: Path) -> tuple[FastTokenizer, set[int]]:
+def _load(folder: Path) -> FastTokenizer:
     whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:
         if whole.is_file():
-            tokenizer = FastTokenizer.from_file(str(whole))
-        elif vocab.is_file() and merges.is_file():
+            return FastTokenizer.from_file(str(whole))
+        if vocab.is_file() and merges.is_file():
             # What OPT repositories ship: GPT-2's byte-level BPE, in two files.
-            tokenizer = ByteLevelBPETokenizer(str(vocab), str(merges))._tokenizer
-        else:
-            raise CheckpointError(f"{folder} has neither tokenizer.json nor vocab.json, merges.txt")
-    except CheckpointError:
-        raise
+            pair: FastTokenizer = ByteLevelBPETokenizer(str(vocab), str(merges))._tokenizer
+            return pair
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from None
-    return tokenizer, _special_ids(folder, tokenizer)
+    raise CheckpointError(f"{folder} has neither tokenizer.json nor vocab.json, merges.txt")
+
+
+def _wants_bos(folder: Path) -> bool:
+    """Whether the folder asks for a beginning token; OPT's two-file tokenizers do by default."""
+    path = folder / "tokenizer_config.json"
+    raw = read_json(path) if path.is_file() else {}
+    default = not (folder / "tokenizer.json").is_file()
+    return bool(raw.get("add_bos_token", default)) if isinstance(raw, dict) else default
 
 
 def _special_ids(folder: Path, tokenizer: FastTokenizer) -> set[int]:

@@ -100,8 +100,8 @@ def suite_tight(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def suite_overlap(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Disk and compute time within a factor of two of each other."""
-    shape = ["--model", "facebook/opt-1.3b", "--prompt-len", "128", "--gen-len", "8"]
-    flags = ["--percent", *"000000", "--batch-size", "16", "--num-batches", "4"]
+    shape = ["--model", "facebook/opt-1.3b", "--prompt-len", "32", "--gen-len", "16"]
+    flags = ["--percent", *"000000", "--batch-size", "16", "--num-batches", "8"]
     rows = []
     for _ in range(args.repeat):
         rows.append(ours(folder, 6e9, *flags, shape=shape, name="overlap"))

@@ -93,8 +93,7 @@ def test_everything_is_private(folder: OffloadFolder) -> None:
 
 def test_half_written_tensors_are_cleared(folder: OffloadFolder) -> None:
     part = folder.root / "weights/f/t.part"
-    folder.weights("f")
-    part.mkdir()
+    part.mkdir(parents=True)
     (part / "junk").write_text("x")
     with folder.weights("f").locked():
         assert not part.exists()
@@ -110,13 +109,11 @@ def test_failed_write_leaves_nothing(folder: OffloadFolder) -> None:
     assert list((folder.root / "weights/f").iterdir()) == []
 
 
-def test_unwritable_and_too_small(tmp_path: Path, folder: OffloadFolder) -> None:
+def test_unwritable(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(OffloadError, match="--offload-dir"):
         OffloadFolder(file / "inside")
-    with pytest.raises(OffloadError, match="--offload-dir"):
-        folder.check_space(1 << 60)
 
 
 def test_dead_runs_are_removed_and_live_ones_are_not(tmp_path: Path) -> None:

@@ -19,13 +19,10 @@ from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.sampling import greedy, sample
-from flexgen_jax.layers.spec import LayerSpec, model_spec
+from flexgen_jax.layers.spec import SCORED_ROWS, LayerSpec, model_spec
 
 Weights = Mapping[str, jax.Array]
 """A layer's tensors by path, e.g. "attention.q.kernel"."""
-
-SCORED_ROWS = 256
-"""Scoring forms the logits of this many positions at a time."""
 
 
 def _apply(module: Any, weights: Weights, *args: Any, **options: Any) -> Any:
@@ -36,7 +33,8 @@ def _apply(module: Any, weights: Weights, *args: Any, **options: Any) -> Any:
 
 def _embed(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
     def embed(weights: Weights, ids: jax.Array, start: jax.Array, first_valid: jax.Array) -> Any:
-        return _apply(Embedding(config, dtype), weights, ids, start, first_valid)
+        hidden = _apply(Embedding(config, dtype), weights, ids, start, first_valid)
+        return hidden, jnp.isfinite(hidden).all()
 
     return embed
 
@@ -184,7 +182,7 @@ class Programs:
         return program
 
     def embed(self, batch: int, tokens: int) -> jax.stages.Compiled:
-        """(weights, ids [batch, token], start, first_valid) -> hidden."""
+        """(weights, ids [batch, token], start, first_valid) -> hidden, all finite."""
         return self._get("embed", batch, tokens)
 
     def prefill(self, batch: int, cuts: tuple[int, ...]) -> jax.stages.Compiled:

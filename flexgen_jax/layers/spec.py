@@ -14,6 +14,9 @@ from flexgen_jax.config import DTYPES, ModelConfig
 SCORE_BYTES = 64 << 20
 """Prefill forms the fp32 attention scores of as many heads at a time as fit in this."""
 
+SCORED_ROWS = 256
+"""Scoring forms the logits of this many positions at a time."""
+
 LayerKind = Literal["embedding", "decoder", "head"]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import DiskArray
 from flexgen_jax.offload.transfer import Load, counted, finish
+from flexgen_jax.policy.memory import PENDING_WRITES
 from flexgen_jax.policy.policy import Tier
 
 
@@ -21,62 +22,85 @@ class Activations:
         self._homes = homes
         self._arrays: dict[int, jax.Array] = {}
         self._files: dict[tuple[int, tuple[int, ...]], DiskArray] = {}
-        self._stored: dict[int, tuple[DiskArray, Any, jax.Array]] = {}
+        self._on_disk: dict[int, DiskArray] = {}
+        self._writes: dict[int, tuple[Any, int]] = {}
         self._taken: dict[int, tuple[Tier, int]] = {}
         self._version: dict[int, tuple[int, int]] = {}
 
-    def version(self, batch: int) -> tuple[int, int] | None:
-        """(token, layer) whose output is ready to be loaded."""
-        return self._version.get(batch)
+    def is_ready(self, token: int, layer: int, batch: int) -> bool:
+        """Whether the output of `layer` can be loaded without waiting for its computation."""
+        return self._version.get(batch) == (token, layer) and not self._is_unwritten(batch)
+
+    def _is_unwritten(self, batch: int) -> bool:
+        return self._taken[batch][0] == "disk" and batch in self._arrays
 
     def put(self, token: int, layer: int, batch: int, hidden: jax.Array) -> None:
-        """Takes the output of `layer`; what goes to disk waits for the computation."""
+        """Takes the output of `layer`; for the disk it is written by `settle`."""
         home = self._homes[layer, batch]
         self._forget(batch)
         self._runtime.ledger.take(home, hidden.nbytes)
         self._taken[batch] = (home, hidden.nbytes)
-        if home == "disk":
-            self._write(batch, hidden)
-        else:
-            self._arrays[batch] = (
-                hidden if home == "device" else self._runtime.memories.to_host(hidden)
-            )
+        self._arrays[batch] = hidden if home == "device" else self._runtime.memories.to_host(hidden)
         self._version[batch] = (token, layer)
 
-    def _write(self, batch: int, hidden: jax.Array) -> None:
-        file = self._files.get((batch, hidden.shape))
+    def settle(self, token: int, layer: int, batch: int) -> None:
+        """The output of `layer` is computed: starts writing it if its home is the disk."""
+        if self._version.get(batch) == (token, layer) and self._is_unwritten(batch):
+            self._write(batch)
+
+    def _write(self, batch: int) -> None:
+        host = self._arrays.pop(batch)
+        file = self._files.get((batch, host.shape))
         if file is None:
-            name = f"hidden-{batch}-{hidden.shape[1]}"
+            name = f"hidden-{batch}-{host.shape[1]}"
             file = self._runtime.disk().scratch_array(
-                name, hidden.shape, hidden.shape, self._runtime.numpy_dtype
+                name, host.shape, host.shape, self._runtime.numpy_dtype
             )
-            self._files[batch, hidden.shape] = file
-        host = self._runtime.memories.to_host(hidden)
-        future = counted(
-            self._runtime.metrics, "disk_write", hidden.nbytes, file.write(np.asarray(host))
-        )
-        self._stored[batch] = (file, future, host)
+            self._files[batch, host.shape] = file
+        self._runtime.ledger.take("host", host.nbytes)
+        write = file.write(np.asarray(host))
+        counted(self._runtime.metrics, "disk_write", host.nbytes, write)
+        self._writes[batch] = (write, host.nbytes)
+        self._on_disk[batch] = file
+        while len(self._writes) > PENDING_WRITES:
+            self._finish_write(next(iter(self._writes)))
 
     def start(self, batch: int) -> Load[jax.Array]:
         """Starts bringing the batch's hidden state to the device."""
+        if self._is_unwritten(batch):
+            self._write(batch)
         what = f"activations of batch {batch}"
-        if batch not in self._stored:
+        if batch not in self._on_disk:
             return Load(what, self._arrays[batch])
-        file, written, _ = self._stored[batch]
-        finish([written], what)
-        buffer = self._runtime.pool.take(file.shape, file.dtype)
-        future = file.read_into(buffer.view)
-        read = counted(self._runtime.metrics, "disk_read", file.nbytes, future)
-        return Load(what, buffer.array, [read], [buffer])
+        self._finish_write(batch)
+        file, runtime = self._on_disk[batch], self._runtime
+        buffer = runtime.pool.take(file.shape, file.dtype)
+        load = Load(what, buffer.array, buffers=[buffer])
+        with load.abandoned_on_error(runtime.pool):
+            future = file.read_into(buffer.view, is_urgent=True)
+            load.reads.append(counted(runtime.metrics, "disk_read", file.nbytes, future))
+        return load
+
+    def _finish_write(self, batch: int) -> None:
+        """Waits for the batch's write, if there is one, and gives back the memory it holds."""
+        if batch in self._writes:
+            write, nbytes = self._writes.pop(batch)
+            self._runtime.ledger.give("host", nbytes)
+            finish([write], f"activations of batch {batch}")
 
     def _forget(self, batch: int) -> None:
+        self._finish_write(batch)
         if batch in self._taken:
             self._runtime.ledger.give(*self._taken.pop(batch))
         self._arrays.pop(batch, None)
-        if batch in self._stored:
-            finish([self._stored.pop(batch)[1]], f"activations of batch {batch}")
+        self._on_disk.pop(batch, None)
 
     def close(self) -> None:
+        """Lets go of everything, also of writes that nobody will read."""
+        for write, nbytes in self._writes.values():
+            write.exception()
+            self._runtime.ledger.give("host", nbytes)
+        self._writes.clear()
         for batch in list(self._taken):
             self._forget(batch)
         self._version.clear()

@@ -17,22 +17,21 @@ import fcntl
 import json
 import os
 import shutil
-import threading
+import stat
 import uuid
 import zlib
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import tensorstore as ts
 
 from flexgen_jax.config import UserError
+from flexgen_jax.offload.reads import ReadQueue
 
 CHUNK_BYTES = 8 << 20
 """Size of a chunk file: large enough for the disk's full speed, small enough to overlap."""
@@ -52,55 +51,6 @@ def row_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
-class ReadQueue:
-    """Reads chunks in order, a few at a time.
-
-    TensorStore would start them all at once, and while the processor is busy computing, what
-    is read but not yet copied to its place piles up: 200 MB for two layers of OPT-1.3B.
-    """
-
-    def __init__(self, at_once: int) -> None:
-        self._at_once = at_once
-        self._lock = threading.Lock()
-        self._waiting: deque[tuple[Any, np.ndarray, Future[None]]] = deque()
-        self._left: dict[Future[None], int] = {}
-        self._errors: dict[Future[None], BaseException] = {}
-        self._active = 0
-
-    def read(self, pieces: Sequence[tuple[Any, np.ndarray]]) -> Future[None]:
-        """Starts reading each store into its array; the future is done when all are."""
-        whole: Future[None] = Future()
-        with self._lock:
-            self._left[whole] = len(pieces)
-            self._waiting.extend((store, out, whole) for store, out in pieces)
-        self._start_next()
-        return whole
-
-    def _start_next(self) -> None:
-        while True:
-            with self._lock:
-                if self._active >= self._at_once or not self._waiting:
-                    return
-                self._active += 1
-                store, out, whole = self._waiting.popleft()
-            ts.array(out).write(store).add_done_callback(partial(self._done, whole))
-
-    def _done(self, whole: Future[None], piece: Any) -> None:
-        error = piece.exception()
-        with self._lock:
-            self._active -= 1
-            self._left[whole] -= 1
-            is_last = self._left[whole] == 0
-            if is_last:
-                del self._left[whole]
-            if error is not None:
-                self._errors.setdefault(whole, error)
-        self._start_next()
-        if is_last:
-            first_error = self._errors.pop(whole, None)
-            whole.set_result(None) if first_error is None else whole.set_exception(first_error)
-
-
 @dataclass(frozen=True, eq=False)
 class DiskArray:
     """A TensorStore array, of whose first axis (or of the first one after `index`) a chunk
@@ -116,11 +66,17 @@ class DiskArray:
     def nbytes(self) -> int:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
-    def read_into(self, out: np.ndarray, index: tuple[int, ...] = ()) -> Any:
-        """Starts reading self[index] into the memory of `out`; returns a future."""
+    def read_into(
+        self, out: np.ndarray, index: tuple[int, ...] = (), is_urgent: bool = False
+    ) -> Future[None]:
+        """Starts reading self[index] into the memory of `out`; returns a future.
+
+        What the next steps need is urgent; weights, wanted layers later, give way to it.
+        """
         store, step = self.store[index] if index else self.store, self.chunk[len(index)]
         ends = [(i, min(i + step, out.shape[0])) for i in range(0, out.shape[0], step)]
-        return self.queue.read([(store[start:stop], out[start:stop]) for start, stop in ends])
+        pieces = [(store[start:stop], out[start:stop]) for start, stop in ends]
+        return self.queue.read(pieces, is_urgent)
 
     def write(self, data: np.ndarray, index: Any = ()) -> Any:
         """Starts writing `data`, which must not change before the returned future is done."""
@@ -134,15 +90,14 @@ class OffloadFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
         try:
-            for folder in (root, root / "weights", root / "runs"):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._run = root / "runs" / uuid.uuid4().hex
-            self._lock = open(self._run.with_suffix(".lock"), "w")  # noqa: SIM115 - held for life
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            self._run.mkdir(mode=0o700)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (root / "weights", root / "runs"):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                _check_private(folder)
+            self._lock, self._run = _start_run(root / "runs")
         except OSError as error:
             raise OffloadError(
-                f"cannot write to the offload folder {root}: {error.strerror or error}; choose "
+                f"cannot use the offload folder {root}: {error.strerror or error}; choose "
                 "another with --offload-dir"
             ) from None
         self._remove_dead_runs()
@@ -172,29 +127,45 @@ class OffloadFolder:
         for child in self._run.iterdir():
             shutil.rmtree(child, ignore_errors=True)
 
-    def check_space(self, needed: int) -> None:
-        """Raises `OffloadError` where the file system has less than `needed` bytes left."""
-        free = shutil.disk_usage(self.root).free
-        if free < needed:
-            raise OffloadError(
-                f"the offload folder {self.root} has {free} bytes free and the plan puts {needed} "
-                "there; choose another with --offload-dir, or keep more in memory"
-            )
-
     def close(self) -> None:
         shutil.rmtree(self._run, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            self._run.with_suffix(".lock").unlink()
+        if not self._run.exists():
+            self._run.with_suffix(".lock").unlink(missing_ok=True)
         self._lock.close()
 
     def _remove_dead_runs(self) -> None:
-        for lock in (self.root / "runs").glob("*.lock"):
-            if lock.stem == self._run.name:
-                continue
+        runs = self.root / "runs"
+        for lock in runs.glob("*.lock"):
             with contextlib.suppress(OSError), open(lock) as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails for a live run's
                 shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-                lock.unlink()
+                if not lock.with_suffix("").exists():
+                    lock.unlink()
+        for folder in runs.iterdir():
+            # A live run's lock is there before its folder.
+            if folder.suffix != ".lock" and not folder.with_suffix(".lock").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_run(runs: Path) -> tuple[IO[str], Path]:
+    """A new run's lock, held, and its folder."""
+    while True:
+        folder = runs / uuid.uuid4().hex
+        path = folder.with_suffix(".lock")
+        lock = open(path, "w")  # noqa: SIM115 - held as long as the run lives
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Before it was locked, another process may have taken it for a dead run's.
+        if path.exists() and path.stat().st_ino == os.fstat(lock.fileno()).st_ino:
+            folder.mkdir(mode=0o700)
+            return lock, folder
+        lock.close()
+
+
+def _check_private(folder: Path) -> None:
+    """What another user could write must not be loaded as weights."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise OSError(f"{folder} belongs to or can be written by somebody else")
 
 
 class WeightFolder:
@@ -204,12 +175,16 @@ class WeightFolder:
         self.path = path
         self._context = context
         self._queue = queue
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """One writer at a time; a second process waits, then finds the tensors complete."""
-        with open(self.path.with_suffix(".lock"), "w") as lock:
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            lock_file = open(self.path.with_suffix(".lock"), "w")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise OffloadError(f"cannot write to {self.path}: {error.strerror}") from None
+        with lock_file as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for leftover in self.path.glob("*.part"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -252,9 +227,13 @@ class WeightFolder:
             _write_synced(part / "done.json", json.dumps(done))
             os.rename(part, folder)
             _sync_folder(self.path)
-        except (OSError, ValueError) as error:
+        except BaseException as error:
+            if pending is not None:
+                pending.exception()  # or it would go on writing into what is removed
             shutil.rmtree(part, ignore_errors=True)
-            raise OffloadError(f"cannot write {folder}: {error}") from None
+            if isinstance(error, OSError | ValueError) and not isinstance(error, UserError):
+                raise OffloadError(f"cannot write {folder}: {error}") from None
+            raise
         return self._array(folder, shape, dtype)
 
     def _array(
@@ -294,7 +273,11 @@ def _open(
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
-    return ts.open(spec, context=context).result()
+    try:
+        return ts.open(spec, context=context).result()
+    except ValueError as error:
+        reason = str(error).split(" [tensorstore_spec")[0]
+        raise OffloadError(f"cannot open {path}: {reason}") from None
 
 
 def _checksum(array: DiskArray) -> int:

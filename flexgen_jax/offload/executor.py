@@ -7,6 +7,7 @@ of zero and a wait after every step; nothing else differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from flexgen_jax.offload.schedule import LookAhead, Step, steps_of
 from flexgen_jax.offload.transfer import Stream
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.placement import CachePlan, place_activations
-from flexgen_jax.policy.policy import Ahead, Policy
+from flexgen_jax.policy.policy import Ahead, Head, Policy
 
 
 class NonFiniteError(UserError, ArithmeticError):
@@ -48,6 +49,12 @@ class Batch:
     @property
     def size(self) -> int:
         return int(self.ids.shape[0])
+
+    @property
+    def head(self) -> Head:
+        if self.targets is not None:
+            return "score"
+        return "sample" if self.sampling else "greedy"
 
     @property
     def prompt_len(self) -> int:
@@ -82,6 +89,7 @@ class BlockRun:
         on_step: Callable[[Step], object],
     ) -> None:
         self._runtime = runtime
+        self._weights = weights
         self._layers = runtime.layers
         self._policy = policy
         self._batches = batches
@@ -157,7 +165,7 @@ class BlockRun:
 
     def _is_waiting(self, step: Step) -> bool:
         """Whether the step's input has been handed over by now."""
-        return self._activations.version(step.batch) == (step.token, step.layer - 1)
+        return self._activations.is_ready(step.token, step.layer - 1, step.batch)
 
     def _kind(self, step: Step) -> str:
         return self._layers[step.layer].kind
@@ -191,8 +199,8 @@ class BlockRun:
         ids = batch.ids if step.token == 0 else self._ids[step.batch]
         start = 0 if step.token == 0 else batch.prompt_len + step.token - 1
         program = self._runtime.programs.embed(batch.size, ids.shape[1])
-        hidden = program(weights, ids, np.int32(start), batch.first_valid)
-        return Computed(step, hidden), hidden
+        hidden, finite = program(weights, ids, np.int32(start), batch.first_valid)
+        return Computed(step, finite), hidden
 
     def _prefill(self, step: Step, weights: Any) -> tuple[Computed, jax.Array]:
         batch = self._batches[step.batch]
@@ -239,14 +247,16 @@ class BlockRun:
         step = computed.step
         computed.finite.block_until_ready()
         self._on_step(step)
-        kind = self._kind(step)
-        if kind == "embedding":
-            return
         if not bool(computed.finite):
             raise NonFiniteError(
                 f"{self._layer(step).name} produced NaN or infinity at token {step.token} of batch "
                 f"{step.batch}; try --dtype float32, and check the checkpoint"
             )
+        kind = self._kind(step)
+        if kind != "head":
+            self._activations.settle(step.token, step.layer, step.batch)
+        if kind == "embedding":
+            return
         if kind == "head":
             if self._on_result(step, np.asarray(computed.result)):
                 self._finished.add(step.batch)
@@ -257,11 +267,13 @@ class BlockRun:
             put(where, computed.result)
 
     def _close(self) -> None:
-        """Lets go of everything, also after an error or Ctrl-C."""
-        for stream in (self._weight_loads, self._kv_loads, self._hidden_loads):
-            stream.close()
-        self._activations.close()
-        self._cache.close()
-        self._runtime.pool.trim()
-        if self._runtime.folder is not None:
-            self._runtime.folder.clear_scratch()
+        """Lets go of everything, also after an error or Ctrl-C, whatever one part does."""
+        with ExitStack() as parts:
+            if self._runtime.folder is not None:
+                parts.callback(self._runtime.folder.clear_scratch)
+            parts.callback(self._runtime.pool.trim)
+            parts.callback(self._weights.end_block)
+            parts.callback(self._cache.close)
+            parts.callback(self._activations.close)
+            for stream in (self._hidden_loads, self._kv_loads, self._weight_loads):
+                parts.callback(stream.close)

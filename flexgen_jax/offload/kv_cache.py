@@ -67,12 +67,14 @@ class KVCache:
         self._buffers: list[HostBuffer] = []
         self._taken: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
         self._files: dict[tuple[int, int], DiskArray] = {}
-        for key, home in plan.homes.items():
-            if home == "disk" and (key.batch, key.block) not in self._files:
-                self._files[key.batch, key.block] = self._create_file(key.batch, key.block)
+
+    def _file(self, batch: int, block: int) -> DiskArray:
+        """One array for a block of all layers: [layer, key or value, batch, head, token, dim]."""
+        if (batch, block) not in self._files:
+            self._files[batch, block] = self._create_file(batch, block)
+        return self._files[batch, block]
 
     def _create_file(self, batch: int, block: int) -> DiskArray:
-        """One file for a block of all layers: [layer, key or value, batch, head, token, dim]."""
         shape = self._shape(batch, self._plan.lengths(batch)[block])
         row = int(np.prod(shape[1:])) * self._runtime.numpy_dtype.itemsize
         rows = max(1, min(shape[0], CHUNK_BYTES // row))
@@ -151,13 +153,14 @@ class KVCache:
     def _store(self, key: CacheKey, arrays: KVBlock, buffers: tuple[HostBuffer, ...]) -> None:
         """Puts a complete block into its home; its memory is already counted."""
         home = self._plan.homes[key]
-        if home != "device":
+        if home != "device" and not buffers:
             arrays = self._runtime.memories.to_host(arrays)
         if home != "disk":
             self._blocks[key] = arrays
             self._buffers += buffers
             return
-        file = self._files[key.batch, key.block]
+        file = self._file(key.batch, key.block)
+        views = [buffer.view for buffer in buffers] or [np.asarray(array) for array in arrays]
         nbytes = self._nbytes(key)
         self._runtime.ledger.take("disk", nbytes)
         self._taken["disk"] += nbytes
@@ -166,9 +169,9 @@ class KVCache:
                 self._runtime.metrics,
                 "disk_write",
                 nbytes // 2,
-                file.write(np.asarray(array), (key.layer, side)),
+                file.write(view, (key.layer, side)),
             )
-            for side, array in enumerate(arrays)
+            for side, view in enumerate(views)
         ]
         self._pending.append(PendingWrite((key.layer, key.batch), futures, nbytes, buffers))
         self._settle(lambda write: all(future.done() for future in write.futures))
@@ -190,27 +193,28 @@ class KVCache:
     def start(self, where: Where) -> KVLoad:
         """Starts bringing the sealed blocks and the tail to where attention runs."""
         self._settle(lambda write: write.where == where)
-        reads: list[Any] = []
-        buffers: list[HostBuffer] = []
-        blocks: list[KVBlock] = []
-        for block in range(self._sealed[where]):
-            key = CacheKey(*where, block)
-            if key in self._blocks:
-                blocks.append(self._blocks[key])
-                continue
-            pair = self._read(key, reads)
-            buffers += pair
-            blocks.append((pair[0].array, pair[1].array))
-        tree = (tuple(blocks), self._tails[where].arrays)
-        return Load(f"KV cache of decoder layer {where[0]}", tree, reads, buffers)
+        load: KVLoad = Load(
+            f"KV cache of decoder layer {where[0]}", ((), self._tails[where].arrays)
+        )
+        keys = [CacheKey(*where, block) for block in range(self._sealed[where])]
+        with load.abandoned_on_error(self._runtime.pool):
+            blocks = [
+                self._blocks[key] if key in self._blocks else self._read(key, load) for key in keys
+            ]
+        load.tree = (tuple(blocks), self._tails[where].arrays)
+        return load
 
-    def _read(self, key: CacheKey, reads: list[Any]) -> list[HostBuffer]:
-        runtime, file = self._runtime, self._files[key.batch, key.block]
-        pair = [runtime.pool.take(file.shape[2:], file.dtype) for _ in range(2)]
-        for side, buffer in enumerate(pair):
-            future = file.read_into(buffer.view, (key.layer, side))
-            reads.append(counted(runtime.metrics, "disk_read", buffer.view.nbytes, future))
-        return pair
+    def _read(self, key: CacheKey, load: KVLoad) -> KVBlock:
+        """Starts reading a block from disk into buffers that belong to the load."""
+        runtime, file = self._runtime, self._file(key.batch, key.block)
+        arrays = []
+        for side in range(2):
+            buffer = runtime.pool.take(file.shape[2:], file.dtype)
+            load.buffers.append(buffer)
+            future = file.read_into(buffer.view, (key.layer, side), is_urgent=True)
+            load.reads.append(counted(runtime.metrics, "disk_read", buffer.view.nbytes, future))
+            arrays.append(buffer.array)
+        return arrays[0], arrays[1]
 
     def _take(self, tier: Tier, nbytes: int) -> None:
         self._runtime.ledger.take(tier, nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -36,10 +37,11 @@ def available_memory() -> int:
 
 
 def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/meminfo has no {name}")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(name + ":"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroup_folders() -> list[Path]:
@@ -60,24 +62,35 @@ def detect_budgets(
     host_memory: int | None,
     disk_space: int | None,
     offload_dir: Path,
+    fingerprint: str,
     unified: bool,
 ) -> Budgets:
-    """The budgets asked for, and what the machine has where nothing is asked for."""
+    """The budgets asked for, and what the machine has where nothing is asked for.
+
+    fingerprint: of the weights; what an earlier run stored of them counts as free disk.
+    """
     ram = int(SAFETY * available_memory())
     if device_memory is None:
         stats = None if unified else jax.devices()[0].memory_stats()
         device_memory = int(SAFETY * stats["bytes_limit"]) if stats else ram
-    if disk_space is None:
-        existing = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
-        # Weights that an earlier run left there count as room for the same weights.
-        stored = (file for file in (offload_dir / "weights").rglob("*") if file.is_file())
-        disk_space = shutil.disk_usage(existing).free + sum(f.stat().st_size for f in stored)
+    free = _free_disk(offload_dir, fingerprint)
+    disk_space = free if disk_space is None else min(disk_space, free)
     return Budgets(
         device=device_memory,
         host=ram if host_memory is None else host_memory,
         disk=disk_space,
         shared=ram if unified else None,
     )
+
+
+def _free_disk(offload_dir: Path, fingerprint: str) -> int:
+    folders = (offload_dir, *offload_dir.absolute().parents)
+    free = shutil.disk_usage(next(p for p in folders if os.path.exists(p))).free
+    for base, _, names in os.walk(offload_dir / "weights" / fingerprint):
+        for name in names:
+            with contextlib.suppress(OSError):  # another process may be renaming it
+                free += os.stat(os.path.join(base, name)).st_size
+    return free
 
 
 def tune_allocator() -> None:

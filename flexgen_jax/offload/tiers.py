@@ -73,6 +73,7 @@ def writable_view(array: jax.Array) -> np.ndarray:
     """The memory of a host array, to write to. Safe while nothing computes with the array."""
     address = array.unsafe_buffer_pointer()
     memory = (ctypes.c_uint8 * array.nbytes).from_address(address)
+    memory.owner = array  # type: ignore[attr-defined] # a view keeps the memory alive
     view: np.ndarray = np.ctypeslib.as_array(memory).view(array.dtype).reshape(array.shape)
     return view
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -85,6 +86,18 @@ class Load(Generic[T]):
     _copied: bool = False
     _copied_bytes: int = 0
 
+    @contextmanager
+    def abandoned_on_error(self, pool: BufferPool) -> Iterator[None]:
+        """Gives back what has been gathered if the rest cannot be."""
+        try:
+            yield
+        except BaseException:
+            for read in self.reads:
+                read.exception()
+            for buffer in self.buffers:
+                pool.give(buffer, None)
+            raise
+
     def is_read(self) -> bool:
         return all(read.done() for read in self.reads)
 
@@ -94,8 +107,8 @@ class Load(Generic[T]):
             return
         finish(self.reads, self.what)
         on_host = [leaf for leaf in jax.tree.leaves(self.tree) if memories.on_host(leaf)]
+        ledger.take("device", tree_bytes(on_host))
         self._copied_bytes = tree_bytes(on_host)
-        ledger.take("device", self._copied_bytes)
         self.tree = memories.to_device(self.tree)
         self._copied = True
 

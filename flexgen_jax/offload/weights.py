@@ -67,7 +67,6 @@ class WeightStore:
                 self._take("disk", tensor)
                 file = folder.find(tensor.key, tensor.shape, runtime.numpy_dtype)
                 if file is None:
-                    runtime.disk().check_space(tensor.nbytes(runtime.dtype))
                     pieces = self._pieces(tensor)
                     file = folder.write(tensor.key, tensor.shape, runtime.numpy_dtype, pieces)
                 self._files[tensor.key] = file
@@ -85,14 +84,15 @@ class WeightStore:
     def start(self, layer: LayerSpec) -> Load[dict[str, jax.Array]]:
         """Starts bringing a layer's tensors together; what is on disk is read into the ring."""
         load: Load[dict[str, jax.Array]] = Load(f"weights of {layer.name}", {})
-        for tensor in layer.tensors:
-            if tensor.key in self._files:
-                buffer, read = self._read(tensor.key)
-                load.buffers.append(buffer)
-                load.reads.append(read)
-                load.tree[tensor.path] = buffer.array
-            else:
-                load.tree[tensor.path] = self._arrays[tensor.key]
+        with load.abandoned_on_error(self._runtime.pool):
+            for tensor in layer.tensors:
+                if tensor.key in self._files:
+                    buffer, read = self._read(tensor.key)
+                    load.buffers.append(buffer)
+                    load.reads.append(read)
+                    load.tree[tensor.path] = buffer.array
+                else:
+                    load.tree[tensor.path] = self._arrays[tensor.key]
         return load
 
     def _read(self, key: str) -> tuple[HostBuffer, Any]:
@@ -105,6 +105,10 @@ class WeightStore:
         read = counted(runtime.metrics, "disk_read", file.nbytes, file.read_into(buffer.view))
         self._reading[key] = (buffer, read)
         return buffer, read
+
+    def end_block(self) -> None:
+        """Forgets the buffers of past reads, whose memory the pool lets go of."""
+        self._reading.clear()
 
     def close(self) -> None:
         for tier, nbytes in self._taken.items():

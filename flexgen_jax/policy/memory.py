@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from flexgen_jax.config import DTYPES, ModelConfig
-from flexgen_jax.layers.spec import LayerSpec, model_spec, scored_heads
+from flexgen_jax.layers.spec import SCORED_ROWS, LayerSpec, model_spec, scored_heads
 from flexgen_jax.policy.placement import (
     CacheKey,
     CachePlan,
@@ -19,6 +19,7 @@ from flexgen_jax.policy.placement import (
 from flexgen_jax.policy.policy import (
     TIERS,
     Ahead,
+    Head,
     Policy,
     Tier,
     Workload,
@@ -27,7 +28,7 @@ from flexgen_jax.policy.policy import (
 )
 
 PENDING_WRITES = 3
-"""So many steps' KV blocks may wait for the disk at the same time."""
+"""So many steps' KV blocks, and as many hidden states, may wait for the disk at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,15 @@ class BlockShape:
     batch_sizes: tuple[int, ...]
     prompt_lens: tuple[int, ...]
     gen_len: int
-    is_greedy: bool = True
+    head: Head = "greedy"
 
     @classmethod
     def of(cls, policy: Policy, workload: Workload) -> BlockShape:
         """The largest block that the policy makes of a workload of equal prompts."""
         batches = min(policy.num_batches, -(-workload.num_sequences // policy.batch_size))
         rows = min(policy.batch_size, -(-workload.num_sequences // batches))
-        return cls((rows,) * batches, (workload.prompt_len,) * batches, workload.gen_len)
+        prompts = (workload.prompt_len,) * batches
+        return cls((rows,) * batches, prompts, workload.gen_len, workload.head)
 
 
 def plan_cache(config: ModelConfig, policy: Policy, shape: BlockShape) -> CachePlan:
@@ -165,12 +167,13 @@ class _Estimate:
             # Prompt and token buffers have different shapes, and none is freed in between.
             small = max(self._shape.batch_sizes) * self._config.hidden_size * self._item
             self.bytes["host"] += sum(sorted(sizes)[-2:]) + 2 * small
+            self.bytes["host"] += (PENDING_WRITES + 1) * max(sizes)
         if not self._unified and set(homes.values()) != {"device"}:
             self.bytes["device"] += (self._ahead.hidden_reads + 1) * max(sizes)
 
     def add_workspace(self) -> None:
         self.bytes["device"] += max(
-            workspace_bytes(self._config, self._dtype, rows, tokens, self._shape.is_greedy)
+            workspace_bytes(self._config, self._dtype, rows, tokens, self._shape.head)
             for rows, tokens in zip(self._shape.batch_sizes, self._shape.prompt_lens, strict=True)
         )
 
@@ -188,7 +191,7 @@ def _either(homes: Mapping[tuple[int, int], Tier], layer: int, batch: int) -> se
 
 
 def workspace_bytes(
-    config: ModelConfig, dtype: str, rows: int, tokens: int, is_greedy: bool = True
+    config: ModelConfig, dtype: str, rows: int, tokens: int, head: Head = "greedy"
 ) -> int:
     """Temporaries and results of the largest computation: a layer's prefill, or the head."""
     item = DTYPES[dtype]
@@ -198,8 +201,10 @@ def workspace_bytes(
     mlp = count * config.ffn_size * (4 + item)
     attention = count * config.hidden_size * (4 + 4 * item) + scores
     prefill = max(mlp, attention) + count * config.hidden_size * (4 + 5 * item)
-    logits = rows * config.vocab_size * 4 * (1 if is_greedy else 8)
-    return max(prefill, logits)
+    # Sampling sorts the logits and scoring normalises them; both keep several copies.
+    copies = {"greedy": 1, "sample": 8, "score": 3}[head]
+    formed = min(SCORED_ROWS, count) if head == "score" else rows
+    return max(prefill, copies * formed * config.vocab_size * 4)
 
 
 def peak_bytes(

@@ -18,6 +18,10 @@ PROMPT_BLOCK_FACTOR = 4
 """A prompt is cut into KV blocks this many times as long as those of generated tokens."""
 
 
+Head = Literal["greedy", "sample", "score"]
+"""What becomes of the logits; it decides how much memory they take."""
+
+
 class PolicyError(UserError):
     """A policy that cannot be meant; the message names the field and the way out."""
 
@@ -32,7 +36,9 @@ class Placement:
     def __post_init__(self) -> None:
         for name in ("device", "host"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value <= 1:
+            if not isinstance(value, int | float):
+                raise PolicyError(f"{name} must be a number from 0 to 1, not {value!r}")
+            if not 0 <= value <= 1:
                 raise PolicyError(f"{name} must be between 0 and 100 %, not {100 * value:g} %")
         if self.device + self.host > 1 + 1e-9:
             raise PolicyError(
@@ -51,11 +57,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked for: sequences of `prompt_len` tokens, continued by `gen_len` tokens."""
+    """What is asked for: sequences of `prompt_len` tokens, continued by `gen_len` tokens,
+    or scored."""
 
     prompt_len: int
     gen_len: int
     num_sequences: int = 1
+    head: Head = "greedy"
 
 
 @dataclass(frozen=True)
