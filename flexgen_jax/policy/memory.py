@@ -166,7 +166,8 @@ class _Estimate:
         if "disk" in homes.values():
             # Prompt and token buffers have different shapes, and none is freed in between.
             small = max(self._shape.batch_sizes) * self._config.hidden_size * self._item
-            self.bytes["host"] += sum(sorted(sizes)[-2:]) + 2 * small
+            count = self._ahead.hidden_reads + 1
+            self.bytes["host"] += sum(sorted(sizes)[-count:]) + count * small
             self.bytes["host"] += (PENDING_WRITES + 1) * max(sizes)
         if not self._unified and set(homes.values()) != {"device"}:
             self.bytes["device"] += (self._ahead.hidden_reads + 1) * max(sizes)

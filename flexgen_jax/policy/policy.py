@@ -161,9 +161,9 @@ class Ahead:
 
     weight_reads: int = 2
     weight_copies: int = 1
-    cache_reads: int = 2
+    cache_reads: int = 3
     cache_copies: int = 1
-    hidden_reads: int = 1
+    hidden_reads: int = 2
 
     @classmethod
     def of(cls, policy: Policy) -> Ahead:
