@@ -19,7 +19,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from limits import run_limited
 
 SHAPE = ["--model", "facebook/opt-1.3b", "--prompt-len", "128", "--gen-len", "32"]
 HERE = Path(__file__).parent
+Rows = Iterator[dict[str, Any]]
 
 
 def ours(
@@ -67,7 +68,7 @@ def measured(name: str, command: list[str], result: Path, limit: float) -> dict[
     return row
 
 
-def suite_disk(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+def suite_disk(folder: Path, args: argparse.Namespace) -> Rows:
     """This project and the reference in turn (A B A C A D)."""
     write = [sys.executable, str(HERE / "benchmark_torch.py"), *SHAPE, "--write-only"]
     subprocess.run([*write, "--folder", str(folder)], check=True)
@@ -79,14 +80,12 @@ def suite_disk(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         "--num-batches",
         "2",
     ]
-    rows = []
     for batch_size in args.batch_sizes:
-        rows.append(ours(folder, 2.5e9, *flags))
-        rows.append(reference(folder, 2.5e9, batch_size))
-    return rows
+        yield ours(folder, 2.5e9, *flags)
+        yield reference(folder, 2.5e9, batch_size)
 
 
-def suite_tight(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+def suite_tight(folder: Path, args: argparse.Namespace) -> Rows:
     flags = [
         "--percent",
         *["0", "0", "0", "0", "100", "0"],
@@ -95,21 +94,19 @@ def suite_tight(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         "--num-batches",
         "2",
     ]
-    return [ours(folder, 1.5e9, *flags)]
+    yield ours(folder, 1.5e9, *flags)
 
 
-def suite_overlap(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+def suite_overlap(folder: Path, args: argparse.Namespace) -> Rows:
     """Disk and compute time within a factor of two of each other."""
     shape = ["--model", "facebook/opt-1.3b", "--prompt-len", "32", "--gen-len", "16"]
     flags = ["--percent", *"000000", "--batch-size", "16", "--num-batches", "8"]
-    rows = []
     for _ in range(args.repeat):
-        rows.append(ours(folder, 6e9, *flags, shape=shape, name="overlap"))
-        rows.append(ours(folder, 6e9, *flags, "--no-overlap", shape=shape, name="no overlap"))
-    return rows
+        yield ours(folder, 6e9, *flags, shape=shape, name="overlap")
+        yield ours(folder, 6e9, *flags, "--no-overlap", shape=shape, name="no overlap")
 
 
-SUITES: dict[str, Callable[[Path, argparse.Namespace], list[dict[str, Any]]]] = {
+SUITES: dict[str, Callable[[Path, argparse.Namespace], Rows]] = {
     "disk": suite_disk,
     "tight": suite_tight,
     "overlap": suite_overlap,
@@ -154,11 +151,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    rows = SUITES[args.suite](args.folder, args)
+    rows: list[dict[str, Any]] = []
+    for row in SUITES[args.suite](args.folder, args):
+        rows.append(row)
+        if args.json:  # after every run: a suite takes long
+            content = {"suite": args.suite, "machine": machine(), "runs": rows}
+            args.json.write_text(json.dumps(content, indent=2) + "\n")
     print(markdown(rows))
-    if args.json:
-        content = {"suite": args.suite, "machine": machine(), "runs": rows}
-        args.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,5 +6,5 @@ cd "$(dirname "$0")/.."
 python=${1:-python}
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
 "$python" -c 'import jax; print("devices:", jax.devices())'
-"$python" -m pytest -x
+"$python" -m pytest -x -n 0
 "$python" scripts/check_placements.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tracemalloc
 from pathlib import Path
 
 import ml_dtypes
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from flexgen_jax import LLM, Policy
 from flexgen_jax.checkpoint import Checkpoint, CheckpointError, DummyWeights
 from flexgen_jax.config import ConfigError
 from flexgen_jax.families import known_shape, read_config
 from flexgen_jax.layers.spec import model_spec, unique_tensors
+from flexgen_jax.policy.placement import place_weights
 from tests.models import BASE, write_checkpoint
 
 
@@ -194,3 +197,24 @@ def test_fingerprint_changes_with_the_file(tmp_path: Path) -> None:
     assert Checkpoint(folder).fingerprint("bfloat16") != before
     os.utime(folder / "model.safetensors", ns=(1, 1))
     assert Checkpoint(folder).fingerprint("float32") != before
+
+
+@pytest.mark.parametrize("percent", [(0, 0), (0, 100), (50, 0)])
+def test_loading_holds_less_than_two_layers(tmp_path: Path, percent: tuple[int, int]) -> None:
+    """What NumPy allocates beside the tensors' homes, while a checkpoint is brought there."""
+    sizes = {"hidden_size": 512, "word_embed_proj_dim": 512, "ffn_dim": 2048}
+    folder = write_checkpoint(tmp_path / "m", num_hidden_layers=6, **sizes)
+    policy = Policy.from_percent(*percent, 100, 0, 100, 0)
+    layers = model_spec(Checkpoint(folder).config)
+    homes = place_weights(layers, "float32", policy)
+    in_memory = sum(
+        tensor.nbytes("float32")
+        for key, tensor in unique_tensors(layers).items()
+        if homes[key] != "disk"
+    )
+    with LLM(folder, policy=policy, dtype="float32", offload_dir=tmp_path / "offload") as llm:
+        tracemalloc.start()
+        llm.warm_up(4, 1, 1)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak - in_memory < 2 * layers[1].nbytes("float32")

@@ -80,15 +80,12 @@ def writable_view(array: jax.Array) -> np.ndarray:
 
 @dataclass(eq=False)
 class HostBuffer:
-    """Reusable host memory: `view` is written to, `array` is computed with.
-
-    holders: how many loads use it now; content: what its taker says is in it.
-    """
+    """Reusable host memory: `view` is written to, `array` is computed with; `holders` counts
+    who uses it now."""
 
     array: jax.Array
     view: np.ndarray
     holders: int = 1
-    content: str = ""
 
     @property
     def key(self) -> tuple[tuple[int, ...], np.dtype]:
@@ -103,18 +100,18 @@ class BufferPool:
         self._ledger = ledger
         self._free: dict[Any, list[tuple[HostBuffer, jax.Array | None]]] = {}
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype, content: str = "") -> HostBuffer:
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> HostBuffer:
         """A free buffer, once its last reader is done, or else a new one."""
         free = self._free.get((shape, np.dtype(dtype)))
         if free:
             buffer, last_reader = free.pop(0)
             if last_reader is not None:
                 last_reader.block_until_ready()
-            buffer.holders, buffer.content = 1, content
+            buffer.holders = 1
             return buffer
         self._ledger.take("host", int(np.prod(shape)) * np.dtype(dtype).itemsize)
         array = self._memories.host_array(shape, np.dtype(dtype))
-        return HostBuffer(array, writable_view(array), content=content)
+        return HostBuffer(array, writable_view(array))
 
     def give(self, buffer: HostBuffer, last_reader: jax.Array | None) -> None:
         """Drops one hold; the last one frees the buffer after `last_reader` is computed."""

@@ -30,8 +30,9 @@ class WeightStore:
         self._arrays: dict[str, jax.Array] = {}
         self._files: dict[str, DiskArray] = {}
         self._taken = dict.fromkeys(("device", "host", "disk"), 0)
-        # A tied table that head and next embedding both want is read once for both.
-        self._reading: dict[str, tuple[HostBuffer, Any]] = {}
+        # Buffers of the model's two ends have shapes of their own, so they would lie idle while
+        # the decoder layers run: what is read into them stays for the block's other tokens.
+        self._kept: dict[str, tuple[HostBuffer, Any]] = {}
 
     def place(self, progress: Progress) -> None:
         """Brings every tensor to its home tier, holding a few chunks beside them in RAM."""
@@ -87,7 +88,7 @@ class WeightStore:
         with load.abandoned_on_error(self._runtime.pool):
             for tensor in layer.tensors:
                 if tensor.key in self._files:
-                    buffer, read = self._read(tensor.key)
+                    buffer, read = self._read(tensor.key, layer.kind != "decoder")
                     load.buffers.append(buffer)
                     load.reads.append(read)
                     load.tree[tensor.path] = buffer.array
@@ -95,24 +96,27 @@ class WeightStore:
                     load.tree[tensor.path] = self._arrays[tensor.key]
         return load
 
-    def _read(self, key: str) -> tuple[HostBuffer, Any]:
-        shared = self._reading.get(key)
-        if shared is not None and shared[0].holders > 0 and shared[0].content == key:
-            shared[0].holders += 1
-            return shared
+    def _read(self, key: str, is_end: bool) -> tuple[HostBuffer, Any]:
+        if key in self._kept:
+            self._kept[key][0].holders += 1
+            return self._kept[key]
         runtime, file = self._runtime, self._files[key]
-        buffer = runtime.pool.take(file.shape, file.dtype, content=key)
+        buffer = runtime.pool.take(file.shape, file.dtype)
         read = counted(runtime.metrics, "disk_read", file.nbytes, file.read_into(buffer.view))
-        self._reading[key] = (buffer, read)
+        if is_end:
+            buffer.holders += 1
+            self._kept[key] = (buffer, read)
         return buffer, read
 
     def end_block(self) -> None:
-        """Forgets the buffers of past reads, whose memory the pool lets go of."""
-        self._reading.clear()
+        """Gives back the buffers that were kept during the block; all reads are done."""
+        for buffer, _ in self._kept.values():
+            self._runtime.pool.give(buffer, None)
+        self._kept.clear()
 
     def close(self) -> None:
         for tier, nbytes in self._taken.items():
             self._runtime.ledger.give(tier, nbytes)  # type: ignore[arg-type]
         self._arrays.clear()
         self._files.clear()
-        self._reading.clear()
+        self._kept.clear()

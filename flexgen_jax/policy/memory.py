@@ -90,17 +90,21 @@ class _Estimate:
             )
 
     def _ring(self, tiers: Mapping[str, Tier]) -> int:
-        """Host buffers for disk reads: of each shape as many as the look-ahead ever holds."""
+        """Host buffers for disk reads: for the decoder layers of each shape as many as the
+        look-ahead ever holds; what is read of the two ends stays while a block runs."""
+        decoders = [layer for layer in self._layers if layer.kind == "decoder"]
+        ends = {
+            tensor.key: tensor.size
+            for layer in self._layers
+            for tensor in layer.tensors
+            if layer.kind != "decoder" and tiers[tensor.key] == "disk"
+        }
         most: Counter[tuple[int, ...]] = Counter()
-        for layers in _windows(self._layers, self._ahead.weight_reads + 1):
-            on_disk = {
-                tensor.key: tensor.shape
-                for layer in layers
-                for tensor in layer.tensors
-                if tiers[tensor.key] == "disk"
-            }
-            most |= Counter(on_disk.values())
-        return sum(prod(shape) * count for shape, count in most.items()) * self._item
+        for layers in _windows(decoders, self._ahead.weight_reads + 1):
+            tensors = (tensor for layer in layers for tensor in layer.tensors)
+            most |= Counter(t.shape for t in tensors if tiers[t.key] == "disk")
+        ring = sum(prod(shape) * count for shape, count in most.items())
+        return (ring + sum(ends.values())) * self._item
 
     def _kv_bytes(self, batch: int, tokens: int) -> int:
         rows = self._shape.batch_sizes[batch]
