@@ -39,7 +39,6 @@ class Session:
         budgets = planner.budgets
         parts = (policy.weights, policy.cache, policy.activations)
         on_disk = any(part.disk > 0 for part in parts)
-        self._offload_dir = planner.offload_dir
         self._runtime = Runtime.create(
             config,
             dtype,
@@ -140,6 +139,7 @@ class Session:
             "computed_peak_bytes": peak_bytes(
                 self._config, self._dtype, self.policy, shape, self._unified
             ),
+            "compiled_workspace_bytes": self._runtime.programs.workspace,
             "realized": self._realized(shape),
         }
 
