@@ -31,6 +31,12 @@ HERE = Path(__file__).parent
 Rows = Iterator[dict[str, Any]]
 
 
+def placed(percent: str, num_batches: int = 2) -> list[str]:
+    """Flags for FlexGen's six numbers and blocks of batches of 16."""
+    shape = ["--batch-size", "16", "--num-batches", str(num_batches)]
+    return ["--percent", *percent.split(), *shape]
+
+
 def ours(
     folder: Path, limit: float, *flags: str, shape: list[str] = SHAPE, name: str = ""
 ) -> dict[str, Any]:
@@ -72,35 +78,21 @@ def suite_disk(folder: Path, args: argparse.Namespace) -> Rows:
     """This project and the reference in turn (A B A C A D)."""
     write = [sys.executable, str(HERE / "benchmark_torch.py"), *SHAPE, "--write-only"]
     subprocess.run([*write, "--folder", str(folder)], check=True)
-    flags = [
-        "--percent",
-        *["0", "0", "0", "100", "100", "0"],
-        "--batch-size",
-        "16",
-        "--num-batches",
-        "2",
-    ]
+    flags = placed("0 0 0 100 100 0")
     for batch_size in args.batch_sizes:
         yield ours(folder, 2.5e9, *flags)
         yield reference(folder, 2.5e9, batch_size)
 
 
 def suite_tight(folder: Path, args: argparse.Namespace) -> Rows:
-    flags = [
-        "--percent",
-        *["0", "0", "0", "0", "100", "0"],
-        "--batch-size",
-        "16",
-        "--num-batches",
-        "2",
-    ]
+    flags = placed("0 0 0 0 100 0")
     yield ours(folder, 1.5e9, *flags)
 
 
 def suite_overlap(folder: Path, args: argparse.Namespace) -> Rows:
     """Disk and compute time within a factor of two of each other."""
     shape = ["--model", "facebook/opt-1.3b", "--prompt-len", "32", "--gen-len", "16"]
-    flags = ["--percent", *"000000", "--batch-size", "16", "--num-batches", "8"]
+    flags = placed("0 0 0 0 0 0", num_batches=8)
     for _ in range(args.repeat):
         yield ours(folder, 6e9, *flags, shape=shape, name="overlap")
         yield ours(folder, 6e9, *flags, "--no-overlap", shape=shape, name="no overlap")
