@@ -191,7 +191,9 @@ class LLM:
             self._session.policy = policy
             return self._session
         self.close()
-        session = Session(self.config, self.dtype, policy, self._planner, self._model.source)
+        session = Session(
+            self.config, self.dtype, policy, workload, self._planner, self._model.source
+        )
         self._finalizer = weakref.finalize(self, session.close)
         self._session = session
         try:

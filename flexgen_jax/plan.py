@@ -66,6 +66,11 @@ class Planner:
         self._chosen = found or wanted
         return self._chosen
 
+    def spare_ram(self, policy: Policy, workload: Workload) -> int:
+        """Host bytes that a run leaves free."""
+        fitter = Fitter(self.config, self.dtype, workload, self.budgets, self.unified)
+        return self.budgets.spare_ram(fitter.needed(policy))
+
     def _check(self, fitter: Fitter, policy: Policy) -> None:
         missing = self.budgets.shortfalls(fitter.needed(policy))
         if missing:

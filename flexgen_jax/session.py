@@ -12,11 +12,17 @@ from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.spec import unique_tensors
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.executor import Batch, BlockRun, OnResult
+from flexgen_jax.offload.machine import storage_read_bytes
 from flexgen_jax.offload.schedule import Step
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.plan import Planner
 from flexgen_jax.policy.memory import BlockShape, peak_bytes, plan_cache, workspace_bytes
-from flexgen_jax.policy.placement import place_activations, place_weights, realised
+from flexgen_jax.policy.placement import (
+    page_cached,
+    place_activations,
+    place_weights,
+    realised,
+)
 from flexgen_jax.policy.policy import TIERS, Policy, Tier, Workload
 from flexgen_jax.progress import Progress
 
@@ -29,6 +35,7 @@ class Session:
         config: ModelConfig,
         dtype: str,
         policy: Policy,
+        workload: Workload,
         planner: Planner,
         source: WeightSource,
     ) -> None:
@@ -47,8 +54,11 @@ class Session:
             planner.unified,
         )
         self._tiers = place_weights(self._runtime.layers, dtype, policy)
-        self._weights = WeightStore(self._runtime, source, self._tiers)
+        spare = planner.spare_ram(policy, workload)
+        cached = page_cached(self._runtime.layers, dtype, self._tiers, spare)
+        self._weights = WeightStore(self._runtime, source, self._tiers, cached)
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
+        self._storage_read: int | None = None
         self._report: dict[str, Any] = {}
         self._init_s = 0.0
 
@@ -80,6 +90,7 @@ class Session:
         """Begins a run's measurements."""
         self._runtime.metrics.reset()
         self._runtime.ledger.reset_peak()
+        self._storage_read = storage_read_bytes()
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
 
     def run(
@@ -120,6 +131,9 @@ class Session:
         total = sum(self._phases.values())
         shape = BlockShape.of(self.policy, workload)
         decoded = max(num_tokens - num_sequences, 0)
+        storage_read = storage_read_bytes()
+        if storage_read is not None and self._storage_read is not None:
+            storage_read -= self._storage_read
         prefill_s, decode_s = self._phases["prefill_s"], self._phases["decode_s"]
         self._report = {
             "policy": asdict(self.policy),
@@ -135,6 +149,7 @@ class Session:
             "prefill_throughput": num_sequences * workload.prompt_len / max(prefill_s, 1e-9),
             "decode_throughput": decoded / decode_s if decode_s > 0 else 0.0,
             **self._runtime.metrics.report(),
+            "storage_read_bytes": storage_read,
             "peak_bytes": self._runtime.ledger.peak,
             "computed_peak_bytes": peak_bytes(
                 self._config, self._dtype, self.policy, shape, self._unified

@@ -17,6 +17,7 @@ import pytest
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.offload import disk
 from flexgen_jax.offload.disk import OffloadError, OffloadFolder
+from flexgen_jax.offload.reads import Piece, read_file, whole_pages
 from tests.models import prompts
 
 SHAPE = (300, 16)
@@ -33,11 +34,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OffloadF
 
 def store(folder: OffloadFolder, name: str = "t") -> disk.DiskArray:
     pieces = (DATA[i : i + 64] for i in range(0, SHAPE[0], 64))
-    return folder.weights("f").write(name, SHAPE, np.dtype(np.float32), pieces)
+    folder.weights("f").write(name, SHAPE, np.dtype(np.float32), pieces)
+    return folder.weights("f").open(name, SHAPE, np.dtype(np.float32))
 
 
-def find(folder: OffloadFolder, name: str = "t") -> disk.DiskArray | None:
-    return folder.weights("f").find(name, SHAPE, np.dtype(np.float32))
+def has(folder: OffloadFolder, name: str = "t") -> bool:
+    return folder.weights("f").has(name, SHAPE, np.dtype(np.float32))
 
 
 def read(array: disk.DiskArray) -> np.ndarray:
@@ -51,11 +53,12 @@ def chunks(folder: OffloadFolder) -> list[Path]:
 
 
 def test_round_trip_and_reuse(folder: OffloadFolder) -> None:
-    assert find(folder) is None
+    assert not has(folder)
     np.testing.assert_array_equal(read(store(folder)), DATA)
-    found = find(folder)
-    assert found is not None
-    np.testing.assert_array_equal(read(found), DATA)
+    assert has(folder)
+    for is_cached in (False, True):
+        found = folder.weights("f").open("t", SHAPE, np.dtype(np.float32), is_cached)
+        np.testing.assert_array_equal(read(found), DATA)
     assert len(chunks(folder)) > 2
 
 
@@ -73,7 +76,7 @@ def test_damage_is_found_and_removed(folder: OffloadFolder, damage: str) -> None
         chunk.unlink()
     else:
         (folder.root / "weights/f/t/done.json").unlink()
-    assert find(folder) is None
+    assert not has(folder)
     assert not (folder.root / "weights/f/t").exists()
     np.testing.assert_array_equal(read(store(folder)), DATA)
 
@@ -81,8 +84,24 @@ def test_damage_is_found_and_removed(folder: OffloadFolder, damage: str) -> None
 def test_missing_chunk_is_an_error_not_zeros(folder: OffloadFolder) -> None:
     array = store(folder)
     chunks(folder)[1].unlink()
-    with pytest.raises(ValueError, match="missing"):
+    with pytest.raises(FileNotFoundError, match=r"t/c/1/0"):
         read(array)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("size", [1, 4095, 4096, 70_000, 3_000_001])
+@pytest.mark.parametrize("offset", [0, 2, 4096])
+def test_read_file(tmp_path: Path, direct: bool, size: int, offset: int) -> None:
+    """Any size at any address, also where a direct read cannot reach."""
+    path = tmp_path / "chunk"
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    path.write_bytes(data.tobytes() + b"padding")
+    memory = whole_pages(size + offset)
+    read_file(Piece(path, memory[offset:], direct))
+    np.testing.assert_array_equal(memory[offset:], data)
+    os.truncate(path, size - 1)
+    with pytest.raises(OSError, match=f"chunk is damaged: {size - 1} of {size}"):
+        read_file(Piece(path, memory[offset:], direct))
 
 
 def test_everything_is_private(folder: OffloadFolder) -> None:

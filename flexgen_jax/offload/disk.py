@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import shutil
 import stat
@@ -31,7 +32,7 @@ import numpy as np
 import tensorstore as ts
 
 from flexgen_jax.config import UserError
-from flexgen_jax.offload.reads import ReadQueue
+from flexgen_jax.offload.reads import PAGE, Piece, ReadQueue, read_file, whole_pages
 
 CHUNK_BYTES = 8 << 20
 """Size of a chunk file: large enough for the disk's full speed, small enough to overlap."""
@@ -45,22 +46,29 @@ class OffloadError(UserError, OSError):
 
 
 def row_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """Ranges of the first axis, each about a chunk's bytes; never empty."""
+    """Ranges of the first axis, each about a chunk's bytes and, if possible, whole pages."""
     row = max(1, int(np.prod(shape[1:])) * itemsize)
     step = max(1, min(shape[0], CHUNK_BYTES // row))
+    if step < shape[0]:
+        step = step - step % (PAGE // math.gcd(row, PAGE)) or step
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
 @dataclass(frozen=True, eq=False)
 class DiskArray:
     """A TensorStore array, of whose first axis (or of the first one after `index`) a chunk
-    holds a range."""
+    holds a range.
 
+    direct: reads bypass the page cache.
+    """
+
+    path: Path
     store: Any
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     dtype: np.dtype
     queue: ReadQueue
+    direct: bool
 
     @property
     def nbytes(self) -> int:
@@ -73,10 +81,18 @@ class DiskArray:
 
         What the next steps need is urgent; weights, wanted layers later, give way to it.
         """
-        store, step = self.store[index] if index else self.store, self.chunk[len(index)]
-        ends = [(i, min(i + step, out.shape[0])) for i in range(0, out.shape[0], step)]
-        pieces = [(store[start:stop], out[start:stop]) for start, stop in ends]
+        step = self.chunk[len(index)]
+        starts = range(0, out.shape[0], step)
+        pieces = [
+            self.piece(out[start : start + step], (*index, start // step)) for start in starts
+        ]
         return self.queue.read(pieces, is_urgent)
+
+    def piece(self, out: np.ndarray, index: tuple[int, ...]) -> Piece:
+        """What fills `out` from the beginning of a chunk; `index` leaves trailing zeros out."""
+        numbers = index + (0,) * (len(self.shape) - len(index))
+        # The layout of zarr3's default chunk keys.
+        return Piece(self.path / "c" / "/".join(map(str, numbers)), out, self.direct)
 
     def write(self, data: np.ndarray, index: Any = ()) -> Any:
         """Starts writing `data`, which must not change before the returned future is done."""
@@ -102,9 +118,9 @@ class OffloadFolder:
             ) from None
         self._remove_dead_runs()
         self._queue = ReadQueue(READS_AT_ONCE)
-        direct = {"mode": "direct"} if _has_direct_io(self._run) else {}
+        self._direct = _has_direct_io(self._run)
         limits = {
-            "file_io_mode": direct,
+            "file_io_mode": {"mode": "direct"} if self._direct else {},
             "file_io_concurrency": {"limit": READS_AT_ONCE},
             "data_copy_concurrency": {"limit": COPIES_AT_ONCE},
             "cache_pool": {"total_bytes_limit": 0},
@@ -113,7 +129,8 @@ class OffloadFolder:
         self._scratch = ts.Context({**limits, "file_io_sync": False})
 
     def weights(self, fingerprint: str) -> WeightFolder:
-        return WeightFolder(self.root / "weights" / fingerprint, self._durable, self._queue)
+        path = self.root / "weights" / fingerprint
+        return WeightFolder(path, self._durable, self._queue, self._direct)
 
     def scratch_array(
         self, name: str, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtype
@@ -121,7 +138,7 @@ class OffloadFolder:
         """An array that lives as long as this run."""
         path = self._run / name
         store = _open(path, shape, chunk, dtype, self._scratch, create=True)
-        return DiskArray(store, shape, chunk, dtype, self._queue)
+        return DiskArray(path, store, shape, chunk, dtype, self._queue, self._direct)
 
     def clear_scratch(self) -> None:
         for child in self._run.iterdir():
@@ -132,6 +149,7 @@ class OffloadFolder:
         if not self._run.exists():
             self._run.with_suffix(".lock").unlink(missing_ok=True)
         self._lock.close()
+        self._queue.close()
 
     def _remove_dead_runs(self) -> None:
         runs = self.root / "runs"
@@ -171,10 +189,12 @@ def _check_private(folder: Path) -> None:
 class WeightFolder:
     """The tensors of one checkpoint in one dtype."""
 
-    def __init__(self, path: Path, context: Any, queue: ReadQueue) -> None:
+    def __init__(self, path: Path, context: Any, queue: ReadQueue, direct: bool) -> None:
+        """direct: the file system can read past the page cache."""
         self.path = path
         self._context = context
         self._queue = queue
+        self._direct = direct
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -190,36 +210,45 @@ class WeightFolder:
                 shutil.rmtree(leftover, ignore_errors=True)
             yield
 
-    def find(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> DiskArray | None:
-        """The stored tensor, if it is there whole: sizes and checksum are verified.
+    def has(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> bool:
+        """Whether the tensor is stored whole: sizes and checksum are verified.
 
         A damaged one is removed, so that the caller writes it again.
         """
         folder = self.path / name
         try:
             done = json.loads((folder / "done.json").read_text())
-            if done["bytes"] == _payload_bytes(folder):
-                array = self._array(folder, shape, dtype)
-                if done["crc32"] == _checksum(array):
-                    return array
+            is_whole = done["bytes"] == _payload_bytes(folder)
+            if is_whole and done["crc32"] == _checksum(self.open(name, shape, dtype)):
+                return True
         except (OSError, ValueError, KeyError, TypeError):
             pass
         shutil.rmtree(folder, ignore_errors=True)
-        return None
+        return False
+
+    def open(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype, is_cached: bool = False
+    ) -> DiskArray:
+        """A tensor that is stored. Cached: read through the page cache."""
+        path, chunk = self.path / name, _chunk(shape, dtype)
+        store = _open(path, shape, chunk, dtype, self._context)
+        direct = self._direct and not is_cached
+        return DiskArray(path, store, shape, chunk, dtype, self._queue, direct)
 
     def write(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype, pieces: Iterator[np.ndarray]
-    ) -> DiskArray:
+    ) -> None:
         """Stores a tensor from consecutive ranges of its rows; visible once it is complete."""
         folder, part = self.path / name, self.path / f"{name}.part"
-        array = self._array(part, shape, dtype, create=True)
+        store = _open(part, shape, _chunk(shape, dtype), dtype, self._context, create=True)
         start, crc, pending = 0, 0, None
         try:
             for piece in pieces:
                 crc = zlib.crc32(_as_bytes(piece), crc)
                 if pending is not None:
                     pending.result()
-                pending = array.write(piece, slice(start, start + piece.shape[0]))
+                target = store[start : start + piece.shape[0]]
+                pending = target.write(piece, can_reference_source_data_indefinitely=True)
                 start += piece.shape[0]
             if pending is not None:
                 pending.result()
@@ -234,14 +263,6 @@ class WeightFolder:
             if isinstance(error, OSError | ValueError) and not isinstance(error, UserError):
                 raise OffloadError(f"cannot write {folder}: {error}") from None
             raise
-        return self._array(folder, shape, dtype)
-
-    def _array(
-        self, path: Path, shape: tuple[int, ...], dtype: np.dtype, create: bool = False
-    ) -> DiskArray:
-        chunk = _chunk(shape, dtype)
-        store = _open(path, shape, chunk, dtype, self._context, create)
-        return DiskArray(store, shape, chunk, dtype, self._queue)
 
 
 def _chunk(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
@@ -281,9 +302,13 @@ def _open(
 
 
 def _checksum(array: DiskArray) -> int:
-    crc = 0
-    for start, stop in row_ranges(array.shape, array.dtype.itemsize):
-        crc = zlib.crc32(_as_bytes(array.store[start:stop].read().result()), crc)
+    crc, step = 0, array.chunk[0]
+    chunk = whole_pages(int(np.prod(array.chunk)) * array.dtype.itemsize)
+    row = chunk.size // step
+    for number, start in enumerate(range(0, array.shape[0], step)):
+        rows = chunk[: row * min(step, array.shape[0] - start)]
+        read_file(array.piece(rows, (number,)))
+        crc = zlib.crc32(rows.data, crc)
     return crc
 
 

@@ -36,6 +36,15 @@ def available_memory() -> int:
     return max(free, 0)
 
 
+def storage_read_bytes() -> int | None:
+    """Bytes this process made the storage read so far, page cache hits not counted."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/io").read_text().splitlines():
+            if line.startswith("read_bytes:"):
+                return int(line.split()[1])
+    return None
+
+
 def _meminfo(name: str) -> int:
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():

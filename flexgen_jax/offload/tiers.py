@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from flexgen_jax.metrics import Ledger, Metrics
+from flexgen_jax.offload.reads import whole_pages
 
 T = TypeVar("T")
 
@@ -63,8 +64,13 @@ class Memories:
         return result
 
     def host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        """Host memory of its own, aligned, uninitialised in effect."""
-        array: jax.Array = jax.device_put(np.zeros(shape, dtype), self._host_sharding)
+        """Host memory of its own, in whole pages, where the disk can be read to directly.
+
+        On the CPU backend the array is these pages; elsewhere it is a pinned copy.
+        """
+        zeros = whole_pages(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        zeros = zeros.view(dtype).reshape(shape)
+        array: jax.Array = jax.device_put(zeros, self._host_sharding)
         array.block_until_ready()
         return array
 

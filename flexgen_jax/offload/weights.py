@@ -21,12 +21,22 @@ Progress = Callable[[int], object]
 
 
 class WeightStore:
-    """Holds every tensor in the tier the placement gives it."""
+    """Holds every tensor in the tier the placement gives it.
 
-    def __init__(self, runtime: Runtime, source: WeightSource, tiers: dict[str, Tier]) -> None:
+    cached: keys of tensors on disk that are read through the page cache, for RAM is free.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        source: WeightSource,
+        tiers: dict[str, Tier],
+        cached: frozenset[str] = frozenset(),
+    ) -> None:
         self._runtime = runtime
         self._source = source
         self._tiers = tiers
+        self._cached = cached
         self._arrays: dict[str, jax.Array] = {}
         self._files: dict[str, DiskArray] = {}
         self._taken = dict.fromkeys(("device", "host", "disk"), 0)
@@ -66,10 +76,10 @@ class WeightStore:
         with folder.locked():
             for tensor in tensors:
                 self._take("disk", tensor)
-                file = folder.find(tensor.key, tensor.shape, runtime.numpy_dtype)
-                if file is None:
-                    pieces = self._pieces(tensor)
-                    file = folder.write(tensor.key, tensor.shape, runtime.numpy_dtype, pieces)
+                what = (tensor.key, tensor.shape, runtime.numpy_dtype)
+                if not folder.has(*what):
+                    folder.write(*what, self._pieces(tensor))
+                file = folder.open(*what, is_cached=tensor.key in self._cached)
                 self._files[tensor.key] = file
                 progress(file.nbytes)
 

@@ -29,6 +29,15 @@ class Budgets:
         limit: int | None = getattr(self, tier)
         return limit
 
+    def spare_ram(self, needed: dict[Tier, int]) -> int:
+        """Host bytes that a plan leaves free."""
+        rooms = []
+        if self.host is not None:
+            rooms.append(self.host - needed["host"])
+        if self.shared is not None:
+            rooms.append(self.shared - needed["device"] - needed["host"])
+        return max(0, min(rooms, default=0))
+
     def shortfalls(self, needed: dict[Tier, int]) -> list[str]:
         """One sentence for every limit that `needed` bytes exceed."""
         found = []
