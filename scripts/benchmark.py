@@ -94,8 +94,8 @@ def suite_overlap(folder: Path, args: argparse.Namespace) -> Rows:
     shape = ["--model", "facebook/opt-1.3b", "--prompt-len", "32", "--gen-len", "16"]
     flags = placed("0 0 0 0 0 0", num_batches=8)
     for _ in range(args.repeat):
-        yield ours(folder, 6e9, *flags, shape=shape, name="overlap")
-        yield ours(folder, 6e9, *flags, "--no-overlap", shape=shape, name="no overlap")
+        yield ours(folder, 2e9, *flags, shape=shape, name="overlap")
+        yield ours(folder, 2e9, *flags, "--no-overlap", shape=shape, name="no overlap")
 
 
 SUITES: dict[str, Callable[[Path, argparse.Namespace], Rows]] = {

@@ -54,7 +54,7 @@ class Activations:
         if file is None:
             name = f"hidden-{batch}-{host.shape[1]}"
             file = self._runtime.disk().scratch_array(
-                name, host.shape, host.shape, self._runtime.numpy_dtype
+                name, host.shape, host.shape, self._runtime.numpy_dtype, is_cached=True
             )
             self._files[batch, host.shape] = file
         self._runtime.ledger.take("host", host.nbytes)

@@ -127,18 +127,27 @@ class OffloadFolder:
         }
         self._durable = ts.Context(limits)
         self._scratch = ts.Context({**limits, "file_io_sync": False})
+        self._cached_scratch = ts.Context({**limits, "file_io_mode": {}, "file_io_sync": False})
 
     def weights(self, fingerprint: str) -> WeightFolder:
         path = self.root / "weights" / fingerprint
         return WeightFolder(path, self._durable, self._queue, self._direct)
 
     def scratch_array(
-        self, name: str, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtype
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        chunk: tuple[int, ...],
+        dtype: np.dtype,
+        is_cached: bool = False,
     ) -> DiskArray:
-        """An array that lives as long as this run."""
+        """An array that lives as long as this run. Cached: through the page cache, for what is
+        read back so soon that it should not wait for the disk behind everything else."""
         path = self._run / name
-        store = _open(path, shape, chunk, dtype, self._scratch, create=True)
-        return DiskArray(path, store, shape, chunk, dtype, self._queue, self._direct)
+        context = self._cached_scratch if is_cached else self._scratch
+        store = _open(path, shape, chunk, dtype, context, create=True)
+        direct = self._direct and not is_cached
+        return DiskArray(path, store, shape, chunk, dtype, self._queue, direct)
 
     def clear_scratch(self) -> None:
         for child in self._run.iterdir():
