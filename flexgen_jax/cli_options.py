@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flexgen_jax.config import UserError
+from flexgen_jax.layers.storage import BITS
 from flexgen_jax.policy.policy import SCHEDULES, Placement, Policy, PolicyError
 
 if TYPE_CHECKING:
@@ -67,6 +68,16 @@ def model_options(command: Command) -> Command:
     )
 
 
+def _bits_option(name: str, what: str) -> Callable[[Command], Command]:
+    return click.option(
+        f"--{name}-bits",
+        type=click.Choice([str(bits) for bits in BITS]),
+        callback=lambda _context, _option, value: int(value) if value else None,
+        help=f"Keep {what} in so many bits a number; 16 is the dtype itself. 4 moves and stores "
+        "0.28 of the bytes and costs some quality.",
+    )
+
+
 def policy_options(command: Command) -> Command:
     """Where everything lives and how a block of batches is walked."""
     placement = "device=20,host=80"
@@ -99,6 +110,8 @@ def policy_options(command: Command) -> Command:
                 type=click.Choice(list(SCHEDULES)),
                 help="zigzag: a layer serves the whole block; row: batch after batch.",
             ),
+            _bits_option("weight", "weights"),
+            _bits_option("cache", "full blocks of the KV cache"),
             click.option("--no-overlap", is_flag=True, help="Load nothing ahead of its use."),
         ],
     )
@@ -172,6 +185,8 @@ def open_llm(
     offload_dir: Path | None,
     seed: int,
     progress: bool | None,
+    weight_bits: int | None,
+    cache_bits: int | None,
     default_batches: int,
     **policy_flags: Any,
 ) -> LLM:
@@ -184,6 +199,8 @@ def open_llm(
             model,
             policy=policy or "auto",
             dtype=dtype,
+            weight_bits=weight_bits,
+            cache_bits=cache_bits,
             device_memory=device_memory,
             host_memory=host_memory,
             disk_space=disk_space,

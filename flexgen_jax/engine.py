@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -36,6 +37,8 @@ class LLM:
     policy: a `Policy`, or "auto" for the fastest tiers that hold everything.
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
         in place of float16).
+    weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in so many bits an element;
+        16 is the dtype; None is what the policy says.
     device_memory, host_memory, disk_space: budgets such as "16GB"; None is what is there.
     offload_dir: where the disk tier lies; reused by later runs.
 
@@ -48,6 +51,8 @@ class LLM:
         *,
         policy: Policy | Literal["auto"] = "auto",
         dtype: str = "auto",
+        weight_bits: int | None = None,
+        cache_bits: int | None = None,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         disk_space: str | int | None = None,
@@ -63,16 +68,19 @@ class LLM:
         self.config = self._model.config
         self.dtype = resolve_dtype(dtype, self.config, on_cpu)
         self._progress = Progress(progress)
-        fingerprint = self._model.source.fingerprint(self.dtype)
+        asked = {"weight_bits": weight_bits, "cache_bits": cache_bits}
+        bits = {name: value for name, value in asked.items() if value is not None}
+        given = replace(Policy() if policy == "auto" else policy, **bits)
+        formats = given.formats(self.dtype)
         self._planner = Planner(
             config=self.config,
-            dtype=self.dtype,
-            policy=None if policy == "auto" else policy,
+            formats=formats,
+            policy=None if policy == "auto" else given,
             device_memory=parse_bytes(device_memory),
             host_memory=parse_bytes(host_memory),
             disk_space=parse_bytes(disk_space),
             offload_dir=Path(offload_dir or _default_offload_dir()).expanduser(),
-            fingerprint=fingerprint,
+            fingerprint=self._model.source.fingerprint(self.dtype) + formats.suffix,
             unified=on_cpu if unified is None else unified,
         )
         self._session: Session | None = None
@@ -187,7 +195,7 @@ class LLM:
 
     def _open(self, policy: Policy, workload: Workload) -> Session:
         """The session with its weights in place, a new one where they must lie elsewhere."""
-        if self._session is not None and self._session.policy.weights == policy.weights:
+        if self._session is not None and self._session.suits(policy):
             self._session.policy = policy
             return self._session
         self.close()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flexgen_jax.config import ModelConfig
+from flexgen_jax.layers.spec import Formats
 from flexgen_jax.metrics import BudgetError
 from flexgen_jax.offload.machine import detect_budgets
 from flexgen_jax.policy.fit import Budgets, Fitter
@@ -20,7 +21,7 @@ class Planner:
     """One model's limits. `policy` None asks for the fastest tiers that hold everything."""
 
     config: ModelConfig
-    dtype: str
+    formats: Formats
     policy: Policy | None
     device_memory: int | None
     host_memory: int | None
@@ -48,11 +49,11 @@ class Planner:
 
     def policy_for(self, workload: Workload) -> Policy:
         """A policy that fits, or `BudgetError` with the numbers and the nearest one that does."""
-        fitter = Fitter(self.config, self.dtype, workload, self.budgets, self.unified)
+        fitter = Fitter(self.config, self.formats.dtype, workload, self.budgets, self.unified)
         if self.policy is not None:
             self._check(fitter, self.policy)
             return self.policy
-        wanted = _auto_batches(workload)
+        wanted = self._auto_batches(workload)
         if self._chosen is not None:
             # Weights stay where they are as long as the new workload fits beside them.
             kept = replace(
@@ -68,7 +69,7 @@ class Planner:
 
     def spare_ram(self, policy: Policy, workload: Workload) -> int:
         """Host bytes that a run leaves free."""
-        fitter = Fitter(self.config, self.dtype, workload, self.budgets, self.unified)
+        fitter = Fitter(self.config, self.formats.dtype, workload, self.budgets, self.unified)
         return self.budgets.spare_ram(fitter.needed(policy))
 
     def _check(self, fitter: Fitter, policy: Policy) -> None:
@@ -76,8 +77,13 @@ class Planner:
         if missing:
             raise BudgetError(f"the plan does not fit: {missing[0]}; {fitter.advice(policy)}")
 
-
-def _auto_batches(workload: Workload) -> Policy:
-    batches = min(AUTO_NUM_BATCHES, -(-workload.num_sequences // AUTO_BATCH_SIZE))
-    rows = min(AUTO_BATCH_SIZE, -(-workload.num_sequences // batches))
-    return Policy(batch_size=rows, num_batches=batches)
+    def _auto_batches(self, workload: Workload) -> Policy:
+        batches = min(AUTO_NUM_BATCHES, -(-workload.num_sequences // AUTO_BATCH_SIZE))
+        rows = min(AUTO_BATCH_SIZE, -(-workload.num_sequences // batches))
+        formats = self.formats
+        return Policy(
+            batch_size=rows,
+            num_batches=batches,
+            weight_bits=formats.weight_bits,
+            cache_bits=formats.cache_bits,
+        )

@@ -41,31 +41,37 @@ class Session:
     ) -> None:
         self.policy = policy
         self._config = config
-        self._dtype = dtype
+        self._dtype, self._formats = dtype, policy.formats(dtype)
         self._unified = planner.unified
         budgets = planner.budgets
         parts = (policy.weights, policy.cache, policy.activations)
         on_disk = any(part.disk > 0 for part in parts)
         self._runtime = Runtime.create(
             config,
-            dtype,
+            self._formats,
             {tier: budgets.allowed(tier) for tier in TIERS},
             planner.offload_dir if on_disk else None,
             planner.unified,
         )
         self._tiers = place_weights(self._runtime.layers, dtype, policy)
         spare = planner.spare_ram(policy, workload)
-        cached = page_cached(self._runtime.layers, dtype, self._tiers, spare)
+        cached = page_cached(self._runtime.layers, self._formats, self._tiers, spare)
         self._weights = WeightStore(self._runtime, source, self._tiers, cached)
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
         self._storage_read: int | None = None
         self._report: dict[str, Any] = {}
         self._init_s = 0.0
 
+    def suits(self, policy: Policy) -> bool:
+        """Whether weights and formats are already as the policy wants them."""
+        same_place = self.policy.weights == policy.weights
+        return same_place and self._formats == policy.formats(self._dtype)
+
     def place(self, progress: Progress) -> None:
         """Brings the weights to their tiers."""
         started = time.perf_counter()
-        total = sum(t.nbytes(self._dtype) for t in unique_tensors(self._runtime.layers).values())
+        tensors = unique_tensors(self._runtime.layers).values()
+        total = sum(self._formats.weight(tensor).nbytes for tensor in tensors)
         with progress.placing(total) as placed:
             self._weights.place(placed)
         self._init_s = time.perf_counter() - started
@@ -117,7 +123,7 @@ class Session:
             tick()
 
         workspace = max(
-            workspace_bytes(self._config, self._dtype, batch.size, batch.prompt_len, batch.head)
+            workspace_bytes(self._config, self._formats, batch.size, batch.prompt_len, batch.head)
             for batch in batches
         )
         block = BlockRun(
@@ -161,7 +167,7 @@ class Session:
     def _realized(self, shape: BlockShape) -> dict[str, dict[Tier, float]]:
         """The fractions of the bytes that each tier really got."""
         tensors = [t for t in unique_tensors(self._runtime.layers).values() if not t.is_small]
-        weights = [t.nbytes(self._dtype) for t in tensors]
+        weights = [self._formats.weight(t).nbytes for t in tensors]
         cache = plan_cache(self._config, self.policy, shape)
         blocks = [cache.lengths(key.batch)[key.block] for key in cache.homes]
         count = self._config.num_layers + 1

@@ -7,10 +7,13 @@ log-sum-exp, so that blocks can be attended to anywhere, in any order, and merge
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from flexgen_jax.layers.linear import precision_for
+from flexgen_jax.layers.quantization import Array, contract, expand
 from flexgen_jax.layers.spec import scored_heads
 
 MASKED = -1e30
@@ -18,35 +21,32 @@ MASKED = -1e30
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, valid: jax.Array
+    query: jax.Array, key: Array, value: Array, valid: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """One query token a sequence against one block.
 
     query: [batch, head, 1, head_dim], already scaled; key, value: [batch, head, token,
-    head_dim]; valid: bool [batch, token]. Returns the block's softmax-weighted values
+    head_dim], unpacked here if they are quantized; valid: bool [batch, token]. Returns the block's softmax-weighted values
     (fp32, [batch, head, 1, head_dim]) and the log-sum-exp of its scores (fp32, [batch, head, 1]).
     """
     narrow = key.dtype != jnp.float32
     rows = jnp.concatenate([query, query], axis=2) if narrow else query
-    batch_dims = ((0, 1), (0, 1))
-    scores = jax.lax.dot_general(
-        rows,
-        key,
-        (((3,), (3,)), batch_dims),
-        precision=precision_for(key.dtype),
-        preferred_element_type=jnp.float32,
-    )
+
+    def product(some: jax.Array, part: jax.Array, axis: int) -> jax.Array:
+        return jax.lax.dot_general(
+            some,
+            part,
+            (((3,), (axis,)), ((0, 1), (0, 1))),
+            precision=precision_for(part.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    scores = contract(rows, key, partial(product, axis=3))
     scores = jnp.where(valid[:, None, None, :], scores, MASKED)
     peak = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - peak)
     total = weights.sum(-1, keepdims=True)
-    out = jax.lax.dot_general(
-        weights.astype(value.dtype),
-        value,
-        (((3,), (2,)), batch_dims),
-        precision=precision_for(value.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    out = expand(weights.astype(value.dtype), value, partial(product, axis=2))
     out = out / total
     lse = (peak + jnp.log(total))[..., 0]
     return out[:, :, :1], lse[:, :, :1]

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.config import ModelConfig
-from flexgen_jax.layers.linear import Linear, dense
+from flexgen_jax.layers.linear import Linear, dense, parameter
 from flexgen_jax.layers.norm import LayerNorm
+from flexgen_jax.layers.quantization import take_rows
 
 _init = nn.initializers.normal(0.02)
 
@@ -28,15 +29,17 @@ class Embedding(nn.Module):
         position -1, as in transformers, and the table is entered `position_offset` rows down.
         """
         config = self.config
-        table = self.param("tokens", _init, (config.vocab_size, config.embed_size), self.dtype)
+        shape = (config.vocab_size, config.embed_size)
+        table = parameter(self, "tokens", _init, shape, self.dtype)
         rows = config.max_positions + config.position_offset
-        position_table = self.param("positions", _init, (rows, config.hidden_size), self.dtype)
-        hidden = table[token_ids]
+        shape = (rows, config.hidden_size)
+        position_table = parameter(self, "positions", _init, shape, self.dtype)
+        hidden = take_rows(table, token_ids)
         if config.projects_embeddings:
             hidden = Linear(config.hidden_size, False, self.dtype, name="project_in")(hidden)
         column = start + jnp.arange(token_ids.shape[1])
         positions = jnp.maximum(column[None, :] - first_valid[:, None], -1)
-        return hidden + position_table[positions + config.position_offset]
+        return hidden + take_rows(position_table, positions + config.position_offset)
 
 
 class Head(nn.Module):
@@ -53,5 +56,6 @@ class Head(nn.Module):
             hidden = LayerNorm(config, self.dtype, name="norm")(hidden)
         if config.projects_embeddings:
             hidden = Linear(config.embed_size, False, self.dtype, name="project_out")(hidden)
-        table = self.param("tokens", _init, (config.vocab_size, config.embed_size), self.dtype)
+        shape = (config.vocab_size, config.embed_size)
+        table = parameter(self, "tokens", _init, shape, self.dtype)
         return dense(hidden, table)

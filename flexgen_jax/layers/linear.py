@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
+from flexgen_jax.layers.quantization import Array, QuantizedArray, contract
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
@@ -12,23 +16,39 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def parameter(
+    module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: jnp.dtype
+) -> Array:
+    """A module's tensor, which may be quantized: Flax checks the shape of plain ones only."""
+    found: Array | None = module.get_variable("params", name)
+    if isinstance(found, QuantizedArray):
+        return found
+    plain: jax.Array = module.param(name, init, shape, dtype)
+    return plain
+
+
+def dense(x: jax.Array, kernel: Array, bias: jax.Array | None = None) -> jax.Array:
     """`x @ kernel.T + bias`.
 
-    x: [..., in]; kernel: [out, in]; bias: [out] or None. Returns [..., out] in fp32.
+    x: [..., in]; kernel: [out, in], unpacked here if it is quantized; bias: [out] or None.
+    Returns [..., out] in fp32.
     """
     rows = x.reshape(-1, x.shape[-1])
     # XLA's CPU product of one 16-bit row is 15 times slower than of two.
     lone_row = rows.shape[0] == 1 and x.dtype != jnp.float32
     if lone_row:
         rows = jnp.concatenate([rows, rows])
-    out = jax.lax.dot_general(
-        rows,
-        kernel,
-        (((1,), (1,)), ((), ())),
-        precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
+
+    def product(some: jax.Array, part: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(
+            some,
+            part,
+            (((1,), (1,)), ((), ())),
+            precision=precision_for(x.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    out = contract(rows, kernel, product)
     if lone_row:
         out = out[:1]
     if bias is not None:
@@ -47,7 +67,7 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., in] -> [..., features], in `dtype`."""
         shape = (self.features, x.shape[-1])
-        kernel = self.param("kernel", nn.initializers.normal(0.02), shape, self.dtype)
+        kernel = parameter(self, "kernel", nn.initializers.normal(0.02), shape, self.dtype)
         bias = None
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), self.dtype)

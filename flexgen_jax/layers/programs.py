@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -18,10 +18,12 @@ from flax.traverse_util import unflatten_dict
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
 from flexgen_jax.layers.embedding import Embedding, Head
+from flexgen_jax.layers.quantization import Array, assemble, quantize_as
 from flexgen_jax.layers.sampling import greedy, sample
-from flexgen_jax.layers.spec import SCORED_ROWS, LayerSpec, model_spec
+from flexgen_jax.layers.spec import SCORED_ROWS, Formats, LayerSpec, model_spec
+from flexgen_jax.layers.storage import Storage
 
-Weights = Mapping[str, jax.Array]
+Weights = Mapping[str, Array]
 """A layer's tensors by path, e.g. "attention.q.kernel"."""
 
 
@@ -39,18 +41,29 @@ def _embed(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
     return embed
 
 
-def _prefill(config: ModelConfig, dtype: jnp.dtype, cuts: tuple[int, ...]) -> Callable[..., Any]:
+def _prefill(config: ModelConfig, formats: Formats, cuts: tuple[int, ...]) -> Callable[..., Any]:
+    dtype = jnp.dtype(formats.dtype)
+
     def prefill(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
         hidden, (key, value) = _apply(
             DecoderLayer(config, dtype), weights, hidden, first_valid, method="prefill"
         )
         blocks, start = [], 0
         for length in cuts:
-            blocks.append((key[:, :, start : start + length], value[:, :, start : start + length]))
+            part = (slice(None), slice(None), slice(start, start + length))
+            blocks.append(_seal(formats, (key[part], value[part])))
             start += length
         return hidden, tuple(blocks), jnp.isfinite(hidden).all()
 
     return prefill
+
+
+def _seal(formats: Formats, block: KVBlock) -> KVBlock:
+    """A complete block as it is kept."""
+    if formats.cache_bits == 16:
+        return block
+    key, value = (quantize_as(x, formats.kv(x.shape)) for x in block)
+    return key, value
 
 
 def _decode(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
@@ -120,18 +133,27 @@ def _float(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 @lru_cache(maxsize=512)
-def _compile(config: ModelConfig, dtype_name: str, kind: str, *shape: Any) -> jax.stages.Compiled:
-    dtype = jnp.dtype(dtype_name)
+def _compile(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> jax.stages.Compiled:
+    dtype = jnp.dtype(formats.dtype)
 
     def array(*dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype)
 
+    def kept(storage: Storage) -> Any:
+        leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in storage.leaves]
+        return assemble(storage, leaves)
+
+    def kv_shape(batch: int, tokens: int) -> tuple[int, ...]:
+        return batch, config.num_heads, tokens, config.head_dim
+
+    def tail(batch: int, tokens: int) -> tuple[Any, Any]:
+        return (array(*kv_shape(batch, tokens)),) * 2
+
     def block(batch: int, tokens: int) -> tuple[Any, Any]:
-        kv = array(batch, config.num_heads, tokens, config.head_dim)
-        return kv, kv
+        return (kept(formats.kv(kv_shape(batch, tokens))),) * 2
 
     def weights(layer: LayerSpec) -> dict[str, Any]:
-        return {tensor.path: array(*tensor.shape) for tensor in layer.tensors}
+        return {t.path: kept(formats.weight(t)) for t in layer.tensors}
 
     layers = model_spec(config)
     batch = shape[0]
@@ -143,15 +165,17 @@ def _compile(config: ModelConfig, dtype_name: str, kind: str, *shape: Any) -> ja
     if kind == "prefill":
         cuts = shape[1]
         args = (weights(layers[1]), array(batch, sum(cuts), config.hidden_size), _int(batch))
-        return jax.jit(_prefill(config, dtype, cuts)).lower(*args).compile()
+        return jax.jit(_prefill(config, formats, cuts)).lower(*args).compile()
     if kind == "decode":
         blocks = tuple(block(batch, tokens) for tokens in shape[1])
         hidden = array(batch, 1, config.hidden_size)
-        args = (weights(layers[1]), hidden, blocks, block(batch, shape[2]), _int(), _int(batch))
+        args = (weights(layers[1]), hidden, blocks, tail(batch, shape[2]), _int(), _int(batch))
         return jax.jit(_decode(config, dtype)).lower(*args).compile()
     if kind == "append":
-        args = (block(batch, shape[1]), block(batch, 1), _int())
+        args = (tail(batch, shape[1]), tail(batch, 1), _int())
         return jax.jit(_append, donate_argnums=0).lower(*args).compile()
+    if kind == "seal":
+        return jax.jit(partial(_seal, formats)).lower(tail(batch, shape[1])).compile()
     hidden = array(batch, shape[1], config.hidden_size)
     if kind == "score":
         args = (weights(layers[-1]), hidden, _int(batch, shape[1]))
@@ -166,9 +190,9 @@ def _compile(config: ModelConfig, dtype_name: str, kind: str, *shape: Any) -> ja
 class Programs:
     """A model's compiled functions, by kind and shape; compiled when first asked for."""
 
-    def __init__(self, config: ModelConfig, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, formats: Formats) -> None:
         self._config = config
-        self._dtype = dtype
+        self._formats = formats
         self._found: dict[Any, jax.stages.Compiled] = {}
         self.compile_s = 0.0
 
@@ -176,7 +200,7 @@ class Programs:
         program = self._found.get((kind, shape))
         if program is None:
             started = time.perf_counter()
-            program = _compile(self._config, self._dtype, kind, *shape)
+            program = _compile(self._config, self._formats, kind, *shape)
             self.compile_s += time.perf_counter() - started
             self._found[kind, shape] = program
         return program
@@ -196,6 +220,10 @@ class Programs:
     def append(self, batch: int, tail: int) -> jax.stages.Compiled:
         """(tail, which is consumed, new KV, index) -> tail."""
         return self._get("append", batch, tail)
+
+    def seal(self, batch: int, tail: int) -> jax.stages.Compiled:
+        """(a full tail) -> the block as it is kept."""
+        return self._get("seal", batch, tail)
 
     def head(self, batch: int, tokens: int, is_greedy: bool) -> jax.stages.Compiled:
         """(weights, hidden, and unless greedy the arguments of `sample`) -> ids, all finite."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from flexgen_jax.config import DTYPES, ModelConfig
+from flexgen_jax.config import ModelConfig
+from flexgen_jax.layers.storage import FORMAT_VERSION, Storage, kv_storage
 
 SCORE_BYTES = 64 << 20
 """Prefill forms the fp32 attention scores of as many heads at a time as fit in this."""
@@ -38,8 +39,34 @@ class TensorSpec:
         """Biases and norms: 0.1 % of the bytes, so they always stay on the device."""
         return len(self.shape) == 1
 
-    def nbytes(self, dtype: str) -> int:
-        return self.size * DTYPES[dtype]
+    def storage(self, dtype: str, bits: int = 16) -> Storage:
+        """How it is kept: only what is large is quantized, in groups along the output channels
+        (the first axis)."""
+        return Storage(self.shape, dtype, 16 if self.is_small else bits)
+
+    def nbytes(self, dtype: str, bits: int = 16) -> int:
+        return self.storage(dtype, bits).nbytes
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How a run keeps weights and sealed KV blocks: bits an element, 16 for `dtype` itself."""
+
+    dtype: str
+    weight_bits: int = 16
+    cache_bits: int = 16
+
+    def weight(self, tensor: TensorSpec) -> Storage:
+        return tensor.storage(self.dtype, self.weight_bits)
+
+    def kv(self, shape: tuple[int, ...]) -> Storage:
+        """Of a sealed block's keys, or values, [batch, head, token, head_dim]."""
+        return kv_storage(shape, self.dtype, self.cache_bits)
+
+    @property
+    def suffix(self) -> str:
+        """What tells these stored weights from those of other formats."""
+        return "" if self.weight_bits == 16 else f"-{self.weight_bits}bit-v{FORMAT_VERSION}"
 
 
 @dataclass(frozen=True)
@@ -54,8 +81,8 @@ class LayerSpec:
     def name(self) -> str:
         return f"decoder layer {self.index - 1}" if self.kind == "decoder" else self.kind
 
-    def nbytes(self, dtype: str) -> int:
-        return sum(tensor.nbytes(dtype) for tensor in self.tensors)
+    def nbytes(self, dtype: str, bits: int = 16) -> int:
+        return sum(tensor.nbytes(dtype, bits) for tensor in self.tensors)
 
 
 def _linear(path: str, out: int, into: int, bias: bool) -> list[tuple[str, tuple[int, ...]]]:

@@ -11,7 +11,7 @@ import numpy as np
 from flexgen_jax.checkpoint import numpy_dtype
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.programs import Programs
-from flexgen_jax.layers.spec import LayerSpec, model_spec
+from flexgen_jax.layers.spec import Formats, LayerSpec, model_spec
 from flexgen_jax.metrics import Ledger, Metrics
 from flexgen_jax.offload.disk import OffloadFolder
 from flexgen_jax.offload.tiers import BufferPool, Memories
@@ -24,7 +24,7 @@ class Runtime:
     """One model's hold on the machine: memories, budgets, offload folder and counters."""
 
     config: ModelConfig
-    dtype: str
+    formats: Formats
     layers: tuple[LayerSpec, ...]
     memories: Memories
     ledger: Ledger
@@ -38,7 +38,7 @@ class Runtime:
     def create(
         cls,
         config: ModelConfig,
-        dtype: str,
+        formats: Formats,
         budgets: Mapping[Tier, int | None],
         offload_dir: Path | None,
         unified: bool | None = None,
@@ -48,20 +48,21 @@ class Runtime:
         memories = Memories(metrics, unified)
         return cls(
             config=config,
-            dtype=dtype,
+            formats=formats,
             layers=model_spec(config),
             memories=memories,
             ledger=ledger,
             metrics=metrics,
             pool=BufferPool(memories, ledger),
             watcher=Watcher(metrics),
-            programs=Programs(config, dtype),
+            programs=Programs(config, formats),
             folder=OffloadFolder(offload_dir) if offload_dir is not None else None,
         )
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        return numpy_dtype(self.dtype)
+        """Of activations, open KV blocks and what is not quantized."""
+        return numpy_dtype(self.formats.dtype)
 
     def disk(self) -> OffloadFolder:
         assert self.folder is not None, "the policy puts something on disk"

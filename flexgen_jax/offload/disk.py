@@ -45,12 +45,16 @@ class OffloadError(UserError, OSError):
     """The offload folder cannot be used, or something in it is damaged."""
 
 
-def row_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """Ranges of the first axis, each about a chunk's bytes and, if possible, whole pages."""
+def row_ranges(
+    shape: tuple[int, ...], itemsize: int, multiple: int = 1
+) -> list[tuple[int, int]]:
+    """Ranges of the first axis, multiples of `multiple`, each about a chunk's bytes and, if
+    possible, whole pages."""
     row = max(1, int(np.prod(shape[1:])) * itemsize)
-    step = max(1, min(shape[0], CHUNK_BYTES // row))
+    step = CHUNK_BYTES // row
+    step = max(multiple, step - step % multiple)
     if step < shape[0]:
-        step = step - step % (PAGE // math.gcd(row, PAGE)) or step
+        step = step - step % math.lcm(PAGE // math.gcd(row, PAGE), multiple) or step
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from flexgen_jax.config import UserError
 from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers.quantization import Array
 from flexgen_jax.layers.spec import LayerSpec
 from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.context import Runtime
@@ -104,7 +105,7 @@ class BlockRun:
         self._finished: set[int] = set()
         self._depth = Ahead.of(policy)
         stream = (runtime.memories, runtime.pool, runtime.ledger)
-        self._weight_loads: Stream[tuple[int, int], dict[str, jax.Array]] = Stream(
+        self._weight_loads: Stream[tuple[int, int], dict[str, Array]] = Stream(
             lambda key: weights.start(self._layers[key[1]]), *stream
         )
         self._kv_loads: Stream[Step, tuple[tuple[KVBlock, ...], KVBlock]] = Stream(

@@ -12,10 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexgen_jax.checkpoint import numpy_dtype
 from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers.quantization import Array, assemble
+from flexgen_jax.layers.storage import Leaf, Storage
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import CHUNK_BYTES, DiskArray
 from flexgen_jax.offload.tiers import HostBuffer
@@ -66,31 +70,41 @@ class KVCache:
         self._pending: list[PendingWrite] = []
         self._buffers: list[HostBuffer] = []
         self._taken: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-        self._files: dict[tuple[int, int], DiskArray] = {}
+        self._files: dict[tuple[int, int], list[DiskArray]] = {}
 
-    def _file(self, batch: int, block: int) -> DiskArray:
-        """One array for a block of all layers: [layer, key or value, batch, head, token, dim]."""
-        if (batch, block) not in self._files:
-            self._files[batch, block] = self._create_file(batch, block)
-        return self._files[batch, block]
+    def _stored(self, key: CacheKey) -> list[DiskArray]:
+        """The arrays of a block's leaves, in each of which all layers have a place:
+        [layer, key or value, *leaf]."""
+        if (key.batch, key.block) not in self._files:
+            leaves = self._storage(key).leaves
+            self._files[key.batch, key.block] = [self._create(key, leaf) for leaf in leaves]
+        return self._files[key.batch, key.block]
 
-    def _create_file(self, batch: int, block: int) -> DiskArray:
-        shape = self._shape(batch, self._plan.lengths(batch)[block])
-        row = int(np.prod(shape[1:])) * self._runtime.numpy_dtype.itemsize
-        rows = max(1, min(shape[0], CHUNK_BYTES // row))
+    def _create(self, key: CacheKey, leaf: Leaf) -> DiskArray:
+        row = leaf.nbytes // leaf.shape[0]
+        rows = max(1, min(leaf.shape[0], CHUNK_BYTES // row))
         return self._runtime.disk().scratch_array(
-            f"kv-{batch}-{block}",
-            (self._runtime.config.num_layers, 2, *shape),
-            (1, 1, rows, *shape[1:]),
-            self._runtime.numpy_dtype,
+            f"kv-{key.batch}-{key.block}-{leaf.name}",
+            (self._runtime.config.num_layers, 2, *leaf.shape),
+            (1, 1, rows, *leaf.shape[1:]),
+            numpy_dtype(leaf.dtype),
         )
 
     def _shape(self, batch: int, tokens: int) -> tuple[int, int, int, int]:
         config = self._runtime.config
         return self._batch_sizes[batch], config.num_heads, tokens, config.head_dim
 
+    def _storage(self, key: CacheKey) -> Storage:
+        """Of the sealed block's keys, or values."""
+        shape = self._shape(key.batch, self._plan.lengths(key.batch)[key.block])
+        return self._runtime.formats.kv(shape)
+
     def _nbytes(self, key: CacheKey) -> int:
-        """Of the block's keys and values together."""
+        """Of the sealed block's keys and values together."""
+        return 2 * self._storage(key).nbytes
+
+    def _open_nbytes(self, key: CacheKey) -> int:
+        """The same while the block is open, in full precision."""
         shape = self._shape(key.batch, self._plan.lengths(key.batch)[key.block])
         return 2 * int(np.prod(shape)) * self._runtime.numpy_dtype.itemsize
 
@@ -128,9 +142,29 @@ class KVCache:
         tail.used += 1
         self._tokens[where] += 1
         if tail.used == tail.length:
-            self._store(tail.key, tail.arrays, tail.buffers)
+            self._seal(tail)
             self._sealed[where] += 1
             self._open_tail(where)
+
+    def _seal(self, tail: Tail) -> None:
+        """Stores a full tail; quantizes it on the device if that is asked for."""
+        runtime, key = self._runtime, tail.key
+        if runtime.formats.cache_bits == 16:
+            self._store(key, tail.arrays, tail.buffers)
+            return
+        program = runtime.programs.seal(self._batch_sizes[key.batch], tail.length)
+        sealed = jax.block_until_ready(program(runtime.memories.to_device(tail.arrays)))
+        tier = self._tail_tier(key)
+        if tail.buffers:
+            for buffer in tail.buffers:
+                runtime.pool.give(buffer, None)
+        else:
+            self._give(tier, self._open_nbytes(key))
+        self._take(tier, self._nbytes(key))
+        self._store(key, sealed, ())
+
+    def _tail_tier(self, key: CacheKey) -> Tier:
+        return "device" if self._plan.homes[key] == "device" else "host"
 
     def _open_tail(self, where: Where) -> None:
         """Makes room for the next generated tokens, if there will be any."""
@@ -142,8 +176,7 @@ class KVCache:
         length = lengths[key.block]
         shape, dtype = self._shape(key.batch, length), self._runtime.numpy_dtype
         if self._plan.homes[key] == "device" or self._runtime.memories.unified:
-            tier: Tier = "device" if self._plan.homes[key] == "device" else "host"
-            self._take(tier, self._nbytes(key))
+            self._take(self._tail_tier(key), self._open_nbytes(key))
             arrays = (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
             self._tails[where] = Tail(key, length, arrays)
         else:
@@ -159,20 +192,16 @@ class KVCache:
             self._blocks[key] = arrays
             self._buffers += buffers
             return
-        file = self._file(key.batch, key.block)
-        views = [buffer.view for buffer in buffers] or [np.asarray(array) for array in arrays]
+        views = [buffer.view for buffer in buffers]
+        views = views or [np.asarray(leaf) for leaf in jax.tree.leaves(arrays)]
         nbytes = self._nbytes(key)
-        self._runtime.ledger.take("disk", nbytes)
-        self._taken["disk"] += nbytes
-        futures = [
-            counted(
-                self._runtime.metrics,
-                "disk_write",
-                nbytes // 2,
-                file.write(view, (key.layer, side)),
-            )
-            for side, view in enumerate(views)
-        ]
+        self._take("disk", nbytes)
+        files = self._stored(key)
+        futures = []
+        for index, view in enumerate(views):
+            side, leaf = divmod(index, len(files))
+            write = files[leaf].write(view, (key.layer, side))
+            futures.append(counted(self._runtime.metrics, "disk_write", view.nbytes, write))
         self._pending.append(PendingWrite((key.layer, key.batch), futures, nbytes, buffers))
         self._settle(lambda write: all(future.done() for future in write.futures))
         steps = list(dict.fromkeys(write.where for write in self._pending))
@@ -206,15 +235,19 @@ class KVCache:
 
     def _read(self, key: CacheKey, load: KVLoad) -> KVBlock:
         """Starts reading a block from disk into buffers that belong to the load."""
-        runtime, file = self._runtime, self._file(key.batch, key.block)
-        arrays = []
-        for side in range(2):
+        key_array, value_array = (self._read_side(key, side, load) for side in range(2))
+        return key_array, value_array
+
+    def _read_side(self, key: CacheKey, side: int, load: KVLoad) -> Array:
+        runtime, arrays = self._runtime, []
+        for file in self._stored(key):
             buffer = runtime.pool.take(file.shape[2:], file.dtype)
             load.buffers.append(buffer)
             future = file.read_into(buffer.view, (key.layer, side), is_urgent=True)
             load.reads.append(counted(runtime.metrics, "disk_read", buffer.view.nbytes, future))
             arrays.append(buffer.array)
-        return arrays[0], arrays[1]
+        array: Array = assemble(self._storage(key), arrays)
+        return array
 
     def _take(self, tier: Tier, nbytes: int) -> None:
         self._runtime.ledger.take(tier, nbytes)

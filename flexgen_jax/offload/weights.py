@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from flexgen_jax.checkpoint import WeightSource
+from flexgen_jax.checkpoint import WeightSource, numpy_dtype
+from flexgen_jax.layers.quantization import Array, assemble, quantize_as
 from flexgen_jax.layers.spec import LayerSpec, TensorSpec, unique_tensors
+from flexgen_jax.layers.storage import Leaf, Storage
 from flexgen_jax.offload.context import Runtime
-from flexgen_jax.offload.disk import DiskArray, row_ranges
+from flexgen_jax.offload.disk import DiskArray, WeightFolder, row_ranges
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.transfer import Load, counted
 from flexgen_jax.policy.policy import Tier
 
 Progress = Callable[[int], object]
 """Called with the bytes that were placed."""
+
+
+Stored = tuple[str, tuple[int, ...], np.dtype]
+"""A leaf in the offload folder: name, shape and dtype."""
+
+
+def _stored(tensor: TensorSpec, leaf: Leaf) -> Stored:
+    name = f"{tensor.key}.{leaf.name}" if leaf.name else tensor.key
+    return name, leaf.shape, numpy_dtype(leaf.dtype)
 
 
 class WeightStore:
@@ -37,12 +49,12 @@ class WeightStore:
         self._source = source
         self._tiers = tiers
         self._cached = cached
-        self._arrays: dict[str, jax.Array] = {}
-        self._files: dict[str, DiskArray] = {}
+        self._arrays: dict[str, Array] = {}
+        self._files: dict[str, list[DiskArray]] = {}
         self._taken = dict.fromkeys(("device", "host", "disk"), 0)
         # Buffers of the model's two ends have shapes of their own, so they would lie idle while
         # the decoder layers run: what is read into them stays for the block's other tokens.
-        self._kept: dict[str, tuple[HostBuffer, Any]] = {}
+        self._kept: dict[tuple[str, int], tuple[HostBuffer, Any]] = {}
 
     def place(self, progress: Progress) -> None:
         """Brings every tensor to its home tier, holding a few chunks beside them in RAM."""
@@ -50,7 +62,7 @@ class WeightStore:
         for tensor in tensors:
             if self._tiers[tensor.key] != "disk":
                 self._place_in_memory(tensor)
-                progress(tensor.nbytes(self._runtime.dtype))
+                progress(self._storage(tensor).nbytes)
         on_disk = [tensor for tensor in tensors if self._tiers[tensor.key] == "disk"]
         if on_disk:
             self._place_on_disk(on_disk, progress)
@@ -59,64 +71,101 @@ class WeightStore:
         runtime = self._runtime
         tier = self._tiers[tensor.key]
         self._take(tier, tensor)
-        array = runtime.memories.host_array(tensor.shape, runtime.numpy_dtype)
-        view = writable_view(array)
-        start = 0
-        for piece in self._pieces(tensor):
-            view[start : start + len(piece)] = piece
-            start += len(piece)
+        storage = self._storage(tensor)
+        arrays = [
+            runtime.memories.host_array(leaf.shape, numpy_dtype(leaf.dtype))
+            for leaf in storage.leaves
+        ]
+        self._fill(tensor, [writable_view(array) for array in arrays])
+        whole = assemble(storage, arrays)
         if tier == "device":
-            array = runtime.memories.to_device(array)
-            array.block_until_ready()
-        self._arrays[tensor.key] = array
+            whole = jax.block_until_ready(runtime.memories.to_device(whole))
+        self._arrays[tensor.key] = whole
+
+    def _storage(self, tensor: TensorSpec) -> Storage:
+        return self._runtime.formats.weight(tensor)
+
+    def _fill(self, tensor: TensorSpec, leaves: list[np.ndarray]) -> None:
+        """Writes the tensor's stored leaves, from the source and, if asked for, quantized."""
+        starts = [0] * len(leaves)
+        for piece in self._pieces(tensor):
+            for i, part in enumerate(piece):
+                leaves[i][starts[i] : starts[i] + len(part)] = part
+                starts[i] += len(part)
 
     def _place_on_disk(self, tensors: list[TensorSpec], progress: Progress) -> None:
         runtime = self._runtime
-        folder = runtime.disk().weights(self._source.fingerprint(runtime.dtype))
+        dtype, suffix = runtime.formats.dtype, runtime.formats.suffix
+        folder = runtime.disk().weights(self._source.fingerprint(dtype) + suffix)
         with folder.locked():
             for tensor in tensors:
                 self._take("disk", tensor)
-                what = (tensor.key, tensor.shape, runtime.numpy_dtype)
-                if not folder.has(*what):
-                    folder.write(*what, self._pieces(tensor))
-                file = folder.open(*what, is_cached=tensor.key in self._cached)
-                self._files[tensor.key] = file
-                progress(file.nbytes)
+                stored = [_stored(tensor, leaf) for leaf in self._storage(tensor).leaves]
+                if not all(folder.has(*what) for what in stored):
+                    self._write(folder, tensor, stored)
+                is_cached = tensor.key in self._cached
+                self._files[tensor.key] = [folder.open(*what, is_cached) for what in stored]
+                progress(self._storage(tensor).nbytes)
+
+    def _write(self, folder: WeightFolder, tensor: TensorSpec, stored: list[Stored]) -> None:
+        """Stores a tensor; quantized it is in RAM whole, otherwise a few chunks of it."""
+        if len(stored) == 1:
+            folder.write(*stored[0], (piece for (piece,) in self._pieces(tensor)))
+            return
+        leaves = [np.empty(shape, dtype) for _, shape, dtype in stored]
+        self._fill(tensor, leaves)
+        for what, leaf in zip(stored, leaves, strict=True):
+            ranges = row_ranges(leaf.shape, leaf.dtype.itemsize)
+            folder.write(*what, (leaf[start:stop] for start, stop in ranges))
 
     def _take(self, tier: Tier, tensor: TensorSpec) -> None:
-        nbytes = tensor.nbytes(self._runtime.dtype)
+        nbytes = self._storage(tensor).nbytes
         self._runtime.ledger.take(tier, nbytes)
         self._taken[tier] += nbytes
 
-    def _pieces(self, tensor: TensorSpec) -> Iterator[np.ndarray]:
-        for start, stop in row_ranges(tensor.shape, self._runtime.numpy_dtype.itemsize):
-            yield self._source.read(tensor, start, stop, self._runtime.dtype)
+    def _pieces(self, tensor: TensorSpec) -> Iterator[list[np.ndarray]]:
+        """Consecutive rows of every stored leaf. Quantized on the device, whole groups each."""
+        storage, dtype = self._storage(tensor), self._runtime.formats.dtype
+        group = 1 if storage.bits == 16 else storage.group_size
+        itemsize = self._runtime.numpy_dtype.itemsize
+        for start, stop in row_ranges(tensor.shape, itemsize, group):
+            piece = self._source.read(tensor, start, stop, dtype)
+            if storage.bits < 16:
+                part = replace(storage, shape=piece.shape)
+                yield [np.asarray(leaf) for leaf in jax.tree.leaves(quantize_as(piece, part))]
+            else:
+                yield [piece]
 
-    def start(self, layer: LayerSpec) -> Load[dict[str, jax.Array]]:
+    def start(self, layer: LayerSpec) -> Load[dict[str, Array]]:
         """Starts bringing a layer's tensors together; what is on disk is read into the ring."""
-        load: Load[dict[str, jax.Array]] = Load(f"weights of {layer.name}", {})
+        load: Load[dict[str, Array]] = Load(f"weights of {layer.name}", {})
         with load.abandoned_on_error(self._runtime.pool):
             for tensor in layer.tensors:
                 if tensor.key in self._files:
-                    buffer, read = self._read(tensor.key, layer.kind != "decoder")
-                    load.buffers.append(buffer)
-                    load.reads.append(read)
-                    load.tree[tensor.path] = buffer.array
+                    arrays = self._read(tensor.key, layer.kind != "decoder", load)
+                    load.tree[tensor.path] = assemble(self._storage(tensor), arrays)
                 else:
                     load.tree[tensor.path] = self._arrays[tensor.key]
         return load
 
-    def _read(self, key: str, is_end: bool) -> tuple[HostBuffer, Any]:
-        if key in self._kept:
-            self._kept[key][0].holders += 1
-            return self._kept[key]
-        runtime, file = self._runtime, self._files[key]
-        buffer = runtime.pool.take(file.shape, file.dtype)
-        read = counted(runtime.metrics, "disk_read", file.nbytes, file.read_into(buffer.view))
-        if is_end:
-            buffer.holders += 1
-            self._kept[key] = (buffer, read)
-        return buffer, read
+    def _read(self, key: str, is_end: bool, load: Load[Any]) -> list[jax.Array]:
+        """Starts reading every leaf of a tensor into the ring, as a part of `load`."""
+        runtime, arrays = self._runtime, []
+        for name, file in enumerate(self._files[key]):
+            if (key, name) in self._kept:
+                buffer, read = self._kept[key, name]
+                buffer.holders += 1
+            else:
+                buffer = runtime.pool.take(file.shape, file.dtype)
+                future = file.read_into(buffer.view)
+                read = counted(runtime.metrics, "disk_read", file.nbytes, future)
+                if is_end:
+                    buffer.holders += 1
+                    self._kept[key, name] = (buffer, read)
+            load.buffers.append(buffer)
+            load.reads.append(read)
+            arrays.append(buffer.array)
+        return arrays
 
     def end_block(self) -> None:
         """Gives back the buffers that were kept during the block; all reads are done."""

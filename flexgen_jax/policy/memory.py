@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import prod
 
 from flexgen_jax.config import DTYPES, ModelConfig
-from flexgen_jax.layers.spec import SCORED_ROWS, LayerSpec, model_spec, scored_heads
+from flexgen_jax.layers.spec import SCORED_ROWS, Formats, LayerSpec, model_spec, scored_heads
+from flexgen_jax.layers.storage import Leaf
 from flexgen_jax.policy.placement import (
-    CacheKey,
     CachePlan,
     place_activations,
     place_cache,
@@ -64,24 +64,24 @@ class _Estimate:
         self, config: ModelConfig, dtype: str, policy: Policy, shape: BlockShape, unified: bool
     ) -> None:
         self._config, self._policy, self._shape, self._unified = config, policy, shape, unified
-        self._dtype, self._item = dtype, DTYPES[dtype]
+        self._formats, self._item = policy.formats(dtype), DTYPES[dtype]
         self._layers = model_spec(config)
         self._ahead = Ahead.of(policy)
         self.bytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
 
     def add_weights(self) -> None:
-        tiers = place_weights(self._layers, self._dtype, self._policy)
+        tiers = place_weights(self._layers, self._formats.dtype, self._policy)
         seen: set[str] = set()
         for tensor in (tensor for layer in self._layers for tensor in layer.tensors):
             if tensor.key not in seen:
-                self.bytes[tiers[tensor.key]] += tensor.nbytes(self._dtype)
+                self.bytes[tiers[tensor.key]] += self._formats.weight(tensor).nbytes
                 seen.add(tensor.key)
         self.bytes["host"] += self._ring(tiers)
         if not self._unified:
             window = self._ahead.weight_copies + 1
             self.bytes["device"] += max(
                 sum(
-                    tensor.nbytes(self._dtype)
+                    self._formats.weight(tensor).nbytes
                     for layer in layers
                     for tensor in layer.tensors
                     if tiers[tensor.key] != "device"
@@ -94,21 +94,24 @@ class _Estimate:
         look-ahead ever holds; what is read of the two ends stays while a block runs."""
         decoders = [layer for layer in self._layers if layer.kind == "decoder"]
         ends = {
-            tensor.key: tensor.size
+            tensor.key: self._formats.weight(tensor).nbytes
             for layer in self._layers
             for tensor in layer.tensors
             if layer.kind != "decoder" and tiers[tensor.key] == "disk"
         }
-        most: Counter[tuple[int, ...]] = Counter()
+        most: Counter[Leaf] = Counter()
         for layers in _windows(decoders, self._ahead.weight_reads + 1):
             tensors = (tensor for layer in layers for tensor in layer.tensors)
-            most |= Counter(t.shape for t in tensors if tiers[t.key] == "disk")
-        ring = sum(prod(shape) * count for shape, count in most.items())
-        return (ring + sum(ends.values())) * self._item
+            on_disk = (t for t in tensors if tiers[t.key] == "disk")
+            most |= Counter(leaf for t in on_disk for leaf in self._formats.weight(t).leaves)
+        ring = sum(leaf.nbytes * count for leaf, count in most.items())
+        return ring + sum(ends.values())
 
-    def _kv_bytes(self, batch: int, tokens: int) -> int:
-        rows = self._shape.batch_sizes[batch]
-        return 2 * rows * self._config.hidden_size * tokens * self._item
+    def _kv_bytes(self, batch: int, tokens: int) -> tuple[int, int]:
+        """Of a block's keys and values: sealed, and open."""
+        config, rows = self._config, self._shape.batch_sizes[batch]
+        shape = (rows, config.num_heads, tokens, config.head_dim)
+        return 2 * self._formats.kv(shape).nbytes, 2 * prod(shape) * self._item
 
     def add_cache(self) -> None:
         if self._shape.gen_len < 2:
@@ -116,43 +119,35 @@ class _Estimate:
         plan = plan_cache(self._config, self._policy, self._shape)
         away: Counter[tuple[int, int]] = Counter()
         read: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
-        tails: Counter[int] = Counter()
+        tails: dict[Tier, Counter[int]] = {tier: Counter() for tier in TIERS}
         pending: Counter[tuple[int, int]] = Counter()
         for key, home in plan.homes.items():
             length = plan.lengths(key.batch)[key.block]
-            nbytes = self._kv_bytes(key.batch, length)
+            nbytes, opened_bytes = self._kv_bytes(key.batch, length)
             self.bytes[home] += nbytes
             where = (key.layer, key.batch)
             if home != "device":
                 away[where] += nbytes
+            opened = key.block - len(plan.prompt[key.batch])
+            if opened >= 0 and (home == "disk" or self._policy.cache_bits < 16):
+                # While it is open, a block is on the host, or whole, or both.
+                tails["host" if home == "disk" else home][opened] += opened_bytes
             if home == "disk":
                 rows = self._shape.batch_sizes[key.batch]
                 read.setdefault(where, Counter())[rows, length] += nbytes
-                self._count_waiting(plan, key, nbytes, tails, pending)
+                if opened < 0:
+                    pending[where] += nbytes
         most: Counter[tuple[int, int]] = Counter()
         for counts in read.values():
             most |= counts
         ring = (self._ahead.cache_reads + 1) * sum(most.values())
         waiting = (PENDING_WRITES + 1) * max(pending.values(), default=0)
-        self.bytes["host"] += ring + max(tails.values(), default=0) + waiting
+        self.bytes["host"] += ring + waiting
+        for tier, counts in tails.items():
+            self.bytes[tier] += max(counts.values(), default=0)
         if not self._unified:
             copies = self._ahead.cache_copies + 1
             self.bytes["device"] += copies * max(away.values(), default=0)
-
-    def _count_waiting(
-        self,
-        plan: CachePlan,
-        key: CacheKey,
-        nbytes: int,
-        tails: Counter[int],
-        pending: Counter[tuple[int, int]],
-    ) -> None:
-        """A block for the disk is on the host while it is open and while it is written."""
-        opened = key.block - len(plan.prompt[key.batch])
-        if opened >= 0:
-            tails[opened] += nbytes
-        else:
-            pending[key.layer, key.batch] += nbytes
 
     def add_activations(self) -> None:
         batches = range(len(self._shape.batch_sizes))
@@ -178,7 +173,7 @@ class _Estimate:
 
     def add_workspace(self) -> None:
         self.bytes["device"] += max(
-            workspace_bytes(self._config, self._dtype, rows, tokens, self._shape.head)
+            workspace_bytes(self._config, self._formats, rows, tokens, self._shape.head)
             for rows, tokens in zip(self._shape.batch_sizes, self._shape.prompt_lens, strict=True)
         )
 
@@ -196,10 +191,10 @@ def _either(homes: Mapping[tuple[int, int], Tier], layer: int, batch: int) -> se
 
 
 def workspace_bytes(
-    config: ModelConfig, dtype: str, rows: int, tokens: int, head: Head = "greedy"
+    config: ModelConfig, formats: Formats, rows: int, tokens: int, head: Head = "greedy"
 ) -> int:
     """Temporaries and results of the largest computation: a layer's prefill, or the head."""
-    item = DTYPES[dtype]
+    item = DTYPES[formats.dtype]
     count = rows * tokens
     heads = scored_heads(rows * config.num_heads, tokens)
     scores = 2 * heads * tokens * tokens * 4

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flexgen_jax.layers.spec import LayerSpec, unique_tensors
+from flexgen_jax.layers.spec import Formats, LayerSpec, unique_tensors
 from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier
 
 
@@ -43,7 +43,7 @@ def place_weights(layers: tuple[LayerSpec, ...], dtype: str, policy: Policy) -> 
     """A tier for every tensor, by key. Biases and norms stay on the device."""
     tensors = unique_tensors(layers)
     large = [tensor for tensor in tensors.values() if not tensor.is_small]
-    tiers = split([tensor.nbytes(dtype) for tensor in large], policy.weights)
+    tiers = split([t.nbytes(dtype, policy.weight_bits) for t in large], policy.weights)
     small: dict[str, Tier] = {key: "device" for key, tensor in tensors.items() if tensor.is_small}
     return small | {tensor.key: tier for tensor, tier in zip(large, tiers, strict=True)}
 
@@ -54,7 +54,7 @@ out, a run in 1.5 GB came to a standstill."""
 
 
 def page_cached(
-    layers: tuple[LayerSpec, ...], dtype: str, tiers: Mapping[str, Tier], spare: int
+    layers: tuple[LayerSpec, ...], formats: Formats, tiers: Mapping[str, Tier], spare: int
 ) -> frozenset[str]:
     """Tensors on disk, evenly over the decoder layers, that the page cache has room for.
 
@@ -62,7 +62,7 @@ def page_cached(
     page before its next use.
     """
     large = {
-        tensor.key: tensor.nbytes(dtype)
+        tensor.key: formats.weight(tensor).nbytes
         for layer in layers
         for tensor in layer.tensors
         if layer.kind == "decoder" and tiers[tensor.key] == "disk"

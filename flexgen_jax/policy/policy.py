@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from flexgen_jax.config import UserError
+from flexgen_jax.layers.spec import Formats
+from flexgen_jax.layers.storage import BITS
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -73,7 +75,8 @@ class Policy:
     A block is `num_batches` batches of `batch_size` sequences. `schedule` is "zigzag" (a
     layer's weights serve the whole block) or "row" (each batch goes through all the layers
     by itself). Without `overlap`, nothing is loaded ahead of its use. Generated tokens are
-    cached in blocks of `kv_block_tokens`, which are immutable once full.
+    cached in blocks of `kv_block_tokens`, which are immutable once full. Weights and full
+    blocks are kept in `weight_bits` and `cache_bits` an element (section 5); 16 is the dtype.
     """
 
     weights: Placement = Placement()
@@ -84,12 +87,17 @@ class Policy:
     schedule: Schedule = "zigzag"
     overlap: bool = True
     kv_block_tokens: int = 32
+    weight_bits: int = 16
+    cache_bits: int = 16
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_batches", "kv_block_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PolicyError(f"{name} must be a positive integer, not {value!r}")
+        for name in ("weight_bits", "cache_bits"):
+            if getattr(self, name) not in BITS:
+                raise PolicyError(f"{name} must be one of {BITS}, not {getattr(self, name)!r}")
         if self.schedule not in SCHEDULES:
             raise PolicyError(f"schedule must be one of {SCHEDULES}, not {self.schedule!r}")
 
@@ -118,6 +126,9 @@ class Policy:
             activations=place("activations", activations_device, activations_host),
             **options,
         )
+
+    def formats(self, dtype: str) -> Formats:
+        return Formats(dtype, self.weight_bits, self.cache_bits)
 
     @property
     def percent(self) -> tuple[float, ...]:

@@ -1,0 +1,79 @@
+"""How an array is kept: as it is, or in groups of few bits. Shapes only, no JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from flexgen_jax.config import DTYPES
+
+BITS = (16, 8, 4)
+"""What a policy may ask for; 16 stands for the compute dtype, whatever its size."""
+
+GROUP_SIZE = 64
+FORMAT_VERSION = 1
+"""Of what is stored in few bits; another version is not read but written anew."""
+
+_ITEM_BYTES = {**DTYPES, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One stored array of a `Storage`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """An array of `shape` and `dtype`, kept in `bits` bits an element.
+
+    With fewer than 16 bits, `group_size` consecutive elements along `axis` (not negative) share
+    a scale and a minimum, and a byte holds 8 / bits elements of the last axis; see
+    `layers/quantization.py`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    bits: int = 16
+    group_size: int = GROUP_SIZE
+    axis: int = 0
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The arrays it is kept in: itself, or packed codes, scales and minima."""
+        if self.bits == 16:
+            return (Leaf("", self.shape, self.dtype),)
+        *outer, last = self.shape
+        packed = (*outer, -(-last * self.bits // 8))
+        groups = list(self.shape)
+        groups[self.axis] = -(-groups[self.axis] // self.group_size)
+        kept = parameter_dtype(self.dtype)
+        return (
+            Leaf("packed", packed, "uint8"),
+            Leaf("scale", tuple(groups), kept),
+            Leaf("minimum", tuple(groups), kept),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+
+def parameter_dtype(dtype: str) -> str:
+    """In which dtype a group's scale and minimum are kept: two bytes, with the array's range."""
+    return "float16" if dtype == "float16" else "bfloat16"
+
+
+def kv_storage(shape: tuple[int, ...], dtype: str, bits: int) -> Storage:
+    """Keys or values of a sealed block, [batch, head, token, head_dim], in groups along the
+    hidden dimension: the largest divisor of head_dim up to the group size."""
+    head_dim = shape[-1]
+    group = max(size for size in range(1, GROUP_SIZE + 1) if head_dim % size == 0)
+    return Storage(shape, dtype, bits, group, len(shape) - 1)

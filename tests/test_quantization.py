@@ -1,0 +1,194 @@
+"""Group-wise quantization against NumPy written from the formula (FlexGen, section 5)."""
+
+from __future__ import annotations
+
+import hypothesis.extra.numpy as hnp
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_jax.layers.attention import attend
+from flexgen_jax.layers.linear import dense
+from flexgen_jax.layers.quantization import (
+    QuantizedArray,
+    dequantize,
+    pack,
+    quantize,
+    take_rows,
+)
+from flexgen_jax.layers.storage import kv_storage
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+RNG = np.random.default_rng(0)
+
+
+def rounded(x: np.ndarray, dtype: type, up: bool) -> np.ndarray:
+    """float32 to the nearest number of `dtype` that is not below (above) x."""
+    near = x.astype(dtype)
+    wide = near.astype(np.float32)
+    wrong = wide < x if up else wide > x
+    towards = np.asarray(np.inf if up else -np.inf, dtype)
+    return np.where(wrong, np.nextafter(near, towards), near)
+
+
+def reference(
+    x: np.ndarray, bits: int, group: int, axis: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, scales and minima, group by group along `axis`."""
+    kept = np.float16 if x.dtype == np.float16 else ml_dtypes.bfloat16
+    top = min(float(ml_dtypes.finfo(x.dtype).max), float(ml_dtypes.finfo(kept).max))
+    wide = np.moveaxis(np.clip(x.astype(np.float32), -top, top), axis, 0)
+    levels = np.float32(2**bits - 1)
+    codes, scales, minima = [], [], []
+    for start in range(0, wide.shape[0], group):
+        part = wide[start : start + group]
+        low = rounded(part.min(0), kept, up=False)
+        spread = (part.max(0) / np.float32(8) - low.astype(np.float32) / np.float32(8)) / levels
+        scale = rounded(np.minimum(spread * np.float32(8), np.float32(top)), kept, up=True)
+        step = scale.astype(np.float32)
+        offset = part / np.float32(8) - low.astype(np.float32) / np.float32(8)
+        code = np.round(offset / np.where(step > 0, step, np.float32(1)) * np.float32(8))
+        codes.append(np.clip(code, 0, levels).astype(np.uint8))
+        scales.append(scale)
+        minima.append(low)
+    whole = np.moveaxis(np.concatenate(codes), 0, axis)
+    return whole, np.moveaxis(np.stack(scales), 0, axis), np.moveaxis(np.stack(minima), 0, axis)
+
+
+def unpacked(q: QuantizedArray) -> np.ndarray:
+    """The codes, as the layout says: plane after plane along the last axis."""
+    packed, bits = np.asarray(q.packed), q.storage.bits
+    planes = [(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)]
+    return np.concatenate(planes, axis=-1)[..., : q.shape[-1]]
+
+
+def special(kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    x = RNG.normal(size=shape)
+    return {
+        "random": x,
+        "constant": np.full(shape, 0.3),
+        "zero": np.zeros(shape),
+        "huge": x * 1e4,
+        "overflowing": x * 1e38,
+        "tiny": x * 1e-6,
+        "negative": -np.abs(x) - 5,
+        "one outlier": np.where(np.arange(x.size).reshape(shape) == 7, 500.0, x),
+    }[kind]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "kind",
+    ["random", "constant", "zero", "huge", "overflowing", "tiny", "negative", "one outlier"],
+)
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+def test_equal_to_the_formula(dtype: str, kind: str, group: int) -> None:
+    """Codes, scales and minima, along every axis, in 8, 4 and 2 bits."""
+    shape = (130, 128, 2) if group > 32 else (33, 48, 34)
+    with np.errstate(over="ignore"):
+        x = special(kind, shape).astype(DTYPES[dtype])
+    for axis in (0, 1, 2, -1):
+        for bits in (8, 4, 2):
+            found = quantize(jnp.asarray(x), bits, group, axis)
+            codes, scale, minimum = reference(x, bits, group, axis)
+            np.testing.assert_array_equal(np.asarray(found.minimum), minimum)
+            np.testing.assert_array_equal(np.asarray(found.scale), scale)
+            np.testing.assert_array_equal(unpacked(found), codes)
+            back = dequantize(found)
+            assert back.shape == shape
+            assert back.dtype == dtype
+            assert np.isfinite(np.asarray(back, np.float32)).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    x=hnp.arrays(
+        np.float32,
+        hnp.array_shapes(min_dims=1, max_dims=3, max_side=40),
+        elements=st.floats(-1e30, 1e30, width=32),
+    ),
+    bits=st.sampled_from([2, 4, 8]),
+    group=st.integers(1, 70),
+    data=st.data(),
+)
+def test_error_is_at_most_half_a_step(
+    x: np.ndarray, bits: int, group: int, data: st.DataObject
+) -> None:
+    axis = data.draw(st.integers(0, x.ndim - 1))
+    q = quantize(jnp.asarray(x), bits, group, axis)
+    step = np.repeat(np.asarray(q.scale, np.float64), group, axis=axis)
+    step = np.take(step, range(x.shape[axis]), axis=axis)
+    error = np.abs(np.asarray(dequantize(q), np.float64) - x)
+    rounding = 1e-6 * np.abs(x) + 1e-37  # of the fp32 result itself
+    assert (error <= 0.5 * step * (1 + 1e-5) + rounding).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinities_become_the_largest_numbers(dtype: str) -> None:
+    x = np.array([[np.inf, 1.0, -np.inf, 0.0]], DTYPES[dtype])
+    back = np.asarray(dequantize(quantize(jnp.asarray(x), 8, 4)), np.float32)
+    assert np.isfinite(back).all()
+    assert back[0, 0] > 6e4 and back[0, 2] < -6e4
+
+
+@pytest.mark.parametrize("bad", [{"bits": 3}, {"group_size": 0}, {"axis": 2}])
+def test_nonsense_is_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be one of|cannot group"):
+        quantize(jnp.ones((4, 4)), **bad)
+
+
+def test_bytes() -> None:
+    q = quantize(jnp.ones((256, 512), jnp.bfloat16), axis=0)
+    assert q.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(q))
+    assert q.nbytes / (256 * 512 * 2) == pytest.approx(0.28125)
+    for head_dim in (64, 80, 128):  # of OPT-1.3B, 2.7B and 6.7B
+        storage = kv_storage((4, 32, 128, head_dim), "bfloat16", 4)
+        assert storage.nbytes <= 0.29 * 2 * 4 * 32 * 128 * head_dim
+
+
+def test_pack_fills_a_ragged_end_with_zeros() -> None:
+    codes = jnp.arange(1, 6, dtype=jnp.uint8)
+    np.testing.assert_array_equal(pack(codes, 4), [1 | 4 << 4, 2 | 5 << 4, 3])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("size", [(70, 33), (128, 64)])
+def test_dense_with_a_quantized_kernel(bits: int, rows: int, size: tuple[int, int]) -> None:
+    kernel = RNG.normal(size=size).astype(np.float32)
+    x = RNG.normal(size=(2, rows, size[1])).astype(np.float32)
+    bias = RNG.normal(size=size[0]).astype(np.float32)
+    q = quantize(jnp.asarray(kernel), bits, 64, 0)
+    expected = x @ np.asarray(dequantize(q)).T + bias
+    np.testing.assert_allclose(dense(jnp.asarray(x), q, jnp.asarray(bias)), expected, 2e-5, 2e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("head_dim", [5, 64])
+def test_attention_to_a_quantized_block(bits: int, head_dim: int) -> None:
+    shape = (2, 3, 7, head_dim)
+    key, value = (RNG.normal(size=shape).astype(np.float32) for _ in range(2))
+    query = RNG.normal(size=(2, 3, 1, head_dim)).astype(np.float32)
+    valid = np.ones((2, 7), bool)
+    valid[0, :3] = False
+    storage = kv_storage(shape, "float32", bits)
+    packed = [quantize(jnp.asarray(x), bits, storage.group_size) for x in (key, value)]
+    found, found_lse = attend(jnp.asarray(query), *packed, jnp.asarray(valid))
+    wide = [np.asarray(dequantize(q)) for q in packed]
+    scores = np.where(valid[:, None, None], query @ wide[0].swapaxes(2, 3), -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) @ wide[1]
+    np.testing.assert_allclose(found, expected, 1e-4, 1e-4)
+    lse = scores.max(-1) + np.log(weights.sum(-1))
+    np.testing.assert_allclose(found_lse, lse, 1e-5, 1e-5)
+
+
+def test_rows_are_taken_without_unpacking_the_rest() -> None:
+    table = quantize(jnp.asarray(RNG.normal(size=(100, 6)), jnp.float32), 4, 16, 0)
+    rows = np.array([[0, 99, 31], [64, 64, 5]])
+    found = take_rows(table, jnp.asarray(rows))
+    np.testing.assert_array_equal(found, np.asarray(dequantize(table))[rows])
