@@ -78,7 +78,7 @@ def quantize(
 
     The error is at most half the group's stored scale. Minimum and scale are rounded outwards
     to their two bytes before the codes are computed, so their rounding adds none. Infinities
-    are taken as the dtype's largest numbers; the last group may be short. Raises `ValueError`
+    become the largest numbers (`largest_kept`); the last group may be short. Raises `ValueError`
     for bits, group size or axis that make no sense.
     """
     if bits not in PACKED_BITS:
@@ -95,17 +95,17 @@ def quantize_as(x: jax.Array, storage: Storage) -> QuantizedArray:
     bits, group_size, axis = storage.bits, storage.group_size, storage.axis
     levels = (1 << bits) - 1
     kept = jnp.dtype(parameter_dtype(storage.dtype))
-    largest = min(float(jnp.finfo(x.dtype).max), float(jnp.finfo(kept).max))
+    largest = largest_kept(x.dtype)
     wide = jnp.clip(x.astype(jnp.float32), -largest, largest)
     low, high = (_per_group(wide, reduce, group_size, axis) for reduce in (jnp.min, jnp.max))
-    # An eighth of everything: the difference of huge extremes must not overflow.
     minimum = _round_towards(low, kept, -jnp.inf)
-    spread = (high / 8 - minimum.astype(jnp.float32) / 8) / levels
-    scale = _round_towards(jnp.minimum(spread * 8, largest), kept, jnp.inf)
+    # XLA makes a division by a constant this product anyway; NumPy would not.
+    spread = (high - minimum.astype(jnp.float32)) * jnp.float32(1 / levels)
+    scale = _round_towards(spread, kept, jnp.inf)
     each_minimum = _per_element(minimum, x.shape, group_size, axis)
     each_scale = _per_element(scale, x.shape, group_size, axis)
-    offset = (wide / 8 - each_minimum / 8) / jnp.where(each_scale > 0, each_scale, 1.0)
-    codes = jnp.clip(jnp.round(offset * 8), 0, levels).astype(jnp.uint8)
+    offset = (wide - each_minimum) / jnp.where(each_scale > 0, each_scale, 1.0)
+    codes = jnp.clip(jnp.round(offset), 0, levels).astype(jnp.uint8)
     return QuantizedArray(pack(codes, bits), scale, minimum, storage)
 
 
@@ -138,7 +138,15 @@ def plane(q: QuantizedArray, index: int) -> jax.Array:
         return _per_element(values, whole, group_size, last)[..., part]
 
     wide = codes.astype(jnp.float32) * spread(q.scale) + spread(q.minimum)
+    if q.dtype == jnp.float16:  # the top level may lie a little beyond the largest number
+        wide = jnp.clip(wide, -largest_kept(q.dtype), largest_kept(q.dtype))
     return wide.astype(q.dtype)
+
+
+def largest_kept(dtype: jnp.dtype) -> float:
+    """Larger numbers are taken as this: the dtype's largest, or a quarter of float32's, so that
+    no difference and no product overflows in float32."""
+    return min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max) / 4)
 
 
 def contract(

@@ -73,7 +73,7 @@ def parameter_dtype(dtype: str) -> str:
 
 def kv_storage(shape: tuple[int, ...], dtype: str, bits: int) -> Storage:
     """Keys or values of a sealed block, [batch, head, token, head_dim], in groups along the
-    hidden dimension: the largest divisor of head_dim up to the group size."""
+    hidden dimension: equal parts of a head, of 64 or the next larger size that divides."""
     head_dim = shape[-1]
-    group = max(size for size in range(1, GROUP_SIZE + 1) if head_dim % size == 0)
-    return Storage(shape, dtype, bits, group, len(shape) - 1)
+    parts = max(n for n in range(1, max(1, head_dim // GROUP_SIZE) + 1) if head_dim % n == 0)
+    return Storage(shape, dtype, bits, head_dim // parts, len(shape) - 1)

@@ -45,9 +45,7 @@ class OffloadError(UserError, OSError):
     """The offload folder cannot be used, or something in it is damaged."""
 
 
-def row_ranges(
-    shape: tuple[int, ...], itemsize: int, multiple: int = 1
-) -> list[tuple[int, int]]:
+def row_ranges(shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
     """Ranges of the first axis, multiples of `multiple`, each about a chunk's bytes and, if
     possible, whole pages."""
     row = max(1, int(np.prod(shape[1:])) * itemsize)
