@@ -16,12 +16,13 @@ LENGTH_BUCKET = 16
 @dataclass(frozen=True)
 class Request:
     """One sequence to continue. `max_tokens` is what its context has room for, at most what
-    its parameters ask."""
+    its parameters ask; `forced` are the tokens to continue it with, to score them."""
 
     index: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     max_tokens: int
+    forced: tuple[int, ...] = ()
 
 
 def padded_length(tokens: int, max_positions: int) -> int:

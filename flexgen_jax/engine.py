@@ -69,7 +69,7 @@ class LLM:
         self.dtype = resolve_dtype(dtype, self.config, on_cpu)
         self._progress = Progress(progress)
         asked = {"weight_bits": weight_bits, "cache_bits": cache_bits}
-        bits = {name: value for name, value in asked.items() if value is not None}
+        bits: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         given = replace(Policy() if policy == "auto" else policy, **bits)
         formats = given.formats(self.dtype)
         self._planner = Planner(
@@ -105,15 +105,22 @@ class LLM:
         texts: Prompts | None = None,
         *,
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        through_cache: bool = False,
     ) -> list[ScoreOutput]:
-        """Log-probabilities of every text's tokens, for perplexity."""
+        """Log-probabilities of every text's tokens but the first, for perplexity.
+
+        through_cache: token by token, as a generation would go, so that every token sees those
+        before it through the KV cache; slower, and shows what a quantized cache costs.
+        """
         given, ids = self._inputs(texts, prompt_token_ids)
-        requests = [
-            Request(index, tuple(row), SamplingParams(max_tokens=1), 1)
-            for index, row in enumerate(ids)
-        ]
-        for request in requests:
-            self._check_length(request.index, len(request.prompt_ids), 0)
+        params, requests = SamplingParams(max_tokens=1), []
+        for index, row in enumerate(ids):
+            self._check_length(index, len(row), 0)
+            if through_cache and len(row) > 1:
+                forced = tuple(row[1:])
+                requests.append(Request(index, (row[0],), params, len(forced), forced))
+            else:
+                requests.append(Request(index, tuple(row), params, 1))
         scoring = Scoring()
         self._run(requests, scoring)
         return scoring.outputs(given, requests)
@@ -142,6 +149,12 @@ class LLM:
             ids, first_valid = pad_prompts(
                 members, rows, self.config.pad_id, self.config.max_positions
             )
+            if any(request.forced for request in members):
+                forced = np.zeros((rows, max(r.max_tokens for r in members)), np.int32)
+                for row, request in enumerate(members):
+                    forced[row, : len(request.forced)] = request.forced
+                batches.append(Batch(ids, first_valid, forced=forced))
+                continue
             if is_scoring:
                 targets = np.concatenate([ids[:, 1:], ids[:, :1]], axis=1)
                 batches.append(Batch(ids, first_valid, targets=targets))

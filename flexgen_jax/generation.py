@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -110,15 +111,22 @@ class Generation:
 
 
 class Scoring:
-    """Collects log-probabilities of prompts."""
+    """Collects log-probabilities of prompts, or of the tokens that are forced upon them."""
 
     def __init__(self) -> None:
-        self._logprobs: dict[int, list[float]] = {}
+        self._logprobs: dict[int, list[float]] = defaultdict(list)
         self.num_tokens = 0
 
     def receiver(self, block: Sequence[Sequence[Request]]) -> Callable[[Step, np.ndarray], bool]:
         def receive(step: Step, logprobs: np.ndarray) -> bool:
-            for row, request in enumerate(block[step.batch]):
+            members = block[step.batch]
+            for row, request in enumerate(members):
+                if logprobs.shape[1] == 1 and step.token < len(request.forced):
+                    self._logprobs[request.index].append(float(logprobs[row, 0]))
+                    self.num_tokens += 1
+            if any(request.forced for request in members):
+                return step.token + 1 == max(len(request.forced) for request in members)
+            for row, request in enumerate(members):
                 # Position t predicts token t + 1, so the last position's score is of nothing.
                 count = len(request.prompt_ids)
                 self._logprobs[request.index] = [float(x) for x in logprobs[row, -count:-1]]
@@ -131,6 +139,6 @@ class Scoring:
         self, texts: Sequence[str | None], requests: Sequence[Request]
     ) -> list[ScoreOutput]:
         return [
-            ScoreOutput(text, list(request.prompt_ids), self._logprobs[request.index])
+            ScoreOutput(text, [*request.prompt_ids, *request.forced], self._logprobs[request.index])
             for text, request in zip(texts, requests, strict=True)
         ]

@@ -52,6 +52,7 @@ class Session:
             {tier: budgets.allowed(tier) for tier in TIERS},
             planner.offload_dir if on_disk else None,
             planner.unified,
+            policy.unpacks_once,
         )
         self._tiers = place_weights(self._runtime.layers, dtype, policy)
         spare = planner.spare_ram(policy, workload)
@@ -65,7 +66,8 @@ class Session:
     def suits(self, policy: Policy) -> bool:
         """Whether weights and formats are already as the policy wants them."""
         same_place = self.policy.weights == policy.weights
-        return same_place and self._formats == policy.formats(self._dtype)
+        same_form = self._formats == policy.formats(self._dtype)
+        return same_place and same_form and self.policy.unpacks_once == policy.unpacks_once
 
     def place(self, progress: Progress) -> None:
         """Brings the weights to their tiers."""

@@ -16,54 +16,21 @@ from flexgen_jax.layers.linear import dense
 from flexgen_jax.layers.quantization import (
     QuantizedArray,
     dequantize,
-    pack,
     quantize,
     take_rows,
 )
 from flexgen_jax.layers.storage import kv_storage
+from tests.numpy_quantization import quantized
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 RNG = np.random.default_rng(0)
 
 
-def rounded(x: np.ndarray, dtype: type, up: bool) -> np.ndarray:
-    """float32 to the nearest number of `dtype` that is not below (above) x."""
-    with np.errstate(over="ignore"):
-        near, towards = x.astype(dtype), np.asarray(np.inf if up else -np.inf, dtype)
-        beyond = np.nextafter(near, towards)
-    wide = near.astype(np.float32)
-    wrong = wide < x if up else wide > x
-    return np.where(wrong, beyond, near)
-
-
-def reference(
-    x: np.ndarray, bits: int, group: int, axis: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes, scales and minima, group by group along `axis`."""
-    kept = np.float16 if x.dtype == np.float16 else ml_dtypes.bfloat16
-    top = 65504.0 if x.dtype == np.float16 else float(np.finfo(np.float32).max) / 4
-    wide = np.moveaxis(np.clip(x.astype(np.float32), -top, top), axis, 0)
-    levels = 2**bits - 1
-    codes, scales, minima = [], [], []
-    for start in range(0, wide.shape[0], group):
-        part = wide[start : start + group]
-        low = rounded(part.min(0), kept, up=False)
-        spread = (part.max(0) - low.astype(np.float32)) * np.float32(1 / levels)
-        scale = rounded(spread, kept, up=True)
-        step = scale.astype(np.float32)
-        code = np.round((part - low.astype(np.float32)) / np.where(step > 0, step, np.float32(1)))
-        codes.append(np.clip(code, 0, levels).astype(np.uint8))
-        scales.append(scale)
-        minima.append(low)
-    whole = np.moveaxis(np.concatenate(codes), 0, axis)
-    return whole, np.moveaxis(np.stack(scales), 0, axis), np.moveaxis(np.stack(minima), 0, axis)
-
-
 def unpacked(q: QuantizedArray) -> np.ndarray:
-    """The codes, as the layout says: plane after plane along the last axis."""
-    packed, bits = np.asarray(q.packed), q.storage.bits
+    """The codes, as the layout says: plane after plane along the grouped axis."""
+    packed, bits, axis = np.asarray(q.packed), q.storage.bits, q.storage.axis
     planes = [(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)]
-    return np.concatenate(planes, axis=-1)[..., : q.shape[-1]]
+    return np.take(np.concatenate(planes, axis=axis), range(q.shape[axis]), axis=axis)
 
 
 def special(kind: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -91,10 +58,10 @@ def test_equal_to_the_formula(dtype: str, kind: str, group: int) -> None:
     shape = (130, 128, 2) if group > 32 else (33, 48, 34)
     with np.errstate(over="ignore"):
         x = special(kind, shape).astype(DTYPES[dtype])
-    for axis in (0, 1, 2, -1):
+    for axis in (0, 1, -1):
         for bits in (8, 4, 2):
             found = quantize(jnp.asarray(x), bits, group, axis)
-            codes, scale, minimum = reference(x, bits, group, axis)
+            codes, scale, minimum = quantized(x, bits, group, axis)
             np.testing.assert_array_equal(np.asarray(found.minimum), minimum)
             np.testing.assert_array_equal(np.asarray(found.scale), scale)
             np.testing.assert_array_equal(unpacked(found), codes)
@@ -104,7 +71,7 @@ def test_equal_to_the_formula(dtype: str, kind: str, group: int) -> None:
             assert np.isfinite(np.asarray(back, np.float32)).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     x=hnp.arrays(
         np.float32,
@@ -137,7 +104,7 @@ def test_infinities_become_the_largest_numbers(dtype: str) -> None:
 
 @pytest.mark.parametrize("bad", [{"bits": 3}, {"group_size": 0}, {"axis": 2}])
 def test_nonsense_is_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be one of|cannot group"):
+    with pytest.raises(ValueError, match=r"must be one of|cannot group"):
         quantize(jnp.ones((4, 4)), **bad)
 
 
@@ -150,9 +117,11 @@ def test_bytes() -> None:
         assert storage.nbytes <= 0.29 * 2 * 4 * 32 * 128 * head_dim
 
 
-def test_pack_fills_a_ragged_end_with_zeros() -> None:
-    codes = jnp.arange(1, 6, dtype=jnp.uint8)
-    np.testing.assert_array_equal(pack(codes, 4), [1 | 4 << 4, 2 | 5 << 4, 3])
+def test_planes_are_whole_groups_where_that_costs_little() -> None:
+    vocabulary = quantize(jnp.ones((50272 // 8, 4)), 4, 64, 0)  # 98.2 groups
+    assert vocabulary.packed.shape[0] % 64 == 0
+    assert vocabulary.packed.size <= 1.02 * 50272 // 8 * 4 / 2
+    assert quantize(jnp.ones((2, 64)), 4, 64).packed.shape == (2, 32)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.layers.linear import precision_for
-from flexgen_jax.layers.quantization import Array, contract, expand
+from flexgen_jax.layers.quantization import Kept, contract, expand
 from flexgen_jax.layers.spec import scored_heads
 
 MASKED = -1e30
@@ -21,13 +21,14 @@ MASKED = -1e30
 
 
 def attend(
-    query: jax.Array, key: Array, value: Array, valid: jax.Array
+    query: jax.Array, key: Kept, value: Kept, valid: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """One query token a sequence against one block.
 
     query: [batch, head, 1, head_dim], already scaled; key, value: [batch, head, token,
-    head_dim], unpacked here if they are quantized; valid: bool [batch, token]. Returns the block's softmax-weighted values
-    (fp32, [batch, head, 1, head_dim]) and the log-sum-exp of its scores (fp32, [batch, head, 1]).
+    head_dim], unpacked here if they are quantized; valid: bool [batch, token]. Returns the
+    block's softmax-weighted values (fp32, [batch, head, 1, head_dim]) and the log-sum-exp of
+    its scores (fp32, [batch, head, 1]).
     """
     narrow = key.dtype != jnp.float32
     rows = jnp.concatenate([query, query], axis=2) if narrow else query

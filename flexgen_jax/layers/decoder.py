@@ -11,9 +11,9 @@ from flexgen_jax.layers.attention import attend, causal_attention, merge
 from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.norm import LayerNorm
-from flexgen_jax.layers.quantization import Array
+from flexgen_jax.layers.quantization import Kept
 
-KVBlock = tuple[Array, Array]
+KVBlock = tuple[Kept, Kept]
 """Keys and values of some consecutive tokens, each [batch, head, token, head_dim]."""
 
 

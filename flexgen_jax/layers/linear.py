@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.quantization import Array, QuantizedArray, contract
+from flexgen_jax.layers.quantization import Array, expand
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
@@ -21,7 +21,7 @@ def parameter(
 ) -> Array:
     """A module's tensor, which may be quantized: Flax checks the shape of plain ones only."""
     found: Array | None = module.get_variable("params", name)
-    if isinstance(found, QuantizedArray):
+    if found is not None and not isinstance(found, jax.Array):
         return found
     plain: jax.Array = module.param(name, init, shape, dtype)
     return plain
@@ -48,12 +48,12 @@ def dense(x: jax.Array, kernel: Array, bias: jax.Array | None = None) -> jax.Arr
             preferred_element_type=jnp.float32,
         )
 
-    out = contract(rows, kernel, product)
+    out = expand(rows, kernel, product)
     if lone_row:
         out = out[:1]
     if bias is not None:
         out = out + bias.astype(jnp.float32)
-    return out.reshape(*x.shape[:-1], kernel.shape[0])
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 class Linear(nn.Module):

@@ -18,10 +18,20 @@ from flax.traverse_util import unflatten_dict
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
 from flexgen_jax.layers.embedding import Embedding, Head
-from flexgen_jax.layers.quantization import Array, assemble, quantize_as
+from flexgen_jax.layers.quantization import (
+    Array,
+    QuantizedArray,
+    UnpackedArray,
+    assemble,
+    quantize_as,
+    unpack,
+)
 from flexgen_jax.layers.sampling import greedy, sample
 from flexgen_jax.layers.spec import SCORED_ROWS, Formats, LayerSpec, model_spec
 from flexgen_jax.layers.storage import Storage
+
+Tail = tuple[jax.Array, jax.Array]
+"""The open KV block, in full precision."""
 
 Weights = Mapping[str, Array]
 """A layer's tensors by path, e.g. "attention.q.kernel"."""
@@ -58,6 +68,12 @@ def _prefill(config: ModelConfig, formats: Formats, cuts: tuple[int, ...]) -> Ca
     return prefill
 
 
+def _unpack(weights: Weights, into: dict[str, UnpackedArray]) -> dict[str, UnpackedArray]:
+    """The quantized ones among a layer's tensors, in the (donated) memory of another layer's."""
+    del into
+    return {path: unpack(x) for path, x in weights.items() if isinstance(x, QuantizedArray)}
+
+
 def _seal(formats: Formats, block: KVBlock) -> KVBlock:
     """A complete block as it is kept."""
     if formats.cache_bits == 16:
@@ -71,7 +87,7 @@ def _decode(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
         weights: Weights,
         hidden: jax.Array,
         blocks: tuple[KVBlock, ...],
-        tail: KVBlock,
+        tail: Tail,
         position: jax.Array,
         first_valid: jax.Array,
     ) -> Any:
@@ -90,7 +106,7 @@ def _decode(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
     return decode
 
 
-def _append(tail: KVBlock, new: KVBlock, at: jax.Array) -> KVBlock:
+def _append(tail: Tail, new: Tail, at: jax.Array) -> Tail:
     """Writes a token's key and value into the (donated) tail at index `at`."""
     key, value = (
         jax.lax.dynamic_update_slice_in_dim(into, x, at, axis=2)
@@ -133,7 +149,9 @@ def _float(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 @lru_cache(maxsize=512)
-def _compile(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> jax.stages.Compiled:
+def _compile(
+    config: ModelConfig, formats: Formats, is_unpacked: bool, kind: str, *shape: Any
+) -> jax.stages.Compiled:
     dtype = jnp.dtype(formats.dtype)
 
     def array(*dims: int) -> jax.ShapeDtypeStruct:
@@ -153,9 +171,17 @@ def _compile(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> j
         return (kept(formats.kv(kv_shape(batch, tokens))),) * 2
 
     def weights(layer: LayerSpec) -> dict[str, Any]:
-        return {t.path: kept(formats.weight(t)) for t in layer.tensors}
+        found = {t.path: kept(formats.weight(t)) for t in layer.tensors}
+        if layer.kind == "decoder" and is_unpacked:
+            found |= jax.eval_shape(_unpack, found, {})
+        return found
 
     layers = model_spec(config)
+    if kind == "unpack":
+        packed = {t.path: kept(formats.weight(t)) for t in layers[1].tensors}
+        into = jax.eval_shape(_unpack, packed, {})
+        program = jax.jit(_unpack, donate_argnums=1, keep_unused=True)
+        return program.lower(packed, into).compile()
     batch = shape[0]
     args: tuple[Any, ...]
     if kind == "embed":
@@ -188,11 +214,15 @@ def _compile(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> j
 
 
 class Programs:
-    """A model's compiled functions, by kind and shape; compiled when first asked for."""
+    """A model's compiled functions, by kind and shape; compiled when first asked for.
 
-    def __init__(self, config: ModelConfig, formats: Formats) -> None:
+    is_unpacked: the decoder layers' functions take what `unpack` returns for quantized weights.
+    """
+
+    def __init__(self, config: ModelConfig, formats: Formats, is_unpacked: bool = False) -> None:
         self._config = config
         self._formats = formats
+        self.is_unpacked = is_unpacked
         self._found: dict[Any, jax.stages.Compiled] = {}
         self.compile_s = 0.0
 
@@ -200,10 +230,22 @@ class Programs:
         program = self._found.get((kind, shape))
         if program is None:
             started = time.perf_counter()
-            program = _compile(self._config, self._formats, kind, *shape)
+            program = _compile(self._config, self._formats, self.is_unpacked, kind, *shape)
             self.compile_s += time.perf_counter() - started
             self._found[kind, shape] = program
         return program
+
+    def unpack(self) -> jax.stages.Compiled:
+        """(a decoder layer's weights, what it returned before, which is consumed) -> the
+        quantized ones unpacked, by path."""
+        return self._get("unpack")
+
+    def unpacked_memory(self) -> dict[str, UnpackedArray]:
+        """What to give to `unpack` for the first time."""
+        shapes = jax.tree.leaves(self.unpack().out_info)
+        leaves = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes]
+        found: dict[str, UnpackedArray] = jax.tree.unflatten(self.unpack().out_tree, leaves)
+        return found
 
     def embed(self, batch: int, tokens: int) -> jax.stages.Compiled:
         """(weights, ids [batch, token], start, first_valid) -> hidden, all finite."""

@@ -35,7 +35,7 @@ class Storage:
     """An array of `shape` and `dtype`, kept in `bits` bits an element.
 
     With fewer than 16 bits, `group_size` consecutive elements along `axis` (not negative) share
-    a scale and a minimum, and a byte holds 8 / bits elements of the last axis; see
+    a scale and a minimum, and a byte holds 8 / bits elements of that axis; see
     `layers/quantization.py`.
     """
 
@@ -50,16 +50,32 @@ class Storage:
         """The arrays it is kept in: itself, or packed codes, scales and minima."""
         if self.bits == 16:
             return (Leaf("", self.shape, self.dtype),)
-        *outer, last = self.shape
-        packed = (*outer, -(-last * self.bits // 8))
-        groups = list(self.shape)
-        groups[self.axis] = -(-groups[self.axis] // self.group_size)
         kept = parameter_dtype(self.dtype)
         return (
-            Leaf("packed", packed, "uint8"),
-            Leaf("scale", tuple(groups), kept),
-            Leaf("minimum", tuple(groups), kept),
+            Leaf("packed", self.along(self.plane_length), "uint8"),
+            Leaf("scale", self.along(self.groups), kept),
+            Leaf("minimum", self.along(self.groups), kept),
         )
+
+    @property
+    def groups(self) -> int:
+        return -(-self.shape[self.axis] // self.group_size)
+
+    @property
+    def planes(self) -> int:
+        """How many codes a byte holds."""
+        return 8 // self.bits
+
+    @property
+    def plane_length(self) -> int:
+        """How many elements of the axis a plane holds: whole groups, where that costs little."""
+        length = -(-self.shape[self.axis] // self.planes)
+        whole = -(-length // self.group_size) * self.group_size
+        return whole if whole <= 1.02 * length else length
+
+    def along(self, length: int) -> tuple[int, ...]:
+        """The shape with another length of the axis."""
+        return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
 
     @property
     def nbytes(self) -> int:

@@ -42,8 +42,10 @@ class Runtime:
         budgets: Mapping[Tier, int | None],
         offload_dir: Path | None,
         unified: bool | None = None,
+        is_unpacked: bool = False,
     ) -> Runtime:
-        """`offload_dir` is None where the policy puts nothing on disk."""
+        """`offload_dir` is None where the policy puts nothing on disk; for `is_unpacked` see
+        `Programs`."""
         metrics, ledger = Metrics(), Ledger(budgets)
         memories = Memories(metrics, unified)
         return cls(
@@ -55,7 +57,7 @@ class Runtime:
             metrics=metrics,
             pool=BufferPool(memories, ledger),
             watcher=Watcher(metrics),
-            programs=Programs(config, formats),
+            programs=Programs(config, formats, is_unpacked),
             folder=OffloadFolder(offload_dir) if offload_dir is not None else None,
         )
 

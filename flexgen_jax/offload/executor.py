@@ -16,7 +16,7 @@ import numpy as np
 
 from flexgen_jax.config import UserError
 from flexgen_jax.layers.decoder import KVBlock
-from flexgen_jax.layers.quantization import Array
+from flexgen_jax.layers.quantization import Array, Kept
 from flexgen_jax.layers.spec import LayerSpec
 from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.context import Runtime
@@ -39,13 +39,15 @@ class Batch:
     ids: int32 [batch, token], left-padded; first_valid: int32 [batch], the index of each
     sequence's first real token; sampling: the arguments of `layers.sampling.sample` but the
     logits and the token, or () for greedy; targets: int32 [batch, token] to score the prompt
-    against instead of generating.
+    against instead of generating; forced: int32 [batch, generated token] to score and to go on
+    with.
     """
 
     ids: np.ndarray
     first_valid: np.ndarray
     sampling: tuple[np.ndarray, ...] = ()
     targets: np.ndarray | None = None
+    forced: np.ndarray | None = None
 
     @property
     def size(self) -> int:
@@ -53,7 +55,7 @@ class Batch:
 
     @property
     def head(self) -> Head:
-        if self.targets is not None:
+        if self.targets is not None or self.forced is not None:
             return "score"
         return "sample" if self.sampling else "greedy"
 
@@ -103,9 +105,11 @@ class BlockRun:
         self._activations = Activations(runtime, homes)
         self._ids: dict[int, Any] = {}
         self._finished: set[int] = set()
+        self._unpacked: dict[str, Array] = {}
+        self._unpacked_visit = -1
         self._depth = Ahead.of(policy)
         stream = (runtime.memories, runtime.pool, runtime.ledger)
-        self._weight_loads: Stream[tuple[int, int], dict[str, Array]] = Stream(
+        self._weight_loads: Stream[tuple[int, int], dict[str, Kept]] = Stream(
             lambda key: weights.start(self._layers[key[1]]), *stream
         )
         self._kv_loads: Stream[Step, tuple[tuple[KVBlock, ...], KVBlock]] = Stream(
@@ -176,8 +180,8 @@ class BlockRun:
 
     def _compute(self, step: Step) -> Computed:
         """Dispatches one layer for one batch, and hands on what needs no waiting."""
-        weights = self._weight_loads.take((step.visit, step.layer))
         kind = self._kind(step)
+        weights = self._take_weights(step)
         if kind == "embedding":
             computed, hidden = self._embed(step, weights)
         elif kind == "head":
@@ -194,6 +198,20 @@ class BlockRun:
         if hidden is not None:
             self._activations.put(step.token, step.layer, step.batch, hidden)
         return computed
+
+    def _take_weights(self, step: Step) -> Any:
+        """The layer's weights; where several batches need them unpacked, that is done once."""
+        key = (step.visit, step.layer)
+        weights = self._weight_loads.take(key)
+        if not self._runtime.programs.is_unpacked or self._kind(step) != "decoder":
+            return weights
+        if self._unpacked_visit != step.visit:
+            programs = self._runtime.programs
+            into = self._unpacked or programs.unpacked_memory()
+            self._unpacked = programs.unpack()(weights, into)
+            self._unpacked_visit = step.visit
+            self._weight_loads.used(key, jax.tree.leaves(self._unpacked)[0])
+        return weights | self._unpacked
 
     def _embed(self, step: Step, weights: Any) -> tuple[Computed, jax.Array]:
         batch = self._batches[step.batch]
@@ -230,6 +248,12 @@ class BlockRun:
         programs, tokens = self._runtime.programs, hidden.shape[1]
         if batch.targets is not None:
             result, finite = programs.score(batch.size, tokens)(weights, hidden, batch.targets)
+            return Computed(step, finite, result)
+        if batch.forced is not None:
+            target = batch.forced[:, step.token : step.token + 1]
+            program = programs.score(batch.size, 1)
+            result, finite = program(weights, hidden[:, -1:], target)
+            self._ids[step.batch] = target
             return Computed(step, finite, result)
         program = programs.head(batch.size, tokens, not batch.sampling)
         sampling = (*batch.sampling, np.int32(step.token)) if batch.sampling else ()

@@ -18,7 +18,7 @@ import numpy as np
 
 from flexgen_jax.checkpoint import numpy_dtype
 from flexgen_jax.layers.decoder import KVBlock
-from flexgen_jax.layers.quantization import Array, assemble
+from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.layers.storage import Leaf, Storage
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import CHUNK_BYTES, DiskArray
@@ -238,7 +238,7 @@ class KVCache:
         key_array, value_array = (self._read_side(key, side, load) for side in range(2))
         return key_array, value_array
 
-    def _read_side(self, key: CacheKey, side: int, load: KVLoad) -> Array:
+    def _read_side(self, key: CacheKey, side: int, load: KVLoad) -> Kept:
         runtime, arrays = self._runtime, []
         for file in self._stored(key):
             buffer = runtime.pool.take(file.shape[2:], file.dtype)
@@ -246,7 +246,7 @@ class KVCache:
             future = file.read_into(buffer.view, (key.layer, side), is_urgent=True)
             load.reads.append(counted(runtime.metrics, "disk_read", buffer.view.nbytes, future))
             arrays.append(buffer.array)
-        array: Array = assemble(self._storage(key), arrays)
+        array: Kept = assemble(self._storage(key), arrays)
         return array
 
     def _take(self, tier: Tier, nbytes: int) -> None:

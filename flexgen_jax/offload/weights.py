@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from flexgen_jax.checkpoint import WeightSource, numpy_dtype
-from flexgen_jax.layers.quantization import Array, assemble, quantize_as
+from flexgen_jax.layers.quantization import Kept, assemble, encode
 from flexgen_jax.layers.spec import LayerSpec, TensorSpec, unique_tensors
 from flexgen_jax.layers.storage import Leaf, Storage
 from flexgen_jax.offload.context import Runtime
@@ -49,7 +49,7 @@ class WeightStore:
         self._source = source
         self._tiers = tiers
         self._cached = cached
-        self._arrays: dict[str, Array] = {}
+        self._arrays: dict[str, Kept] = {}
         self._files: dict[str, list[DiskArray]] = {}
         self._taken = dict.fromkeys(("device", "host", "disk"), 0)
         # Buffers of the model's two ends have shapes of their own, so they would lie idle while
@@ -86,12 +86,31 @@ class WeightStore:
         return self._runtime.formats.weight(tensor)
 
     def _fill(self, tensor: TensorSpec, leaves: list[np.ndarray]) -> None:
-        """Writes the tensor's stored leaves, from the source and, if asked for, quantized."""
-        starts = [0] * len(leaves)
-        for piece in self._pieces(tensor):
-            for i, part in enumerate(piece):
-                leaves[i][starts[i] : starts[i] + len(part)] = part
-                starts[i] += len(part)
+        """Writes the tensor's stored leaves, which are zero, a few chunks at a time; quantized
+        on the device if that is asked for."""
+        storage = self._storage(tensor)
+        if storage.bits == 16:
+            start = 0
+            for piece in self._pieces(tensor):
+                leaves[0][start : start + len(piece)] = piece
+                start += len(piece)
+            return
+        packed, scale, minimum = leaves
+        length, group = storage.plane_length, storage.group_size
+        for start, stop in self._group_ranges(storage):
+            piece = self._source.read(tensor, start, stop, storage.dtype)
+            part = replace(storage, shape=piece.shape)
+            codes, *values = (np.asarray(array) for array in encode(piece, part))
+            groups = slice(start // group, -(-stop // group))
+            scale[groups], minimum[groups] = values
+            for index in range(start // length, -(-stop // length)):  # mostly one
+                low, high = max(start, index * length), min(stop, (index + 1) * length)
+                rows = codes[low - start : high - start] << (storage.bits * index)
+                packed[low - index * length : high - index * length] |= rows
+
+    def _group_ranges(self, storage: Storage) -> list[tuple[int, int]]:
+        itemsize = self._runtime.numpy_dtype.itemsize
+        return row_ranges(storage.shape, itemsize, storage.group_size)
 
     def _place_on_disk(self, tensors: list[TensorSpec], progress: Progress) -> None:
         runtime = self._runtime
@@ -110,9 +129,9 @@ class WeightStore:
     def _write(self, folder: WeightFolder, tensor: TensorSpec, stored: list[Stored]) -> None:
         """Stores a tensor; quantized it is in RAM whole, otherwise a few chunks of it."""
         if len(stored) == 1:
-            folder.write(*stored[0], (piece for (piece,) in self._pieces(tensor)))
+            folder.write(*stored[0], self._pieces(tensor))
             return
-        leaves = [np.empty(shape, dtype) for _, shape, dtype in stored]
+        leaves = [np.zeros(shape, dtype) for _, shape, dtype in stored]
         self._fill(tensor, leaves)
         for what, leaf in zip(stored, leaves, strict=True):
             ranges = row_ranges(leaf.shape, leaf.dtype.itemsize)
@@ -123,22 +142,13 @@ class WeightStore:
         self._runtime.ledger.take(tier, nbytes)
         self._taken[tier] += nbytes
 
-    def _pieces(self, tensor: TensorSpec) -> Iterator[list[np.ndarray]]:
-        """Consecutive rows of every stored leaf. Quantized on the device, whole groups each."""
-        storage, dtype = self._storage(tensor), self._runtime.formats.dtype
-        group = 1 if storage.bits == 16 else storage.group_size
-        itemsize = self._runtime.numpy_dtype.itemsize
-        for start, stop in row_ranges(tensor.shape, itemsize, group):
-            piece = self._source.read(tensor, start, stop, dtype)
-            if storage.bits < 16:
-                part = replace(storage, shape=piece.shape)
-                yield [np.asarray(leaf) for leaf in jax.tree.leaves(quantize_as(piece, part))]
-            else:
-                yield [piece]
+    def _pieces(self, tensor: TensorSpec) -> Iterator[np.ndarray]:
+        for start, stop in row_ranges(tensor.shape, self._runtime.numpy_dtype.itemsize):
+            yield self._source.read(tensor, start, stop, self._runtime.formats.dtype)
 
-    def start(self, layer: LayerSpec) -> Load[dict[str, Array]]:
+    def start(self, layer: LayerSpec) -> Load[dict[str, Kept]]:
         """Starts bringing a layer's tensors together; what is on disk is read into the ring."""
-        load: Load[dict[str, Array]] = Load(f"weights of {layer.name}", {})
+        load: Load[dict[str, Kept]] = Load(f"weights of {layer.name}", {})
         with load.abandoned_on_error(self._runtime.pool):
             for tensor in layer.tensors:
                 if tensor.key in self._files:

@@ -121,6 +121,7 @@ class _Estimate:
         read: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
         tails: dict[Tier, Counter[int]] = {tier: Counter() for tier in TIERS}
         pending: Counter[tuple[int, int]] = Counter()
+        opened_most = 0
         for key, home in plan.homes.items():
             length = plan.lengths(key.batch)[key.block]
             nbytes, opened_bytes = self._kv_bytes(key.batch, length)
@@ -130,24 +131,31 @@ class _Estimate:
                 away[where] += nbytes
             opened = key.block - len(plan.prompt[key.batch])
             if opened >= 0 and (home == "disk" or self._policy.cache_bits < 16):
-                # While it is open, a block is on the host, or whole, or both.
+                # While it is open, a block is on the host, or in full precision, or both.
+                opened_most = max(opened_most, opened_bytes)
                 tails["host" if home == "disk" else home][opened] += opened_bytes
             if home == "disk":
                 rows = self._shape.batch_sizes[key.batch]
                 read.setdefault(where, Counter())[rows, length] += nbytes
                 if opened < 0:
                     pending[where] += nbytes
-        most: Counter[tuple[int, int]] = Counter()
+        largest: Counter[tuple[int, int]] = Counter()
         for counts in read.values():
-            most |= counts
-        ring = (self._ahead.cache_reads + 1) * sum(most.values())
+            largest |= counts
+        ring = (self._ahead.cache_reads + 1) * sum(largest.values())
         waiting = (PENDING_WRITES + 1) * max(pending.values(), default=0)
         self.bytes["host"] += ring + waiting
-        for tier, counts in tails.items():
-            self.bytes[tier] += max(counts.values(), default=0)
+        lengths = generated_blocks(self._shape.gen_len, self._policy.kv_block_tokens)
+        for tier, opened_at in tails.items():
+            # Pinned tails are ring buffers, which fit others of their length only.
+            is_ring = tier == "host" and not self._unified
+            most: Counter[int] = Counter()
+            for opened, nbytes in opened_at.items():
+                most |= Counter({lengths[opened] if is_ring else 0: nbytes})
+            self.bytes[tier] += sum(most.values())
         if not self._unified:
             copies = self._ahead.cache_copies + 1
-            self.bytes["device"] += copies * max(away.values(), default=0)
+            self.bytes["device"] += copies * (max(away.values(), default=0) + opened_most)
 
     def add_activations(self) -> None:
         batches = range(len(self._shape.batch_sizes))
@@ -201,10 +209,14 @@ def workspace_bytes(
     mlp = count * config.ffn_size * (4 + item)
     attention = count * config.hidden_size * (4 + 4 * item) + scores
     prefill = max(mlp, attention) + count * config.hidden_size * (4 + 5 * item)
+    table = 0
+    if formats.weight_bits < 16:  # unpacked: a layer's kernels, or the head's table
+        prefill += (4 * config.hidden_size + 2 * config.ffn_size) * config.hidden_size * item
+        table = config.vocab_size * config.embed_size * item
     # Sampling sorts the logits and scoring normalises them; both keep several copies.
     copies = {"greedy": 1, "sample": 8, "score": 3}[head]
     formed = min(SCORED_ROWS, count) if head == "score" else rows
-    return max(prefill, copies * formed * config.vocab_size * 4)
+    return max(prefill, copies * formed * config.vocab_size * 4 + table)
 
 
 def peak_bytes(
