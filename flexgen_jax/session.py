@@ -52,7 +52,6 @@ class Session:
             {tier: budgets.allowed(tier) for tier in TIERS},
             planner.offload_dir if on_disk else None,
             planner.unified,
-            policy.unpacks_once,
         )
         self._tiers = place_weights(self._runtime.layers, dtype, policy)
         spare = planner.spare_ram(policy, workload)
@@ -66,8 +65,7 @@ class Session:
     def suits(self, policy: Policy) -> bool:
         """Whether weights and formats are already as the policy wants them."""
         same_place = self.policy.weights == policy.weights
-        same_form = self._formats == policy.formats(self._dtype)
-        return same_place and same_form and self.policy.unpacks_once == policy.unpacks_once
+        return same_place and self._formats == policy.formats(self._dtype)
 
     def place(self, progress: Progress) -> None:
         """Brings the weights to their tiers."""
@@ -83,6 +81,9 @@ class Session:
         shape = BlockShape.of(self.policy, workload)
         plan = plan_cache(self._config, self.policy, shape)
         programs = self._runtime.programs
+        if self._formats.weight_bits < 16:
+            programs.unpack("decoder")
+            programs.unpack("head")
         for batch, rows in enumerate(shape.batch_sizes):
             prompt, generated = plan.prompt[batch], plan.generated[batch]
             programs.embed(rows, workload.prompt_len)
@@ -92,6 +93,7 @@ class Session:
                 programs.embed(rows, 1)
                 programs.decode(rows, prompt + generated[:count], tail)
                 programs.append(rows, tail)
+                programs.seal(rows, tail)
                 programs.head(rows, 1, True)
 
     def start(self) -> None:

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.quantization import Array, expand
+from flexgen_jax.layers.quantization import Array, QuantizedArray, UnpackedArray, expand
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
@@ -21,7 +21,7 @@ def parameter(
 ) -> Array:
     """A module's tensor, which may be quantized: Flax checks the shape of plain ones only."""
     found: Array | None = module.get_variable("params", name)
-    if found is not None and not isinstance(found, jax.Array):
+    if isinstance(found, QuantizedArray | UnpackedArray):
         return found
     plain: jax.Array = module.param(name, init, shape, dtype)
     return plain

@@ -27,7 +27,7 @@ from flexgen_jax.layers.quantization import (
     unpack,
 )
 from flexgen_jax.layers.sampling import greedy, sample
-from flexgen_jax.layers.spec import SCORED_ROWS, Formats, LayerSpec, model_spec
+from flexgen_jax.layers.spec import SCORED_ROWS, Formats, LayerKind, LayerSpec, model_spec
 from flexgen_jax.layers.storage import Storage
 
 Tail = tuple[jax.Array, jax.Array]
@@ -149,9 +149,7 @@ def _float(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 @lru_cache(maxsize=512)
-def _compile(
-    config: ModelConfig, formats: Formats, is_unpacked: bool, kind: str, *shape: Any
-) -> jax.stages.Compiled:
+def _compile(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> jax.stages.Compiled:
     dtype = jnp.dtype(formats.dtype)
 
     def array(*dims: int) -> jax.ShapeDtypeStruct:
@@ -172,13 +170,14 @@ def _compile(
 
     def weights(layer: LayerSpec) -> dict[str, Any]:
         found = {t.path: kept(formats.weight(t)) for t in layer.tensors}
-        if layer.kind == "decoder" and is_unpacked:
+        if layer.kind != "embedding":  # which unpacks the rows that it takes
             found |= jax.eval_shape(_unpack, found, {})
         return found
 
     layers = model_spec(config)
     if kind == "unpack":
-        packed = {t.path: kept(formats.weight(t)) for t in layers[1].tensors}
+        layer = layers[1] if shape[0] == "decoder" else layers[-1]
+        packed = {t.path: kept(formats.weight(t)) for t in layer.tensors}
         into = jax.eval_shape(_unpack, packed, {})
         program = jax.jit(_unpack, donate_argnums=1, keep_unused=True)
         return program.lower(packed, into).compile()
@@ -216,13 +215,12 @@ def _compile(
 class Programs:
     """A model's compiled functions, by kind and shape; compiled when first asked for.
 
-    is_unpacked: the decoder layers' functions take what `unpack` returns for quantized weights.
+    Those of decoder layers and head take quantized weights as `unpack` returns them.
     """
 
-    def __init__(self, config: ModelConfig, formats: Formats, is_unpacked: bool = False) -> None:
+    def __init__(self, config: ModelConfig, formats: Formats) -> None:
         self._config = config
         self._formats = formats
-        self.is_unpacked = is_unpacked
         self._found: dict[Any, jax.stages.Compiled] = {}
         self.compile_s = 0.0
 
@@ -230,21 +228,21 @@ class Programs:
         program = self._found.get((kind, shape))
         if program is None:
             started = time.perf_counter()
-            program = _compile(self._config, self._formats, self.is_unpacked, kind, *shape)
+            program = _compile(self._config, self._formats, kind, *shape)
             self.compile_s += time.perf_counter() - started
             self._found[kind, shape] = program
         return program
 
-    def unpack(self) -> jax.stages.Compiled:
-        """(a decoder layer's weights, what it returned before, which is consumed) -> the
-        quantized ones unpacked, by path."""
-        return self._get("unpack")
+    def unpack(self, kind: LayerKind) -> jax.stages.Compiled:
+        """(a layer's weights, what it returned before, which is consumed) -> the quantized ones
+        unpacked, by path."""
+        return self._get("unpack", kind)
 
-    def unpacked_memory(self) -> dict[str, UnpackedArray]:
+    def unpacked_memory(self, kind: LayerKind) -> dict[str, UnpackedArray]:
         """What to give to `unpack` for the first time."""
-        shapes = jax.tree.leaves(self.unpack().out_info)
-        leaves = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes]
-        found: dict[str, UnpackedArray] = jax.tree.unflatten(self.unpack().out_tree, leaves)
+        program = self.unpack(kind)
+        leaves = [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(program.out_info)]
+        found: dict[str, UnpackedArray] = jax.tree.unflatten(program.out_tree, leaves)
         return found
 
     def embed(self, batch: int, tokens: int) -> jax.stages.Compiled:

@@ -174,7 +174,7 @@ def contract(
     x: jax.Array, q: Array, product: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
     """`product(x, q)`, which sums over the last axis of both, along which `q` may be grouped."""
-    if isinstance(q, jax.Array):
+    if not isinstance(q, QuantizedArray | UnpackedArray):
         return product(x, q)
     parts = _parts(q)
     length = q.storage.plane_length
@@ -189,7 +189,7 @@ def expand(
     x: jax.Array, q: Array, product: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
     """`product(x, q)`, whose last axis is the one along which `q` may be grouped."""
-    if isinstance(q, jax.Array):
+    if not isinstance(q, QuantizedArray | UnpackedArray):
         return product(x, q)
     whole = jnp.concatenate([product(x, part) for part in _parts(q)], axis=-1)
     return whole[..., : q.storage.shape[q.storage.axis]]
@@ -202,9 +202,9 @@ def _parts(q: QuantizedArray | UnpackedArray) -> tuple[jax.Array, ...]:
 def take_rows(table: Array, rows: jax.Array) -> jax.Array:
     """table[rows] of a [row, column] table that may be grouped along the rows; only what is
     taken is unpacked. rows: int32 of any shape; returns [*rows.shape, column]."""
-    if isinstance(table, jax.Array):
+    assert not isinstance(table, UnpackedArray), "rows are taken before anything is unpacked"
+    if not isinstance(table, QuantizedArray):
         return table[rows]
-    assert isinstance(table, QuantizedArray), "rows are taken before anything is unpacked"
     storage = table.storage
     index, row = rows // storage.plane_length, rows % storage.plane_length
     codes = table.packed[row] >> (storage.bits * index[..., None]).astype(jnp.uint8)

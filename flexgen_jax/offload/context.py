@@ -42,10 +42,8 @@ class Runtime:
         budgets: Mapping[Tier, int | None],
         offload_dir: Path | None,
         unified: bool | None = None,
-        is_unpacked: bool = False,
     ) -> Runtime:
-        """`offload_dir` is None where the policy puts nothing on disk; for `is_unpacked` see
-        `Programs`."""
+        """`offload_dir` is None where the policy puts nothing on disk."""
         metrics, ledger = Metrics(), Ledger(budgets)
         memories = Memories(metrics, unified)
         return cls(
@@ -57,7 +55,7 @@ class Runtime:
             metrics=metrics,
             pool=BufferPool(memories, ledger),
             watcher=Watcher(metrics),
-            programs=Programs(config, formats, is_unpacked),
+            programs=Programs(config, formats),
             folder=OffloadFolder(offload_dir) if offload_dir is not None else None,
         )
 

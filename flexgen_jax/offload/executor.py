@@ -16,8 +16,8 @@ import numpy as np
 
 from flexgen_jax.config import UserError
 from flexgen_jax.layers.decoder import KVBlock
-from flexgen_jax.layers.quantization import Array, Kept
-from flexgen_jax.layers.spec import LayerSpec
+from flexgen_jax.layers.quantization import Kept, UnpackedArray
+from flexgen_jax.layers.spec import LayerKind, LayerSpec
 from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.kv_cache import KVCache
@@ -105,7 +105,7 @@ class BlockRun:
         self._activations = Activations(runtime, homes)
         self._ids: dict[int, Any] = {}
         self._finished: set[int] = set()
-        self._unpacked: dict[str, Array] = {}
+        self._unpacked: dict[str, dict[str, UnpackedArray]] = {}
         self._unpacked_visit = -1
         self._depth = Ahead.of(policy)
         stream = (runtime.memories, runtime.pool, runtime.ledger)
@@ -172,7 +172,7 @@ class BlockRun:
         """Whether the step's input has been handed over by now."""
         return self._activations.is_ready(step.token, step.layer - 1, step.batch)
 
-    def _kind(self, step: Step) -> str:
+    def _kind(self, step: Step) -> LayerKind:
         return self._layers[step.layer].kind
 
     def _layer(self, step: Step) -> LayerSpec:
@@ -200,18 +200,21 @@ class BlockRun:
         return computed
 
     def _take_weights(self, step: Step) -> Any:
-        """The layer's weights; where several batches need them unpacked, that is done once."""
-        key = (step.visit, step.layer)
+        """The layer's weights; quantized ones are unpacked once for all batches of a visit, and
+        those of the head, to which every token comes back, once for the block."""
+        key, kind = (step.visit, step.layer), self._kind(step)
         weights = self._weight_loads.take(key)
-        if not self._runtime.programs.is_unpacked or self._kind(step) != "decoder":
+        if self._runtime.formats.weight_bits == 16 or kind == "embedding":
             return weights
-        if self._unpacked_visit != step.visit:
+        is_done = kind == "head" or self._unpacked_visit == step.visit
+        if kind not in self._unpacked or not is_done:
             programs = self._runtime.programs
-            into = self._unpacked or programs.unpacked_memory()
-            self._unpacked = programs.unpack()(weights, into)
+            into = self._unpacked.get(kind) or programs.unpacked_memory(kind)
+            self._unpacked[kind] = programs.unpack(kind)(weights, into)
+            self._weight_loads.used(key, jax.tree.leaves(self._unpacked[kind])[0])
+        if kind == "decoder":
             self._unpacked_visit = step.visit
-            self._weight_loads.used(key, jax.tree.leaves(self._unpacked)[0])
-        return weights | self._unpacked
+        return weights | self._unpacked[kind]
 
     def _embed(self, step: Step, weights: Any) -> tuple[Computed, jax.Array]:
         batch = self._batches[step.batch]

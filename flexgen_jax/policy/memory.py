@@ -209,14 +209,16 @@ def workspace_bytes(
     mlp = count * config.ffn_size * (4 + item)
     attention = count * config.hidden_size * (4 + 4 * item) + scores
     prefill = max(mlp, attention) + count * config.hidden_size * (4 + 5 * item)
-    table = 0
-    if formats.weight_bits < 16:  # unpacked: a layer's kernels, or the head's table
-        prefill += (4 * config.hidden_size + 2 * config.ffn_size) * config.hidden_size * item
-        table = config.vocab_size * config.embed_size * item
+    unpacked = 0
+    if formats.weight_bits < 16:  # a layer's kernels, and the head's table for a whole block
+        kernels = 4 * config.hidden_size + 2 * config.ffn_size
+        projection = config.embed_size if config.projects_embeddings else 0
+        head_columns = config.vocab_size * config.embed_size + projection * config.hidden_size
+        unpacked = int((kernels * config.hidden_size + 1.02 * head_columns) * item)
     # Sampling sorts the logits and scoring normalises them; both keep several copies.
     copies = {"greedy": 1, "sample": 8, "score": 3}[head]
     formed = min(SCORED_ROWS, count) if head == "score" else rows
-    return max(prefill, copies * formed * config.vocab_size * 4 + table)
+    return unpacked + max(prefill, copies * formed * config.vocab_size * 4)
 
 
 def peak_bytes(

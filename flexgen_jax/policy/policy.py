@@ -127,11 +127,6 @@ class Policy:
             **options,
         )
 
-    @property
-    def unpacks_once(self) -> bool:
-        """Whether quantized weights are unpacked once for all batches of a layer's visit."""
-        return self.weight_bits < 16 and self.num_batches > 1 and self.schedule == "zigzag"
-
     def formats(self, dtype: str) -> Formats:
         return Formats(dtype, self.weight_bits, self.cache_bits)
 
