@@ -9,6 +9,7 @@ cold page cache. Suites:
             transformers with Accelerate's disk offload, at each of its batch sizes
   tight     the same with the KV cache on disk too, 1.5 GB, this project alone
   overlap   everything on disk, with and without overlap
+  bits      everything on disk, 1.5 GB, weights and KV cache in 16 and in 4 bits
 """
 
 from __future__ import annotations
@@ -98,10 +99,19 @@ def suite_overlap(folder: Path, args: argparse.Namespace) -> Rows:
         yield ours(folder, 2e9, *flags, "--no-overlap", shape=shape, name="no overlap")
 
 
+def suite_bits(folder: Path, args: argparse.Namespace) -> Rows:
+    """Everything on disk, in 16 bits and in 4."""
+    for _ in range(args.repeat):
+        for bits in ("16", "4"):
+            flags = [*placed("0 0 0 0 0 0"), "--weight-bits", bits, "--cache-bits", bits]
+            yield ours(folder, 1.5e9, *flags, name=f"{bits} bits")
+
+
 SUITES: dict[str, Callable[[Path, argparse.Namespace], Rows]] = {
     "disk": suite_disk,
     "tight": suite_tight,
     "overlap": suite_overlap,
+    "bits": suite_bits,
 }
 
 

@@ -1,4 +1,5 @@
-"""Every placement and schedule against the resident run, on whatever accelerator JAX finds.
+"""Every placement, schedule and width against the resident run of the same width, on whatever
+accelerator JAX finds.
 
 Prints a table; exits with 1 where any run's fp32 greedy tokens differ.
 """
@@ -8,11 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from itertools import product
 
 import jax
 import numpy as np
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.policy.policy import SCHEDULES
 
 PLACEMENTS = (
     (100, 0, 100, 0, 100, 0),
@@ -43,23 +46,21 @@ def main() -> None:
 
     device = jax.devices()[0]
     print(f"{device.platform}: {device.device_kind}, jax {jax.__version__}")
-    print(f"{'percent':28} {'schedule':8} {'overlap':7} {'batches':7} {'token/s':>8}  tokens")
+    print(f"{'percent':28} {'schedule':8} {'overlap':7} {'bits':4} {'token/s':>8}  tokens")
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        expected, _ = run(Policy(batch_size=16), folder)
-        for percent in PLACEMENTS:
-            for schedule in ("zigzag", "row"):
-                for overlap in (True, False):
-                    shape = {"batch_size": 4, "num_batches": 4}
-                    policy = Policy.from_percent(
-                        *percent, schedule=schedule, overlap=overlap, **shape
-                    )
-                    found, speed = run(policy, folder)
-                    same = found == expected
-                    failed |= not same
-                    name = " ".join(map(str, percent))
-                    said = "equal" if same else "DIFFERENT"
-                    print(f"{name:28} {schedule:8} {overlap!s:7} {'4 x 4':7} {speed:8.1f}  {said}")
+        for bits in (16, 8, 4):
+            widths = {"weight_bits": bits, "cache_bits": bits}
+            expected, _ = run(Policy(batch_size=16, **widths), folder)
+            for percent, schedule, overlap in product(PLACEMENTS, SCHEDULES, (True, False)):
+                shape = {"batch_size": 4, "num_batches": 4, **widths}
+                policy = Policy.from_percent(*percent, schedule=schedule, overlap=overlap, **shape)
+                found, speed = run(policy, folder)
+                same = found == expected
+                failed |= not same
+                name = " ".join(map(str, percent))
+                said = "equal" if same else "DIFFERENT"
+                print(f"{name:28} {schedule:8} {overlap!s:7} {bits:4} {speed:8.1f}  {said}")
     sys.exit(failed)
 
 

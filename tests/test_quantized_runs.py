@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,11 @@ def test_stored_weights_are_packed_and_reused(
 
     first = run(4)
     assert run(4) == first
+    # As after `kill -9` between two leaves.
+    (damaged,) = tmp_path.glob("weights/*/decoder.0.mlp.fc1.kernel.scale")
+    shutil.rmtree(damaged)
+    assert set(run(4)) == set(first)
+    first = run(4)
     assert any(name.split("/c/")[0].endswith("kernel.packed") for name in first)
     both = run(8)
     assert {name: both[name] for name in first} == first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import jax
@@ -120,20 +121,24 @@ class WeightStore:
             for tensor in tensors:
                 self._take("disk", tensor)
                 stored = [_stored(tensor, leaf) for leaf in self._storage(tensor).leaves]
-                if not all(folder.has(*what) for what in stored):
-                    self._write(folder, tensor, stored)
+                missing = [not folder.has(*what) for what in stored]
+                if any(missing):
+                    self._write(folder, tensor, stored, missing)
                 is_cached = tensor.key in self._cached
                 self._files[tensor.key] = [folder.open(*what, is_cached) for what in stored]
                 progress(self._storage(tensor).nbytes)
 
-    def _write(self, folder: WeightFolder, tensor: TensorSpec, stored: list[Stored]) -> None:
-        """Stores a tensor; quantized it is in RAM whole, otherwise a few chunks of it."""
+    def _write(
+        self, folder: WeightFolder, tensor: TensorSpec, stored: list[Stored], missing: list[bool]
+    ) -> None:
+        """Stores what is missing of a tensor; quantized it is in RAM whole, otherwise a few
+        chunks of it."""
         if len(stored) == 1:
             folder.write(*stored[0], self._pieces(tensor))
             return
         leaves = [np.zeros(shape, dtype) for _, shape, dtype in stored]
         self._fill(tensor, leaves)
-        for what, leaf in zip(stored, leaves, strict=True):
+        for what, leaf in compress(zip(stored, leaves, strict=True), missing):
             ranges = row_ranges(leaf.shape, leaf.dtype.itemsize)
             folder.write(*what, (leaf[start:stop] for start, stop in ranges))
 
