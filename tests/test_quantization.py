@@ -71,7 +71,7 @@ def test_equal_to_the_formula(dtype: str, kind: str, group: int) -> None:
             assert np.isfinite(np.asarray(back, np.float32)).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     x=hnp.arrays(
         np.float32,

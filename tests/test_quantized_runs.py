@@ -17,11 +17,12 @@ from flexgen_jax.layers.quantization import dequantize, quantize
 from flexgen_jax.layers.spec import Formats, TensorSpec
 from flexgen_jax.layers.storage import GROUP_SIZE
 from flexgen_jax.offload import disk, weights
-from tests.models import PLACEMENTS, prompts
+from tests.models import PLACEMENTS, prompts, write_checkpoint
 from tests.numpy_opt import NumpyOpt
 from tests.numpy_quantization import dequantized
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=18, ignore_eos=True)
 KV_BLOCK = 8
 
 
@@ -99,7 +100,7 @@ def test_scores_through_the_cache(checkpoint: Callable[[str], Path], bits: int) 
 def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
     policy = Policy(batch_size=2, kv_block_tokens=KV_BLOCK, weight_bits=4, cache_bits=4)
     with LLM(checkpoint(), dtype="float32", policy=policy) as llm:
-        results = llm.generate(prompt_token_ids=prompts(), sampling_params=GREEDY)
+        results = llm.generate(prompt_token_ids=prompts(), sampling_params=SHORT)
     return [result.token_ids for result in results]
 
 
@@ -132,7 +133,7 @@ def test_tokens_are_equal_everywhere(
     )
     options = {"policy": policy, "dtype": "float32", "offload_dir": tmp_path, "unified": unified}
     with LLM(checkpoint(), **options) as llm:
-        results = llm.generate(prompt_token_ids=prompts(), sampling_params=GREEDY)
+        results = llm.generate(prompt_token_ids=prompts(), sampling_params=SHORT)
         report = llm.report()
     assert [result.token_ids for result in results] == resident
     for tier, peak in report["peak_bytes"].items():
@@ -148,7 +149,9 @@ def test_stored_weights_are_packed_and_reused(
     def run(bits: int) -> dict[str, int]:
         options = {"policy": policy, "dtype": "float32", "offload_dir": tmp_path}
         with LLM(checkpoint(), weight_bits=bits, **options) as llm:
-            llm.generate(prompt_token_ids=prompts()[:1], sampling_params=GREEDY)
+            llm.generate(
+                prompt_token_ids=prompts()[:1], sampling_params=SamplingParams(max_tokens=3)
+            )
         files = tmp_path.glob("weights/*/*/c/**/*")
         return {str(path): path.stat().st_mtime_ns for path in files if path.is_file()}
 
@@ -167,13 +170,16 @@ def test_stored_weights_are_packed_and_reused(
 
 def test_bytes_are_counted_packed(tmp_path: Path) -> None:
     """4-bit weights and blocks are at most 0.29 of their fp16 bytes, stored and on the link."""
+    sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 512, "vocab_size": 512}
+    more = {"num_attention_heads": 2, "max_position_embeddings": 254}
+    folder = write_checkpoint(tmp_path / "model", **sizes, **more)
     rows = {}
     for bits in (16, 4):
         policy = Policy.from_percent(
             0, 0, 0, 0, 100, 0, batch_size=2, weight_bits=bits, cache_bits=bits
         )
-        options = {"policy": policy, "dtype": "bfloat16", "offload_dir": tmp_path}
-        with LLM("facebook/opt-125m", dummy_weights=True, **options) as llm:
+        options = {"policy": policy, "dtype": "bfloat16", "offload_dir": tmp_path / "offload"}
+        with LLM(folder, **options) as llm:
             llm.generate(
                 prompt_token_ids=[[5] * 128] * 2,
                 sampling_params=SamplingParams(max_tokens=2, ignore_eos=True),
