@@ -37,7 +37,7 @@ def make_blocks(
 
     The last block's requests are spread evenly over as few batches as hold them.
     """
-    ordered = sorted(requests, key=lambda request: (len(request.prompt_ids), request.index))
+    ordered = sorted(requests, key=lambda r: (len(r.prompt_ids), len(r.forced), r.index))
     per_block = batch_size * num_batches
     blocks = []
     for start in range(0, len(ordered), per_block):

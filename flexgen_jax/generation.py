@@ -120,18 +120,17 @@ class Scoring:
     def receiver(self, block: Sequence[Sequence[Request]]) -> Callable[[Step, np.ndarray], bool]:
         def receive(step: Step, logprobs: np.ndarray) -> bool:
             members = block[step.batch]
+            forced = max(len(request.forced) for request in members)
             for row, request in enumerate(members):
-                if logprobs.shape[1] == 1 and step.token < len(request.forced):
+                if step.token < len(request.forced):
                     self._logprobs[request.index].append(float(logprobs[row, 0]))
                     self.num_tokens += 1
-            if any(request.forced for request in members):
-                return step.token + 1 == max(len(request.forced) for request in members)
-            for row, request in enumerate(members):
-                # Position t predicts token t + 1, so the last position's score is of nothing.
-                count = len(request.prompt_ids)
-                self._logprobs[request.index] = [float(x) for x in logprobs[row, -count:-1]]
-                self.num_tokens += count
-            return True
+                elif not forced:
+                    # Position t predicts token t + 1, so the last position's score is of nothing.
+                    count = len(request.prompt_ids)
+                    self._logprobs[request.index] = [float(x) for x in logprobs[row, -count:-1]]
+                    self.num_tokens += count
+            return step.token + 1 >= forced
 
         return receive
 

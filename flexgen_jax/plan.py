@@ -49,7 +49,7 @@ class Planner:
 
     def policy_for(self, workload: Workload) -> Policy:
         """A policy that fits, or `BudgetError` with the numbers and the nearest one that does."""
-        fitter = Fitter(self.config, self.formats.dtype, workload, self.budgets, self.unified)
+        fitter = self._fitter(workload)
         if self.policy is not None:
             self._check(fitter, self.policy)
             return self.policy
@@ -69,8 +69,10 @@ class Planner:
 
     def spare_ram(self, policy: Policy, workload: Workload) -> int:
         """Host bytes that a run leaves free."""
-        fitter = Fitter(self.config, self.formats.dtype, workload, self.budgets, self.unified)
-        return self.budgets.spare_ram(fitter.needed(policy))
+        return self.budgets.spare_ram(self._fitter(workload).needed(policy))
+
+    def _fitter(self, workload: Workload) -> Fitter:
+        return Fitter(self.config, self.formats.dtype, workload, self.budgets, self.unified)
 
     def _check(self, fitter: Fitter, policy: Policy) -> None:
         missing = self.budgets.shortfalls(fitter.needed(policy))

@@ -81,9 +81,6 @@ class Session:
         shape = BlockShape.of(self.policy, workload)
         plan = plan_cache(self._config, self.policy, shape)
         programs = self._runtime.programs
-        if self._formats.weight_bits < 16:
-            programs.unpack("decoder")
-            programs.unpack("head")
         for batch, rows in enumerate(shape.batch_sizes):
             prompt, generated = plan.prompt[batch], plan.generated[batch]
             programs.embed(rows, workload.prompt_len)
@@ -93,7 +90,8 @@ class Session:
                 programs.embed(rows, 1)
                 programs.decode(rows, prompt + generated[:count], tail)
                 programs.append(rows, tail)
-                programs.seal(rows, tail)
+                if self._formats.cache_bits < 16:
+                    programs.seal(rows, tail)
                 programs.head(rows, 1, True)
 
     def start(self) -> None:

@@ -15,6 +15,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.layers.linear import dense
-from flexgen_jax.layers.quantization import Array, quantize, unpack
+from flexgen_jax.layers.programs import compiler_options
+from flexgen_jax.layers.quantization import Kept, quantize
+from flexgen_jax.layers.spec import Formats
 from flexgen_jax.offload.machine import tune_allocator
 
 LAYERS = 4
-Layer = list[Array]
+Layer = list[Kept]
 
 
 def layer_weights(hidden: int, seed: int) -> list[jax.Array]:
@@ -48,21 +51,29 @@ def products(x: jax.Array, weights: Layer) -> jax.Array:
     return dense(up, weights[5]).astype(jnp.bfloat16)
 
 
-def timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+def compiled(x: jax.Array, layer: Layer, bits: int) -> jax.stages.Compiled:
+    """`products` as the model's programs are compiled."""
+    options = compiler_options(Formats("bfloat16", weight_bits=bits))
+    return jax.jit(products).lower(x, layer).compile(compiler_options=options)
+
+
+def timed(function: Callable[..., Any], *args: Any) -> float:
     started = time.perf_counter()
-    result = jax.block_until_ready(function(*args))
-    return time.perf_counter() - started, result
+    jax.block_until_ready(function(*args))
+    return time.perf_counter() - started
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a large copy, read and write counted (as in STREAM)."""
-    source = np.ones(1 << 27, np.uint8)
+    """Bytes a second of a large copy on all cores, read and write counted (as in STREAM)."""
+    cores = os.cpu_count() or 1
+    source = np.ones((cores, 1 << 27), np.uint8)
     target = np.empty_like(source)
     seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        target[:] = source
-        seconds.append(time.perf_counter() - started)
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(5):
+            started = time.perf_counter()
+            list(pool.map(np.copyto, target, source))
+            seconds.append(time.perf_counter() - started)
     return 2 * source.nbytes / min(seconds)
 
 
@@ -70,35 +81,27 @@ def measure(hidden: int, rows: list[int], bits: int, repeat: int) -> list[dict[s
     """One row of figures for each number of rows of the input."""
     plain = [layer_weights(hidden, seed) for seed in range(LAYERS)]
     packed = [[quantize(kernel, bits, axis=0) for kernel in layer] for layer in plain]
-    product = jax.jit(products)
-    # As the executor does it: into the memory of the layer before.
-    unpacked = jax.jit(
-        lambda layer, into: [unpack(kernel) for kernel in layer], donate_argnums=1, keep_unused=True
-    )
-    into = jax.tree.map(jnp.zeros_like, [unpack(kernel) for kernel in packed[0]])
     found = []
     for count in rows:
         x = jnp.ones((count, hidden), jnp.bfloat16)
-        samples: dict[str, list[float]] = {"plain": [], "unpack": [], "product": []}
+        product = compiled(x, plain[0], 16)
+        quantized = compiled(x, packed[0], bits)
+        samples: list[tuple[float, float]] = []
         for turn in range(-1, repeat):
             for layer in range(LAYERS):
-                plain_s, _ = timed(product, x, plain[layer])
-                unpack_s, into = timed(unpacked, packed[layer], into)
-                product_s, _ = timed(product, x, into)
-                if turn >= 0:  # the first turn compiles
-                    for name, value in zip(samples, (plain_s, unpack_s, product_s), strict=True):
-                        samples[name].append(value)
-        plain_s, unpack_s, product_s = (float(np.median(value)) for value in samples.values())
+                both = (timed(product, x, plain[layer]), timed(quantized, x, packed[layer]))
+                if turn >= 0:  # the first turn warms up
+                    samples.append(both)
+        plain_s, quantized_s = (float(x) for x in np.median(samples, axis=0))
         elements = sum(kernel.size for kernel in plain[0])
         found.append(
             {
                 "rows": count,
                 "plain_ms": 1e3 * plain_s,
-                "unpack_ms": 1e3 * unpack_s,
-                "product_ms": 1e3 * product_s,
-                "ratio": (unpack_s + product_s) / plain_s,
-                "unpack_gelements_s": elements / unpack_s / 1e9,
-                "unpack_gb_s": elements * (2 + bits / 8) / unpack_s / 1e9,
+                "quantized_ms": 1e3 * quantized_s,
+                "ratio": quantized_s / plain_s,
+                "plain_gb_s": 2 * elements / plain_s / 1e9,
+                "plain_gflop_s": 2 * elements * count / plain_s / 1e9,
             }
         )
     return found
@@ -117,12 +120,12 @@ def main() -> None:
     tune_allocator()
     bandwidth = copy_bandwidth()
     found = measure(args.hidden, args.rows, args.bits, args.repeat)
-    print(f"memory copy {bandwidth / 1e9:.1f} GB/s, one thread, read and write counted")
-    print("| rows | plain ms | unpack ms | product ms | unpack + product / plain | unpack GB/s |")
+    print(f"memory copy on all cores {bandwidth / 1e9:.1f} GB/s, read and write counted")
+    print("| rows | bf16 ms | unpack + product ms | ratio | bf16 GB/s | bf16 GFLOP/s |")
     print("| --- | --- | --- | --- | --- | --- |")
     for row in found:
-        cells = [f"{row[key]:.1f}" for key in ("plain_ms", "unpack_ms", "product_ms")]
-        cells += [f"{row['ratio']:.2f}", f"{row['unpack_gb_s']:.1f}"]
+        cells = [f"{row['plain_ms']:.1f}", f"{row['quantized_ms']:.1f}", f"{row['ratio']:.2f}"]
+        cells += [f"{row['plain_gb_s']:.1f}", f"{row['plain_gflop_s']:.0f}"]
         print(f"| {row['rows']} | " + " | ".join(cells) + " |")
     if args.json:
         content = {

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.families import OPT, read_config
 from flexgen_jax.layers.spec import model_spec, unique_tensors
 
@@ -58,6 +59,18 @@ PROMPT_LENGTHS = (3, 17, 8, 20, 5, 9, 12, 1)
 def prompts(vocab_size: int = 96) -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [rng.integers(3, vocab_size, n).tolist() for n in PROMPT_LENGTHS]
+
+
+def run_greedy(
+    folder: Path, params: SamplingParams, policy: Policy, **options: Any
+) -> list[list[int]]:
+    """Every prompt's tokens in fp32; no tier's peak is over what was computed before."""
+    with LLM(folder, dtype="float32", policy=policy, **options) as llm:
+        results = llm.generate(prompt_token_ids=prompts(), sampling_params=params)
+        report = llm.report()
+    for tier, peak in report["peak_bytes"].items():
+        assert peak <= report["computed_peak_bytes"][tier]
+    return [result.token_ids for result in results]
 
 
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:

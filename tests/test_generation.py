@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from flexgen_jax import LLM, Policy, SamplingParams, UserError
 from flexgen_jax.offload.executor import NonFiniteError
-from tests.models import PLACEMENTS, VARIANTS, prompts, write_checkpoint
+from tests.models import PLACEMENTS, VARIANTS, prompts, run_greedy, write_checkpoint
 from tests.numpy_opt import NumpyOpt
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
@@ -52,13 +52,8 @@ def test_tokens_are_equal_everywhere(
         overlap=overlap,
         kv_block_tokens=8,
     )
-    options = {"policy": policy, "dtype": "float32", "offload_dir": tmp_path, "unified": unified}
-    with LLM(checkpoint(), **options) as llm:
-        results = llm.generate(prompt_token_ids=prompts(), sampling_params=GREEDY)
-        report = llm.report()
-    assert [result.token_ids for result in results] == expected
-    for tier, peak in report["peak_bytes"].items():
-        assert peak <= report["computed_peak_bytes"][tier]
+    found = run_greedy(checkpoint(), GREEDY, policy, offload_dir=tmp_path, unified=unified)
+    assert found == expected
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

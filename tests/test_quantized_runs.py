@@ -17,7 +17,7 @@ from flexgen_jax.layers.quantization import dequantize, quantize
 from flexgen_jax.layers.spec import Formats, TensorSpec
 from flexgen_jax.layers.storage import GROUP_SIZE
 from flexgen_jax.offload import disk, weights
-from tests.models import PLACEMENTS, prompts, write_checkpoint
+from tests.models import PLACEMENTS, prompts, run_greedy, write_checkpoint
 from tests.numpy_opt import NumpyOpt
 from tests.numpy_quantization import dequantized
 
@@ -99,9 +99,7 @@ def test_scores_through_the_cache(checkpoint: Callable[[str], Path], bits: int) 
 @pytest.fixture(scope="module")
 def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
     policy = Policy(batch_size=2, kv_block_tokens=KV_BLOCK, weight_bits=4, cache_bits=4)
-    with LLM(checkpoint(), dtype="float32", policy=policy) as llm:
-        results = llm.generate(prompt_token_ids=prompts(), sampling_params=SHORT)
-    return [result.token_ids for result in results]
+    return run_greedy(checkpoint(), SHORT, policy)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +129,8 @@ def test_tokens_are_equal_everywhere(
         weight_bits=4,
         cache_bits=4,
     )
-    options = {"policy": policy, "dtype": "float32", "offload_dir": tmp_path, "unified": unified}
-    with LLM(checkpoint(), **options) as llm:
-        results = llm.generate(prompt_token_ids=prompts(), sampling_params=SHORT)
-        report = llm.report()
-    assert [result.token_ids for result in results] == resident
-    for tier, peak in report["peak_bytes"].items():
-        assert peak <= report["computed_peak_bytes"][tier]
+    found = run_greedy(checkpoint(), SHORT, policy, offload_dir=tmp_path, unified=unified)
+    assert found == resident
 
 
 def test_stored_weights_are_packed_and_reused(

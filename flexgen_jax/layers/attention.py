@@ -1,6 +1,6 @@
 """Attention as a fold over write-once blocks of keys and values.
 
-Shapes are [batch, head, token, head_dim]: with heads before tokens XLA's CPU products read
+Shapes are [batch, head, token, head_dim]: with heads before tokens XLA's CPU backend reads
 KV ten times faster than with tokens first. A block's partial result carries its
 log-sum-exp, so that blocks can be attended to anywhere, in any order, and merged.
 """
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.layers.linear import precision_for
-from flexgen_jax.layers.quantization import Kept, contract, expand
+from flexgen_jax.layers.quantization import Kept, parts_of
 from flexgen_jax.layers.spec import scored_heads
 
 MASKED = -1e30
@@ -28,36 +28,20 @@ def attend(
     block's softmax-weighted values (fp32, [batch, head, 1, head_dim]) and the log-sum-exp of
     its scores (fp32, [batch, head, 1]).
     """
-    # XLA's CPU backend: with a lone 16-bit row a product is ten times slower than with two, and
-    # with the long operand first, for the scores, it is twice as fast.
-    copies = 1 if key.dtype == jnp.float32 else 2
-    precision = precision_for(key.dtype)
-
-    def scores_of(rows: jax.Array, part: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(
-            part,
-            rows,
-            (((3,), (3,)), ((0, 1), (0, 1))),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-
-    def mixed(rows: jax.Array, part: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(
-            rows,
-            part,
-            (((3,), (2,)), ((0, 1), (0, 1))),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-
-    scores = contract(jnp.concatenate([query] * copies, axis=2), key, scores_of)[..., 0]
+    # Not as products: those XLA's CPU backend computes with a copy of what it streams, which is
+    # the cache; multiplied and summed, keys and values are read once, five times as fast.
+    rows, start = query.astype(jnp.float32), 0
+    scores = jnp.zeros((), jnp.float32)
+    for part in parts_of(key):
+        stop = start + part.shape[3]
+        scores = scores + (part.astype(jnp.float32) * rows[..., start:stop]).sum(3)
+        start = stop
     scores = jnp.where(valid[:, None, :], scores, MASKED)
     peak = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - peak)
     total = weights.sum(-1, keepdims=True)
-    rows = jnp.stack([weights.astype(value.dtype)] * copies, axis=2)
-    out = expand(rows, value, mixed)[:, :, :1] / total[..., None]
+    mixed = [(part.astype(jnp.float32) * weights[..., None]).sum(2) for part in parts_of(value)]
+    out = jnp.concatenate(mixed, axis=-1)[:, :, None] / total[..., None]
     return out, peak + jnp.log(total)
 
 

@@ -8,7 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.quantization import Array, QuantizedArray, UnpackedArray, expand
+from flexgen_jax.layers.quantization import Kept, QuantizedArray, row_parts
+from flexgen_jax.layers.spec import part_bytes
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
@@ -18,16 +19,16 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
 
 def parameter(
     module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: jnp.dtype
-) -> Array:
+) -> Kept:
     """A module's tensor, which may be quantized: Flax checks the shape of plain ones only."""
-    found: Array | None = module.get_variable("params", name)
-    if isinstance(found, QuantizedArray | UnpackedArray):
+    found: Kept | None = module.get_variable("params", name)
+    if isinstance(found, QuantizedArray):
         return found
     plain: jax.Array = module.param(name, init, shape, dtype)
     return plain
 
 
-def dense(x: jax.Array, kernel: Array, bias: jax.Array | None = None) -> jax.Array:
+def dense(x: jax.Array, kernel: Kept, bias: jax.Array | None = None) -> jax.Array:
     """`x @ kernel.T + bias`.
 
     x: [..., in]; kernel: [out, in], unpacked here if it is quantized; bias: [out] or None.
@@ -39,16 +40,21 @@ def dense(x: jax.Array, kernel: Array, bias: jax.Array | None = None) -> jax.Arr
     if lone_row:
         rows = jnp.concatenate([rows, rows])
 
-    def product(some: jax.Array, part: jax.Array) -> jax.Array:
+    def product(part: jax.Array) -> jax.Array:
         return jax.lax.dot_general(
-            some,
+            rows,
             part,
             (((1,), (1,)), ((), ())),
             precision=precision_for(x.dtype),
             preferred_element_type=jnp.float32,
         )
 
-    out = expand(rows, kernel, product)
+    if isinstance(kernel, QuantizedArray):
+        parts = row_parts(kernel, part_bytes(rows.shape[0], kernel.shape[0]))
+        found = [product(x.reshape(-1, x.shape[2])).reshape(-1, *x.shape[:2]) for x in parts]
+        out = jnp.concatenate(found, axis=2).reshape(rows.shape[0], -1)[:, : kernel.shape[0]]
+    else:
+        out = product(kernel)
     if lone_row:
         out = out[:1]
     if bias is not None:

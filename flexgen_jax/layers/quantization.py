@@ -27,10 +27,18 @@ PACKED_BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """An array in another form; `storage` has its logical shape and dtype."""
+class QuantizedArray:
+    """An array in few bits an element; `storage` has its logical shape and dtype.
+
+    packed: uint8, the logical shape with the grouped axis 8 / bits times shorter; scale,
+    minimum: with it `group_size` times shorter (both rounded up), in float16 for a float16
+    array and bfloat16 for others.
+    """
 
     storage: Storage
+    packed: jax.Array
+    scale: jax.Array
+    minimum: jax.Array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,41 +48,17 @@ class _Stored:
     def dtype(self) -> jnp.dtype:
         return jnp.dtype(self.storage.dtype)
 
-
-@dataclass(frozen=True)
-class QuantizedArray(_Stored):
-    """An array in few bits an element.
-
-    packed: uint8, the logical shape with the grouped axis 8 / bits times shorter; scale,
-    minimum: with it `group_size` times shorter (both rounded up), in float16 for a float16
-    array and bfloat16 for others.
-    """
-
-    packed: jax.Array
-    scale: jax.Array
-    minimum: jax.Array
-
     @property
     def nbytes(self) -> int:
         return self.storage.nbytes
 
 
-@dataclass(frozen=True)
-class UnpackedArray(_Stored):
-    """A quantized array unpacked to its dtype, in the parts that its planes are."""
-
-    parts: tuple[jax.Array, ...]
-
-
-_make_pytree = partial(jax.tree_util.register_dataclass, meta_fields=("storage",))
-_make_pytree(QuantizedArray, data_fields=("packed", "scale", "minimum"))
-_make_pytree(UnpackedArray, data_fields=("parts",))
-
-Array = jax.Array | QuantizedArray | UnpackedArray
-"""What a layer may be given for a tensor."""
+jax.tree_util.register_dataclass(
+    QuantizedArray, data_fields=("packed", "scale", "minimum"), meta_fields=("storage",)
+)
 
 Kept = jax.Array | QuantizedArray
-"""What is kept and moved."""
+"""What a layer may be given for a tensor, and what is kept and moved."""
 
 
 def assemble(storage: Storage, leaves: Sequence[Any]) -> Any:
@@ -115,14 +99,17 @@ def encode(x: jax.Array, storage: Storage) -> tuple[jax.Array, jax.Array, jax.Ar
     levels = (1 << storage.bits) - 1
     kept = jnp.dtype(parameter_dtype(storage.dtype))
     largest = largest_kept(x.dtype)
-    wide = jnp.clip(x.astype(jnp.float32), -largest, largest)
-    low, high = (_per_group(wide, reduce, group_size, axis) for reduce in (jnp.min, jnp.max))
+    low, high = (
+        jnp.clip(_per_group(x, reduce, group_size, axis).astype(jnp.float32), -largest, largest)
+        for reduce in (jnp.min, jnp.max)
+    )
     minimum = _round_towards(low, kept, -jnp.inf)
     # XLA makes a division by a constant this product anyway; NumPy would not.
     spread = (high - minimum.astype(jnp.float32)) * jnp.float32(1 / levels)
     scale = _round_towards(spread, kept, jnp.inf)
     each_minimum = _per_element(minimum, group_size, axis, 0, x.shape[axis])
     each_scale = _per_element(scale, group_size, axis, 0, x.shape[axis])
+    wide = jnp.clip(x.astype(jnp.float32), -largest, largest)
     offset = (wide - each_minimum) / jnp.where(each_scale > 0, each_scale, 1.0)
     return jnp.clip(jnp.round(offset), 0, levels).astype(jnp.uint8), scale, minimum
 
@@ -140,27 +127,67 @@ def _pack(codes: jax.Array, storage: Storage) -> jax.Array:
 @jax.jit
 def dequantize(q: QuantizedArray) -> jax.Array:
     """The array that `q` stands for, in its dtype."""
-    whole = jnp.concatenate(unpack(q).parts, axis=q.storage.axis)
-    return jax.lax.slice_in_dim(whole, 0, q.shape[q.storage.axis], axis=q.storage.axis)
+    return jnp.concatenate(parts_of(q), axis=q.storage.axis)
 
 
-def unpack(q: QuantizedArray) -> UnpackedArray:
-    """All planes, dequantized; the last one has meaningless elements after the array's end."""
+def parts_of(x: Kept) -> list[jax.Array]:
+    """A plain array itself; of a quantized one the planes, consecutive along its grouped axis."""
+    if not isinstance(x, QuantizedArray):
+        return [x]
+    starts = range(0, x.shape[x.storage.axis], x.storage.plane_length)
     # Without the barrier XLA unpacks inside the loops of what follows, again and again.
-    planes = (jax.lax.optimization_barrier(_plane(q, i)) for i in range(q.storage.planes))
-    return UnpackedArray(q.storage, tuple(planes))
+    return [jax.lax.optimization_barrier(_plane(x, i)) for i in range(len(starts))]
 
 
 def _plane(q: QuantizedArray, index: int) -> jax.Array:
-    storage, length = q.storage, q.storage.plane_length
-    codes = (q.packed >> (storage.bits * index)) & ((1 << storage.bits) - 1)
-    where = (storage.group_size, storage.axis, index * length, length)
+    storage, start = q.storage, index * q.storage.plane_length
+    length = min(storage.plane_length, storage.shape[storage.axis] - start)
+    packed = jax.lax.slice_in_dim(q.packed, 0, length, axis=storage.axis)
+    codes = (packed >> (storage.bits * index)) & ((1 << storage.bits) - 1)
+    where = (storage.group_size, storage.axis, start, length)
     # By way of int32: from uint8 to float32 at once takes XLA's CPU backend a fifth longer.
     wide = codes.astype(jnp.int32).astype(jnp.float32)
-    wide = wide * _per_element(q.scale, *where) + _per_element(q.minimum, *where)
-    if q.dtype == jnp.float16:  # the top level may lie a little beyond the largest number
-        wide = jnp.clip(wide, -largest_kept(q.dtype), largest_kept(q.dtype))
-    return wide.astype(q.dtype)
+    return _narrow(wide * _per_element(q.scale, *where) + _per_element(q.minimum, *where), q.dtype)
+
+
+def row_parts(q: QuantizedArray, most_bytes: int) -> list[jax.Array]:
+    """A matrix grouped along its rows, dequantized in parts [plane, row, column], of at most
+    `most_bytes` or a group: together along axis 1, the rows, the last of which may be padding.
+
+    A product with one part after the other finds each in the processor's cache.
+    """
+    storage, group = q.storage, q.storage.group_size
+    planes, length, columns = storage.planes, storage.plane_length, storage.shape[1]
+    if length % group:  # only where it is small
+        return [jax.lax.optimization_barrier(dequantize(q))[None]]
+    scale, minimum = (
+        _padded(x.astype(jnp.float32), planes * length // group, 0).reshape(planes, -1, columns)
+        for x in (q.scale, q.minimum)
+    )
+    shifts = storage.bits * jnp.arange(planes, dtype=jnp.uint8)[:, None, None]
+    parts = []
+    step = max(1, most_bytes // (q.dtype.itemsize * columns * planes * group)) * group
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        codes = (q.packed[None, start:stop] >> shifts) & ((1 << storage.bits) - 1)
+        of_group = slice(start // group, stop // group)
+        each_scale, each_minimum = (
+            jnp.repeat(x[:, of_group], group, axis=1) for x in (scale, minimum)
+        )
+        wide = codes.astype(jnp.int32).astype(jnp.float32) * each_scale + each_minimum
+        parts.append(jax.lax.optimization_barrier(_narrow(wide, q.dtype)))
+    return parts
+
+
+def _narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Finite fp32 to `dtype`, to the nearest; to bfloat16 ties go away from zero."""
+    if dtype == jnp.float16:  # the top level may lie a little beyond the largest number
+        x = jnp.clip(x, -largest_kept(dtype), largest_kept(dtype))
+    if dtype != jnp.bfloat16:
+        return x.astype(dtype)
+    # XLA's own conversion also minds NaN, which halves the speed of unpacking on the CPU.
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jax.lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.uint16), dtype)
 
 
 def largest_kept(dtype: jnp.dtype) -> float:
@@ -170,39 +197,9 @@ def largest_kept(dtype: jnp.dtype) -> float:
     return largest.get(str(dtype), float(np.finfo(np.float32).max) / 4)
 
 
-def contract(
-    x: jax.Array, q: Array, product: Callable[[jax.Array, jax.Array], jax.Array]
-) -> jax.Array:
-    """`product(x, q)`, which sums over the last axis of both, along which `q` may be grouped."""
-    if not isinstance(q, QuantizedArray | UnpackedArray):
-        return product(x, q)
-    parts = _parts(q)
-    length = q.storage.plane_length
-    x = _padded(x, length * len(parts), x.ndim - 1)
-    out = product(x[..., :length], parts[0])
-    for index, part in enumerate(parts[1:], 1):
-        out = out + product(x[..., index * length : (index + 1) * length], part)
-    return out
-
-
-def expand(
-    x: jax.Array, q: Array, product: Callable[[jax.Array, jax.Array], jax.Array]
-) -> jax.Array:
-    """`product(x, q)`, whose last axis is the one along which `q` may be grouped."""
-    if not isinstance(q, QuantizedArray | UnpackedArray):
-        return product(x, q)
-    whole = jnp.concatenate([product(x, part) for part in _parts(q)], axis=-1)
-    return whole[..., : q.storage.shape[q.storage.axis]]
-
-
-def _parts(q: QuantizedArray | UnpackedArray) -> tuple[jax.Array, ...]:
-    return q.parts if isinstance(q, UnpackedArray) else unpack(q).parts
-
-
-def take_rows(table: Array, rows: jax.Array) -> jax.Array:
+def take_rows(table: Kept, rows: jax.Array) -> jax.Array:
     """table[rows] of a [row, column] table that may be grouped along the rows; only what is
     taken is unpacked. rows: int32 of any shape; returns [*rows.shape, column]."""
-    assert not isinstance(table, UnpackedArray), "rows are taken before anything is unpacked"
     if not isinstance(table, QuantizedArray):
         return table[rows]
     storage = table.storage

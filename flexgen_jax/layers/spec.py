@@ -18,6 +18,9 @@ SCORE_BYTES = 64 << 20
 SCORED_ROWS = 256
 """Scoring forms the logits of this many positions at a time."""
 
+PART_BYTES = 16 << 20
+"""A quantized kernel is unpacked and multiplied in parts of this size, which stay in the cache."""
+
 LayerKind = Literal["embedding", "decoder", "head"]
 
 
@@ -151,6 +154,11 @@ def unique_tensors(layers: tuple[LayerSpec, ...]) -> dict[str, TensorSpec]:
 
 def num_parameters(config: ModelConfig) -> int:
     return sum(tensor.size for tensor in unique_tensors(model_spec(config)).values())
+
+
+def part_bytes(rows: int, out: int) -> int:
+    """Of an unpacked part of a kernel; no smaller than the product, whose parts are joined."""
+    return max(PART_BYTES, 4 * rows * out)
 
 
 def scored_heads(heads: int, tokens: int) -> int:

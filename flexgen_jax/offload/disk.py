@@ -241,9 +241,18 @@ class WeightFolder:
         self, name: str, shape: tuple[int, ...], dtype: np.dtype, is_cached: bool = False
     ) -> DiskArray:
         """A tensor that is stored. Cached: read through the page cache."""
-        path, chunk = self.path / name, _chunk(shape, dtype)
-        store = _open(path, shape, chunk, dtype, self._context)
-        direct = self._direct and not is_cached
+        return self._array(self.path / name, shape, dtype, self._direct and not is_cached)
+
+    def _array(
+        self,
+        path: Path,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        direct: bool,
+        create: bool = False,
+    ) -> DiskArray:
+        chunk = _chunk(shape, dtype)
+        store = _open(path, shape, chunk, dtype, self._context, create)
         return DiskArray(path, store, shape, chunk, dtype, self._queue, direct)
 
     def write(
@@ -251,15 +260,14 @@ class WeightFolder:
     ) -> None:
         """Stores a tensor from consecutive ranges of its rows; visible once it is complete."""
         folder, part = self.path / name, self.path / f"{name}.part"
-        store = _open(part, shape, _chunk(shape, dtype), dtype, self._context, create=True)
+        array = self._array(part, shape, dtype, self._direct, create=True)
         start, crc, pending = 0, 0, None
         try:
             for piece in pieces:
                 crc = zlib.crc32(_as_bytes(piece), crc)
                 if pending is not None:
                     pending.result()
-                target = store[start : start + piece.shape[0]]
-                pending = target.write(piece, can_reference_source_data_indefinitely=True)
+                pending = array.write(piece, slice(start, start + piece.shape[0]))
                 start += piece.shape[0]
             if pending is not None:
                 pending.result()

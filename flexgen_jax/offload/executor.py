@@ -16,7 +16,7 @@ import numpy as np
 
 from flexgen_jax.config import UserError
 from flexgen_jax.layers.decoder import KVBlock
-from flexgen_jax.layers.quantization import Kept, UnpackedArray
+from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.spec import LayerKind, LayerSpec
 from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.context import Runtime
@@ -105,8 +105,6 @@ class BlockRun:
         self._activations = Activations(runtime, homes)
         self._ids: dict[int, Any] = {}
         self._finished: set[int] = set()
-        self._unpacked: dict[str, dict[str, UnpackedArray]] = {}
-        self._unpacked_visit = -1
         self._depth = Ahead.of(policy)
         stream = (runtime.memories, runtime.pool, runtime.ledger)
         self._weight_loads: Stream[tuple[int, int], dict[str, Kept]] = Stream(
@@ -181,7 +179,7 @@ class BlockRun:
     def _compute(self, step: Step) -> Computed:
         """Dispatches one layer for one batch, and hands on what needs no waiting."""
         kind = self._kind(step)
-        weights = self._take_weights(step)
+        weights = self._weight_loads.take((step.visit, step.layer))
         if kind == "embedding":
             computed, hidden = self._embed(step, weights)
         elif kind == "head":
@@ -198,23 +196,6 @@ class BlockRun:
         if hidden is not None:
             self._activations.put(step.token, step.layer, step.batch, hidden)
         return computed
-
-    def _take_weights(self, step: Step) -> Any:
-        """The layer's weights; quantized ones are unpacked once for all batches of a visit, and
-        those of the head, to which every token comes back, once for the block."""
-        key, kind = (step.visit, step.layer), self._kind(step)
-        weights = self._weight_loads.take(key)
-        if self._runtime.formats.weight_bits == 16 or kind == "embedding":
-            return weights
-        is_done = kind == "head" or self._unpacked_visit == step.visit
-        if kind not in self._unpacked or not is_done:
-            programs = self._runtime.programs
-            into = self._unpacked.get(kind) or programs.unpacked_memory(kind)
-            self._unpacked[kind] = programs.unpack(kind)(weights, into)
-            self._weight_loads.used(key, jax.tree.leaves(self._unpacked[kind])[0])
-        if kind == "decoder":
-            self._unpacked_visit = step.visit
-        return weights | self._unpacked[kind]
 
     def _embed(self, step: Step, weights: Any) -> tuple[Computed, jax.Array]:
         batch = self._batches[step.batch]

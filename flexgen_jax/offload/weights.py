@@ -98,7 +98,8 @@ class WeightStore:
             return
         packed, scale, minimum = leaves
         length, group = storage.plane_length, storage.group_size
-        for start, stop in self._group_ranges(storage):
+        itemsize = self._runtime.numpy_dtype.itemsize
+        for start, stop in row_ranges(storage.shape, itemsize, group):
             piece = self._source.read(tensor, start, stop, storage.dtype)
             part = replace(storage, shape=piece.shape)
             codes, *values = (np.asarray(array) for array in encode(piece, part))
@@ -108,10 +109,6 @@ class WeightStore:
                 low, high = max(start, index * length), min(stop, (index + 1) * length)
                 rows = codes[low - start : high - start] << (storage.bits * index)
                 packed[low - index * length : high - index * length] |= rows
-
-    def _group_ranges(self, storage: Storage) -> list[tuple[int, int]]:
-        itemsize = self._runtime.numpy_dtype.itemsize
-        return row_ranges(storage.shape, itemsize, storage.group_size)
 
     def _place_on_disk(self, tensors: list[TensorSpec], progress: Progress) -> None:
         runtime = self._runtime

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from math import prod
 
 from flexgen_jax.config import DTYPES, ModelConfig
-from flexgen_jax.layers.spec import SCORED_ROWS, Formats, LayerSpec, model_spec, scored_heads
+from flexgen_jax.layers.spec import (
+    PART_BYTES,
+    SCORED_ROWS,
+    Formats,
+    LayerSpec,
+    model_spec,
+    part_bytes,
+    scored_heads,
+)
 from flexgen_jax.layers.storage import Leaf
 from flexgen_jax.policy.placement import (
     CachePlan,
@@ -210,11 +218,9 @@ def workspace_bytes(
     attention = count * config.hidden_size * (4 + 4 * item) + scores
     prefill = max(mlp, attention) + count * config.hidden_size * (4 + 5 * item)
     unpacked = 0
-    if formats.weight_bits < 16:  # a layer's kernels, and the head's table for a whole block
-        kernels = 4 * config.hidden_size + 2 * config.ffn_size
-        projection = config.embed_size if config.projects_embeddings else 0
-        head_columns = config.vocab_size * config.embed_size + projection * config.hidden_size
-        unpacked = int((kernels * config.hidden_size + 1.02 * head_columns) * item)
+    if formats.weight_bits < 16:
+        largest = max(config.ffn_size, config.hidden_size) * config.hidden_size * item
+        unpacked = max(PART_BYTES, min(largest, part_bytes(count, config.ffn_size)))
     # Sampling sorts the logits and scoring normalises them; both keep several copies.
     copies = {"greedy": 1, "sample": 8, "score": 3}[head]
     formed = min(SCORED_ROWS, count) if head == "score" else rows
