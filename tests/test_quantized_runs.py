@@ -17,6 +17,7 @@ from flexgen_jax.layers.quantization import dequantize, quantize
 from flexgen_jax.layers.spec import Formats, TensorSpec
 from flexgen_jax.layers.storage import GROUP_SIZE
 from flexgen_jax.offload import disk, weights
+from flexgen_jax.policy.memory import workspace_bytes
 from tests.models import PLACEMENTS, prompts, run_greedy, write_checkpoint
 from tests.numpy_opt import NumpyOpt
 from tests.numpy_quantization import dequantized
@@ -161,25 +162,38 @@ def test_stored_weights_are_packed_and_reused(
     assert len(both) > len(first)
 
 
-def test_bytes_are_counted_packed(tmp_path: Path) -> None:
-    """4-bit weights and blocks are at most 0.29 of their fp16 bytes, stored and on the link."""
+@pytest.mark.parametrize(
+    ("percent", "tier", "links"),
+    [
+        ((100, 0, 100, 0, 100, 0), "device", ()),
+        ((0, 100, 0, 100, 100, 0), "host", ("host_to_device",)),
+        ((0, 0, 0, 0, 100, 0), "disk", ("disk_read", "disk_write")),
+    ],
+)
+def test_bytes_are_counted_packed(
+    tmp_path: Path, percent: tuple[int, ...], tier: Any, links: tuple[str, ...]
+) -> None:
+    """4-bit weights and blocks are at most 0.29 of their fp16 bytes, stored and on the links."""
     sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 512, "vocab_size": 512}
     more = {"num_attention_heads": 2, "max_position_embeddings": 254}
     folder = write_checkpoint(tmp_path / "model", **sizes, **more)
-    rows = {}
+    rows: dict[int, dict[str, int]] = {}
     for bits in (16, 4):
-        policy = Policy.from_percent(
-            0, 0, 0, 0, 100, 0, batch_size=2, weight_bits=bits, cache_bits=bits
-        )
+        policy = Policy.from_percent(*percent, batch_size=2, weight_bits=bits, cache_bits=bits)
         options = {"policy": policy, "dtype": "bfloat16", "offload_dir": tmp_path / "offload"}
-        with LLM(folder, **options) as llm:
+        with LLM(folder, **options, unified=tier == "disk") as llm:
             llm.generate(
                 prompt_token_ids=[[5] * 128] * 2,
                 sampling_params=SamplingParams(max_tokens=2, ignore_eos=True),
             )
-            rows[bits] = llm.report()
-    for field, key in (("bytes", "disk_read"), ("bytes", "disk_write"), ("peak_bytes", "disk")):
-        assert rows[4][field][key] <= 0.29 * rows[16][field][key]
+            report, config = llm.report(), llm.config
+        rows[bits] = {link: report["bytes"][link] for link in links}
+        rows[bits]["stored"] = report["peak_bytes"][tier]
+        if tier == "device":  # which also holds what is not stored: temporaries and hidden states
+            formats = policy.formats("bfloat16")
+            rows[bits]["stored"] -= workspace_bytes(config, formats, 2, 128) + 2 * 128 * 128 * 2
+    for name, nbytes in rows[4].items():
+        assert nbytes <= 0.29 * rows[16][name], name
 
 
 def test_quantizing_in_pieces_is_quantizing() -> None:

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, row_parts
 from flexgen_jax.layers.spec import part_bytes
 
+FEW_ROWS = 16
+"""With at most so many rows a product is the reading of its kernel."""
+
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
     """fp32 means fp32: an accelerator must not round operands to TF32 or bf16."""
@@ -40,26 +43,38 @@ def dense(x: jax.Array, kernel: Kept, bias: jax.Array | None = None) -> jax.Arra
     if lone_row:
         rows = jnp.concatenate([rows, rows])
 
-    def product(part: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(
-            rows,
-            part,
-            (((1,), (1,)), ((), ())),
-            precision=precision_for(x.dtype),
-            preferred_element_type=jnp.float32,
-        )
-
     if isinstance(kernel, QuantizedArray):
         parts = row_parts(kernel, part_bytes(rows.shape[0], kernel.shape[0]))
-        found = [product(x.reshape(-1, x.shape[2])).reshape(-1, *x.shape[:2]) for x in parts]
+        found = [_product(rows, x.reshape(-1, x.shape[2])).reshape(-1, *x.shape[:2]) for x in parts]
         out = jnp.concatenate(found, axis=2).reshape(rows.shape[0], -1)[:, : kernel.shape[0]]
     else:
-        out = product(kernel)
+        out = _product(rows, kernel)
     if lone_row:
         out = out[:1]
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _product(rows: jax.Array, kernel: jax.Array) -> jax.Array:
+    """rows [n, in] @ kernel [out, in].T, fp32."""
+
+    def dot(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(
+            left,
+            right,
+            (((1,), (1,)), ((), ())),
+            precision=precision_for(rows.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    count = rows.shape[0]
+    if count > FEW_ROWS or rows.dtype == jnp.float32 or jax.default_backend() != "cpu":
+        return dot(rows, kernel)
+    # XLA's CPU backend copies the right operand, so the kernel is the left one. Multiplied by one
+    # it is turned: a mere transposition would make XLA turn the product around again.
+    turned, one = dot(kernel, rows), jnp.eye(count, dtype=jnp.float32)
+    return jnp.einsum("or,rs->so", turned, one, precision=jax.lax.Precision.HIGHEST)
 
 
 class Linear(nn.Module):

@@ -32,7 +32,7 @@ class Activations:
         return self._version.get(batch) == (token, layer) and not self._is_unwritten(batch)
 
     def _is_unwritten(self, batch: int) -> bool:
-        return self._taken[batch][0] == "disk" and batch in self._arrays
+        return self._taken[batch][0] == "disk" and batch not in self._on_disk
 
     def put(self, token: int, layer: int, batch: int, hidden: jax.Array) -> None:
         """Takes the output of `layer`; for the disk it is written by `settle`."""
@@ -49,7 +49,7 @@ class Activations:
             self._write(batch)
 
     def _write(self, batch: int) -> None:
-        host = self._arrays.pop(batch)
+        host = self._arrays[batch]
         file = self._files.get((batch, host.shape))
         if file is None:
             name = f"hidden-{batch}-{host.shape[1]}"
@@ -66,13 +66,13 @@ class Activations:
             self._finish_write(next(iter(self._writes)))
 
     def start(self, batch: int) -> Load[jax.Array]:
-        """Starts bringing the batch's hidden state to the device."""
-        if self._is_unwritten(batch):
-            self._write(batch)
+        """Starts bringing the batch's hidden state to the device.
+
+        What is still in RAM, because it is needed again so soon, does not go by way of the disk.
+        """
         what = f"activations of batch {batch}"
-        if batch not in self._on_disk:
+        if batch in self._arrays:
             return Load(what, self._arrays[batch])
-        self._finish_write(batch)
         file, runtime = self._on_disk[batch], self._runtime
         buffer = runtime.pool.take(file.shape, file.dtype)
         load = Load(what, buffer.array, buffers=[buffer])
@@ -86,6 +86,7 @@ class Activations:
         if batch in self._writes:
             write, nbytes = self._writes.pop(batch)
             self._runtime.ledger.give("host", nbytes)
+            del self._arrays[batch]
             finish([write], f"activations of batch {batch}")
 
     def _forget(self, batch: int) -> None:
