@@ -12,7 +12,7 @@ import click
 
 from flexgen_jax.config import UserError
 from flexgen_jax.layers.storage import BITS
-from flexgen_jax.policy.policy import SCHEDULES, Placement, Policy, PolicyError
+from flexgen_jax.policy.policy import ATTENTIONS, SCHEDULES, Placement, Policy, PolicyError
 
 if TYPE_CHECKING:
     from flexgen_jax.engine import LLM
@@ -112,6 +112,13 @@ def policy_options(command: Command) -> Command:
             ),
             _bits_option("weight", "weights"),
             _bits_option("cache", "full blocks of the KV cache"),
+            click.option(
+                "--attention",
+                type=click.Choice(list(ATTENTIONS)),
+                help="Where decoding attends to KV cache that is not on the GPU: on the host's "
+                "CPU, or on the device, to which it is moved; auto: on the host, or on the device "
+                "if the cache is quantized.",
+            ),
             click.option("--no-overlap", is_flag=True, help="Load nothing ahead of its use."),
         ],
     )

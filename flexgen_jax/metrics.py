@@ -12,7 +12,9 @@ from flexgen_jax.config import UserError
 from flexgen_jax.policy.policy import TIERS, Tier
 
 Link = Literal["disk_read", "disk_write", "host_to_device", "device_to_host"]
-Resource = Literal["disk_read", "disk_write", "host_to_device", "device_to_host", "compute"]
+Resource = Literal[
+    "disk_read", "disk_write", "host_to_device", "device_to_host", "compute", "host_compute"
+]
 LINKS: tuple[Link, ...] = get_args(Link)
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 

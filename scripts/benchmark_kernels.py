@@ -1,10 +1,12 @@
-"""Times quantized products on this machine, beside the plain product and the memory's speed.
+"""Times quantized products and decode attention on this machine, beside the memory's speed.
 
     python scripts/benchmark_kernels.py --json result.json
 
 The matrices are those of one decoder layer (four of hidden x hidden, two of hidden x 4 hidden).
 A run walks over several layers' own weights, as a model does, so that they come from memory and
-not from a cache. Every figure is a median; plain and quantized take turns.
+not from a cache. Every figure is a median; plain and quantized take turns. Attention is that of
+16 sequences of 32 heads: on the host's path, on the device's path where the device is the CPU,
+and PyTorch's, where it is installed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexgen_jax.layers.attention import attend
 from flexgen_jax.layers.linear import dense
 from flexgen_jax.layers.programs import compiler_options
 from flexgen_jax.layers.quantization import Kept, quantize
 from flexgen_jax.layers.spec import Formats
+from flexgen_jax.offload.host_attention import HostAttention, HostBlock
 from flexgen_jax.offload.machine import tune_allocator
 
 LAYERS = 4
+KV_SHAPE = (16, 32, 64)
+"""Sequences, heads and head dimension of the attention's benchmark."""
+
 Layer = list[Kept]
 
 
@@ -107,6 +115,56 @@ def measure(hidden: int, rows: list[int], bits: int, repeat: int) -> list[dict[s
     return found
 
 
+def attention_runs(dtype: str, tokens: int) -> dict[str, Callable[[Any, Any], object]]:
+    """Functions of a key and a value, [batch, head, token, head_dim], by name."""
+    query = jnp.ones((*KV_SHAPE[:2], 1, KV_SHAPE[2]), dtype)
+    valid, first = jnp.ones((KV_SHAPE[0], tokens), bool), np.zeros(KV_SHAPE[0], np.int32)
+    host, device, rows = HostAttention(), jax.jit(attend), np.asarray(query.astype(jnp.float32))
+    runs: dict[str, Callable[[Any, Any], object]] = {
+        "host": lambda k, v: host.attend(rows, [HostBlock(0, (k, v))], tokens, first),
+        "device": lambda k, v: jax.block_until_ready(device(query, k, v, valid)),
+    }
+    if find_spec("torch"):
+        import torch
+
+        def on_torch(x: Any) -> Any:
+            whole = torch.from_numpy(np.asarray(x).view(np.int16 if dtype != "float32" else None))
+            return whole if dtype == "float32" else whole.view(torch.bfloat16)
+
+        question = torch.ones(query.shape, dtype=getattr(torch, dtype))
+        product = torch.nn.functional.scaled_dot_product_attention
+        runs["torch"] = lambda k, v: product(question, on_torch(k), on_torch(v))
+    return runs
+
+
+def measure_attention(dtype: str, tokens: int, repeat: int, bandwidth: float) -> dict[str, Any]:
+    """GB/s of keys and values read, by who reads them; and relative to the memory copy."""
+    shape = (*KV_SHAPE[:2], tokens, KV_SHAPE[2])
+    keys = jax.random.split(jax.random.key(0), 4)
+    sides = [jax.block_until_ready(jax.random.normal(key, shape, dtype)) for key in keys]
+    found: dict[str, Any] = {"dtype": dtype, "tokens": tokens}
+    samples: dict[str, list[float]] = {}
+    runs = attention_runs(dtype, tokens)
+    for turn in range(-1, repeat):
+        for side in range(len(sides)):
+            for name, run in runs.items():
+                seconds = timed(run, sides[side], sides[side - 1])
+                if turn >= 0:
+                    samples.setdefault(name, []).append(seconds)
+    for name, seconds in samples.items():
+        found[f"{name}_gb_s"] = 2 * sides[0].nbytes / float(np.median(seconds)) / 1e9
+    return found | {"host_of_copy": 1e9 * found["host_gb_s"] / bandwidth}
+
+
+def print_attention(rows: list[dict[str, Any]]) -> None:
+    print("| dtype | tokens | host GB/s | of the copy | device path GB/s | PyTorch GB/s |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        cells = [f"{row['host_gb_s']:.1f}", f"{row['host_of_copy']:.2f}"]
+        cells += [f"{row[key]:.1f}" if key in row else "" for key in ("device_gb_s", "torch_gb_s")]
+        print(f"| {row['dtype']} | {row['tokens']} | " + " | ".join(cells) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -115,6 +173,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 512, 2048])
     parser.add_argument("--bits", type=int, choices=[4, 8], default=4)
     parser.add_argument("--repeat", type=int, default=4)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     tune_allocator()
@@ -127,6 +186,12 @@ def main() -> None:
         cells = [f"{row['plain_ms']:.1f}", f"{row['quantized_ms']:.1f}", f"{row['ratio']:.2f}"]
         cells += [f"{row['plain_gb_s']:.1f}", f"{row['plain_gflop_s']:.0f}"]
         print(f"| {row['rows']} | " + " | ".join(cells) + " |")
+    attention = [
+        measure_attention(dtype, tokens, args.repeat, bandwidth)
+        for dtype in ("float32", "bfloat16")
+        for tokens in args.tokens
+    ]
+    print_attention(attention)
     if args.json:
         content = {
             "cores": os.cpu_count(),
@@ -135,6 +200,7 @@ def main() -> None:
             "copy_gb_s": bandwidth / 1e9,
             "bits": args.bits,
             "rows": found,
+            "attention": attention,
         }
         args.json.write_text(json.dumps(content, indent=2) + "\n")
 

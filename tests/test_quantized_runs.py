@@ -179,7 +179,9 @@ def test_bytes_are_counted_packed(
     folder = write_checkpoint(tmp_path / "model", **sizes, **more)
     rows: dict[int, dict[str, int]] = {}
     for bits in (16, 4):
-        policy = Policy.from_percent(*percent, batch_size=2, weight_bits=bits, cache_bits=bits)
+        policy = Policy.from_percent(
+            *percent, batch_size=2, attention="device", weight_bits=bits, cache_bits=bits
+        )
         options = {"policy": policy, "dtype": "bfloat16", "offload_dir": tmp_path / "offload"}
         with LLM(folder, **options, unified=tier == "disk") as llm:
             llm.generate(

@@ -17,16 +17,16 @@ from flexgen_jax.layers.spec import scored_heads
 MASKED = -1e30
 """Score of a masked key: finite, so that a block with no valid key stays free of NaN."""
 
+Partial = tuple[jax.Array, jax.Array]
+"""What attention found in some blocks: softmax-weighted values, fp32 [batch, head, 1, head_dim],
+and the log-sum-exp of the scores, fp32 [batch, head, 1]."""
 
-def attend(
-    query: jax.Array, key: Kept, value: Kept, valid: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+
+def attend(query: jax.Array, key: Kept, value: Kept, valid: jax.Array) -> Partial:
     """One query token a sequence against one block.
 
     query: [batch, head, 1, head_dim], already scaled; key, value: [batch, head, token,
-    head_dim], unpacked here if they are quantized; valid: bool [batch, token]. Returns the
-    block's softmax-weighted values (fp32, [batch, head, 1, head_dim]) and the log-sum-exp of
-    its scores (fp32, [batch, head, 1]).
+    head_dim], unpacked here if they are quantized; valid: bool [batch, token].
     """
     # Not as products: those XLA's CPU backend computes with a copy of what it streams, which is
     # the cache; multiplied and summed, keys and values are read once, five times as fast.
@@ -45,12 +45,34 @@ def attend(
     return out, peak + jnp.log(total)
 
 
-def merge(partials: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Combines partial results of `attend` by their log-sum-exp.
+def attend_blocks(
+    query: jax.Array,
+    new: tuple[jax.Array, jax.Array],
+    blocks: tuple[tuple[Kept, Kept], ...],
+    starts: jax.Array,
+    position: jax.Array,
+    first_valid: jax.Array,
+) -> Partial:
+    """The new token's query against its own key and value and some blocks, merged.
 
-    partials: (out [batch, head, 1, head_dim], lse [batch, head, 1]) a block. Returns fp32
-    [batch, head, 1, head_dim], the attention over all the blocks' keys together.
+    starts: int32 [block], the index of each one's first token; position: int32, the new token's
+    index, before which the blocks' tokens are valid; first_valid: int32 [batch]. Shapes as in
+    `attend`.
     """
+    partials = [attend(query, *new, jnp.ones((query.shape[0], 1), bool))]
+    for index, (key, value) in enumerate(blocks):
+        at = starts[index] + jnp.arange(key.shape[2])
+        valid = (at[None, :] >= first_valid[:, None]) & (at < position)[None, :]
+        partials.append(attend(query, key, value, valid))
+    total = partials[0][1]
+    for _, lse in partials[1:]:
+        total = jnp.logaddexp(total, lse)
+    return merge(partials), total
+
+
+def merge(partials: list[Partial]) -> jax.Array:
+    """Combines partial results of `attend` by their log-sum-exp: fp32 [batch, head, 1, head_dim],
+    the attention over all the blocks' keys together."""
     peak = partials[0][1]
     for _, lse in partials[1:]:
         peak = jnp.maximum(peak, lse)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.config import ModelConfig
-from flexgen_jax.layers.attention import attend, causal_attention, merge
+from flexgen_jax.layers.attention import Partial, attend_blocks, causal_attention, merge
 from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.norm import LayerNorm
@@ -32,7 +32,7 @@ class SelfAttention(nn.Module):
 
     def prefill(self, x: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVBlock]:
         """x: [batch, token, hidden] -> the same shape, and the prompt's keys and values."""
-        query, key, value = self._project(x)
+        query, key, value = self.project(x)
         out = causal_attention(query, key, value, first_valid)
         return self._join(out), (key, value)
 
@@ -49,19 +49,19 @@ class SelfAttention(nn.Module):
         blocks hold the tokens from 0 on, all written; tail holds those up to `position`
         (int32, the new token's index) and room after them.
         """
-        query, key, value = self._project(x)
-        partials = []
-        start = 0
-        for block_key, block_value in (*blocks, *([tail] if tail is not None else [])):
-            at = start + jnp.arange(block_key.shape[2])
-            valid = (at[None, :] >= first_valid[:, None]) & (at < position)[None, :]
-            partials.append(attend(query, block_key, block_value, valid))
-            start += block_key.shape[2]
-        itself = jnp.ones((x.shape[0], 1), bool)
-        partials.append(attend(query, key, value, itself))
-        return self._join(merge(partials).astype(self.dtype)), (key, value)
+        query, key, value = self.project(x)
+        kept = (*blocks, *([tail] if tail is not None else []))
+        starts = jnp.cumsum(jnp.array([0, *(block_key.shape[2] for block_key, _ in kept)]))
+        here = attend_blocks(query, (key, value), kept, starts, position, first_valid)
+        return self.join([here]), (key, value)
 
-    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def join(self, partials: list[Partial]) -> jax.Array:
+        """Partial results of `attend`, wherever it ran -> [batch, 1, hidden]."""
+        return self._join(merge(partials).astype(self.dtype))
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x: [batch, token, hidden] -> query (scaled), key and value, each [batch, head, token,
+        head_dim]."""
         heads = (*x.shape[:2], self.config.num_heads, self.config.head_dim)
         scale = jnp.asarray(self.config.head_dim**-0.5, self.dtype)
         query, key, value = self.q(x) * scale, self.k(x), self.v(x)
@@ -104,6 +104,16 @@ class DecoderLayer(nn.Module):
         out, new = self.attention.decode(normed, blocks, tail, position, first_valid)
         hidden = self._after(hidden + out, self.attention_norm)
         return self._feed_forward(hidden), new
+
+    def project(self, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:
+        """The first part of `decode`: hidden -> the query, and the new token's key and value."""
+        query, key, value = self.attention.project(self._before(hidden, self.attention_norm))
+        return query, (key, value)
+
+    def finish(self, hidden: jax.Array, partials: list[Partial]) -> jax.Array:
+        """The last part of `decode`: what attention found, wherever it ran -> hidden."""
+        hidden = self._after(hidden + self.attention.join(partials), self.attention_norm)
+        return self._feed_forward(hidden)
 
     def _feed_forward(self, hidden: jax.Array) -> jax.Array:
         out = self.mlp(self._before(hidden, self.mlp_norm))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from flexgen_jax.config import ModelConfig
+from flexgen_jax.layers.attention import Partial, attend_blocks
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.quantization import Kept, assemble, quantize_as
@@ -91,6 +92,21 @@ def _decode(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
         return hidden, new, jnp.isfinite(hidden).all()
 
     return decode
+
+
+def _project(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
+    def project(weights: Weights, hidden: jax.Array) -> Any:
+        return _apply(DecoderLayer(config, dtype), weights, hidden, method="project")
+
+    return project
+
+
+def _finish(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
+    def finish(weights: Weights, hidden: jax.Array, partials: list[Partial]) -> Any:
+        hidden = _apply(DecoderLayer(config, dtype), weights, hidden, partials, method="finish")
+        return hidden, jnp.isfinite(hidden).all()
+
+    return finish
 
 
 def _append(tail: Tail, new: Tail, at: jax.Array) -> Tail:
@@ -190,6 +206,19 @@ def _lower(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> jax
         hidden = array(batch, 1, config.hidden_size)
         args = (weights(layers[1]), hidden, blocks, tail(batch, shape[2]), _int(), _int(batch))
         return jax.jit(_decode(config, dtype)).lower(*args)
+    if kind == "project":
+        args = (weights(layers[1]), array(batch, 1, config.hidden_size))
+        return jax.jit(_project(config, dtype)).lower(*args)
+    if kind == "attend":
+        blocks = tuple(block(batch, tokens) for tokens in shape[1])
+        blocks += (tail(batch, shape[2]),) if shape[2] else ()
+        query, new = array(*kv_shape(batch, 1)), tail(batch, 1)
+        args = (query, new, blocks, _int(len(blocks)), _int(), _int(batch))
+        return jax.jit(attend_blocks).lower(*args)
+    if kind == "finish":
+        partial_result = (_float(*kv_shape(batch, 1)), _float(*kv_shape(batch, 1)[:3]))
+        args = (weights(layers[1]), array(batch, 1, config.hidden_size), [partial_result] * 2)
+        return jax.jit(_finish(config, dtype)).lower(*args)
     if kind == "append":
         args = (tail(batch, shape[1]), tail(batch, 1), _int())
         return jax.jit(_append, donate_argnums=0).lower(*args)
@@ -235,6 +264,19 @@ class Programs:
     def decode(self, batch: int, blocks: tuple[int, ...], tail: int) -> jax.stages.Compiled:
         """(weights, hidden, blocks, tail, position, first_valid) -> hidden, new KV, all finite."""
         return self._get("decode", batch, blocks, tail)
+
+    def project(self, batch: int) -> jax.stages.Compiled:
+        """(weights, hidden) -> query, new KV: `decode` up to its attention."""
+        return self._get("project", batch)
+
+    def attend(self, batch: int, blocks: tuple[int, ...], tail: int) -> jax.stages.Compiled:
+        """(query, new KV, blocks and, unless its length is 0, the tail, the index of each one's
+        first token, position, first_valid) -> partial result."""
+        return self._get("attend", batch, blocks, tail)
+
+    def finish(self, batch: int) -> jax.stages.Compiled:
+        """(weights, hidden, two partial results) -> hidden, all finite."""
+        return self._get("finish", batch)
 
     def append(self, batch: int, tail: int) -> jax.stages.Compiled:
         """(tail, which is consumed, new KV, index) -> tail."""

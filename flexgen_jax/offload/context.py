@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
 from flexgen_jax.checkpoint import numpy_dtype
@@ -14,6 +16,7 @@ from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.spec import Formats, LayerSpec, model_spec
 from flexgen_jax.metrics import Ledger, Metrics
 from flexgen_jax.offload.disk import OffloadFolder
+from flexgen_jax.offload.host_attention import HostAttention, HostBlock
 from flexgen_jax.offload.tiers import BufferPool, Memories
 from flexgen_jax.offload.transfer import Watcher
 from flexgen_jax.policy.policy import Tier
@@ -32,6 +35,7 @@ class Runtime:
     pool: BufferPool
     watcher: Watcher
     programs: Programs
+    host_attention: HostAttention
     folder: OffloadFolder | None
 
     @classmethod
@@ -56,6 +60,7 @@ class Runtime:
             pool=BufferPool(memories, ledger),
             watcher=Watcher(metrics),
             programs=Programs(config, formats),
+            host_attention=HostAttention(),
             folder=OffloadFolder(offload_dir) if offload_dir is not None else None,
         )
 
@@ -68,7 +73,24 @@ class Runtime:
         assert self.folder is not None, "the policy puts something on disk"
         return self.folder
 
+    def attend_on_host(
+        self,
+        query: jax.Array,
+        blocks: Sequence[HostBlock],
+        position: np.int32,
+        first_valid: np.ndarray,
+    ) -> Any:
+        """`HostAttention.attend` for a query on the device, to which the result goes."""
+        on_host = np.asarray(self.memories.to_host(query))
+        self.metrics.begin("host_compute")
+        try:
+            found = self.host_attention.attend(on_host, blocks, int(position), first_valid)
+        finally:
+            self.metrics.end("host_compute")
+        return self.memories.send(found)
+
     def close(self) -> None:
         self.watcher.close()
+        self.host_attention.close()
         if self.folder is not None:
             self.folder.close()

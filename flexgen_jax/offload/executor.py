@@ -20,7 +20,7 @@ from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.spec import LayerKind, LayerSpec
 from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.context import Runtime
-from flexgen_jax.offload.kv_cache import KVCache
+from flexgen_jax.offload.kv_cache import KVCache, Split
 from flexgen_jax.offload.schedule import LookAhead, Step, steps_of
 from flexgen_jax.offload.transfer import Stream
 from flexgen_jax.offload.weights import WeightStore
@@ -100,7 +100,9 @@ class BlockRun:
         self._on_step = on_step
         self._tokens = tokens
         self._plan = plan
-        self._cache = KVCache(runtime, plan, [batch.size for batch in batches])
+        sizes = [batch.size for batch in batches]
+        self._cache = KVCache(runtime, plan, sizes, policy.attends_on_host)
+        self._projected: dict[Step, tuple[jax.Array, KVBlock]] = {}
         homes = place_activations(len(self._layers) - 1, len(batches), policy)
         self._activations = Activations(runtime, homes)
         self._ids: dict[int, Any] = {}
@@ -110,7 +112,7 @@ class BlockRun:
         self._weight_loads: Stream[tuple[int, int], dict[str, Kept]] = Stream(
             lambda key: weights.start(self._layers[key[1]]), *stream
         )
-        self._kv_loads: Stream[Step, tuple[tuple[KVBlock, ...], KVBlock]] = Stream(
+        self._kv_loads: Stream[Step, tuple[KVBlock, ...]] = Stream(
             lambda step: self._cache.start((step.layer - 1, step.batch)), *stream
         )
         self._hidden_loads: Stream[Step, jax.Array] = Stream(
@@ -126,7 +128,7 @@ class BlockRun:
             self._read_ahead(ahead, -1)
             for step in ahead:
                 self._copy_ahead(step, ahead)
-                computed = self._compute(step)
+                computed = self._compute(step, ahead)
                 self._release_weights(step, ahead)
                 if before is not None:
                     self._retire(before, ahead)
@@ -176,7 +178,7 @@ class BlockRun:
     def _layer(self, step: Step) -> LayerSpec:
         return self._layers[step.layer]
 
-    def _compute(self, step: Step) -> Computed:
+    def _compute(self, step: Step, ahead: LookAhead) -> Computed:
         """Dispatches one layer for one batch, and hands on what needs no waiting."""
         kind = self._kind(step)
         weights = self._weight_loads.take((step.visit, step.layer))
@@ -187,7 +189,7 @@ class BlockRun:
         elif step.token == 0:
             computed, hidden = self._prefill(step, weights)
         else:
-            computed, hidden = self._decode(step, weights)
+            computed, hidden = self._decode(step, weights, ahead)
         self._runtime.watcher.started("compute", computed.finite)
         self._weight_loads.used((step.visit, step.layer), computed.finite)
         if kind != "embedding":
@@ -212,19 +214,37 @@ class BlockRun:
         hidden, blocks, finite = program(weights, hidden, batch.first_valid)
         return Computed(step, finite, blocks), hidden
 
-    def _decode(self, step: Step, weights: Any) -> tuple[Computed, jax.Array]:
-        batch = self._batches[step.batch]
-        where = (step.layer - 1, step.batch)
+    def _decode(self, step: Step, weights: Any, ahead: LookAhead) -> tuple[Computed, jax.Array]:
+        batch, programs = self._batches[step.batch], self._runtime.programs
         hidden = self._hidden_loads.take(step)
-        blocks, tail = self._kv_loads.take(step)
-        program = self._runtime.programs.decode(
-            batch.size, self._cache.sealed_lengths(where), self._cache.tail_length(where)
-        )
-        position = np.int32(batch.prompt_len + step.token - 1)
-        hidden, new, finite = program(weights, hidden, blocks, tail, position, batch.first_valid)
+        blocks = self._kv_loads.take(step)
+        split: Split = self._kv_loads.staying(step)
+        at = (np.int32(batch.prompt_len + step.token - 1), batch.first_valid)
+        if split.there:
+            query, new = self._project(step, weights)
+            program = programs.attend(batch.size, split.lengths, split.tail)
+            here = program(query, new, blocks, split.starts, *at)
+            following = ahead.steps(1) if self._policy.overlap else []
+            if following and following[0].visit == step.visit and self._is_waiting(following[0]):
+                self._projected[following[0]] = self._project(following[0], weights)
+            there = self._runtime.attend_on_host(query, split.there, *at)
+            hidden, finite = programs.finish(batch.size)(weights, hidden, [here, there])
+        else:
+            *sealed, tail = blocks
+            program = programs.decode(batch.size, split.lengths, split.tail)
+            hidden, new, finite = program(weights, hidden, tuple(sealed), tail, *at)
         self._kv_loads.used(step, finite)
         self._kv_loads.release(step)
         return Computed(step, finite, new), hidden
+
+    def _project(self, step: Step, weights: Any) -> tuple[jax.Array, KVBlock]:
+        """The step's query and new KV, which may have been computed while the CPU attended for
+        the step before."""
+        if step in self._projected:
+            return self._projected.pop(step)
+        program = self._runtime.programs.project(self._batches[step.batch].size)
+        found: tuple[jax.Array, KVBlock] = program(weights, self._hidden_loads.take(step))
+        return found
 
     def _head(self, step: Step, weights: Any) -> Computed:
         batch = self._batches[step.batch]

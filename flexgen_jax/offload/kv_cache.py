@@ -22,6 +22,7 @@ from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.layers.storage import Leaf, Storage
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import CHUNK_BYTES, DiskArray
+from flexgen_jax.offload.host_attention import HostBlock
 from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.offload.transfer import Load, counted, finish
 from flexgen_jax.policy.memory import PENDING_WRITES
@@ -31,8 +32,23 @@ from flexgen_jax.policy.policy import Tier
 Where = tuple[int, int]
 """A decoder layer, counted from 0, and a batch."""
 
-KVLoad = Load[tuple[tuple[KVBlock, ...], KVBlock]]
-"""On its way: the sealed blocks and the tail."""
+KVLoad = Load[tuple[KVBlock, ...]]
+"""On its way to the device: blocks, and the tail as the last one. What stays is a `Split`."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where attention finds a layer's cache.
+
+    lengths: token counts of the sealed blocks on the device; starts: int32, the index of the first
+    token of each of them and of the tail, if it is there; tail: its token count, 0 where it stays
+    on the host; there: what is attended to on the host.
+    """
+
+    lengths: tuple[int, ...]
+    starts: np.ndarray
+    tail: int
+    there: tuple[HostBlock, ...]
 
 
 @dataclass
@@ -59,8 +75,12 @@ class PendingWrite:
 class KVCache:
     """Keys and values of all decoder layers for the batches of one block."""
 
-    def __init__(self, runtime: Runtime, plan: CachePlan, batch_sizes: list[int]) -> None:
+    def __init__(
+        self, runtime: Runtime, plan: CachePlan, batch_sizes: list[int], stays: bool
+    ) -> None:
+        """stays: blocks of the host and disk tiers are attended to on the host."""
         self._runtime = runtime
+        self._stays = stays
         self._plan = plan
         self._batch_sizes = batch_sizes
         self._blocks: dict[CacheKey, KVBlock] = {}
@@ -111,12 +131,6 @@ class KVCache:
     def tokens(self, where: Where) -> int:
         """How many tokens have been handed over, so that a load may start."""
         return self._tokens.get(where, 0)
-
-    def sealed_lengths(self, where: Where) -> tuple[int, ...]:
-        return self._plan.lengths(where[1])[: self._sealed[where]]
-
-    def tail_length(self, where: Where) -> int:
-        return self._tails[where].length
 
     def put_prompt(self, where: Where, blocks: tuple[KVBlock, ...]) -> None:
         """Hands over the prompt's blocks; what goes to disk waits for the computation."""
@@ -222,15 +236,30 @@ class KVCache:
     def start(self, where: Where) -> KVLoad:
         """Starts bringing the sealed blocks and the tail to where attention runs."""
         self._settle(lambda write: write.where == where)
-        load: KVLoad = Load(
-            f"KV cache of decoder layer {where[0]}", ((), self._tails[where].arrays)
-        )
-        keys = [CacheKey(*where, block) for block in range(self._sealed[where])]
+        load: KVLoad = Load(f"KV cache of decoder layer {where[0]}", ())
+        tail, lengths = self._tails[where], self._plan.lengths(where[1])
+        here: list[tuple[int, KVBlock]] = []
+        there: list[HostBlock] = []
+        start = 0
         with load.abandoned_on_error(self._runtime.pool):
-            blocks = [
-                self._blocks[key] if key in self._blocks else self._read(key, load) for key in keys
-            ]
-        load.tree = (tuple(blocks), self._tails[where].arrays)
+            for block in range(self._sealed[where] + 1):
+                key = CacheKey(*where, block)
+                arrays = tail.arrays if key == tail.key else self._blocks.get(key)
+                arrays = arrays or self._read(key, load)
+                if self._stays and self._plan.homes[key] != "device":
+                    there.append(HostBlock(start, arrays))
+                else:
+                    here.append((start, arrays))
+                start += lengths[block]
+        load.tree = tuple(arrays for _, arrays in here)
+        sizes = [arrays[0].shape[2] for _, arrays in here]
+        has_tail = not (self._stays and self._plan.homes[tail.key] != "device")
+        load.staying = Split(
+            lengths=tuple(sizes[:-1] if has_tail else sizes),
+            starts=np.array([first for first, _ in here], np.int32),
+            tail=tail.length if has_tail else 0,
+            there=tuple(there),
+        )
         return load
 
     def _read(self, key: CacheKey, load: KVLoad) -> KVBlock:

@@ -44,6 +44,13 @@ class Memories:
         """Starts moving the leaves to the host; returns at once."""
         return tree if self.unified else self._move(tree, "device_to_host")
 
+    def send(self, arrays: tuple[np.ndarray, ...]) -> Any:
+        """Starts moving small NumPy arrays, which nobody changes any more, to the device."""
+        if self.unified:
+            return arrays
+        self.metrics.moved("host_to_device", sum(array.nbytes for array in arrays))
+        return jax.device_put(arrays, self._device_sharding)
+
     def on_host(self, array: jax.Array) -> bool:
         """Whether the array would have to be copied to be computed with."""
         return not self.unified and array.sharding.memory_kind == "pinned_host"

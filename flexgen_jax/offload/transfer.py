@@ -75,7 +75,7 @@ class Load(Generic[T]):
 
     tree: its leaves in whatever tier they are in now; reads: disk reads that are filling host
     buffers among the leaves; buffers: host buffers to give back after use; last_reader: a result
-    of the last computation that reads the tree.
+    of the last computation that reads the tree; staying: what is read with it but not moved.
     """
 
     what: str
@@ -83,6 +83,7 @@ class Load(Generic[T]):
     reads: list[Any] = field(default_factory=list)
     buffers: list[HostBuffer] = field(default_factory=list)
     last_reader: jax.Array | None = None
+    staying: Any = None
     _copied: bool = False
     _copied_bytes: int = 0
 
@@ -161,6 +162,10 @@ class Stream(Generic[K, T]):
         load = self._loads[key]
         load.copy(self._memories, self._ledger)
         return load.tree
+
+    def staying(self, key: K) -> Any:
+        """What was read with the tree, which has been taken, and stays on the host."""
+        return self._loads[key].staying
 
     def used(self, key: K, reader: jax.Array) -> None:
         """A computation that reads the tree was dispatched; `reader` is a result of it."""

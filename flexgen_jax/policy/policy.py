@@ -15,6 +15,8 @@ Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 Schedule = Literal["zigzag", "row"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+Attention = Literal["auto", "device", "host"]
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
 PROMPT_BLOCK_FACTOR = 4
 """A prompt is cut into KV blocks this many times as long as those of generated tokens."""
@@ -77,6 +79,9 @@ class Policy:
     by itself). Without `overlap`, nothing is loaded ahead of its use. Generated tokens are
     cached in blocks of `kv_block_tokens`, which are immutable once full. Weights and full
     blocks are kept in `weight_bits` and `cache_bits` an element (section 5); 16 is the dtype.
+    `attention` says where decoding attends to KV blocks that are not on the device: on the
+    "device", to which they are moved, or on the "host", where they are; "auto" is the host unless
+    the cache is quantized, which makes it small to move and slow to read for the CPU.
     """
 
     weights: Placement = Placement()
@@ -87,6 +92,7 @@ class Policy:
     schedule: Schedule = "zigzag"
     overlap: bool = True
     kv_block_tokens: int = 32
+    attention: Attention = "auto"
     weight_bits: int = 16
     cache_bits: int = 16
 
@@ -98,8 +104,9 @@ class Policy:
         for name in ("weight_bits", "cache_bits"):
             if getattr(self, name) not in BITS:
                 raise PolicyError(f"{name} must be one of {BITS}, not {getattr(self, name)!r}")
-        if self.schedule not in SCHEDULES:
-            raise PolicyError(f"schedule must be one of {SCHEDULES}, not {self.schedule!r}")
+        for name, known in (("schedule", SCHEDULES), ("attention", ATTENTIONS)):
+            if getattr(self, name) not in known:
+                raise PolicyError(f"{name} must be one of {known}, not {getattr(self, name)!r}")
 
     @classmethod
     def from_percent(
@@ -129,6 +136,11 @@ class Policy:
 
     def formats(self, dtype: str) -> Formats:
         return Formats(dtype, self.weight_bits, self.cache_bits)
+
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether blocks of the host and disk tiers are attended to where they are."""
+        return self.attention == "host" or (self.attention == "auto" and self.cache_bits == 16)
 
     @property
     def percent(self) -> tuple[float, ...]:
