@@ -7,9 +7,9 @@ costs one. So the query comes here, and what goes back is as large as the query.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,10 +55,12 @@ class HostAttention:
         peak = np.full(rows, MASKED, np.float32)
         total, out = np.zeros(rows, np.float32), np.zeros((rows, head_dim), np.float32)
 
+        folds = [_prepared(block, first, position) for block in blocks]
+
         def work(part: int) -> None:
             bounds = (rows * part // self._threads, rows * (part + 1) // self._threads)
-            for block in blocks:
-                _fold(queries, block, first, position, (peak, total, out), bounds)
+            for fold, arguments in folds:
+                fold(queries, *arguments, peak, total, out, *bounds)
 
         for done in [self._pool.submit(work, part) for part in range(self._threads)]:
             done.result()
@@ -72,24 +74,19 @@ class HostAttention:
         self._pool.shutdown()
 
 
-def _fold(
-    queries: np.ndarray,
-    block: HostBlock,
-    first: np.ndarray,
-    position: int,
-    state: HostPartial | tuple[np.ndarray, ...],
-    bounds: tuple[int, int],
-) -> None:
+def _prepared(
+    block: HostBlock, first: np.ndarray, position: int
+) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The kernel for a block, and its arguments between the query and the running result."""
     # Numba takes half a second to import, and not every run attends here.
     from flexgen_jax.offload.host_kernels import fold_for
 
     key, value = block.arrays
     bits = key.storage.bits if isinstance(key, QuantizedArray) else 16
-    stop = min(key.shape[2], position - block.start)
+    sides = (_views(key, first.size), _views(value, first.size))
     begin = np.maximum(first - block.start, 0)
-    sides = (_views(key, queries.shape[0]), _views(value, queries.shape[0]))
-    fold = fold_for(queries.shape[1], str(key.dtype) == "float16", bits)
-    fold(queries, *sides, begin, stop, *state, *bounds)
+    stop = min(key.shape[2], position - block.start)
+    return fold_for(key.shape[3], str(key.dtype) == "float16", bits), (*sides, begin, stop)
 
 
 def _views(kept: Kept, rows: int) -> tuple[np.ndarray, ...]:

@@ -166,7 +166,6 @@ def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
     head_dim].
     """
 
-    @njit(nogil=True, cache=True, fastmath=MATH)
     def fold(query, keys, values, first, stop, peak, total, out, start, end):
         scores = np.empty(keys[0].shape[1], np.float32)
         for row in range(start, end):
@@ -189,4 +188,7 @@ def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
                 add(values, row, token, scores[token], mixed, size, is_half, bits)
             peak[row], total[row] = highest, total[row] * fade + summed
 
-    return fold
+    try:
+        return njit(nogil=True, cache=True, fastmath=MATH)(fold)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written to
+        return njit(nogil=True, fastmath=MATH)(fold)
