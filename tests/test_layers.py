@@ -110,9 +110,13 @@ def test_spec_is_what_the_modules_declare(variant: str) -> None:
         assert shapes == {tensor.path: tensor.shape for tensor in layer.tensors}
 
 
+# XLA takes subnormal numbers for zero, which would tie with zero.
+LOGIT = st.floats(-5, 5, width=32, allow_subnormal=False)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
-    logits=hnp.arrays(np.float32, (12,), elements=st.floats(-5, 5, width=32), unique=True),
+    logits=hnp.arrays(np.float32, (12,), elements=LOGIT, unique=True),
     top_k=st.integers(0, 12),
     top_p=st.floats(0.05, 1.0),
 )
