@@ -18,7 +18,6 @@ from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.plan import Planner
 from flexgen_jax.policy.memory import BlockShape, peak_bytes, plan_cache, workspace_bytes
 from flexgen_jax.policy.placement import (
-    CacheKey,
     CachePlan,
     page_cached,
     place_activations,
@@ -98,22 +97,16 @@ class Session:
 
     def _compile_decode(self, plan: CachePlan, batch: int, rows: int, sealed: int) -> None:
         """Every program that a step needs in some layer when so many blocks are sealed."""
-        programs, lengths = self._runtime.programs, plan.lengths(batch)[: sealed + 1]
-        for layer in range(self._config.num_layers):
-            homes = [plan.homes[CacheKey(layer, batch, block)] for block in range(sealed + 1)]
-            here = [
-                block
-                for block, home in enumerate(homes)
-                if home == "device" or not self.policy.attends_on_host
-            ]
-            tail = lengths[sealed] if sealed in here else 0
-            kept = tuple(lengths[block] for block in here if block < sealed)
-            if len(here) == sealed + 1:
-                programs.decode(rows, kept, tail)
-                continue
-            programs.project(rows)
-            programs.attend(rows, kept, tail)
-            programs.finish(rows)
+        programs = self._runtime.programs
+        for lengths, tail, starts in {
+            plan.here(layer, batch, sealed) for layer in range(self._config.num_layers)
+        }:
+            if len(starts) == sealed + 1:
+                programs.decode(rows, lengths, tail)
+            else:
+                programs.project(rows)
+                programs.attend(rows, lengths, tail)
+                programs.finish(rows)
 
     def start(self) -> None:
         """Begins a run's measurements."""

@@ -103,13 +103,8 @@ def suite_bits(folder: Path, args: argparse.Namespace) -> Rows:
     """Everything on disk, in 16 bits and in 4."""
     for _ in range(args.repeat):
         for bits in ("16", "4"):
-            flags = [
-                *placed("0 0 0 0 0 0", num_batches=1),
-                "--weight-bits",
-                bits,
-                "--cache-bits",
-                bits,
-            ]
+            widths = ["--weight-bits", bits, "--cache-bits", bits]
+            flags = [*placed("0 0 0 0 0 0", num_batches=1), *widths]
             yield ours(folder, 1.5e9, *flags, name=f"{bits} bits")
 
 

@@ -107,7 +107,7 @@ def test_host_and_device_parts_merge(host: HostAttention) -> None:
     first = np.array([0, 7], np.int32)
     here = attend_blocks(query, new, tuple(blocks[1:]), starts[1:], position, first)
     there = host.attend(query, [HostBlock(0, blocks[0])], position, first)
-    found = merge([here, there])
+    found, _ = merge([here, there])
     key, value = (np.concatenate([b[i] for b in blocks] + [new[i]], axis=2) for i in range(2))
     at = np.arange(16)
     valid = (at[None] >= first[:, None]) & ((at[None] < position) | (at[None] == 15))

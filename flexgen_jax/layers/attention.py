@@ -47,7 +47,7 @@ def attend(query: jax.Array, key: Kept, value: Kept, valid: jax.Array) -> Partia
 
 def attend_blocks(
     query: jax.Array,
-    new: tuple[jax.Array, jax.Array],
+    new: tuple[Kept, Kept],
     blocks: tuple[tuple[Kept, Kept], ...],
     starts: jax.Array,
     position: jax.Array,
@@ -64,15 +64,12 @@ def attend_blocks(
         at = starts[index] + jnp.arange(key.shape[2])
         valid = (at[None, :] >= first_valid[:, None]) & (at < position)[None, :]
         partials.append(attend(query, key, value, valid))
-    total = partials[0][1]
-    for _, lse in partials[1:]:
-        total = jnp.logaddexp(total, lse)
-    return merge(partials), total
+    return merge(partials)
 
 
-def merge(partials: list[Partial]) -> jax.Array:
-    """Combines partial results of `attend` by their log-sum-exp: fp32 [batch, head, 1, head_dim],
-    the attention over all the blocks' keys together."""
+def merge(partials: list[Partial]) -> Partial:
+    """Combines partial results of `attend` by their log-sum-exp: the attention over all the
+    blocks' keys together."""
     peak = partials[0][1]
     for _, lse in partials[1:]:
         peak = jnp.maximum(peak, lse)
@@ -82,7 +79,7 @@ def merge(partials: list[Partial]) -> jax.Array:
         weight = jnp.exp(lse - peak)
         total = total + weight
         out = out + part * weight[..., None]
-    return out / total[..., None]
+    return out / total[..., None], peak + jnp.log(total)
 
 
 def causal_attention(

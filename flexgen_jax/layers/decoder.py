@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -36,28 +38,10 @@ class SelfAttention(nn.Module):
         out = causal_attention(query, key, value, first_valid)
         return self._join(out), (key, value)
 
-    def decode(
-        self,
-        x: jax.Array,
-        blocks: tuple[KVBlock, ...],
-        tail: KVBlock | None,
-        position: jax.Array,
-        first_valid: jax.Array,
-    ) -> tuple[jax.Array, KVBlock]:
-        """x: [batch, 1, hidden] -> the same shape, and the new token's key and value.
-
-        blocks hold the tokens from 0 on, all written; tail holds those up to `position`
-        (int32, the new token's index) and room after them.
-        """
-        query, key, value = self.project(x)
-        kept = (*blocks, *([tail] if tail is not None else []))
-        starts = jnp.cumsum(jnp.array([0, *(block_key.shape[2] for block_key, _ in kept)]))
-        here = attend_blocks(query, (key, value), kept, starts, position, first_valid)
-        return self.join([here]), (key, value)
-
     def join(self, partials: list[Partial]) -> jax.Array:
         """Partial results of `attend`, wherever it ran -> [batch, 1, hidden]."""
-        return self._join(merge(partials).astype(self.dtype))
+        out, _ = merge(partials)
+        return self._join(out.astype(self.dtype))
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x: [batch, token, hidden] -> query (scaled), key and value, each [batch, head, token,
@@ -95,15 +79,19 @@ class DecoderLayer(nn.Module):
         self,
         hidden: jax.Array,
         blocks: tuple[KVBlock, ...],
-        tail: KVBlock | None,
+        tail: KVBlock,
         position: jax.Array,
         first_valid: jax.Array,
     ) -> tuple[jax.Array, KVBlock]:
-        """hidden: [batch, 1, hidden] -> the same, and the new token's key and value."""
-        normed = self._before(hidden, self.attention_norm)
-        out, new = self.attention.decode(normed, blocks, tail, position, first_valid)
-        hidden = self._after(hidden + out, self.attention_norm)
-        return self._feed_forward(hidden), new
+        """hidden: [batch, 1, hidden] -> the same, and the new token's key and value.
+
+        blocks hold the tokens from 0 on, all written; tail holds those up to `position`
+        (int32, the new token's index) and room after them.
+        """
+        query, new = self.project(hidden)
+        starts = jnp.array([0, *accumulate(key.shape[2] for key, _ in blocks)])
+        here = attend_blocks(query, new, (*blocks, tail), starts, position, first_valid)
+        return self.finish(hidden, [here]), new
 
     def project(self, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:
         """The first part of `decode`: hidden -> the query, and the new token's key and value."""

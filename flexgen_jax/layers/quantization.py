@@ -134,9 +134,8 @@ def parts_of(x: Kept) -> list[jax.Array]:
     """A plain array itself; of a quantized one the planes, consecutive along its grouped axis."""
     if not isinstance(x, QuantizedArray):
         return [x]
-    starts = range(0, x.shape[x.storage.axis], x.storage.plane_length)
-    # Without the barrier XLA unpacks inside the loops of what follows, again and again.
-    return [jax.lax.optimization_barrier(_plane(x, i)) for i in range(len(starts))]
+    count = -(-x.shape[x.storage.axis] // x.storage.plane_length)
+    return [_plane(x, index) for index in range(count)]
 
 
 def _plane(q: QuantizedArray, index: int) -> jax.Array:
@@ -145,9 +144,7 @@ def _plane(q: QuantizedArray, index: int) -> jax.Array:
     packed = jax.lax.slice_in_dim(q.packed, 0, length, axis=storage.axis)
     codes = (packed >> (storage.bits * index)) & ((1 << storage.bits) - 1)
     where = (storage.group_size, storage.axis, start, length)
-    # By way of int32: from uint8 to float32 at once takes XLA's CPU backend a fifth longer.
-    wide = codes.astype(jnp.int32).astype(jnp.float32)
-    return _narrow(wide * _per_element(q.scale, *where) + _per_element(q.minimum, *where), q.dtype)
+    return _levels(codes, _per_element(q.scale, *where), _per_element(q.minimum, *where), q.dtype)
 
 
 def row_parts(q: QuantizedArray, most_bytes: int) -> list[jax.Array]:
@@ -174,9 +171,17 @@ def row_parts(q: QuantizedArray, most_bytes: int) -> list[jax.Array]:
         each_scale, each_minimum = (
             jnp.repeat(x[:, of_group], group, axis=1) for x in (scale, minimum)
         )
-        wide = codes.astype(jnp.int32).astype(jnp.float32) * each_scale + each_minimum
-        parts.append(jax.lax.optimization_barrier(_narrow(wide, q.dtype)))
+        parts.append(_levels(codes, each_scale, each_minimum, q.dtype))
     return parts
+
+
+def _levels(codes: jax.Array, scale: jax.Array, minimum: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What codes stand for; scale and minimum: fp32, of each code."""
+    # By way of int32: from uint8 to float32 at once takes XLA's CPU backend a fifth longer.
+    wide = codes.astype(jnp.int32).astype(jnp.float32) * scale + minimum
+    # Without the barrier XLA unpacks inside the loops of what follows, again and again.
+    found: jax.Array = jax.lax.optimization_barrier(_narrow(wide, dtype))
+    return found
 
 
 def _narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

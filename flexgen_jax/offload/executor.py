@@ -100,8 +100,7 @@ class BlockRun:
         self._on_step = on_step
         self._tokens = tokens
         self._plan = plan
-        sizes = [batch.size for batch in batches]
-        self._cache = KVCache(runtime, plan, sizes, policy.attends_on_host)
+        self._cache = KVCache(runtime, plan, [batch.size for batch in batches])
         self._projected: dict[Step, tuple[jax.Array, KVBlock]] = {}
         homes = place_activations(len(self._layers) - 1, len(batches), policy)
         self._activations = Activations(runtime, homes)
@@ -219,11 +218,12 @@ class BlockRun:
         hidden = self._hidden_loads.take(step)
         blocks = self._kv_loads.take(step)
         split: Split = self._kv_loads.staying(step)
+        lengths, tail_length, starts = split.here
         at = (np.int32(batch.prompt_len + step.token - 1), batch.first_valid)
         if split.there:
             query, new = self._project(step, weights)
-            program = programs.attend(batch.size, split.lengths, split.tail)
-            here = program(query, new, blocks, split.starts, *at)
+            program = programs.attend(batch.size, lengths, tail_length)
+            here = program(query, new, blocks, np.array(starts, np.int32), *at)
             following = ahead.steps(1) if self._policy.overlap else []
             if following and following[0].visit == step.visit and self._is_waiting(following[0]):
                 self._projected[following[0]] = self._project(following[0], weights)
@@ -231,7 +231,7 @@ class BlockRun:
             hidden, finite = programs.finish(batch.size)(weights, hidden, [here, there])
         else:
             *sealed, tail = blocks
-            program = programs.decode(batch.size, split.lengths, split.tail)
+            program = programs.decode(batch.size, lengths, tail_length)
             hidden, new, finite = program(weights, hidden, tuple(sealed), tail, *at)
         self._kv_loads.used(step, finite)
         self._kv_loads.release(step)

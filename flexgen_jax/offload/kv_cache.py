@@ -10,7 +10,7 @@ kept on the host until it is full.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from flexgen_jax.offload.host_attention import HostBlock
 from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.offload.transfer import Load, counted, finish
 from flexgen_jax.policy.memory import PENDING_WRITES
-from flexgen_jax.policy.placement import CacheKey, CachePlan
+from flexgen_jax.policy.placement import CacheKey, CachePlan, Here
 from flexgen_jax.policy.policy import Tier
 
 Where = tuple[int, int]
@@ -36,18 +36,10 @@ KVLoad = Load[tuple[KVBlock, ...]]
 """On its way to the device: blocks, and the tail as the last one. What stays is a `Split`."""
 
 
-@dataclass(frozen=True)
-class Split:
-    """Where attention finds a layer's cache.
+class Split(NamedTuple):
+    """Where attention finds a layer's cache: on the device, and on the host."""
 
-    lengths: token counts of the sealed blocks on the device; starts: int32, the index of the first
-    token of each of them and of the tail, if it is there; tail: its token count, 0 where it stays
-    on the host; there: what is attended to on the host.
-    """
-
-    lengths: tuple[int, ...]
-    starts: np.ndarray
-    tail: int
+    here: Here
     there: tuple[HostBlock, ...]
 
 
@@ -75,12 +67,8 @@ class PendingWrite:
 class KVCache:
     """Keys and values of all decoder layers for the batches of one block."""
 
-    def __init__(
-        self, runtime: Runtime, plan: CachePlan, batch_sizes: list[int], stays: bool
-    ) -> None:
-        """stays: blocks of the host and disk tiers are attended to on the host."""
+    def __init__(self, runtime: Runtime, plan: CachePlan, batch_sizes: list[int]) -> None:
         self._runtime = runtime
-        self._stays = stays
         self._plan = plan
         self._batch_sizes = batch_sizes
         self._blocks: dict[CacheKey, KVBlock] = {}
@@ -237,29 +225,22 @@ class KVCache:
         """Starts bringing the sealed blocks and the tail to where attention runs."""
         self._settle(lambda write: write.where == where)
         load: KVLoad = Load(f"KV cache of decoder layer {where[0]}", ())
-        tail, lengths = self._tails[where], self._plan.lengths(where[1])
-        here: list[tuple[int, KVBlock]] = []
+        tail, sealed = self._tails[where], self._sealed[where]
+        here: list[KVBlock] = []
         there: list[HostBlock] = []
         start = 0
         with load.abandoned_on_error(self._runtime.pool):
-            for block in range(self._sealed[where] + 1):
+            for block, length in enumerate(self._plan.lengths(where[1])[: sealed + 1]):
                 key = CacheKey(*where, block)
-                arrays = tail.arrays if key == tail.key else self._blocks.get(key)
+                arrays = tail.arrays if block == sealed else self._blocks.get(key)
                 arrays = arrays or self._read(key, load)
-                if self._stays and self._plan.homes[key] != "device":
+                if self._plan.is_there(key):
                     there.append(HostBlock(start, arrays))
                 else:
-                    here.append((start, arrays))
-                start += lengths[block]
-        load.tree = tuple(arrays for _, arrays in here)
-        sizes = [arrays[0].shape[2] for _, arrays in here]
-        has_tail = not (self._stays and self._plan.homes[tail.key] != "device")
-        load.staying = Split(
-            lengths=tuple(sizes[:-1] if has_tail else sizes),
-            starts=np.array([first for first, _ in here], np.int32),
-            tail=tail.length if has_tail else 0,
-            there=tuple(there),
-        )
+                    here.append(arrays)
+                start += length
+        load.tree = tuple(here)
+        load.staying = Split(self._plan.here(*where, sealed), tuple(there))
         return load
 
     def _read(self, key: CacheKey, load: KVLoad) -> KVBlock:

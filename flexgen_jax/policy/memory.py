@@ -135,7 +135,7 @@ class _Estimate:
             nbytes, opened_bytes = self._kv_bytes(key.batch, length)
             self.bytes[home] += nbytes
             where = (key.layer, key.batch)
-            if home != "device" and not self._policy.attends_on_host:
+            if home != "device" and not plan.is_there(key):
                 away[where] += nbytes
             opened = key.block - len(plan.prompt[key.batch])
             if opened >= 0 and (home == "disk" or self._policy.cache_bits < 16):

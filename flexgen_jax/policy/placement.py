@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from flexgen_jax.layers.spec import Formats, LayerSpec, unique_tensors
@@ -80,16 +81,45 @@ class CacheKey(NamedTuple):
     block: int
 
 
+class Here(NamedTuple):
+    """What of a layer's cache for a batch is attended to on the device.
+
+    lengths: token counts of the sealed blocks; tail: of the open one, 0 where it is not here;
+    starts: the index of the first token of each of these.
+    """
+
+    lengths: tuple[int, ...]
+    tail: int
+    starts: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class CachePlan:
     """The KV blocks of one block of batches.
 
-    prompt, generated: token counts of each batch's blocks; homes: where each block lives.
+    prompt, generated: token counts of each batch's blocks; homes: where each block lives; stays:
+    whether blocks of the host and disk tiers are attended to on the host.
     """
 
     prompt: tuple[tuple[int, ...], ...]
     generated: tuple[tuple[int, ...], ...]
     homes: dict[CacheKey, Tier]
+    stays: bool
+
+    def is_there(self, key: CacheKey) -> bool:
+        """Whether a block is attended to on the host."""
+        return self.stays and self.homes[key] != "device"
+
+    def here(self, layer: int, batch: int, sealed: int) -> Here:
+        """The others of a layer, when so many blocks are sealed and one more is open."""
+        lengths = self.lengths(batch)
+        starts = (0, *accumulate(lengths))
+        here = [b for b in range(sealed + 1) if not self.is_there(CacheKey(layer, batch, b))]
+        return Here(
+            lengths=tuple(lengths[block] for block in here if block < sealed),
+            tail=lengths[sealed] if sealed in here else 0,
+            starts=tuple(starts[block] for block in here),
+        )
 
     def lengths(self, batch: int) -> tuple[int, ...]:
         return self.prompt[batch] + self.generated[batch]
@@ -103,7 +133,7 @@ def place_cache(
 ) -> CachePlan:
     """Homes of all KV blocks. Blocks of the same age stand together in the order of the split,
     so that the fractions hold at every moment of a generation."""
-    plan = CachePlan(tuple(prompt), tuple(generated), {})
+    plan = CachePlan(tuple(prompt), tuple(generated), {}, policy.attends_on_host)
     most = max(len(plan.lengths(batch)) for batch in range(len(prompt)))
     keys = [
         CacheKey(layer, batch, block)
