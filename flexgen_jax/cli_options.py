@@ -12,7 +12,14 @@ import click
 
 from flexgen_jax.config import UserError
 from flexgen_jax.layers.storage import BITS
-from flexgen_jax.policy.policy import ATTENTIONS, SCHEDULES, Placement, Policy, PolicyError
+from flexgen_jax.policy.policy import (
+    ATTENTIONS,
+    SCHEDULES,
+    Attention,
+    Placement,
+    Policy,
+    PolicyError,
+)
 
 if TYPE_CHECKING:
     from flexgen_jax.engine import LLM
@@ -119,6 +126,14 @@ def policy_options(command: Command) -> Command:
                 "CPU, or on the device, to which it is moved; auto: on the host, or on the device "
                 "if the cache is quantized.",
             ),
+            click.option(
+                "--attention-sparsity",
+                type=float,
+                metavar="F",
+                help="In decoding, each head attends to this fraction of the tokens before, those "
+                "with the highest scores; e.g. 0.1. Reads and moves fewer values, and costs some "
+                "quality; 1 is all.",
+            ),
             click.option("--no-overlap", is_flag=True, help="Load nothing ahead of its use."),
         ],
     )
@@ -194,6 +209,8 @@ def open_llm(
     progress: bool | None,
     weight_bits: int | None,
     cache_bits: int | None,
+    attention: Attention | None,
+    attention_sparsity: float | None,
     default_batches: int,
     **policy_flags: Any,
 ) -> LLM:
@@ -208,6 +225,8 @@ def open_llm(
             dtype=dtype,
             weight_bits=weight_bits,
             cache_bits=cache_bits,
+            attention=attention,
+            attention_sparsity=attention_sparsity,
             device_memory=device_memory,
             host_memory=host_memory,
             disk_space=disk_space,

@@ -20,7 +20,7 @@ from flexgen_jax.model import open_model, resolve_dtype
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.machine import tune_allocator
 from flexgen_jax.plan import Planner
-from flexgen_jax.policy.policy import Head, Policy, Workload
+from flexgen_jax.policy.policy import Attention, Head, Policy, Workload
 from flexgen_jax.progress import Progress
 from flexgen_jax.sampling import SamplingParams, sampling_arrays
 from flexgen_jax.session import Session
@@ -38,7 +38,8 @@ class LLM:
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
         in place of float16).
     weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in so many bits an element;
-        16 is the dtype; None is what the policy says.
+        16 is the dtype.
+    attention, attention_sparsity: see `Policy`. Of these four, None is what the policy says.
     device_memory, host_memory, disk_space: budgets such as "16GB"; None is what is there.
     offload_dir: where the disk tier lies; reused by later runs.
 
@@ -53,6 +54,8 @@ class LLM:
         dtype: str = "auto",
         weight_bits: int | None = None,
         cache_bits: int | None = None,
+        attention: Attention | None = None,
+        attention_sparsity: float | None = None,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         disk_space: str | int | None = None,
@@ -68,14 +71,20 @@ class LLM:
         self.config = self._model.config
         self.dtype = resolve_dtype(dtype, self.config, on_cpu)
         self._progress = Progress(progress)
-        asked = {"weight_bits": weight_bits, "cache_bits": cache_bits}
-        bits: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-        given = replace(Policy() if policy == "auto" else policy, **bits)
+        asked: dict[str, Any] = {
+            "weight_bits": weight_bits,
+            "cache_bits": cache_bits,
+            "attention": attention,
+            "attention_sparsity": attention_sparsity,
+        }
+        changes = {name: value for name, value in asked.items() if value is not None}
+        given = replace(Policy() if policy == "auto" else policy, **changes)
         formats = given.formats(self.dtype)
         self._planner = Planner(
             config=self.config,
-            formats=formats,
-            policy=None if policy == "auto" else given,
+            dtype=self.dtype,
+            policy=given,
+            is_auto=policy == "auto",
             device_memory=parse_bytes(device_memory),
             host_memory=parse_bytes(host_memory),
             disk_space=parse_bytes(disk_space),

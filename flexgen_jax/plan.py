@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flexgen_jax.config import ModelConfig
-from flexgen_jax.layers.spec import Formats
 from flexgen_jax.metrics import BudgetError
 from flexgen_jax.offload.machine import detect_budgets
 from flexgen_jax.policy.fit import Budgets, Fitter
@@ -18,11 +17,13 @@ AUTO_NUM_BATCHES = 4
 
 @dataclass
 class Planner:
-    """One model's limits. `policy` None asks for the fastest tiers that hold everything."""
+    """One model's limits, and a policy; with `is_auto` its placements and batches are replaced by
+    the fastest tiers that hold everything."""
 
     config: ModelConfig
-    formats: Formats
-    policy: Policy | None
+    dtype: str
+    policy: Policy
+    is_auto: bool
     device_memory: int | None
     host_memory: int | None
     disk_space: int | None
@@ -43,14 +44,14 @@ class Planner:
     @property
     def block_sequences(self) -> int:
         """Sequences in one block of the given policy, or in the largest automatic one."""
-        if self.policy is None:
+        if self.is_auto:
             return AUTO_BATCH_SIZE * AUTO_NUM_BATCHES
         return self.policy.batch_size * self.policy.num_batches
 
     def policy_for(self, workload: Workload) -> Policy:
         """A policy that fits, or `BudgetError` with the numbers and the nearest one that does."""
         fitter = self._fitter(workload)
-        if self.policy is not None:
+        if not self.is_auto:
             self._check(fitter, self.policy)
             return self.policy
         wanted = self._auto_batches(workload)
@@ -72,7 +73,7 @@ class Planner:
         return self.budgets.spare_ram(self._fitter(workload).needed(policy))
 
     def _fitter(self, workload: Workload) -> Fitter:
-        return Fitter(self.config, self.formats.dtype, workload, self.budgets, self.unified)
+        return Fitter(self.config, self.dtype, workload, self.budgets, self.unified)
 
     def _check(self, fitter: Fitter, policy: Policy) -> None:
         missing = self.budgets.shortfalls(fitter.needed(policy))
@@ -82,10 +83,4 @@ class Planner:
     def _auto_batches(self, workload: Workload) -> Policy:
         batches = min(AUTO_NUM_BATCHES, -(-workload.num_sequences // AUTO_BATCH_SIZE))
         rows = min(AUTO_BATCH_SIZE, -(-workload.num_sequences // batches))
-        formats = self.formats
-        return Policy(
-            batch_size=rows,
-            num_batches=batches,
-            weight_bits=formats.weight_bits,
-            cache_bits=formats.cache_bits,
-        )
+        return replace(self.policy, batch_size=rows, num_batches=batches)

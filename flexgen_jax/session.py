@@ -97,16 +97,23 @@ class Session:
 
     def _compile_decode(self, plan: CachePlan, batch: int, rows: int, sealed: int) -> None:
         """Every program that a step needs in some layer when so many blocks are sealed."""
-        programs = self._runtime.programs
-        for lengths, tail, starts in {
-            plan.here(layer, batch, sealed) for layer in range(self._config.num_layers)
-        }:
-            if len(starts) == sealed + 1:
-                programs.decode(rows, lengths, tail)
+        programs, layers = self._runtime.programs, range(self._config.num_layers)
+        room = sum(plan.lengths(batch)[: sealed + 1])
+        most = self.policy.attended(room) if self.policy.is_sparse else 0
+        for layer in layers:
+            here, there = (plan.part(layer, batch, sealed, is_there) for is_there in (False, True))
+            if not there.starts:
+                programs.decode(rows, here.lengths, here.tail, most)
+                continue
+            programs.project(rows)
+            programs.finish(rows)
+            if not most or not here.starts:
+                programs.attend(rows, here.lengths, here.tail)
             else:
-                programs.project(rows)
-                programs.attend(rows, lengths, tail)
-                programs.finish(rows)
+                programs.rank(rows, here.lengths, here.tail, most)
+                programs.attend_ranked(rows, here.lengths, here.tail, most)
+            if most and not plan.keys_stay:
+                programs.rank(rows, there.lengths, there.tail, most)
 
     def start(self) -> None:
         """Begins a run's measurements."""

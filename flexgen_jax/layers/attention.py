@@ -28,7 +28,16 @@ def attend(query: jax.Array, key: Kept, value: Kept, valid: jax.Array) -> Partia
     query: [batch, head, 1, head_dim], already scaled; key, value: [batch, head, token,
     head_dim], unpacked here if they are quantized; valid: bool [batch, token].
     """
-    # Not as products: those XLA's CPU backend computes with a copy of what it streams, which is
+    scores = key_scores(query, key, valid)
+    peak = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - peak)
+    total = weights.sum(-1, keepdims=True)
+    return weighted_sum(weights, value) / total[..., None], peak + jnp.log(total)
+
+
+def key_scores(query: jax.Array, key: Kept, valid: jax.Array) -> jax.Array:
+    """fp32 [batch, head, token]: the query times each key, `MASKED` where that is not valid."""
+    # Not as a product: those XLA's CPU backend computes with a copy of what it streams, which is
     # the cache; multiplied and summed, keys and values are read once, five times as fast.
     rows, start = query.astype(jnp.float32), 0
     scores = jnp.zeros((), jnp.float32)
@@ -36,13 +45,14 @@ def attend(query: jax.Array, key: Kept, value: Kept, valid: jax.Array) -> Partia
         stop = start + part.shape[3]
         scores = scores + (part.astype(jnp.float32) * rows[..., start:stop]).sum(3)
         start = stop
-    scores = jnp.where(valid[:, None, :], scores, MASKED)
-    peak = scores.max(-1, keepdims=True)
-    weights = jnp.exp(scores - peak)
-    total = weights.sum(-1, keepdims=True)
+    return jnp.where(valid[:, None, :], scores, MASKED)
+
+
+def weighted_sum(weights: jax.Array, value: Kept) -> jax.Array:
+    """Values [batch, head, token, head_dim] times weights, fp32 [batch, head, token], added up:
+    fp32 [batch, head, 1, head_dim]."""
     mixed = [(part.astype(jnp.float32) * weights[..., None]).sum(2) for part in parts_of(value)]
-    out = jnp.concatenate(mixed, axis=-1)[:, :, None] / total[..., None]
-    return out, peak + jnp.log(total)
+    return jnp.concatenate(mixed, axis=-1)[:, :, None]
 
 
 def attend_blocks(
@@ -61,10 +71,17 @@ def attend_blocks(
     """
     partials = [attend(query, *new, jnp.ones((query.shape[0], 1), bool))]
     for index, (key, value) in enumerate(blocks):
-        at = starts[index] + jnp.arange(key.shape[2])
-        valid = (at[None, :] >= first_valid[:, None]) & (at < position)[None, :]
+        valid = valid_tokens(starts[index], key.shape[2], position, first_valid)
         partials.append(attend(query, key, value, valid))
     return merge(partials)
+
+
+def valid_tokens(
+    start: jax.Array, count: int, position: jax.Array, first_valid: jax.Array
+) -> jax.Array:
+    """bool [batch, token]: which of `count` tokens from index `start` on are in the past."""
+    at = start + jnp.arange(count)
+    return (at[None, :] >= first_valid[:, None]) & (at < position)[None, :]
 
 
 def merge(partials: list[Partial]) -> Partial:

@@ -14,6 +14,7 @@ from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.norm import LayerNorm
 from flexgen_jax.layers.quantization import Kept
+from flexgen_jax.layers.sparse_attention import attend_top
 
 KVBlock = tuple[Kept, Kept]
 """Keys and values of some consecutive tokens, each [batch, head, token, head_dim]."""
@@ -82,15 +83,19 @@ class DecoderLayer(nn.Module):
         tail: KVBlock,
         position: jax.Array,
         first_valid: jax.Array,
+        counts: jax.Array | None = None,
+        most: int = 0,
     ) -> tuple[jax.Array, KVBlock]:
         """hidden: [batch, 1, hidden] -> the same, and the new token's key and value.
 
         blocks hold the tokens from 0 on, all written; tail holds those up to `position`
-        (int32, the new token's index) and room after them.
+        (int32, the new token's index) and room after them. With `counts`, int32 [batch], attention
+        is sparse: to so many tokens, at most `most`.
         """
         query, new = self.project(hidden)
         starts = jnp.array([0, *accumulate(key.shape[2] for key, _ in blocks)])
-        here = attend_blocks(query, new, (*blocks, tail), starts, position, first_valid)
+        args = (query, new, (*blocks, tail), starts, position, first_valid)
+        here = attend_blocks(*args) if counts is None else attend_top(*args, counts, most)
         return self.finish(hidden, [here]), new
 
     def project(self, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:

@@ -21,6 +21,7 @@ from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.quantization import Kept, assemble, quantize_as
 from flexgen_jax.layers.sampling import greedy, sample
+from flexgen_jax.layers.sparse_attention import Ranked, attend_ranked, rank
 from flexgen_jax.layers.spec import SCORED_ROWS, Formats, LayerSpec, model_spec
 from flexgen_jax.layers.storage import Storage
 
@@ -70,25 +71,10 @@ def _seal(formats: Formats, block: KVBlock) -> KVBlock:
     return key, value
 
 
-def _decode(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
-    def decode(
-        weights: Weights,
-        hidden: jax.Array,
-        blocks: tuple[KVBlock, ...],
-        tail: Tail,
-        position: jax.Array,
-        first_valid: jax.Array,
-    ) -> Any:
-        hidden, new = _apply(
-            DecoderLayer(config, dtype),
-            weights,
-            hidden,
-            blocks,
-            tail,
-            position,
-            first_valid,
-            method="decode",
-        )
+def _decode(config: ModelConfig, dtype: jnp.dtype, most: int) -> Callable[..., Any]:
+    def decode(weights: Weights, *args: Any) -> Any:
+        layer = DecoderLayer(config, dtype)
+        hidden, new = _apply(layer, weights, *args, most=most, method="decode")
         return hidden, new, jnp.isfinite(hidden).all()
 
     return decode
@@ -205,16 +191,26 @@ def _lower(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> jax
         blocks = tuple(block(batch, tokens) for tokens in shape[1])
         hidden = array(batch, 1, config.hidden_size)
         args = (weights(layers[1]), hidden, blocks, tail(batch, shape[2]), _int(), _int(batch))
-        return jax.jit(_decode(config, dtype)).lower(*args)
+        args += (_int(batch),) if shape[3] else ()
+        return jax.jit(_decode(config, dtype, shape[3])).lower(*args)
     if kind == "project":
         args = (weights(layers[1]), array(batch, 1, config.hidden_size))
         return jax.jit(_project(config, dtype)).lower(*args)
-    if kind == "attend":
+    if kind in ("attend", "rank", "attend_ranked"):
         blocks = tuple(block(batch, tokens) for tokens in shape[1])
         blocks += (tail(batch, shape[2]),) if shape[2] else ()
+        sides = tuple(key for key, _ in blocks)
         query, new = array(*kv_shape(batch, 1)), tail(batch, 1)
-        args = (query, new, blocks, _int(len(blocks)), _int(), _int(batch))
-        return jax.jit(attend_blocks).lower(*args)
+        where = (_int(len(blocks)), _int(), _int(batch))
+        if kind == "attend":
+            return jax.jit(attend_blocks).lower(query, new, blocks, *where)
+        if kind == "rank":
+            return jax.jit(partial(rank, most=shape[3])).lower(query, sides, *where)
+        most = min(shape[3], sum(side.shape[2] for side in sides))
+        heads = (batch, config.num_heads)
+        ranked: Any = (_float(*heads, most), _int(*heads, most), _float(*heads, 1))
+        args = (query, new, sides, Ranked(*ranked), _int(*heads))
+        return jax.jit(attend_ranked).lower(*args)
     if kind == "finish":
         partial_result = (_float(*kv_shape(batch, 1)), _float(*kv_shape(batch, 1)[:3]))
         args = (weights(layers[1]), array(batch, 1, config.hidden_size), [partial_result] * 2)
@@ -261,9 +257,12 @@ class Programs:
         """(weights, hidden, first_valid) -> hidden, blocks of `cuts` tokens, all finite."""
         return self._get("prefill", batch, cuts)
 
-    def decode(self, batch: int, blocks: tuple[int, ...], tail: int) -> jax.stages.Compiled:
-        """(weights, hidden, blocks, tail, position, first_valid) -> hidden, new KV, all finite."""
-        return self._get("decode", batch, blocks, tail)
+    def decode(
+        self, batch: int, blocks: tuple[int, ...], tail: int, most: int
+    ) -> jax.stages.Compiled:
+        """(weights, hidden, blocks, tail, position, first_valid, and unless `most` is 0, which is
+        dense attention, counts) -> hidden, new KV, all finite."""
+        return self._get("decode", batch, blocks, tail, most)
 
     def project(self, batch: int) -> jax.stages.Compiled:
         """(weights, hidden) -> query, new KV: `decode` up to its attention."""
@@ -273,6 +272,18 @@ class Programs:
         """(query, new KV, blocks and, unless its length is 0, the tail, the index of each one's
         first token, position, first_valid) -> partial result."""
         return self._get("attend", batch, blocks, tail)
+
+    def rank(
+        self, batch: int, blocks: tuple[int, ...], tail: int, most: int
+    ) -> jax.stages.Compiled:
+        """(query, keys of blocks and tail, where they are as in `attend`) -> ranked tokens."""
+        return self._get("rank", batch, blocks, tail, most)
+
+    def attend_ranked(
+        self, batch: int, blocks: tuple[int, ...], tail: int, most: int
+    ) -> jax.stages.Compiled:
+        """(query, new KV, values of blocks and tail, ranked tokens, counts) -> partial result."""
+        return self._get("attend_ranked", batch, blocks, tail, most)
 
     def finish(self, batch: int) -> jax.stages.Compiled:
         """(weights, hidden, two partial results) -> hidden, all finite."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.spec import Formats, LayerSpec, model_spec
 from flexgen_jax.metrics import Ledger, Metrics
 from flexgen_jax.offload.disk import OffloadFolder
-from flexgen_jax.offload.host_attention import HostAttention, HostBlock
+from flexgen_jax.offload.host_attention import HostAttention
 from flexgen_jax.offload.tiers import BufferPool, Memories
 from flexgen_jax.offload.transfer import Watcher
 from flexgen_jax.policy.policy import Tier
@@ -73,18 +73,13 @@ class Runtime:
         assert self.folder is not None, "the policy puts something on disk"
         return self.folder
 
-    def attend_on_host(
-        self,
-        query: jax.Array,
-        blocks: Sequence[HostBlock],
-        position: np.int32,
-        first_valid: np.ndarray,
-    ) -> Any:
-        """`HostAttention.attend` for a query on the device, to which the result goes."""
-        on_host = np.asarray(self.memories.to_host(query))
+    def on_host(self, attend: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
+        """What a method of `host_attention` finds for a query on the device, to which its results
+        are sent."""
+        rows = np.asarray(self.memories.to_host(query))
         self.metrics.begin("host_compute")
         try:
-            found = self.host_attention.attend(on_host, blocks, int(position), first_valid)
+            found = attend(rows, *args)
         finally:
             self.metrics.end("host_compute")
         return self.memories.send(found)

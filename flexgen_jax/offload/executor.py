@@ -19,8 +19,9 @@ from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.spec import LayerKind, LayerSpec
 from flexgen_jax.offload.activations import Activations
+from flexgen_jax.offload.attending import Moment, Question, attend_split
 from flexgen_jax.offload.context import Runtime
-from flexgen_jax.offload.kv_cache import KVCache, Split
+from flexgen_jax.offload.kv_cache import KVCache, Moving, Split
 from flexgen_jax.offload.schedule import LookAhead, Step, steps_of
 from flexgen_jax.offload.transfer import Stream
 from flexgen_jax.offload.weights import WeightStore
@@ -111,7 +112,7 @@ class BlockRun:
         self._weight_loads: Stream[tuple[int, int], dict[str, Kept]] = Stream(
             lambda key: weights.start(self._layers[key[1]]), *stream
         )
-        self._kv_loads: Stream[Step, tuple[KVBlock, ...]] = Stream(
+        self._kv_loads: Stream[Step, Moving] = Stream(
             lambda step: self._cache.start((step.layer - 1, step.batch)), *stream
         )
         self._hidden_loads: Stream[Step, jax.Array] = Stream(
@@ -216,23 +217,23 @@ class BlockRun:
     def _decode(self, step: Step, weights: Any, ahead: LookAhead) -> tuple[Computed, jax.Array]:
         batch, programs = self._batches[step.batch], self._runtime.programs
         hidden = self._hidden_loads.take(step)
-        blocks = self._kv_loads.take(step)
+        moved = self._kv_loads.take(step)
         split: Split = self._kv_loads.staying(step)
-        lengths, tail_length, starts = split.here
-        at = (np.int32(batch.prompt_len + step.token - 1), batch.first_valid)
-        if split.there:
-            query, new = self._project(step, weights)
-            program = programs.attend(batch.size, lengths, tail_length)
-            here = program(query, new, blocks, np.array(starts, np.int32), *at)
+        position = batch.prompt_len + step.token - 1
+        room = sum(self._plan.lengths(step.batch)[: split.sealed + 1])
+        at = Moment.of(self._policy, position, batch.first_valid, room)
+        if split.blocks:
+            question = Question(self._runtime, *self._project(step, weights), at)
             following = ahead.steps(1) if self._policy.overlap else []
-            if following and following[0].visit == step.visit and self._is_waiting(following[0]):
-                self._projected[following[0]] = self._project(following[0], weights)
-            there = self._runtime.attend_on_host(query, split.there, *at)
-            hidden, finite = programs.finish(batch.size)(weights, hidden, [here, there])
+            partials = attend_split(
+                question, moved, split, lambda: self._project_early(step, following, weights)
+            )
+            hidden, finite = programs.finish(batch.size)(weights, hidden, partials)
+            new = question.new
         else:
-            *sealed, tail = blocks
-            program = programs.decode(batch.size, lengths, tail_length)
-            hidden, new, finite = program(weights, hidden, tuple(sealed), tail, *at)
+            *sealed, tail = moved.blocks
+            program = programs.decode(batch.size, split.here.lengths, split.here.tail, at.most)
+            hidden, new, finite = program(weights, hidden, tuple(sealed), tail, *at.arguments)
         self._kv_loads.used(step, finite)
         self._kv_loads.release(step)
         return Computed(step, finite, new), hidden
@@ -245,6 +246,12 @@ class BlockRun:
         program = self._runtime.programs.project(self._batches[step.batch].size)
         found: tuple[jax.Array, KVBlock] = program(weights, self._hidden_loads.take(step))
         return found
+
+    def _project_early(self, step: Step, following: list[Step], weights: Any) -> None:
+        """Gives the device the next batch's projection, while the CPU attends for this one."""
+        for later in following:
+            if later.visit == step.visit and self._is_waiting(later):
+                self._projected[later] = self._project(later, weights)
 
     def _head(self, step: Step, weights: Any) -> Computed:
         batch = self._batches[step.batch]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,43 @@ class HostBlock(NamedTuple):
 
     start: int
     arrays: KVBlock
+
+
+class Candidates(NamedTuple):
+    """Tokens that were ranked elsewhere.
+
+    scores: fp32 [batch, head, candidate], `MASKED` for one that is not valid; tokens: int32, their
+    indices in the sequence; lse: fp32 [batch, head, 1], of the scores of all that were ranked.
+    """
+
+    scores: np.ndarray
+    tokens: np.ndarray
+    lse: np.ndarray
+
+
+class _Prepared(NamedTuple):
+    """A block as the kernels take it: what `*_for` is asked for, and their arguments."""
+
+    kind: tuple[int, bool, int]
+    keys: tuple[np.ndarray, ...]
+    values: tuple[np.ndarray, ...]
+    first: np.ndarray
+    stop: int
+    offset: int
+
+    @classmethod
+    def of(cls, block: HostBlock, first_valid: np.ndarray, position: int) -> _Prepared:
+        """first_valid: int64 [row]."""
+        key, value = block.arrays
+        bits = key.storage.bits if isinstance(key, QuantizedArray) else 16
+        return cls(
+            kind=(key.shape[3], str(key.dtype) == "float16", bits),
+            keys=_views(key, first_valid.size),
+            values=_views(value, first_valid.size),
+            first=np.maximum(first_valid - block.start, 0),
+            stop=min(key.shape[2], position - block.start),
+            offset=block.start,
+        )
 
 
 class HostAttention:
@@ -48,45 +86,102 @@ class HostAttention:
         query: [batch, head, 1, head_dim], scaled; position: the query's index, before which the
         blocks' tokens are valid; first_valid: int32 [batch], each sequence's first valid token.
         """
-        batch, heads, _, head_dim = query.shape
-        rows = batch * heads
-        queries = np.ascontiguousarray(query, np.float32).reshape(rows, head_dim)
-        first = np.repeat(first_valid.astype(np.int64), heads)
-        peak = np.full(rows, MASKED, np.float32)
-        total, out = np.zeros(rows, np.float32), np.zeros((rows, head_dim), np.float32)
+        # Numba takes half a second to import, and not every run attends here.
+        from flexgen_jax.offload.host_kernels import fold_for
 
-        folds = [_prepared(block, first, position) for block in blocks]
+        queries, first = _rows(query), np.repeat(first_valid.astype(np.int64), query.shape[1])
+        prepared = [_Prepared.of(block, first, position) for block in blocks]
+        folds = [fold_for(*block.kind) for block in prepared]
+        peak, total, out = _nothing(queries)
 
-        def work(part: int) -> None:
-            bounds = (rows * part // self._threads, rows * (part + 1) // self._threads)
-            for fold, arguments in folds:
-                fold(queries, *arguments, peak, total, out, *bounds)
+        def work(start: int, end: int) -> None:
+            for fold, (_, keys, values, begin, stop, _) in zip(folds, prepared, strict=True):
+                fold(queries, keys, values, begin, stop, peak, total, out, start, end)
 
-        for done in [self._pool.submit(work, part) for part in range(self._threads)]:
+        self._on_all_cores(work, len(queries))
+        out /= np.where(total > 0, total, 1)[:, None]
+        return out.reshape(query.shape), _lse(peak, total).reshape(query.shape[:3])
+
+    def attend_top(
+        self,
+        query: np.ndarray,
+        blocks: Sequence[HostBlock],
+        position: int,
+        first_valid: np.ndarray,
+        counts: np.ndarray,
+        here: Candidates | None,
+        there: Candidates | None,
+    ) -> tuple[HostPartial, np.ndarray]:
+        """Top-K sparse attention to the values of some blocks; see `layers.sparse_attention`.
+
+        counts: int32 [batch], how many of all tokens are attended to in each head; here: the
+        candidates of other blocks, if there are any; there: those of these blocks, None to compute
+        their scores from their keys. The rest as in `attend`. Returns the partial result, and
+        int32 [batch, head], how many of `here` were chosen.
+        """
+        from flexgen_jax.offload.host_kernels import add_for, choose_top, score_for
+
+        queries, first = _rows(query), np.repeat(first_valid.astype(np.int64), query.shape[1])
+        prepared = [_Prepared.of(block, first, position) for block in blocks]
+        scoring = [] if there else [(score_for(*block.kind), block) for block in prepared]
+        adding = [(add_for(*block.kind), block) for block in prepared]
+        choose = choose_top()
+        scores = _scores(len(queries), position, [x for x in (here, there) if x])
+        peak, total, out = _nothing(queries)
+        lse = there.lse.reshape(-1) if there else np.empty_like(peak)
+        each = np.repeat(counts, query.shape[1])
+        left = each.copy()
+        chosen = np.empty((len(queries), max(1, int(counts.max()))), np.int32)
+
+        def work(start: int, end: int) -> None:
+            rows = slice(start, end)
+            for score, (_, keys, _, begin, stop, offset) in scoring:
+                score(queries, keys, begin, stop, offset, scores, peak, total, start, end)
+            if not there:
+                lse[rows] = _lse(peak[rows], total[rows])
+            choose(scores, each, chosen, start, end)
+            for add, (_, _, values, _, stop, offset) in adding:
+                add(scores, lse, chosen, each, left, values, stop, offset, out, start, end)
+
+        self._on_all_cores(work, len(queries))
+        partial = (out.reshape(query.shape), lse.reshape(query.shape[:3]))
+        return partial, left.reshape(query.shape[:2])
+
+    def _on_all_cores(self, work: Callable[[int, int], None], rows: int) -> None:
+        """work(start, end) for all rows, a range on each core."""
+        bounds = [rows * part // self._threads for part in range(self._threads + 1)]
+        for done in [self._pool.submit(work, *pair) for pair in pairwise(bounds)]:
             done.result()
-        # A row without a valid token keeps the masked score, which weighs nothing in a merge.
-        safe = np.where(total > 0, total, 1)
-        lse = np.where(total > 0, peak + np.log(safe), MASKED).astype(np.float32)
-        out /= safe[:, None]
-        return out.reshape(batch, heads, 1, head_dim), lse.reshape(batch, heads, 1)
 
     def close(self) -> None:
         self._pool.shutdown()
 
 
-def _prepared(
-    block: HostBlock, first: np.ndarray, position: int
-) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The kernel for a block, and its arguments between the query and the running result."""
-    # Numba takes half a second to import, and not every run attends here.
-    from flexgen_jax.offload.host_kernels import fold_for
+def _rows(query: np.ndarray) -> np.ndarray:
+    """[batch, head, 1, head_dim] as fp32 [row, head_dim]."""
+    return np.ascontiguousarray(query, np.float32).reshape(-1, query.shape[3])
 
-    key, value = block.arrays
-    bits = key.storage.bits if isinstance(key, QuantizedArray) else 16
-    sides = (_views(key, first.size), _views(value, first.size))
-    begin = np.maximum(first - block.start, 0)
-    stop = min(key.shape[2], position - block.start)
-    return fold_for(key.shape[3], str(key.dtype) == "float16", bits), (*sides, begin, stop)
+
+def _nothing(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Peak, total and out before any block."""
+    rows = len(queries)
+    return np.full(rows, MASKED, np.float32), np.zeros(rows, np.float32), np.zeros_like(queries)
+
+
+def _lse(peak: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """A row without a valid token keeps the masked score, which weighs nothing in a merge."""
+    lse = peak + np.log(np.where(total > 0, total, 1))
+    return np.where(total > 0, lse, MASKED).astype(np.float32)
+
+
+def _scores(rows: int, position: int, known: Sequence[Candidates]) -> np.ndarray:
+    """Room for the scores of a sequence's tokens, fp32 [row, token], with those that are known."""
+    tokens = [found.tokens.reshape(rows, -1) for found in known]
+    width = max([position, *(int(each.max()) + 1 for each in tokens)])
+    scores = np.full((rows, width), -np.inf, np.float32)
+    for found, each in zip(known, tokens, strict=True):
+        np.put_along_axis(scores, each, found.scores.reshape(rows, -1), axis=1)
+    return scores
 
 
 def _views(kept: Kept, rows: int) -> tuple[np.ndarray, ...]:

@@ -2,12 +2,13 @@
 
 XLA's CPU backend reads a 16-bit cache at a third to a half of the memory's speed, since its loops
 convert element by element; these loops read it at the memory's, in any format it is kept in.
-A kernel folds one block into the running result of some rows (a sequence's head each):
 
-    peak, total, out <- the largest score so far, the sum of exp(score - peak), and the sum of
-                        exp(score - peak) * value
+A row is a sequence's head. Rows are independent, so threads take ranges of them, `start` to `end`;
+the kernels hold no interpreter lock. In all of them
 
-Rows are independent, so threads take ranges of them; the kernels hold no interpreter lock.
+    query: fp32 [row, head_dim], scaled; keys, values: the arrays that a block is kept in, each
+    [row, token, ...]; first: int64 [row], the first of a block's tokens that is valid; stop: the
+    first one that is not valid any more.
 """
 
 from __future__ import annotations
@@ -154,16 +155,21 @@ def _add_packed(kept, row, token, weight, out, size, is_half, bits):
             out[start + i] += slope * code + low
 
 
+def compiled(function: Callable[..., None]) -> Callable[..., None]:
+    try:
+        return njit(nogil=True, cache=True, fastmath=MATH)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written to
+        return njit(nogil=True, fastmath=MATH)(function)
+
+
 @lru_cache
 def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
     """The kernel for heads of this size, kept in float16 or not, packed in `bits` or not; known
     when it is compiled, that makes loops short and free of checks.
 
-    fold(query, keys, values, first, stop, peak, total, out, start, end) folds a
-    block into rows `start` to `end`. query: fp32 [row, head_dim], scaled; keys, values: the arrays
-    they are kept in, each [row, token, ...]; first: int64 [row], the first valid token of each;
-    stop: the first token that is not valid any more; peak, total: fp32 [row]; out: fp32 [row,
-    head_dim].
+    fold(query, keys, values, first, stop, peak, total, out, start, end) folds a block into a
+    running result: peak, fp32 [row], the largest score so far; total, fp32 [row], the sum of
+    exp(score - peak); out, fp32 [row, head_dim], the sum of exp(score - peak) * value.
     """
 
     def fold(query, keys, values, first, stop, peak, total, out, start, end):
@@ -188,7 +194,98 @@ def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
                 add(values, row, token, scores[token], mixed, size, is_half, bits)
             peak[row], total[row] = highest, total[row] * fade + summed
 
-    try:
-        return njit(nogil=True, cache=True, fastmath=MATH)(fold)
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written to
-        return njit(nogil=True, fastmath=MATH)(fold)
+    return compiled(fold)
+
+
+@lru_cache
+def score_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
+    """score(query, keys, first, stop, offset, scores, peak, total, start, end) writes the scores
+    of a block's valid tokens to scores, fp32 [row, token of the sequence], where the block begins
+    at `offset`, and brings peak and total, as in `fold`, up to date."""
+
+    def score(query, keys, first, stop, offset, scores, peak, total, start, end):
+        for row in range(start, end):
+            begin = first[row]
+            if begin >= stop:
+                continue
+            highest, question, found = peak[row], query[row], scores[row, offset : offset + stop]
+            for token in range(begin, stop):
+                found[token] = dot(keys, row, token, question, size, is_half, bits)
+            for token in range(begin, stop):
+                highest = found[token] if found[token] > highest else highest
+            summed = total[row] * exp(peak[row] - highest)
+            for token in range(begin, stop):
+                summed += exp(found[token] - highest)
+            peak[row], total[row] = highest, summed
+
+    return compiled(score)
+
+
+@lru_cache
+def add_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
+    """add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, start, end) adds to
+    out, fp32 [row, head_dim], the values of a block's chosen tokens, times exp(score - lse).
+
+    scores: fp32 [row, token of the sequence]; lse: fp32 [row]; chosen: int32 [row, slot], tokens
+    of the sequence, and counts: int32 [row], how many; left: int32 [row], minus the block's own.
+    """
+
+    def add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, start, end):
+        for row in range(start, end):
+            mixed = out[row]
+            for slot in range(counts[row]):
+                token = chosen[row, slot] - offset
+                if 0 <= token < stop:
+                    weight = exp(scores[row, offset + token] - lse[row])
+                    add(values, row, token, weight, mixed, size, is_half, bits)
+                    left[row] -= 1
+
+    return compiled(add_chosen)
+
+
+@lru_cache
+def choose_top() -> Callable[..., None]:
+    """choose(scores, counts, chosen, start, end) writes to chosen, int32 [row, slot], the `counts`
+    [row] tokens with the highest scores, in rising order; of equal scores those that come first.
+
+    scores: fp32 [row, token], with at least that many above minus infinity.
+    """
+
+    def choose(scores, counts, chosen, start, end):
+        tokens = scores.shape[1]
+        keys = np.empty(tokens, np.int32)
+        for row in range(start, end):
+            count = np.int32(counts[row])
+            if count == 0:
+                continue
+            bits = scores[row].view(np.int32)
+            # As integers in the order of the floats; below zero, all but the sign is inverted.
+            low, high = np.int32(2147483647), np.int32(-2147483648)
+            for i in range(tokens):
+                key = bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(2147483647))
+                key += np.int32(key == -1)  # minus zero is equal to zero
+                keys[i] = key
+                low, high = min(low, key), max(high, key)
+            # The largest bound that so many keys reach, by bisection: counting is fast.
+            reached = np.int32(tokens)
+            while low < high and reached != count:
+                middle = np.int32(np.int64(high) - (np.int64(high) - np.int64(low)) // 2)
+                reaching = np.int32(0)
+                for i in range(tokens):
+                    reaching += np.int32(keys[i] >= middle)
+                if reaching >= count:
+                    low, reached = middle, reaching
+                else:
+                    high = middle - np.int32(1)
+            spare = reached - count  # so many of the keys at the bound, the last ones, stay out
+            equal = np.int32(0)
+            for i in range(tokens):
+                equal += np.int32(keys[i] == low)
+            slot = 0
+            for i in range(tokens):
+                equal -= np.int32(keys[i] == low)
+                if keys[i] > low or (keys[i] == low and equal >= spare):
+                    chosen[row, slot] = i
+                    slot += 1
+
+    return compiled(choose)

@@ -26,21 +26,32 @@ from flexgen_jax.offload.host_attention import HostBlock
 from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.offload.transfer import Load, counted, finish
 from flexgen_jax.policy.memory import PENDING_WRITES
-from flexgen_jax.policy.placement import CacheKey, CachePlan, Here
+from flexgen_jax.policy.placement import CacheKey, CachePlan, Part
 from flexgen_jax.policy.policy import Tier
 
 Where = tuple[int, int]
 """A decoder layer, counted from 0, and a batch."""
 
-KVLoad = Load[tuple[KVBlock, ...]]
-"""On its way to the device: blocks, and the tail as the last one. What stays is a `Split`."""
+
+class Moving(NamedTuple):
+    """What goes to the device: blocks, the tail as the last one, and keys whose values stay."""
+
+    blocks: tuple[KVBlock, ...]
+    keys: tuple[Kept, ...]
 
 
 class Split(NamedTuple):
-    """Where attention finds a layer's cache: on the device, and on the host."""
+    """Where attention finds a layer's cache: parts with their values here, on the device, and
+    there, on the host; the blocks that are there; and how many blocks are sealed."""
 
-    here: Here
-    there: tuple[HostBlock, ...]
+    here: Part
+    there: Part
+    blocks: tuple[HostBlock, ...]
+    sealed: int
+
+
+KVLoad = Load[Moving]
+"""What stays is a `Split`."""
 
 
 @dataclass
@@ -224,7 +235,7 @@ class KVCache:
     def start(self, where: Where) -> KVLoad:
         """Starts bringing the sealed blocks and the tail to where attention runs."""
         self._settle(lambda write: write.where == where)
-        load: KVLoad = Load(f"KV cache of decoder layer {where[0]}", ())
+        load: KVLoad = Load(f"KV cache of decoder layer {where[0]}", Moving((), ()))
         tail, sealed = self._tails[where], self._sealed[where]
         here: list[KVBlock] = []
         there: list[HostBlock] = []
@@ -239,8 +250,10 @@ class KVCache:
                 else:
                     here.append(arrays)
                 start += length
-        load.tree = tuple(here)
-        load.staying = Split(self._plan.here(*where, sealed), tuple(there))
+        keys = () if self._plan.keys_stay else tuple(key for _, (key, _) in there)
+        load.tree = Moving(tuple(here), keys)
+        part_here, part_there = (self._plan.part(*where, sealed, at) for at in (False, True))
+        load.staying = Split(part_here, part_there, tuple(there), sealed)
         return load
 
     def _read(self, key: CacheKey, load: KVLoad) -> KVBlock:

@@ -44,12 +44,12 @@ class Memories:
         """Starts moving the leaves to the host; returns at once."""
         return tree if self.unified else self._move(tree, "device_to_host")
 
-    def send(self, arrays: tuple[np.ndarray, ...]) -> Any:
+    def send(self, tree: Any) -> Any:
         """Starts moving small NumPy arrays, which nobody changes any more, to the device."""
         if self.unified:
-            return arrays
-        self.metrics.moved("host_to_device", sum(array.nbytes for array in arrays))
-        return jax.device_put(arrays, self._device_sharding)
+            return tree
+        self.metrics.moved("host_to_device", tree_bytes(tree))
+        return jax.device_put(tree, self._device_sharding)
 
     def on_host(self, array: jax.Array) -> bool:
         """Whether the array would have to be copied to be computed with."""

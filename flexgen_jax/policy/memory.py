@@ -135,8 +135,7 @@ class _Estimate:
             nbytes, opened_bytes = self._kv_bytes(key.batch, length)
             self.bytes[home] += nbytes
             where = (key.layer, key.batch)
-            if home != "device" and not plan.is_there(key):
-                away[where] += nbytes
+            away[where] += int(plan.moved(key) * nbytes)
             opened = key.block - len(plan.prompt[key.batch])
             if opened >= 0 and (home == "disk" or self._policy.cache_bits < 16):
                 # While it is open, a block is on the host, or in full precision, or both.

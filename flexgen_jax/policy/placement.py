@@ -81,10 +81,10 @@ class CacheKey(NamedTuple):
     block: int
 
 
-class Here(NamedTuple):
-    """What of a layer's cache for a batch is attended to on the device.
+class Part(NamedTuple):
+    """What of a layer's cache for a batch has its values in one place.
 
-    lengths: token counts of the sealed blocks; tail: of the open one, 0 where it is not here;
+    lengths: token counts of the sealed blocks; tail: of the open one, 0 where it is elsewhere;
     starts: the index of the first token of each of these.
     """
 
@@ -97,28 +97,37 @@ class Here(NamedTuple):
 class CachePlan:
     """The KV blocks of one block of batches.
 
-    prompt, generated: token counts of each batch's blocks; homes: where each block lives; stays:
-    whether blocks of the host and disk tiers are attended to on the host.
+    prompt, generated: token counts of each batch's blocks; homes: where each block lives;
+    values_stay, keys_stay: whether decoding leaves those of the host and disk tiers on the host.
     """
 
     prompt: tuple[tuple[int, ...], ...]
     generated: tuple[tuple[int, ...], ...]
     homes: dict[CacheKey, Tier]
-    stays: bool
+    values_stay: bool
+    keys_stay: bool
 
     def is_there(self, key: CacheKey) -> bool:
-        """Whether a block is attended to on the host."""
-        return self.stays and self.homes[key] != "device"
+        """Whether a block's values stay on the host."""
+        return self.values_stay and self.homes[key] != "device"
 
-    def here(self, layer: int, batch: int, sealed: int) -> Here:
-        """The others of a layer, when so many blocks are sealed and one more is open."""
+    def moved(self, key: CacheKey) -> float:
+        """The share of a block's bytes that moves to the device for every token."""
+        if self.homes[key] == "device":
+            return 0.0
+        return (not self.values_stay) / 2 + (not self.keys_stay) / 2
+
+    def part(self, layer: int, batch: int, sealed: int, is_there: bool) -> Part:
+        """A layer's blocks whose values stay on the host, or the others, when so many blocks are
+        sealed and one more is open."""
         lengths = self.lengths(batch)
         starts = (0, *accumulate(lengths))
-        here = [b for b in range(sealed + 1) if not self.is_there(CacheKey(layer, batch, b))]
-        return Here(
-            lengths=tuple(lengths[block] for block in here if block < sealed),
-            tail=lengths[sealed] if sealed in here else 0,
-            starts=tuple(starts[block] for block in here),
+        keys = (CacheKey(layer, batch, block) for block in range(sealed + 1))
+        found = [key.block for key in keys if self.is_there(key) == is_there]
+        return Part(
+            lengths=tuple(lengths[block] for block in found if block < sealed),
+            tail=lengths[sealed] if sealed in found else 0,
+            starts=tuple(starts[block] for block in found),
         )
 
     def lengths(self, batch: int) -> tuple[int, ...]:
@@ -133,7 +142,9 @@ def place_cache(
 ) -> CachePlan:
     """Homes of all KV blocks. Blocks of the same age stand together in the order of the split,
     so that the fractions hold at every moment of a generation."""
-    plan = CachePlan(tuple(prompt), tuple(generated), {}, policy.attends_on_host)
+    keys_stay = policy.attends_on_host
+    values_stay = keys_stay or policy.is_sparse
+    plan = CachePlan(tuple(prompt), tuple(generated), {}, values_stay, keys_stay)
     most = max(len(plan.lengths(batch)) for batch in range(len(prompt)))
     keys = [
         CacheKey(layer, batch, block)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from math import ceil
 from typing import Any, Literal, get_args
 
 from flexgen_jax.config import UserError
@@ -82,6 +83,9 @@ class Policy:
     `attention` says where decoding attends to KV blocks that are not on the device: on the
     "device", to which they are moved, or on the "host", where they are; "auto" is the host unless
     the cache is quantized, which makes it small to move and slow to read for the CPU.
+    With `attention_sparsity` below 1, each head of a decoding token attends to this fraction of
+    the tokens before it, those with the highest scores (section 5), and to itself; the values of
+    blocks that are not on the device are then never moved to it.
     """
 
     weights: Placement = Placement()
@@ -95,6 +99,7 @@ class Policy:
     attention: Attention = "auto"
     weight_bits: int = 16
     cache_bits: int = 16
+    attention_sparsity: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_batches", "kv_block_tokens"):
@@ -107,6 +112,14 @@ class Policy:
         for name, known in (("schedule", SCHEDULES), ("attention", ATTENTIONS)):
             if getattr(self, name) not in known:
                 raise PolicyError(f"{name} must be one of {known}, not {getattr(self, name)!r}")
+        fraction = self.attention_sparsity
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float):
+            raise PolicyError(f"attention_sparsity must be a number, not {fraction!r}")
+        if not 0 < fraction <= 1:
+            raise PolicyError(
+                "attention_sparsity is the fraction of tokens attended to, more than 0 and at "
+                f"most 1 (all), not {fraction:g}"
+            )
 
     @classmethod
     def from_percent(
@@ -141,6 +154,15 @@ class Policy:
     def attends_on_host(self) -> bool:
         """Whether blocks of the host and disk tiers are attended to where they are."""
         return self.attention == "host" or (self.attention == "auto" and self.cache_bits == 16)
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.attention_sparsity < 1
+
+    def attended(self, tokens: int) -> int:
+        """How many of so many earlier tokens a head attends to; at least one, if there are any."""
+        # Not one more where the product is a whole number but for its rounding.
+        return ceil(self.attention_sparsity * tokens - 1e-9)
 
     @property
     def percent(self) -> tuple[float, ...]:

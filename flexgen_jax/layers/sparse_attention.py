@@ -1,0 +1,147 @@
+"""Top-K sparse attention: scores over all keys, values of the few tokens that score highest
+(FlexGen, section 5).
+
+The softmax is over all tokens; then, in every head, all are dropped but the new token and the
+`counts` earlier ones with the highest scores (the earlier one where scores are equal). As in
+FlexGen's own code, the weights of those that stay are not scaled up, which also loses less.
+
+`rank` finds candidates among some blocks, `attend_ranked` gathers the values of as many of them as
+`counts` says, so that whoever knows the candidates of other places can decide in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flexgen_jax.layers.attention import (
+    Partial,
+    attend,
+    key_scores,
+    merge,
+    valid_tokens,
+    weighted_sum,
+)
+from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble
+
+
+class Ranked(NamedTuple):
+    """What `rank` found in some blocks.
+
+    scores: fp32 [batch, head, candidate], highest first; tokens: int32, the candidates' indices
+    as if the blocks were one; lse: fp32 [batch, head, 1], log-sum-exp of all the blocks' scores.
+    """
+
+    scores: jax.Array
+    tokens: jax.Array
+    lse: jax.Array
+
+
+GATHERED_TOGETHER = 4
+"""Values are gathered from so many blocks at a time, as if they were one. XLA looks for every
+element's block: for a few that costs nothing, with 16 it took as long as reading everything."""
+
+
+def rank(
+    query: jax.Array,
+    keys: tuple[Kept, ...],
+    starts: jax.Array,
+    position: jax.Array,
+    first_valid: jax.Array,
+    most: int,
+) -> Ranked:
+    """The `most` tokens with the highest scores, or all if they are fewer.
+
+    query: [batch, head, 1, head_dim], scaled; keys: each [batch, head, token, head_dim]; starts:
+    int32 [block], the index of each block's first token in the sequence; position: int32, the
+    new token's index; first_valid: int32 [batch]. Tokens that are not valid score `MASKED`.
+    """
+    scores = [
+        key_scores(query, key, valid_tokens(start, key.shape[2], position, first_valid))
+        for start, key in zip(starts, keys, strict=True)
+    ]
+    together = jnp.concatenate(scores, axis=2)
+    highest, tokens = jax.lax.top_k(together, min(most, together.shape[2]))
+    peak = together.max(-1, keepdims=True)
+    lse = peak + jnp.log(jnp.exp(together - peak).sum(-1, keepdims=True))
+    return Ranked(highest, tokens, lse)
+
+
+def attend_ranked(
+    query: jax.Array,
+    new: tuple[Kept, Kept],
+    values: tuple[Kept, ...],
+    ranked: Ranked,
+    counts: jax.Array,
+) -> Partial:
+    """The new token's query against itself and the first `counts` candidates of each head.
+
+    values: of the blocks that were ranked; counts: int32 [batch, head], none of which is a
+    candidate that is not valid.
+    """
+    slots = jnp.arange(ranked.scores.shape[2])
+    weights = jnp.where(slots < counts[..., None], jnp.exp(ranked.scores - ranked.lse), 0)
+    out = jnp.zeros(query.shape, jnp.float32)
+    for start, length, group in _groups(values):
+        at = ranked.tokens - start
+        is_inside = (at >= 0) & (at < length)
+        gathered = _take(group, jnp.clip(at, 0, length - 1))
+        out = out + weighted_sum(jnp.where(is_inside, weights, 0), gathered)
+    itself = attend(query, *new, jnp.ones((query.shape[0], 1), bool))
+    return merge([itself, (out, ranked.lse)])
+
+
+def attend_top(
+    query: jax.Array,
+    new: tuple[Kept, Kept],
+    blocks: tuple[tuple[Kept, Kept], ...],
+    starts: jax.Array,
+    position: jax.Array,
+    first_valid: jax.Array,
+    counts: jax.Array,
+    most: int,
+) -> Partial:
+    """Sparse attention over blocks that are all in one place.
+
+    counts: int32 [batch], at most `most` and the number of each sequence's valid tokens; the rest
+    as in `rank`.
+    """
+    keys, values = zip(*blocks, strict=True)
+    ranked = rank(query, keys, starts, position, first_valid, most)
+    each = jnp.broadcast_to(counts[:, None], query.shape[:2])
+    return attend_ranked(query, new, values, ranked, each)
+
+
+def _groups(values: Sequence[Kept]) -> Iterator[tuple[int, int, list[Kept]]]:
+    """Consecutive blocks that are kept alike, a few together: the index of the first token, the
+    number of tokens, and the blocks."""
+    starts = [0, *accumulate(value.shape[2] for value in values)]
+    begin = 0
+    while begin < len(values):
+        is_packed = isinstance(values[begin], QuantizedArray)
+        end = begin + 1
+        while end < min(len(values), begin + GATHERED_TOGETHER):
+            if isinstance(values[end], QuantizedArray) != is_packed:
+                break
+            end += 1
+        yield starts[begin], starts[end] - starts[begin], list(values[begin:end])
+        begin = end
+
+
+def _take(blocks: list[Kept], tokens: jax.Array) -> Kept:
+    """Some tokens of blocks that are kept alike, as they are kept; tokens: int32 [batch, head,
+    slot]."""
+    leaves = [
+        jnp.take_along_axis(jnp.concatenate(parts, axis=2), tokens[..., None], axis=2)
+        for parts in zip(*map(jax.tree.leaves, blocks), strict=True)
+    ]
+    if not isinstance(blocks[0], QuantizedArray):
+        return leaves[0]
+    shape = (*tokens.shape, blocks[0].shape[3])
+    found: Kept = assemble(replace(blocks[0].storage, shape=shape), leaves)
+    return found
