@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,15 @@ Tensors = dict[str, np.ndarray]
 
 
 class NumpyOpt:
-    """Full-sequence forward passes in float64 from Hugging Face's own config and tensors."""
+    """Full-sequence forward passes in float64 from Hugging Face's own config and tensors.
 
-    def __init__(self, config: dict[str, Any], tensors: Tensors) -> None:
+    sparsity: each token attends to itself and to this fraction of the tokens before, those with
+    the highest scores; what it would have given to the others is dropped.
+    """
+
+    def __init__(self, config: dict[str, Any], tensors: Tensors, sparsity: float = 1.0) -> None:
         self.config = config
+        self.sparsity = sparsity
         self.tensors = {
             name.removeprefix("model."): value.astype(np.float64) for name, value in tensors.items()
         }
@@ -46,7 +52,12 @@ class NumpyOpt:
         scores = q @ k.swapaxes(1, 2) / np.sqrt(hidden // heads)
         scores = np.where(np.tril(np.ones((tokens, tokens), bool)), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out = (weights / weights.sum(-1, keepdims=True)) @ v
+        weights = weights / weights.sum(-1, keepdims=True)
+        for i in range(tokens):
+            dropped = i - math.ceil(round(self.sparsity * i, 9))
+            lowest = np.argsort(weights[:, i, :i], axis=-1)[:, :dropped]
+            np.put_along_axis(weights[:, i], lowest, 0.0, axis=-1)
+        out = weights @ v
         return self.linear(out.swapaxes(0, 1).reshape(tokens, hidden), f"{name}.out_proj")
 
     def logits(self, ids: list[int]) -> np.ndarray:

@@ -96,6 +96,18 @@ def test_impossible_percentages_name_the_part(numbers: tuple[float, ...], said: 
         Policy.from_percent(*numbers)
 
 
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.5, float("nan"), "0.1", True])
+def test_impossible_sparsity_names_the_field(fraction: object) -> None:
+    with pytest.raises(PolicyError, match="attention_sparsity"):
+        Policy(attention_sparsity=fraction)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 100), st.integers(0, 5000))
+def test_attended_tokens(percent: int, tokens: int) -> None:
+    """The fraction, rounded up in whole numbers."""
+    assert Policy(attention_sparsity=percent / 100).attended(tokens) == -(-percent * tokens // 100)
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"wieghts": {}}', '{"weights": {"gpu": 1}}'])
 def test_bad_policy_json(text: str) -> None:
     with pytest.raises(PolicyError):

@@ -131,7 +131,7 @@ class HostAttention:
         lse = there.lse.reshape(-1) if there else np.empty_like(peak)
         each = np.repeat(counts, query.shape[1])
         left = each.copy()
-        chosen = np.empty((len(queries), max(1, int(counts.max()))), np.int32)
+        chosen = np.empty((len(queries), int(counts.max()) + 1), np.int32)
 
         def work(start: int, end: int) -> None:
             rows = slice(start, end)

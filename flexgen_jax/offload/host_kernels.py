@@ -20,15 +20,18 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
+
+from flexgen_jax.layers.attention import MASKED
+from flexgen_jax.offload.host_vectors import add_row, add_some, score_row
 
 # Sums may be taken in any order; NaN and infinity are respected.
 MATH = {"reassoc", "nsz", "contract", "arcp"}
 
 LOG2_E = np.float32(1.4426950408889634)
+LEAST = np.float32(MASKED / 2)
+"""Scores below are those of tokens that are not valid."""
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-HALF_SCALE = np.float32(2.0**112)
-"""What turns float16's exponent into float32's."""
 
 
 def _as_float(_context: Any, _bits: Any) -> Any:
@@ -44,27 +47,10 @@ as_float: Any = intrinsic(_as_float)
 
 
 @njit(inline="always")
-def widen(bits: Any, is_half: bool) -> Any:
-    """bfloat16, or float16, as float32."""
-    wide = np.uint32(bits)  # Numba would go on in 64 bits
-    if is_half:
-        sign = np.uint32(np.uint32(wide & np.uint32(0x8000)) << np.uint32(16))
-        magnitude = np.uint32(np.uint32(wide & np.uint32(0x7FFF)) << np.uint32(13))
-        return as_float(np.uint32(sign | magnitude)) * HALF_SCALE
-    return as_float(np.uint32(wide << np.uint32(16)))
-
-
-@njit(inline="always")
-def code_of(byte: Any, shift: int, bits: int) -> Any:
-    """One of the codes in a byte."""
-    mask = np.uint32((1 << bits) - 1)
-    return np.float32(np.int32(np.uint32(np.uint32(np.uint32(byte) >> np.uint32(shift)) & mask)))
-
-
-@njit(inline="always")
 def exp(x: Any) -> Any:
-    """e^x for x <= 0, to 2 units in the last place; written out so that it vectorizes."""
-    x = x if x > np.float32(-87.0) else np.float32(-87.0)
+    """e^x for x <= 0, to 2 units in the last place, NaN for NaN; written out so that it
+    vectorizes."""
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x
     whole = np.floor(x * LOG2_E + np.float32(0.5))
     x = x - whole * LN2_HIGH - whole * LN2_LOW
     series = np.float32(1.9875691500e-4)
@@ -75,84 +61,6 @@ def exp(x: Any) -> Any:
     series = series * x + np.float32(5.0000001201e-1)
     series = series * x * x + x + np.float32(1.0)
     return series * as_float(np.uint32((np.int32(whole) + np.int32(127)) << np.int32(23)))
-
-
-def dot(_kept: Any, _row: int, _token: int, _query: Any, *_format: Any) -> float:
-    """A token's key times the query, whatever the key is kept in."""
-    raise NotImplementedError("compiled only")
-
-
-def add(_kept: Any, _row: int, _token: int, _weight: float, _out: Any, *_format: Any) -> None:
-    """Adds a token's value times its weight to `out` [head_dim]."""
-    raise NotImplementedError("compiled only")
-
-
-@overload(dot, inline="always")
-def _dot(kept, row, token, query, size, is_half, bits):
-    if len(kept) == 3:
-        return _dot_packed
-    return _dot_16 if kept[0].dtype == types.uint16 else _dot_32
-
-
-def _dot_32(kept, row, token, query, size, is_half, bits):
-    score = np.float32(0)
-    for i in range(size):
-        score += kept[0][row, token, i] * query[i]
-    return score
-
-
-def _dot_16(kept, row, token, query, size, is_half, bits):
-    score = np.float32(0)
-    for i in range(size):
-        score += widen(kept[0][row, token, i], is_half) * query[i]
-    return score
-
-
-def _dot_packed(kept, row, token, query, size, is_half, bits):
-    packed, scale, minimum = kept
-    length, group = packed.shape[2], size // scale.shape[2]
-    step = min(length, group)
-    score = np.float32(0)
-    for start in range(0, size, step):  # pieces of one plane and one group
-        codes, summed = np.float32(0), np.float32(0)
-        plane, first = divmod(start, length)
-        for i in range(step):
-            code = code_of(packed[row, token, first + i], bits * plane, bits)
-            codes += code * query[start + i]
-            summed += query[start + i]
-        score += widen(scale[row, token, start // group], is_half) * codes
-        score += widen(minimum[row, token, start // group], is_half) * summed
-    return score
-
-
-@overload(add, inline="always")
-def _add(kept, row, token, weight, out, size, is_half, bits):
-    if len(kept) == 3:
-        return _add_packed
-    return _add_16 if kept[0].dtype == types.uint16 else _add_32
-
-
-def _add_32(kept, row, token, weight, out, size, is_half, bits):
-    for i in range(size):
-        out[i] += weight * kept[0][row, token, i]
-
-
-def _add_16(kept, row, token, weight, out, size, is_half, bits):
-    for i in range(size):
-        out[i] += weight * widen(kept[0][row, token, i], is_half)
-
-
-def _add_packed(kept, row, token, weight, out, size, is_half, bits):
-    packed, scale, minimum = kept
-    length, group = packed.shape[2], size // scale.shape[2]
-    step = min(length, group)
-    for start in range(0, size, step):
-        plane, first = divmod(start, length)
-        slope = weight * widen(scale[row, token, start // group], is_half)
-        low = weight * widen(minimum[row, token, start // group], is_half)
-        for i in range(step):
-            code = code_of(packed[row, token, first + i], bits * plane, bits)
-            out[start + i] += slope * code + low
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
@@ -179,10 +87,8 @@ def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
             if begin >= stop:
                 continue
             highest, question, mixed = peak[row], query[row], out[row]
-            for token in range(begin, stop):
-                scores[token] = dot(keys, row, token, question, size, is_half, bits)
-            for token in range(begin, stop):
-                highest = scores[token] if scores[token] > highest else highest
+            score_row(keys, row, begin, stop, question, scores, size, is_half, bits)
+            highest = max(highest, largest(scores[begin:stop]))
             fade, summed = exp(peak[row] - highest), np.float32(0)
             for token in range(begin, stop):
                 scores[token] = exp(scores[token] - highest)
@@ -190,8 +96,7 @@ def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
                 summed += scores[token]
             for i in range(size):
                 mixed[i] *= fade
-            for token in range(begin, stop):
-                add(values, row, token, scores[token], mixed, size, is_half, bits)
+            add_row(values, row, begin, stop, scores, mixed, size, is_half, bits)
             peak[row], total[row] = highest, total[row] * fade + summed
 
     return compiled(fold)
@@ -209,10 +114,8 @@ def score_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
             if begin >= stop:
                 continue
             highest, question, found = peak[row], query[row], scores[row, offset : offset + stop]
-            for token in range(begin, stop):
-                found[token] = dot(keys, row, token, question, size, is_half, bits)
-            for token in range(begin, stop):
-                highest = found[token] if found[token] > highest else highest
+            score_row(keys, row, begin, stop, question, found, size, is_half, bits)
+            highest = max(highest, largest(found[begin:stop]))
             summed = total[row] * exp(peak[row] - highest)
             for token in range(begin, stop):
                 summed += exp(found[token] - highest)
@@ -231,61 +134,85 @@ def add_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
     """
 
     def add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, start, end):
+        weights = np.empty(chosen.shape[1], np.float32)
         for row in range(start, end):
+            tokens = chosen[row, : counts[row]]
+            first = np.searchsorted(tokens, offset)
+            last = np.searchsorted(tokens, offset + stop)
+            for slot in range(first, last):
+                weights[slot] = exp(scores[row, tokens[slot]] - lse[row])
             mixed = out[row]
-            for slot in range(counts[row]):
-                token = chosen[row, slot] - offset
-                if 0 <= token < stop:
-                    weight = exp(scores[row, offset + token] - lse[row])
-                    add(values, row, token, weight, mixed, size, is_half, bits)
-                    left[row] -= 1
+            add_some(values, row, first, last, weights, mixed, tokens, offset, size, is_half, bits)
+            left[row] -= last - first
 
     return compiled(add_chosen)
+
+
+@njit(nogil=True, fastmath=MATH | {"nnan"})
+def largest(scores: Any) -> Any:
+    """Of some numbers; vectorized, because it need not mind NaN, which shows in the sum."""
+    found = np.float32(-np.inf)
+    for i in range(scores.size):
+        found = scores[i] if scores[i] > found else found
+    return found
+
+
+@njit(nogil=True, inline="always")
+def reaching(scores: Any, bound: Any) -> Any:
+    """How many scores are at least the bound."""
+    count = np.int32(0)
+    for i in range(scores.size):
+        count += np.int32(scores[i] >= bound)
+    return count
+
+
+@njit(nogil=True, fastmath=MATH)
+def write_down(scores: Any, bound: Any, count: int, chosen: Any) -> int:
+    """The tokens above the bound, and the first of those at the bound; returns how many, at most
+    `count`. Without branches, which nobody could predict."""
+    above, slot = reaching(scores, np.nextafter(bound, np.float32(np.inf))), np.int64(0)
+    if reaching(scores, bound) == count:
+        for i in range(scores.size):
+            chosen[slot] = i
+            slot += np.int64(scores[i] >= bound)
+        return slot
+    equal = np.int64(count) - above
+    for i in range(scores.size):
+        is_equal = np.int64(scores[i] == bound)
+        chosen[slot] = i
+        is_chosen = np.int64(scores[i] > bound) | (is_equal & np.int64(equal > 0))
+        slot += is_chosen & np.int64(slot < count)
+        equal -= is_equal
+    return slot
 
 
 @lru_cache
 def choose_top() -> Callable[..., None]:
     """choose(scores, counts, chosen, start, end) writes to chosen, int32 [row, slot], the `counts`
     [row] tokens with the highest scores, in rising order; of equal scores those that come first.
+    There is room for one slot more, whose content then means nothing.
 
-    scores: fp32 [row, token], with at least that many above minus infinity.
+    scores: fp32 [row, token]; at least that many are valid, which is above `LEAST`. Where they are
+    not all numbers, `counts` may become less.
     """
 
     def choose(scores, counts, chosen, start, end):
-        tokens = scores.shape[1]
-        keys = np.empty(tokens, np.int32)
         for row in range(start, end):
-            count = np.int32(counts[row])
-            if count == 0:
+            count, found = counts[row], scores[row]
+            high = largest(found)
+            if count == 0 or reaching(found, high) >= count:
+                counts[row] = write_down(found, high, count, chosen[row])
                 continue
-            bits = scores[row].view(np.int32)
-            # As integers in the order of the floats; below zero, all but the sign is inverted.
-            low, high = np.int32(2147483647), np.int32(-2147483648)
-            for i in range(tokens):
-                key = bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(2147483647))
-                key += np.int32(key == -1)  # minus zero is equal to zero
-                keys[i] = key
-                low, high = min(low, key), max(high, key)
-            # The largest bound that so many keys reach, by bisection: counting is fast.
-            reached = np.int32(tokens)
-            while low < high and reached != count:
-                middle = np.int32(np.int64(high) - (np.int64(high) - np.int64(low)) // 2)
-                reaching = np.int32(0)
-                for i in range(tokens):
-                    reaching += np.int32(keys[i] >= middle)
-                if reaching >= count:
-                    low, reached = middle, reaching
-                else:
-                    high = middle - np.int32(1)
-            spare = reached - count  # so many of the keys at the bound, the last ones, stay out
-            equal = np.int32(0)
-            for i in range(tokens):
-                equal += np.int32(keys[i] == low)
-            slot = 0
-            for i in range(tokens):
-                equal -= np.int32(keys[i] == low)
-                if keys[i] > low or (keys[i] == low and equal >= spare):
-                    chosen[row, slot] = i
-                    slot += 1
+            # A bound that enough scores reach, and then the largest one: counting is fast.
+            low, step, reached = high, np.float32(1), np.int32(0)
+            while reached < count and low > LEAST:
+                high, low, step = low, low - step, step + step
+                reached = reaching(found, low)
+            middle = np.float32(0.5) * low + np.float32(0.5) * high
+            while reached != count and low < middle < high:
+                reached = reaching(found, middle)
+                low, high = (middle, high) if reached >= count else (low, middle)
+                middle = np.float32(0.5) * low + np.float32(0.5) * high
+            counts[row] = write_down(found, low, count, chosen[row])
 
     return compiled(choose)
