@@ -123,8 +123,7 @@ def policy_options(command: Command) -> Command:
                 "--attention",
                 type=click.Choice(list(ATTENTIONS)),
                 help="Where decoding attends to KV cache that is not on the GPU: on the host's "
-                "CPU, or on the device, to which it is moved; auto: on the host, or on the device "
-                "if the cache is quantized.",
+                "CPU, or on the device, to which it is moved; auto: on the host.",
             ),
             click.option(
                 "--attention-sparsity",

@@ -61,7 +61,7 @@ class Session:
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
         self._storage_read: int | None = None
         self._report: dict[str, Any] = {}
-        self._init_s = 0.0
+        self._init_s = self._kernels_s = 0.0
 
     def suits(self, policy: Policy) -> bool:
         """Whether weights and formats are already as the policy wants them."""
@@ -94,6 +94,10 @@ class Session:
                 if self._formats.cache_bits < 16:
                     programs.seal(rows, tail)
                 programs.head(rows, 1, True)
+        if plan.values_stay and set(plan.homes.values()) != {"device"}:
+            started = time.perf_counter()
+            self._runtime.prepare_host(self.policy.is_sparse, not plan.keys_stay)
+            self._kernels_s += time.perf_counter() - started
 
     def _compile_decode(self, plan: CachePlan, batch: int, rows: int, sealed: int) -> None:
         """Every program that a step needs in some layer when so many blocks are sealed."""
@@ -106,10 +110,10 @@ class Session:
                 programs.decode(rows, here.lengths, here.tail, most)
                 continue
             programs.project(rows)
-            programs.finish(rows)
-            if not most or not here.starts:
+            programs.finish(rows, 2 if here.starts else 1)
+            if here.starts and not most:
                 programs.attend(rows, here.lengths, here.tail)
-            else:
+            elif here.starts:
                 programs.rank(rows, here.lengths, here.tail, most)
                 programs.attend_ranked(rows, here.lengths, here.tail, most)
             if most and not plan.keys_stay:
@@ -171,7 +175,7 @@ class Session:
             "num_sequences": num_sequences,
             "num_tokens": num_tokens,
             "init_s": self._init_s,
-            "compile_s": self._runtime.programs.compile_s,
+            "compile_s": self._runtime.programs.compile_s + self._kernels_s,
             **self._phases,
             "total_s": total,
             "generation_throughput": num_tokens / total,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.layers.attention import attend_blocks, merge
+from flexgen_jax.layers.attention import attend_blocks, attend_itself, merge
 from flexgen_jax.layers.quantization import Kept, quantize_as
 from flexgen_jax.layers.storage import kv_storage
 from flexgen_jax.offload.host_attention import HostAttention, HostBlock
@@ -105,9 +105,9 @@ def test_host_and_device_parts_merge(host: HostAttention) -> None:
     blocks = [(some(n), some(n)) for n in (6, 4, 5)]
     starts, position = np.array([0, 6, 10], np.int32), 13
     first = np.array([0, 7], np.int32)
-    here = attend_blocks(query, new, tuple(blocks[1:]), starts[1:], position, first)
+    here = attend_blocks(query, tuple(blocks[1:]), starts[1:], position, first)
     there = host.attend(query, [HostBlock(0, blocks[0])], position, first)
-    found, _ = merge([here, there])
+    found, _ = merge([attend_itself(query, *new), here, there])
     key, value = (np.concatenate([b[i] for b in blocks] + [new[i]], axis=2) for i in range(2))
     at = np.arange(16)
     valid = (at[None] >= first[:, None]) & ((at[None] < position) | (at[None] == 15))

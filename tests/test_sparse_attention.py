@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.layers.attention import attend_blocks, merge
+from flexgen_jax.layers.attention import attend_blocks, attend_itself, merge
 from flexgen_jax.layers.sparse_attention import attend_ranked, attend_top, rank
 from flexgen_jax.offload.host_attention import Candidates, HostAttention, HostBlock
 from flexgen_jax.offload.host_kernels import choose_top
@@ -101,7 +101,8 @@ class Case:
     def on_device(self, counts: np.ndarray) -> Any:
         most = max(1, int(counts.max()))
         where = (np.array(self.starts, np.int32), self.position, self.first)
-        return attend_top(self.query, self.new, tuple(self.blocks), *where, counts, most)
+        found = attend_top(jnp.asarray(self.query), tuple(self.blocks), *where, counts, most)
+        return merge([attend_itself(self.query, *self.new), found])[0]
 
     def rank(self, chosen: list[int], most: int) -> tuple[Any, Candidates]:
         """Some blocks' ranked tokens, as they are and by their indices in the sequence."""
@@ -123,14 +124,13 @@ class Case:
         blocks = [HostBlock(self.starts[i], self.blocks[i]) for i in away]
         args = (self.query, blocks, self.position, self.first, counts, candidates, moved)
         there, left = host.attend_top(*args)
-        empty = np.zeros(0, np.int32)
-        own = attend_blocks(self.query, self.new, (), empty, self.position, self.first)
+        partials = [attend_itself(self.query, *self.new), there]
         if here:
             values = tuple(self.blocks[i][1] for i in here)
-            own = attend_ranked(jnp.asarray(self.query), self.new, values, ranked, left)
+            partials.append(attend_ranked(values, ranked, left))
         else:
             assert not left.any()
-        return np.asarray(merge([own, there])[0])
+        return np.asarray(merge(partials)[0])
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_chosen_tokens_are_numpys(
     case = Case(seed, lengths, [round(f * position) for f in first], position, values)
     counts = case.counts(fraction)
     expected = case.expected(counts)
-    found, _ = case.on_device(counts)
+    found = case.on_device(counts)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     on_device = [i for i in sorted(here) if i < len(lengths) - 1]
     found = case.split(host, counts, on_device, keys_move)
@@ -188,7 +188,7 @@ def test_formats(host: HostAttention, dtype: str, bits: int, head_dim: int) -> N
     # What the device unpacks is rounded to the dtype; the host's is not.
     is_rounded = bits < 16 and dtype != "float32"
     rounded = {"rtol": 1e-2, "atol": 1e-2} if is_rounded else {"rtol": 1e-4, "atol": 1e-5}
-    np.testing.assert_allclose(case.on_device(counts)[0], expected, **rounded)
+    np.testing.assert_allclose(case.on_device(counts), expected, **rounded)
     for here, keys_move in (([], False), ([1], False), ([0, 1], True)):
         found = case.split(host, counts, here, keys_move)
         tolerance: Any = rounded if here or keys_move else {"rtol": 1e-4, "atol": 1e-5}
@@ -198,8 +198,9 @@ def test_formats(host: HostAttention, dtype: str, bits: int, head_dim: int) -> N
 def test_all_tokens_are_dense_attention() -> None:
     case = Case(0, (9, 7, 8), [0, 3, 21], 22, "normal")
     where = (np.array(case.starts, np.int32), case.position, case.first)
-    dense, _ = attend_blocks(case.query, case.new, tuple(case.blocks), *where)
-    found, _ = case.on_device(case.counts(1.0))
+    blocks = attend_blocks(case.query, tuple(case.blocks), *where)
+    dense, _ = merge([attend_itself(case.query, *case.new), blocks])
+    found = case.on_device(case.counts(1.0))
     np.testing.assert_allclose(found, dense, rtol=1e-5, atol=1e-6)
 
 

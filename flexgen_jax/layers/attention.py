@@ -57,23 +57,27 @@ def weighted_sum(weights: jax.Array, value: Kept) -> jax.Array:
 
 def attend_blocks(
     query: jax.Array,
-    new: tuple[Kept, Kept],
     blocks: tuple[tuple[Kept, Kept], ...],
     starts: jax.Array,
     position: jax.Array,
     first_valid: jax.Array,
 ) -> Partial:
-    """The new token's query against its own key and value and some blocks, merged.
+    """The new token's query against some blocks, at least one, merged.
 
     starts: int32 [block], the index of each one's first token; position: int32, the new token's
     index, before which the blocks' tokens are valid; first_valid: int32 [batch]. Shapes as in
     `attend`.
     """
-    partials = [attend(query, *new, jnp.ones((query.shape[0], 1), bool))]
+    partials = []
     for index, (key, value) in enumerate(blocks):
         valid = valid_tokens(starts[index], key.shape[2], position, first_valid)
         partials.append(attend(query, key, value, valid))
     return merge(partials)
+
+
+def attend_itself(query: jax.Array, key: Kept, value: Kept) -> Partial:
+    """The new token's query against its own key and value, [batch, head, 1, head_dim]."""
+    return attend(query, key, value, jnp.ones((query.shape[0], 1), bool))
 
 
 def valid_tokens(

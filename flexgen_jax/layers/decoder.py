@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.config import ModelConfig
-from flexgen_jax.layers.attention import Partial, attend_blocks, causal_attention, merge
+from flexgen_jax.layers.attention import (
+    Partial,
+    attend_blocks,
+    attend_itself,
+    causal_attention,
+    merge,
+)
 from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.norm import LayerNorm
@@ -39,9 +45,10 @@ class SelfAttention(nn.Module):
         out = causal_attention(query, key, value, first_valid)
         return self._join(out), (key, value)
 
-    def join(self, partials: list[Partial]) -> jax.Array:
-        """Partial results of `attend`, wherever it ran -> [batch, 1, hidden]."""
-        out, _ = merge(partials)
+    def join(self, query: jax.Array, new: KVBlock, partials: list[Partial]) -> jax.Array:
+        """The new token's attention to itself, and what it found wherever the cache is -> [batch,
+        1, hidden]."""
+        out, _ = merge([attend_itself(query, *new), *partials])
         return self._join(out.astype(self.dtype))
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -94,18 +101,21 @@ class DecoderLayer(nn.Module):
         """
         query, new = self.project(hidden)
         starts = jnp.array([0, *accumulate(key.shape[2] for key, _ in blocks)])
-        args = (query, new, (*blocks, tail), starts, position, first_valid)
+        args = (query, (*blocks, tail), starts, position, first_valid)
         here = attend_blocks(*args) if counts is None else attend_top(*args, counts, most)
-        return self.finish(hidden, [here]), new
+        return self.finish(hidden, query, new, [here]), new
 
     def project(self, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:
         """The first part of `decode`: hidden -> the query, and the new token's key and value."""
         query, key, value = self.attention.project(self._before(hidden, self.attention_norm))
         return query, (key, value)
 
-    def finish(self, hidden: jax.Array, partials: list[Partial]) -> jax.Array:
+    def finish(
+        self, hidden: jax.Array, query: jax.Array, new: KVBlock, partials: list[Partial]
+    ) -> jax.Array:
         """The last part of `decode`: what attention found, wherever it ran -> hidden."""
-        hidden = self._after(hidden + self.attention.join(partials), self.attention_norm)
+        out = self.attention.join(query, new, partials)
+        hidden = self._after(hidden + out, self.attention_norm)
         return self._feed_forward(hidden)
 
     def _feed_forward(self, hidden: jax.Array) -> jax.Array:

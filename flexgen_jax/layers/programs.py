@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from flexgen_jax.config import ModelConfig
-from flexgen_jax.layers.attention import Partial, attend_blocks
+from flexgen_jax.layers.attention import attend_blocks
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.quantization import Kept, assemble, quantize_as
@@ -88,8 +88,8 @@ def _project(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
 
 
 def _finish(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
-    def finish(weights: Weights, hidden: jax.Array, partials: list[Partial]) -> Any:
-        hidden = _apply(DecoderLayer(config, dtype), weights, hidden, partials, method="finish")
+    def finish(weights: Weights, *args: Any) -> Any:
+        hidden = _apply(DecoderLayer(config, dtype), weights, *args, method="finish")
         return hidden, jnp.isfinite(hidden).all()
 
     return finish
@@ -200,20 +200,20 @@ def _lower(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> jax
         blocks = tuple(block(batch, tokens) for tokens in shape[1])
         blocks += (tail(batch, shape[2]),) if shape[2] else ()
         sides = tuple(key for key, _ in blocks)
-        query, new = array(*kv_shape(batch, 1)), tail(batch, 1)
+        query = array(*kv_shape(batch, 1))
         where = (_int(len(blocks)), _int(), _int(batch))
         if kind == "attend":
-            return jax.jit(attend_blocks).lower(query, new, blocks, *where)
+            return jax.jit(attend_blocks).lower(query, blocks, *where)
         if kind == "rank":
             return jax.jit(partial(rank, most=shape[3])).lower(query, sides, *where)
         most = min(shape[3], sum(side.shape[2] for side in sides))
         heads = (batch, config.num_heads)
         ranked: Any = (_float(*heads, most), _int(*heads, most), _float(*heads, 1))
-        args = (query, new, sides, Ranked(*ranked), _int(*heads))
-        return jax.jit(attend_ranked).lower(*args)
+        return jax.jit(attend_ranked).lower(sides, Ranked(*ranked), _int(*heads))
     if kind == "finish":
         partial_result = (_float(*kv_shape(batch, 1)), _float(*kv_shape(batch, 1)[:3]))
-        args = (weights(layers[1]), array(batch, 1, config.hidden_size), [partial_result] * 2)
+        asked = (array(*kv_shape(batch, 1)), tail(batch, 1), [partial_result] * shape[1])
+        args = (weights(layers[1]), array(batch, 1, config.hidden_size), *asked)
         return jax.jit(_finish(config, dtype)).lower(*args)
     if kind == "append":
         args = (tail(batch, shape[1]), tail(batch, 1), _int())
@@ -269,7 +269,7 @@ class Programs:
         return self._get("project", batch)
 
     def attend(self, batch: int, blocks: tuple[int, ...], tail: int) -> jax.stages.Compiled:
-        """(query, new KV, blocks and, unless its length is 0, the tail, the index of each one's
+        """(query, blocks and, unless its length is 0, the tail, the index of each one's
         first token, position, first_valid) -> partial result."""
         return self._get("attend", batch, blocks, tail)
 
@@ -282,12 +282,13 @@ class Programs:
     def attend_ranked(
         self, batch: int, blocks: tuple[int, ...], tail: int, most: int
     ) -> jax.stages.Compiled:
-        """(query, new KV, values of blocks and tail, ranked tokens, counts) -> partial result."""
+        """(values of blocks and tail, ranked tokens, counts) -> partial result."""
         return self._get("attend_ranked", batch, blocks, tail, most)
 
-    def finish(self, batch: int) -> jax.stages.Compiled:
-        """(weights, hidden, two partial results) -> hidden, all finite."""
-        return self._get("finish", batch)
+    def finish(self, batch: int, places: int) -> jax.stages.Compiled:
+        """(weights, hidden, query, new KV, a partial result from each place) -> hidden, all
+        finite: the rest of `decode`."""
+        return self._get("finish", batch, places)
 
     def append(self, batch: int, tail: int) -> jax.stages.Compiled:
         """(tail, which is consumed, new KV, index) -> tail."""

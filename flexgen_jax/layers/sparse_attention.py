@@ -21,9 +21,7 @@ import jax.numpy as jnp
 
 from flexgen_jax.layers.attention import (
     Partial,
-    attend,
     key_scores,
-    merge,
     valid_tokens,
     weighted_sum,
 )
@@ -72,33 +70,25 @@ def rank(
     return Ranked(highest, tokens, lse)
 
 
-def attend_ranked(
-    query: jax.Array,
-    new: tuple[Kept, Kept],
-    values: tuple[Kept, ...],
-    ranked: Ranked,
-    counts: jax.Array,
-) -> Partial:
-    """The new token's query against itself and the first `counts` candidates of each head.
+def attend_ranked(values: tuple[Kept, ...], ranked: Ranked, counts: jax.Array) -> Partial:
+    """The query that ranked them against the first `counts` candidates of each head.
 
     values: of the blocks that were ranked; counts: int32 [batch, head], none of which is a
     candidate that is not valid.
     """
     slots = jnp.arange(ranked.scores.shape[2])
     weights = jnp.where(slots < counts[..., None], jnp.exp(ranked.scores - ranked.lse), 0)
-    out = jnp.zeros(query.shape, jnp.float32)
+    out = jnp.zeros((*ranked.lse.shape, values[0].shape[3]), jnp.float32)
     for start, length, group in _groups(values):
         at = ranked.tokens - start
         is_inside = (at >= 0) & (at < length)
         gathered = _take(group, jnp.clip(at, 0, length - 1))
         out = out + weighted_sum(jnp.where(is_inside, weights, 0), gathered)
-    itself = attend(query, *new, jnp.ones((query.shape[0], 1), bool))
-    return merge([itself, (out, ranked.lse)])
+    return out, ranked.lse
 
 
 def attend_top(
     query: jax.Array,
-    new: tuple[Kept, Kept],
     blocks: tuple[tuple[Kept, Kept], ...],
     starts: jax.Array,
     position: jax.Array,
@@ -114,7 +104,7 @@ def attend_top(
     keys, values = zip(*blocks, strict=True)
     ranked = rank(query, keys, starts, position, first_valid, most)
     each = jnp.broadcast_to(counts[:, None], query.shape[:2])
-    return attend_ranked(query, new, values, ranked, each)
+    return attend_ranked(values, ranked, each)
 
 
 def _groups(values: Sequence[Kept]) -> Iterator[tuple[int, int, list[Kept]]]:

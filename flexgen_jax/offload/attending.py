@@ -48,11 +48,10 @@ class Moment(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What a batch asks of a layer's cache: its query, and the new token's own key and value."""
+    """What a batch asks of a layer's cache."""
 
     runtime: Runtime
     query: jax.Array
-    new: KVBlock
     at: Moment
 
     @property
@@ -61,7 +60,7 @@ class Question(NamedTuple):
 
     def attend(self, blocks: tuple[KVBlock, ...], part: Part) -> Any:
         program = self.runtime.programs.attend(self.rows, part.lengths, part.tail)
-        return program(self.query, self.new, blocks, _starts(part), *self.at[:2])
+        return program(self.query, blocks, _starts(part), *self.at[:2])
 
     def rank(self, keys: tuple[Kept, ...], part: Part) -> Ranked:
         program = self.runtime.programs.rank(self.rows, part.lengths, part.tail, self.at.most)
@@ -73,22 +72,22 @@ class Question(NamedTuple):
     ) -> Any:
         shape = (self.rows, part.lengths, part.tail, self.at.most)
         program = self.runtime.programs.attend_ranked(*shape)
-        return program(self.query, self.new, values, ranked, counts)
+        return program(values, ranked, counts)
 
 
 def attend_split(
     question: Question, moved: Moving, split: Split, meanwhile: Callable[[], object]
 ) -> list[Any]:
-    """Partial results of the device and of the host, for `Programs.finish`.
+    """Partial results of the host and, if it has blocks, of the device, for `Programs.finish`.
 
     meanwhile: called when the device has got its work and the CPU's begins.
     """
     runtime, at = question.runtime, question.at
     where = (split.blocks, int(at.position), at.first_valid)
     if at.counts is None:
-        here = question.attend(moved.blocks, split.here)
+        here = [question.attend(moved.blocks, split.here)] if moved.blocks else []
         meanwhile()
-        return [here, runtime.on_host(runtime.host_attention.attend, question.query, *where)]
+        return [runtime.on_host(runtime.host_attention.attend, question.query, *where), *here]
     # Which tokens are attended to is known when the scores of both places are.
     ranked = [
         question.rank(keys, part) if keys else None
@@ -105,9 +104,9 @@ def attend_split(
     attend_top = runtime.host_attention.attend_top
     there, left = runtime.on_host(attend_top, question.query, *where, at.counts, *known)
     if ranked[0] is None:
-        return [question.attend((), split.here), there]
+        return [there]
     values = tuple(value for _, value in moved.blocks)
-    return [question.attend_ranked(values, split.here, ranked[0], left), there]
+    return [there, question.attend_ranked(values, split.here, ranked[0], left)]
 
 
 def _starts(part: Part) -> np.ndarray:

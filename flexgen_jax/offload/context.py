@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.checkpoint import numpy_dtype
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.programs import Programs
+from flexgen_jax.layers.quantization import assemble
 from flexgen_jax.layers.spec import Formats, LayerSpec, model_spec
 from flexgen_jax.metrics import Ledger, Metrics
 from flexgen_jax.offload.disk import OffloadFolder
@@ -72,6 +74,16 @@ class Runtime:
     def disk(self) -> OffloadFolder:
         assert self.folder is not None, "the policy puts something on disk"
         return self.folder
+
+    def prepare_host(self, is_sparse: bool, keys_move: bool) -> None:
+        """Makes `host_attention` ready for blocks of this model, open and sealed."""
+        shape = (1, self.config.num_heads, 1, self.config.head_dim)
+        sealed = self.formats.kv(shape)
+        blocks = []
+        for storage in dict.fromkeys((sealed, replace(sealed, bits=16))):
+            leaves = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in storage.leaves]
+            blocks.append((assemble(storage, leaves),) * 2)
+        self.host_attention.prepare(blocks, is_sparse, keys_move)
 
     def on_host(self, attend: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
         """What a method of `host_attention` finds for a query on the device, to which its results

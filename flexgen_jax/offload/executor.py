@@ -223,13 +223,14 @@ class BlockRun:
         room = sum(self._plan.lengths(step.batch)[: split.sealed + 1])
         at = Moment.of(self._policy, position, batch.first_valid, room)
         if split.blocks:
-            question = Question(self._runtime, *self._project(step, weights), at)
+            query, new = self._project(step, weights)
+            question = Question(self._runtime, query, at)
             following = ahead.steps(1) if self._policy.overlap else []
             partials = attend_split(
                 question, moved, split, lambda: self._project_early(step, following, weights)
             )
-            hidden, finite = programs.finish(batch.size)(weights, hidden, partials)
-            new = question.new
+            program = programs.finish(batch.size, len(partials))
+            hidden, finite = program(weights, hidden, query, new, partials)
         else:
             *sealed, tail = moved.blocks
             program = programs.decode(batch.size, split.here.lengths, split.here.tail, at.most)

@@ -147,6 +147,20 @@ class HostAttention:
         partial = (out.reshape(query.shape), lse.reshape(query.shape[:3]))
         return partial, left.reshape(query.shape[:2])
 
+    def prepare(self, blocks: Sequence[KVBlock], is_sparse: bool, is_ranked: bool) -> None:
+        """Compiles the kernels for such blocks, of one sequence and one token, or loads what an
+        earlier process compiled; is_ranked: their keys will be ranked elsewhere."""
+        _, heads, _, head_dim = blocks[0][0].shape
+        query, first = np.zeros((1, heads, 1, head_dim), np.float32), np.zeros(1, np.int32)
+        there = [HostBlock(start, block) for start, block in enumerate(blocks)]
+        where = (query, there, len(there), first)
+        if not is_sparse:
+            self.attend(*where)
+            return
+        scores = np.zeros((1, heads, 1), np.float32)
+        ranked = Candidates(scores, np.zeros((1, heads, 1), np.int32), scores)
+        self.attend_top(*where, np.ones(1, np.int32), None, ranked if is_ranked else None)
+
     def _on_all_cores(self, work: Callable[[int, int], None], rows: int) -> None:
         """work(start, end) for all rows, a range on each core."""
         bounds = [rows * part // self._threads for part in range(self._threads + 1)]

@@ -167,7 +167,7 @@ def reaching(scores: Any, bound: Any) -> Any:
 
 
 @njit(nogil=True, fastmath=MATH)
-def write_down(scores: Any, bound: Any, count: int, chosen: Any) -> int:
+def write_down(scores: Any, bound: Any, count: int, chosen: Any) -> Any:
     """The tokens above the bound, and the first of those at the bound; returns how many, at most
     `count`. Without branches, which nobody could predict."""
     above, slot = reaching(scores, np.nextafter(bound, np.float32(np.inf))), np.int64(0)

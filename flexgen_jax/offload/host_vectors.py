@@ -22,10 +22,12 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.layers.storage import kv_storage
+
+cgutils: Any = untyped
 
 LANES = 16
 """Floats in a vector; LLVM takes two of the machine's registers where they are shorter."""
@@ -233,12 +235,8 @@ def _add(
         token = builder.load(builder.gep(tokens.data, [slot]))
         return builder.sub(builder.sext(token, slot.type), offset)
 
-    sums = [
-        cgutils.alloca_once_value(
-            builder, ir.Constant(ir.VectorType(FLOAT, c.width), [0.0] * c.width)
-        )
-        for c in emit.chunks
-    ]
+    empty = [ir.Constant(ir.VectorType(FLOAT, c.width), [0.0] * c.width) for c in emit.chunks]
+    sums = [cgutils.alloca_once_value(builder, vector) for vector in empty]
     groups = {chunk.group for chunk in emit.chunks} if emit.bits < 16 else set()
     lows = {g: cgutils.alloca_once_value(builder, ir.Constant(FLOAT, 0.0)) for g in groups}
     with cgutils.for_range_slice(builder, *span, one, row.type) as (slot, _):

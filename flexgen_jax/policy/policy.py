@@ -81,8 +81,7 @@ class Policy:
     cached in blocks of `kv_block_tokens`, which are immutable once full. Weights and full
     blocks are kept in `weight_bits` and `cache_bits` an element (section 5); 16 is the dtype.
     `attention` says where decoding attends to KV blocks that are not on the device: on the
-    "device", to which they are moved, or on the "host", where they are; "auto" is the host unless
-    the cache is quantized, which makes it small to move and slow to read for the CPU.
+    "device", to which they are moved, or on the "host", where they are; "auto" is the host.
     With `attention_sparsity` below 1, each head of a decoding token attends to this fraction of
     the tokens before it, those with the highest scores (section 5), and to itself; the values of
     blocks that are not on the device are then never moved to it.
@@ -153,7 +152,7 @@ class Policy:
     @property
     def attends_on_host(self) -> bool:
         """Whether blocks of the host and disk tiers are attended to where they are."""
-        return self.attention == "host" or (self.attention == "auto" and self.cache_bits == 16)
+        return self.attention != "device"
 
     @property
     def is_sparse(self) -> bool:
