@@ -159,6 +159,12 @@ def read_prompts(path: Path) -> list[str]:
 @click.option("--prompt-len", default=128, show_default=True, help="Tokens in each prompt.")
 @click.option("--gen-len", default=32, show_default=True, help="Tokens generated for each.")
 @click.option("--num-sequences", type=int, help="How many prompts; default: one block's.")
+@click.option(
+    "--copies",
+    is_flag=True,
+    help="On a CPU, keep the device's and the host's memory apart and copy between them, as with a "
+    "GPU.",
+)
 @json_option
 @model_options
 @policy_options
@@ -166,6 +172,7 @@ def bench(
     prompt_len: int,
     gen_len: int,
     num_sequences: int | None,
+    copies: bool,
     json_file: Path | None,
     **options: Any,
 ) -> None:
@@ -176,7 +183,8 @@ def bench(
     from flexgen_jax.bench import run_bench
 
     check_json(json_file)
-    with open_llm(default_batches=num_sequences or 1, **options) as llm:
+    unified = False if copies else None
+    with open_llm(default_batches=num_sequences or 1, unified=unified, **options) as llm:
         report = run_bench(llm, prompt_len, gen_len, num_sequences, options["seed"])
     click.echo(bench_summary(report))
     write_json(json_file, report)
@@ -185,6 +193,9 @@ def bench(
 def bench_summary(report: dict[str, Any]) -> str:
     """The report for people."""
     moved = ", ".join(f"{link} {n / 1e9:.2f} GB" for link, n in report["bytes"].items() if n)
+    steps = max(1, report["decode_steps"])
+    decoded = report["decode_bytes"].items()
+    each = ", ".join(f"{link} {n / steps / 1e6:.2f} MB" for link, n in decoded if n)
     busy = ", ".join(f"{what} {s:.1f} s" for what, s in report["busy_s"].items() if s > 0.005)
     peaks = ", ".join(f"{tier} {n / 2**30:.2f} GiB" for tier, n in report["peak_bytes"].items())
     return (
@@ -194,7 +205,8 @@ def bench_summary(report: dict[str, Any]) -> str:
         f"(prefill {report['prefill_s']:.2f} s, decode {report['decode_s']:.2f} s; "
         f"placing weights {report['init_s']:.1f} s and compiling {report['compile_s']:.1f} s "
         f"not counted)\n"
-        f"moved: {moved or 'nothing'}\nbusy: {busy}\npeak: {peaks}"
+        f"moved: {moved or 'nothing'}\nmoved for a token of every sequence: {each or 'nothing'}\n"
+        f"busy: {busy}\npeak: {peaks}"
     )
 
 

@@ -211,6 +211,7 @@ def open_llm(
     attention: Attention | None,
     attention_sparsity: float | None,
     default_batches: int,
+    unified: bool | None = None,
     **policy_flags: Any,
 ) -> LLM:
     """The `LLM` that the shared flags describe."""
@@ -233,6 +234,7 @@ def open_llm(
             dummy_weights=dummy_weights,
             seed=seed,
             progress=sys.stderr.isatty() if progress is None else progress,
+            unified=unified,
         )
     except RuntimeError as error:
         raise UserError(f"cannot start: {error}") from None

@@ -33,6 +33,8 @@ class Metrics:
     def reset(self) -> None:
         with self._lock:
             self.bytes: dict[Link, int] = dict.fromkeys(LINKS, 0)
+            self._decode_bytes: dict[Link, int] = dict.fromkeys(LINKS, 0)
+            self._is_decoding = False
             self._busy: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
             self._active: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
             self._since: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
@@ -56,12 +58,24 @@ class Metrics:
     def moved(self, link: Link, nbytes: int) -> None:
         with self._lock:
             self.bytes[link] += nbytes
+            if self._is_decoding:
+                self._decode_bytes[link] += nbytes
+
+    def enter(self, is_decoding: bool) -> None:
+        """From now on bytes are those of decoding, or of prefill."""
+        with self._lock:
+            self._is_decoding = is_decoding
 
     def report(self) -> dict[str, Any]:
-        """{"bytes": {link: bytes}, "busy_s": {resource: seconds}}; busy time is the time in
-        which at least one operation was under way."""
+        """{"bytes": {link: bytes}, "decode_bytes": those moved while decoding, "busy_s":
+        {resource: seconds}}; busy time is the time in which at least one operation was under
+        way."""
         with self._lock:
-            return {"bytes": dict(self.bytes), "busy_s": dict(self._busy)}
+            return {
+                "bytes": dict(self.bytes),
+                "decode_bytes": dict(self._decode_bytes),
+                "busy_s": dict(self._busy),
+            }
 
 
 class Ledger:

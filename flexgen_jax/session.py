@@ -61,6 +61,7 @@ class Session:
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
         self._storage_read: int | None = None
         self._report: dict[str, Any] = {}
+        self._decode_steps = 0
         self._init_s = self._kernels_s = 0.0
 
     def suits(self, policy: Policy) -> bool:
@@ -125,6 +126,7 @@ class Session:
         self._runtime.ledger.reset_peak()
         self._storage_read = storage_read_bytes()
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
+        self._decode_steps = 0
 
     def run(
         self,
@@ -156,6 +158,7 @@ class Session:
         block = BlockRun(
             self._runtime, self._weights, self.policy, batches, tokens, plan, on_result, on_step
         )
+        self._decode_steps += tokens - 1
         with self._runtime.ledger.holding("device", workspace):
             block.run()
 
@@ -181,6 +184,7 @@ class Session:
             "generation_throughput": num_tokens / total,
             "prefill_throughput": num_sequences * workload.prompt_len / max(prefill_s, 1e-9),
             "decode_throughput": decoded / decode_s if decode_s > 0 else 0.0,
+            "decode_steps": self._decode_steps,
             **self._runtime.metrics.report(),
             "storage_read_bytes": storage_read,
             "peak_bytes": self._runtime.ledger.peak,

@@ -5,8 +5,8 @@
 The matrices are those of one decoder layer (four of hidden x hidden, two of hidden x 4 hidden).
 A run walks over several layers' own weights, as a model does, so that they come from memory and
 not from a cache. Every figure is a median; plain and quantized take turns. Attention is that of
-16 sequences of 32 heads: on the host's path, on the device's path where the device is the CPU,
-and PyTorch's, where it is installed.
+16 sequences of 32 heads: on the host's path, the same to the values of 10 % of the tokens, on the
+device's path where the device is the CPU, and PyTorch's, where it is installed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ import numpy as np
 from flexgen_jax.layers.attention import attend
 from flexgen_jax.layers.linear import dense
 from flexgen_jax.layers.programs import compiler_options
-from flexgen_jax.layers.quantization import Kept, quantize
+from flexgen_jax.layers.quantization import Kept, quantize, quantize_as
 from flexgen_jax.layers.spec import Formats
+from flexgen_jax.layers.storage import kv_storage
 from flexgen_jax.offload.host_attention import HostAttention, HostBlock
 from flexgen_jax.offload.machine import tune_allocator
 
 LAYERS = 4
 KV_SHAPE = (16, 32, 64)
 """Sequences, heads and head dimension of the attention's benchmark."""
+
+KV_FORMATS = (("float32", 16), ("bfloat16", 16), ("bfloat16", 8), ("bfloat16", 4))
 
 Layer = list[Kept]
 
@@ -115,16 +118,21 @@ def measure(hidden: int, rows: list[int], bits: int, repeat: int) -> list[dict[s
     return found
 
 
-def attention_runs(dtype: str, tokens: int) -> dict[str, Callable[[Any, Any], object]]:
+def attention_runs(dtype: str, bits: int, tokens: int) -> dict[str, Callable[[Any, Any], object]]:
     """Functions of a key and a value, [batch, head, token, head_dim], by name."""
     query = jnp.ones((*KV_SHAPE[:2], 1, KV_SHAPE[2]), dtype)
     valid, first = jnp.ones((KV_SHAPE[0], tokens), bool), np.zeros(KV_SHAPE[0], np.int32)
     host, device, rows = HostAttention(), jax.jit(attend), np.asarray(query.astype(jnp.float32))
+    counts = np.full(KV_SHAPE[0], -(-tokens // 10), np.int32)
+    where = (tokens, first)
     runs: dict[str, Callable[[Any, Any], object]] = {
-        "host": lambda k, v: host.attend(rows, [HostBlock(0, (k, v))], tokens, first),
+        "host": lambda k, v: host.attend(rows, [HostBlock(0, (k, v))], *where),
+        "sparse": lambda k, v: host.attend_top(
+            rows, [HostBlock(0, (k, v))], *where, counts, None, None
+        ),
         "device": lambda k, v: jax.block_until_ready(device(query, k, v, valid)),
     }
-    if find_spec("torch"):
+    if bits == 16 and find_spec("torch"):
         # Its idle threads would spin, in the time of whoever has the next turn.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
@@ -135,32 +143,42 @@ def attention_runs(dtype: str, tokens: int) -> dict[str, Callable[[Any, Any], ob
     return runs
 
 
-def measure_attention(dtype: str, tokens: int, repeat: int, bandwidth: float) -> dict[str, Any]:
-    """GB/s of keys and values read, by who reads them; and relative to the memory copy."""
+def measure_attention(
+    dtype: str, bits: int, tokens: int, repeat: int, bandwidth: float
+) -> dict[str, Any]:
+    """Milliseconds by who attends, GB/s of keys and values, and those relative to the copy."""
     shape = (*KV_SHAPE[:2], tokens, KV_SHAPE[2])
     keys = jax.random.split(jax.random.key(0), 4)
-    sides = [jax.block_until_ready(jax.random.normal(key, shape, dtype)) for key in keys]
-    found: dict[str, Any] = {"dtype": dtype, "tokens": tokens}
+    sides = [jax.random.normal(key, shape, dtype) for key in keys]
+    if bits < 16:
+        sides = [quantize_as(side, kv_storage(shape, dtype, bits)) for side in sides]
+    jax.block_until_ready(sides)
     samples: dict[str, list[float]] = {}
-    runs = attention_runs(dtype, tokens)
+    runs = attention_runs(dtype, bits, tokens)
     for turn in range(-1, repeat):
         for side in range(len(sides)):
             for name, run in runs.items():
                 seconds = timed(run, sides[side], sides[side - 1])
                 if turn >= 0:
                     samples.setdefault(name, []).append(seconds)
+    found: dict[str, Any] = {"dtype": dtype, "bits": bits, "tokens": tokens}
     for name, seconds in samples.items():
-        found[f"{name}_gb_s"] = 2 * sides[0].nbytes / float(np.median(seconds)) / 1e9
+        median = float(np.median(seconds))
+        found[f"{name}_ms"] = 1e3 * median
+        if name != "sparse":
+            found[f"{name}_gb_s"] = 2 * sides[0].nbytes / median / 1e9
     return found | {"host_of_copy": 1e9 * found["host_gb_s"] / bandwidth}
 
 
 def print_attention(rows: list[dict[str, Any]]) -> None:
-    print("| dtype | tokens | host GB/s | of the copy | device path GB/s | PyTorch GB/s |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| KV | tokens | host ms | GB/s | of the copy | 10 % ms | device path ms | PyTorch ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
-        cells = [f"{row['host_gb_s']:.1f}", f"{row['host_of_copy']:.2f}"]
-        cells += [f"{row[key]:.1f}" if key in row else "" for key in ("device_gb_s", "torch_gb_s")]
-        print(f"| {row['dtype']} | {row['tokens']} | " + " | ".join(cells) + " |")
+        kind = row["dtype"] if row["bits"] == 16 else f"{row['bits']} bits"
+        cells = [kind, str(row["tokens"]), f"{row['host_ms']:.1f}", f"{row['host_gb_s']:.1f}"]
+        cells += [f"{row['host_of_copy']:.2f}", f"{row['sparse_ms']:.1f}"]
+        cells += [f"{row[key]:.1f}" if key in row else "" for key in ("device_ms", "torch_ms")]
+        print("| " + " | ".join(cells) + " |")
 
 
 def main() -> None:
@@ -185,8 +203,8 @@ def main() -> None:
         cells += [f"{row['plain_gb_s']:.1f}", f"{row['plain_gflop_s']:.0f}"]
         print(f"| {row['rows']} | " + " | ".join(cells) + " |")
     attention = [
-        measure_attention(dtype, tokens, args.repeat, bandwidth)
-        for dtype in ("float32", "bfloat16")
+        measure_attention(dtype, bits, tokens, args.repeat, bandwidth)
+        for dtype, bits in KV_FORMATS
         for tokens in args.tokens
     ]
     print_attention(attention)

@@ -1,5 +1,5 @@
-"""Every placement, schedule and width against the resident run of the same width, on whatever
-accelerator JAX finds.
+"""Every placement, schedule, place of attention, width and sparsity against the resident run of
+the same width and sparsity, on whatever accelerator JAX finds.
 
 Prints a table; exits with 1 where any run's fp32 greedy tokens differ.
 """
@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +27,20 @@ PLACEMENTS = (
     (0, 0, 0, 0, 100, 0),
     (30, 40, 20, 50, 0, 100),
 )
+FORMATS = tuple(product((16, 8, 4), (1.0,))) + tuple(product((16, 4), (0.2,)))
+"""Bits of weights and cache, and the fraction of tokens attended to."""
+
+
+def policies() -> Iterator[dict[str, Any]]:
+    """What differs from the resident run."""
+    for percent, schedule, overlap in product(PLACEMENTS, SCHEDULES, (True, False)):
+        for attention in ("device", "host") if percent[2] < 100 else ("auto",):
+            yield {
+                "percent": percent,
+                "schedule": schedule,
+                "overlap": overlap,
+                "attention": attention,
+            }
 
 
 def main() -> None:
@@ -46,21 +62,25 @@ def main() -> None:
 
     device = jax.devices()[0]
     print(f"{device.platform}: {device.device_kind}, jax {jax.__version__}")
-    print(f"{'percent':28} {'schedule':8} {'overlap':7} {'bits':4} {'token/s':>8}  tokens")
+    print(f"{'percent':24} schedule overlap attention bits sparsity  token/s  tokens")
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        for bits in (16, 8, 4):
-            widths = {"weight_bits": bits, "cache_bits": bits}
-            expected, _ = run(Policy(batch_size=16, **widths), folder)
-            for percent, schedule, overlap in product(PLACEMENTS, SCHEDULES, (True, False)):
-                shape = {"batch_size": 4, "num_batches": 4, **widths}
-                policy = Policy.from_percent(*percent, schedule=schedule, overlap=overlap, **shape)
+        for bits, sparsity in FORMATS:
+            formats = {"weight_bits": bits, "cache_bits": bits, "attention_sparsity": sparsity}
+            expected, _ = run(Policy(batch_size=16, **formats), folder)
+            for changes in policies():
+                shape = {"batch_size": 4, "num_batches": 4, **formats}
+                percent = changes.pop("percent")
+                policy = Policy.from_percent(*percent, **changes, **shape)
                 found, speed = run(policy, folder)
                 same = found == expected
                 failed |= not same
                 name = " ".join(map(str, percent))
-                said = "equal" if same else "DIFFERENT"
-                print(f"{name:28} {schedule:8} {overlap!s:7} {bits:4} {speed:8.1f}  {said}")
+                print(
+                    f"{name:24} {policy.schedule:8} {policy.overlap!s:7} {policy.attention:9} "
+                    f"{bits:4} {sparsity:8} {speed:8.1f}  {'equal' if same else 'DIFFERENT'}",
+                    flush=True,
+                )
     sys.exit(failed)
 
 

@@ -1,10 +1,11 @@
-"""Perplexity of a model in several numbers of bits, on its held-out text or another one.
+"""Perplexity of a model in several numbers of bits, and with sparse attention, on its held-out
+text or another one.
 
     python scripts/perplexity.py --json docs/benchmarks/accuracy.json
 
 Consecutive windows of the whole context, the beginning-of-text token first, as when the shipped
-model was trained. Where the KV cache is quantized, windows are read token by token through it, as
-a generation would, and so they are for the row "through the cache" without quantization.
+model was trained. Where the KV cache is quantized or attention is sparse, windows are read token by
+token through the cache, as a generation would, and so they are for one row without either.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexgen_jax import LLM, Policy
+from flexgen_jax import LLM, Placement, Policy
 from flexgen_jax.model import open_model, shipped_model
 
-RUNS = ((16, 16), (8, 16), (4, 16), (16, 8), (16, 4), (8, 8), (4, 4))
-"""Bits of weights and of the KV cache."""
+RUNS = [(16, 16, 1.0), (8, 16, 1.0), (4, 16, 1.0), (16, 8, 1.0), (16, 4, 1.0), (8, 8, 1.0)]
+RUNS += [(4, 4, 1.0), *((bits, bits, f) for bits in (16, 4) for f in (0.5, 0.2, 0.1))]
+"""Bits of weights and of the KV cache, and the fraction of tokens attended to."""
 
 
 def windows(model: str, text: str) -> list[list[int]]:
@@ -34,10 +36,9 @@ def windows(model: str, text: str) -> list[list[int]]:
 
 
 def perplexity(
-    model: str, ids: Sequence[Sequence[int]], bits: tuple[int, int], through_cache: bool
+    model: str, ids: Sequence[Sequence[int]], policy: Policy, through_cache: bool
 ) -> float:
     """exp of the mean negative log-probability a token, fp32."""
-    policy = Policy(batch_size=64, weight_bits=bits[0], cache_bits=bits[1])
     with LLM(model, policy=policy, dtype="float32") as llm:
         scores = llm.score(prompt_token_ids=ids, through_cache=through_cache)
     logprobs = [x for score in scores for x in score.logprobs]
@@ -46,14 +47,22 @@ def perplexity(
 
 def rows(model: str, ids: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for weight_bits, cache_bits in ((16, 16), *RUNS):
-        through_cache = cache_bits < 16 or (len(found) == 1 and weight_bits == 16)
+    for weight_bits, cache_bits, sparsity in ((16, 16, 1.0), *RUNS):
+        policy = Policy(
+            cache=Placement(0, 1),
+            batch_size=64,
+            weight_bits=weight_bits,
+            cache_bits=cache_bits,
+            attention_sparsity=sparsity,
+        )
+        through_cache = cache_bits < 16 or policy.is_sparse or len(found) == 1
         started = time.perf_counter()
-        value = perplexity(model, ids, (weight_bits, cache_bits), through_cache)
+        value = perplexity(model, ids, policy, through_cache)
         found.append(
             {
                 "weight_bits": weight_bits,
                 "cache_bits": cache_bits,
+                "attention_sparsity": sparsity,
                 "through_cache": through_cache,
                 "perplexity": value,
                 "change": value / found[0]["perplexity"] - 1 if found else 0.0,
@@ -65,13 +74,15 @@ def rows(model: str, ids: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
 
 
 def markdown(found: list[dict[str, Any]]) -> str:
-    lines = ["| weights | KV cache | perplexity | change |", "| --- | --- | --- | --- |"]
+    lines = ["| weights | KV cache | tokens attended to | perplexity | change |"]
+    lines += ["| --- | --- | --- | --- | --- |"]
     names = {16: "fp32", 8: "8 bits", 4: "4 bits"}
     for row in found:
         cache = names[row["cache_bits"]]
         if row["cache_bits"] == 16:
             cache = "fp32, token by token" if row["through_cache"] else "none (whole windows)"
-        cells = [names[row["weight_bits"]], cache, f"{row['perplexity']:.3f}"]
+        attended = f"{100 * row['attention_sparsity']:.0f} %"
+        cells = [names[row["weight_bits"]], cache, attended, f"{row['perplexity']:.3f}"]
         lines.append("| " + " | ".join([*cells, f"{100 * row['change']:+.2f} %"]) + " |")
     return "\n".join(lines)
 

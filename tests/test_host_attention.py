@@ -169,19 +169,18 @@ def test_bytes_of_a_step(tmp_path: Path, attention: Any) -> None:
     folder = write_checkpoint(tmp_path / "m", max_position_embeddings=1100)
 
     def step(prompt_len: int, batch_size: int) -> int:
-        moved = []
-        for tokens in (2, 3):
-            policy = Policy.from_percent(
-                *(100, 0, 0, 100, 100, 0), batch_size=batch_size, attention=attention
+        policy = Policy.from_percent(
+            *(100, 0, 0, 100, 100, 0), batch_size=batch_size, attention=attention
+        )
+        with LLM(folder, dtype="float32", policy=policy, unified=False) as llm:
+            llm.generate(
+                prompt_token_ids=[[5] * prompt_len] * batch_size,
+                sampling_params=SamplingParams(max_tokens=4, ignore_eos=True),
             )
-            with LLM(folder, dtype="float32", policy=policy, unified=False) as llm:
-                llm.generate(
-                    prompt_token_ids=[[5] * prompt_len] * batch_size,
-                    sampling_params=SamplingParams(max_tokens=tokens, ignore_eos=True),
-                )
-                counts = llm.report()["bytes"]
-            moved.append(counts["host_to_device"] + counts["device_to_host"])
-        return moved[1] - moved[0]
+            report = llm.report()
+        moved = sum(report["decode_bytes"].values())
+        assert report["decode_steps"] == 3
+        return moved // 3
 
     short, long, double = step(128, 2), step(1024, 2), step(128, 4)
     if attention == "host":

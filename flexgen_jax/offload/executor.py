@@ -127,6 +127,7 @@ class BlockRun:
             before: Computed | None = None
             self._read_ahead(ahead, -1)
             for step in ahead:
+                self._runtime.metrics.enter(step.token > 0)
                 self._copy_ahead(step, ahead)
                 computed = self._compute(step, ahead)
                 self._release_weights(step, ahead)
