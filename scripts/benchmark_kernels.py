@@ -156,8 +156,9 @@ def measure_attention(
     samples: dict[str, list[float]] = {}
     runs = attention_runs(dtype, bits, tokens)
     for turn in range(-1, repeat):
-        for side in range(len(sides)):
-            for name, run in runs.items():
+        # By turns of several calls each: after the first, the threads of whoever ran before sleep.
+        for name, run in runs.items():
+            for side in range(len(sides)):
                 seconds = timed(run, sides[side], sides[side - 1])
                 if turn >= 0:
                     samples.setdefault(name, []).append(seconds)
