@@ -54,7 +54,7 @@ def host() -> Any:
     attention.close()
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
+@pytest.mark.parametrize("head_dim", [8, 20, 64, 80, 128])
 @pytest.mark.parametrize(("dtype", "bits"), FORMATS)
 def test_attention_is_the_formula(
     host: HostAttention, dtype: str, bits: int, head_dim: int

@@ -196,6 +196,8 @@ def test_formats(host: HostAttention, dtype: str, bits: int, head_dim: int) -> N
 
 
 def test_all_tokens_are_dense_attention() -> None:
+    """The policy is then that of dense attention; and ranked and gathered, it is the same."""
+    assert not Policy(attention_sparsity=1.0).is_sparse
     case = Case(0, (9, 7, 8), [0, 3, 21], 22, "normal")
     where = (np.array(case.starts, np.int32), case.position, case.first)
     blocks = attend_blocks(case.query, tuple(case.blocks), *where)

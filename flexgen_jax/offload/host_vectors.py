@@ -12,7 +12,8 @@ arrays, [row, token, ...]: (floats,), (16-bit floats as bits,) or (packed, scale
         out += weights[slot] * the value of tokens[slot] - offset, for the slots from begin to stop
 
 query, out: fp32 [head_dim]; scores, weights: fp32; tokens: int32; size, is_half and bits are
-compile-time constants.
+compile-time constants. Numba's cache notices changes in the file of a kernel, not in this one: a
+developer who changes it touches `host_kernels.py` too; an installation replaces both.
 """
 
 from __future__ import annotations
