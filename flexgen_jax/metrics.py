@@ -67,9 +67,9 @@ class Metrics:
             self._is_decoding = is_decoding
 
     def report(self) -> dict[str, Any]:
-        """{"bytes": {link: bytes}, "decode_bytes": those moved while decoding, "busy_s":
-        {resource: seconds}}; busy time is the time in which at least one operation was under
-        way."""
+        """{"bytes": {link: bytes}, "decode_bytes": of transfers that began while decoding,
+        "busy_s": {resource: seconds}}; busy time is the time in which at least one operation was
+        under way."""
         with self._lock:
             return {
                 "bytes": dict(self.bytes),

@@ -95,7 +95,7 @@ class Session:
                 if self._formats.cache_bits < 16:
                     programs.seal(rows, tail)
                 programs.head(rows, 1, True)
-        if plan.values_stay and set(plan.homes.values()) != {"device"}:
+        if any(plan.generated) and plan.values_stay and set(plan.homes.values()) != {"device"}:
             started = time.perf_counter()
             self._runtime.prepare_host(self.policy.is_sparse, not plan.keys_stay)
             self._kernels_s += time.perf_counter() - started
@@ -142,10 +142,13 @@ class Session:
             tokens,
         )
         plan = plan_cache(self._config, self.policy, shape)
-        last = time.perf_counter()
+        last, decoded = time.perf_counter(), 0
 
         def on_step(step: Step) -> None:
-            nonlocal last
+            nonlocal last, decoded
+            if step.token > decoded:
+                decoded = step.token
+                self._decode_steps += 1
             now = time.perf_counter()
             self._phases["decode_s" if step.token else "prefill_s"] += now - last
             last = now
@@ -158,7 +161,6 @@ class Session:
         block = BlockRun(
             self._runtime, self._weights, self.policy, batches, tokens, plan, on_result, on_step
         )
-        self._decode_steps += tokens - 1
         with self._runtime.ledger.holding("device", workspace):
             block.run()
 

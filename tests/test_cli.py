@@ -98,6 +98,21 @@ def test_bench_report(tmp_path: Path) -> None:
     assert report["peak_bytes"]["host"] <= report["computed_peak_bytes"]["host"]
 
 
+@pytest.mark.parametrize("sparsity", [1.0, 0.5])
+def test_bench_copies(checkpoint: Callable[[str], Path], tmp_path: Path, sparsity: float) -> None:
+    """Host and device are apart on a CPU too, and the report says what a decode step moves, in the
+    second block as in the first."""
+    out = tmp_path / "r.json"
+    shape = ["--prompt-len", 16, "--gen-len", 3, "--batch-size", 2, "--num-sequences", 4]
+    flags = ["--cache", "host=100", "--attention-sparsity", sparsity, "--json", out]
+    result = run("bench", "--copies", "--model", checkpoint(), *shape, *flags)
+    assert result.exit_code == 0, result.output
+    assert "moved for a token of every sequence: host_to_device" in result.output
+    report = json.loads(out.read_text())
+    assert report["decode_steps"] == 2 * 2
+    assert 0 < report["decode_bytes"]["host_to_device"] <= report["bytes"]["host_to_device"]
+
+
 def test_policy_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     from flexgen_jax import Policy
 

@@ -15,6 +15,7 @@ from flexgen_jax.layers.attention import attend_blocks, attend_itself, merge
 from flexgen_jax.layers.quantization import Kept, quantize_as
 from flexgen_jax.layers.storage import kv_storage
 from flexgen_jax.offload.host_attention import HostAttention, HostBlock
+from flexgen_jax.offload.host_kernels import fold_for
 from tests.models import run_greedy, write_checkpoint
 from tests.numpy_quantization import dequantized
 
@@ -91,6 +92,23 @@ def test_equal_scores_and_large_scores(host: HostAttention) -> None:
         out, lse = host.attend(query, [HostBlock(0, (key, value))], 6, first)
         np.testing.assert_allclose(out[:, :, 0], value.mean(2), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(lse, 8 * size + np.log(6), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prepared_kernels_are_those_of_a_run(tmp_path: Path, dtype: str) -> None:
+    """Nothing is compiled while a run is measured."""
+    head_dim = {"float32": 12, "bfloat16": 24}[dtype]  # of no other test, whose kernels stay
+    sizes = {"hidden_size": 4 * head_dim, "word_embed_proj_dim": 4 * head_dim}
+    folder = write_checkpoint(tmp_path / "m", **sizes)
+    policy = Policy.from_percent(100, 0, 0, 100, 100, 0, batch_size=2, kv_block_tokens=4)
+    kernel: Any = fold_for(head_dim, False, 16)
+    assert not kernel.signatures
+    with LLM(folder, dtype=dtype, policy=policy) as llm:
+        llm.warm_up(8, 6, 2)
+        prepared = list(kernel.signatures)
+        llm.generate(prompt_token_ids=[[5] * 8] * 2, sampling_params=SHORT)
+    assert prepared
+    assert kernel.signatures == prepared
 
 
 def test_host_and_device_parts_merge(host: HostAttention) -> None:

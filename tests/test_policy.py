@@ -104,7 +104,8 @@ def test_impossible_sparsity_names_the_field(fraction: object) -> None:
 
 @given(st.integers(1, 100), st.integers(0, 5000))
 def test_attended_tokens(percent: int, tokens: int) -> None:
-    """The fraction, rounded up in whole numbers."""
+    """The fraction, rounded up in whole numbers; never none."""
+    assert Policy(attention_sparsity=1e-12).attended(tokens) == min(tokens, 1)
     assert Policy(attention_sparsity=percent / 100).attended(tokens) == -(-percent * tokens // 100)
 
 

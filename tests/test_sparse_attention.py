@@ -220,10 +220,11 @@ def test_choose_top(seed: int, tokens: int, share: float, is_whole: bool) -> Non
     np.testing.assert_array_equal(chosen[:, : counts[0]], np.sort(best, axis=1))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_what_is_not_finite_shows(host: HostAttention, wrong: float) -> None:
+def test_what_is_not_finite_shows(host: HostAttention, wrong: float, dtype: str) -> None:
     """In the result, so that the run ends with an error; other heads are as they were."""
-    case = Case(0, (9, 7, 8), [0, 3, 0], 22, "normal")
+    case = Case(0, (9, 7, 8), [0, 3, 0], 22, "normal", dtype)
     key, value = case.blocks[1]
     case.blocks[1] = (key.at[1, 0, 5].set(wrong), value)
     blocks = [HostBlock(s, b) for s, b in zip(case.starts, case.blocks, strict=True)]
@@ -276,8 +277,8 @@ def test_tokens_are_equal(
     attention: Any,
     unified: bool,
 ) -> None:
-    is_quantized = cache in ((0, 100), (30, 40)) and unified
-    bits = 4 if is_quantized else 16
+    bits = 4 if cache in ((0, 100), (30, 40)) else 16
+    is_plain = cache == (50, 50)
     policy = Policy.from_percent(
         *(100, 0, *cache, 100, 0),
         batch_size=2,
@@ -286,6 +287,8 @@ def test_tokens_are_equal(
         attention=attention,
         attention_sparsity=0.2,
         cache_bits=bits,
+        schedule="row" if is_plain else "zigzag",
+        overlap=not is_plain,
     )
     found = run_greedy(checkpoint(), SHORT, policy, offload_dir=tmp_path, unified=unified)
     assert found == resident(bits)

@@ -42,7 +42,8 @@ class Ranked(NamedTuple):
 
 GATHERED_TOGETHER = 4
 """Values are gathered from so many blocks at a time, as if they were one. XLA looks for every
-element's block: for a few that costs nothing, with 16 it took as long as reading everything."""
+element's block: for a few that costs nothing, with 16 it took as long as reading everything. Each
+time room for all candidates is gathered, so a cache of very many blocks is better on the host."""
 
 
 def rank(

@@ -83,7 +83,8 @@ class Runtime:
         for storage in dict.fromkeys((sealed, replace(sealed, bits=16))):
             leaves = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in storage.leaves]
             blocks.append((assemble(storage, leaves),) * 2)
-        self.host_attention.prepare(blocks, is_sparse, keys_move)
+        query = np.asarray(jnp.zeros(shape, self.formats.dtype))
+        self.host_attention.prepare(query, blocks, is_sparse, keys_move)
 
     def on_host(self, attend: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
         """What a method of `host_attention` finds for a query on the device, to which its results

@@ -125,6 +125,7 @@ class BlockRun:
         ahead = LookAhead(steps_of(self._policy.schedule, *shape))
         try:
             before: Computed | None = None
+            self._runtime.metrics.enter(False)
             self._read_ahead(ahead, -1)
             for step in ahead:
                 self._runtime.metrics.enter(step.token > 0)

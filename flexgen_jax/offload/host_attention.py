@@ -99,7 +99,7 @@ class HostAttention:
                 fold(queries, keys, values, begin, stop, peak, total, out, start, end)
 
         self._on_all_cores(work, len(queries))
-        out /= np.where(total > 0, total, 1)[:, None]
+        out /= np.where(total == 0, 1, total)[:, None]
         return out.reshape(query.shape), _lse(peak, total).reshape(query.shape[:3])
 
     def attend_top(
@@ -147,17 +147,19 @@ class HostAttention:
         partial = (out.reshape(query.shape), lse.reshape(query.shape[:3]))
         return partial, left.reshape(query.shape[:2])
 
-    def prepare(self, blocks: Sequence[KVBlock], is_sparse: bool, is_ranked: bool) -> None:
-        """Compiles the kernels for such blocks, of one sequence and one token, or loads what an
-        earlier process compiled; is_ranked: their keys will be ranked elsewhere."""
-        _, heads, _, head_dim = blocks[0][0].shape
-        query, first = np.zeros((1, heads, 1, head_dim), np.float32), np.zeros(1, np.int32)
+    def prepare(
+        self, query: np.ndarray, blocks: Sequence[KVBlock], is_sparse: bool, is_ranked: bool
+    ) -> None:
+        """Compiles the kernels for such a query and blocks, of one sequence and one token, or loads
+        what an earlier process compiled; is_ranked: their keys will be ranked elsewhere."""
+        heads, first = query.shape[1], np.zeros(1, np.int32)
         there = [HostBlock(start, block) for start, block in enumerate(blocks)]
         where = (query, there, len(there), first)
         if not is_sparse:
             self.attend(*where)
             return
         scores = np.zeros((1, heads, 1), np.float32)
+        scores.setflags(write=False)  # as what comes from JAX; to Numba that is another type
         ranked = Candidates(scores, np.zeros((1, heads, 1), np.int32), scores)
         self.attend_top(*where, np.ones(1, np.int32), None, ranked if is_ranked else None)
 
@@ -183,9 +185,10 @@ def _nothing(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _lse(peak: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """A row without a valid token keeps the masked score, which weighs nothing in a merge."""
-    lse = peak + np.log(np.where(total > 0, total, 1))
-    return np.where(total > 0, lse, MASKED).astype(np.float32)
+    """A row without a valid token keeps the masked score, which weighs nothing in a merge; what is
+    not a number stays so."""
+    lse = peak + np.log(np.where(total == 0, 1, total))
+    return np.where(total == 0, MASKED, lse).astype(np.float32)
 
 
 def _scores(rows: int, position: int, known: Sequence[Candidates]) -> np.ndarray:

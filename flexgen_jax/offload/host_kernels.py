@@ -13,8 +13,10 @@ the kernels hold no interpreter lock. In all of them
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,19 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from flexgen_jax.layers import storage
 from flexgen_jax.layers.attention import MASKED
+from flexgen_jax.offload import host_vectors
 from flexgen_jax.offload.host_vectors import add_row, add_some, score_row
 
 # Sums may be taken in any order; NaN and infinity are respected.
 MATH = {"reassoc", "nsz", "contract", "arcp"}
+
+SOURCE = (
+    zlib.crc32(b"".join(Path(str(m.__file__)).read_bytes() for m in (host_vectors, storage))) | 1
+)
+"""Of the code that kernels are made from besides this file, whose changes Numba's cache would not
+notice; what a kernel closes over is part of the cache's key."""
 
 LOG2_E = np.float32(1.4426950408889634)
 LEAST = np.float32(MASKED / 2)
@@ -80,7 +90,10 @@ def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
     exp(score - peak); out, fp32 [row, head_dim], the sum of exp(score - peak) * value.
     """
 
+    source = SOURCE
+
     def fold(query, keys, values, first, stop, peak, total, out, start, end):
+        assert source
         scores = np.empty(keys[0].shape[1], np.float32)
         for row in range(start, end):
             begin = first[row]
@@ -108,7 +121,10 @@ def score_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
     of a block's valid tokens to scores, fp32 [row, token of the sequence], where the block begins
     at `offset`, and brings peak and total, as in `fold`, up to date."""
 
+    source = SOURCE
+
     def score(query, keys, first, stop, offset, scores, peak, total, start, end):
+        assert source
         for row in range(start, end):
             begin = first[row]
             if begin >= stop:
@@ -133,7 +149,10 @@ def add_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
     of the sequence, and counts: int32 [row], how many; left: int32 [row], minus the block's own.
     """
 
+    source = SOURCE
+
     def add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, start, end):
+        assert source
         weights = np.empty(chosen.shape[1], np.float32)
         for row in range(start, end):
             tokens = chosen[row, : counts[row]]

@@ -12,8 +12,7 @@ arrays, [row, token, ...]: (floats,), (16-bit floats as bits,) or (packed, scale
         out += weights[slot] * the value of tokens[slot] - offset, for the slots from begin to stop
 
 query, out: fp32 [head_dim]; scores, weights: fp32; tokens: int32; size, is_half and bits are
-compile-time constants. Numba's cache notices changes in the file of a kernel, not in this one: a
-developer who changes it touches `host_kernels.py` too; an installation replaces both.
+compile-time constants.
 """
 
 from __future__ import annotations
@@ -140,7 +139,13 @@ class _Emitter:
         rest = builder.shl(builder.and_(wide, self.fill(0x7FFF, width)), self.fill(13, width))
         # float16's exponent counts from 15, float32's from 127.
         scale = ir.Constant(floats, [2.0**112] * width)
-        return builder.fmul(builder.bitcast(builder.or_(sign, rest), floats), scale)
+        product = builder.fmul(builder.bitcast(builder.or_(sign, rest), floats), scale)
+        # Its largest exponent stands for infinity and NaN, as float32's does.
+        largest = self.fill(0x7C00, width)
+        is_finite = builder.icmp_unsigned("!=", builder.and_(wide, largest), largest)
+        bits = builder.bitcast(product, wide.type)
+        special = builder.or_(bits, self.fill(0x7F800000, width))
+        return builder.bitcast(builder.select(is_finite, bits, special), floats)
 
     def codes(self, stored: Any, chunk: Chunk) -> Any:
         """Packed bytes as the codes of a chunk, fp32."""

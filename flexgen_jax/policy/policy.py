@@ -161,7 +161,7 @@ class Policy:
     def attended(self, tokens: int) -> int:
         """How many of so many earlier tokens a head attends to; at least one, if there are any."""
         # Not one more where the product is a whole number but for its rounding.
-        return ceil(self.attention_sparsity * tokens - 1e-9)
+        return max(min(tokens, 1), ceil(self.attention_sparsity * tokens - 1e-9))
 
     @property
     def percent(self) -> tuple[float, ...]:
