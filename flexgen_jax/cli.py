@@ -6,13 +6,20 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from flexgen_jax import __version__
-from flexgen_jax.cli_options import model_options, open_llm, policy_options
+from flexgen_jax.cli_options import (
+    model_options,
+    open_llm,
+    plan_options,
+    plan_policy,
+    policy_options,
+)
 from flexgen_jax.config import UserError
 
 DEMO_PROMPT = "The people of the United States"
@@ -208,6 +215,102 @@ def bench_summary(report: dict[str, Any]) -> str:
         f"moved: {moved or 'nothing'}\nmoved for a token of every sequence: {each or 'nothing'}\n"
         f"busy: {busy}\npeak: {peaks}"
     )
+
+
+@main.command()
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    help="For models of this type; auto: bfloat16.",
+)
+@click.option(
+    "--offload-dir",
+    type=click.Path(path_type=Path),
+    help="Folder on the disk to measure; default: the one that runs use.",
+)
+@click.option("--progress/--no-progress", default=None, help="Show a progress bar.")
+@json_option
+def profile(
+    dtype: str, offload_dir: Path | None, progress: bool | None, json_file: Path | None
+) -> None:
+    """Measure this machine: links, memory, products, attention, fixed costs.
+
+    Takes about a minute. The result is kept and used by `plan` and by --policy auto.
+    """
+    import jax
+
+    from flexgen_jax.cli_plan import profile_text
+    from flexgen_jax.offload.machine import tune_allocator
+    from flexgen_jax.profiles import cache_folder, measured_profile
+    from flexgen_jax.progress import Progress
+
+    check_json(json_file)
+    tune_allocator()
+    unified = jax.devices()[0].platform == "cpu"
+    folder = (offload_dir or cache_folder("offload")).expanduser()
+    shown = Progress(sys.stderr.isatty() if progress is None else progress)
+    kind = "bfloat16" if dtype == "auto" else dtype
+    found = measured_profile(kind, folder, unified, shown)
+    click.echo(profile_text(found))
+    write_json(json_file, json.loads(found.to_json()))
+
+
+@main.command()
+@plan_options
+@json_option
+@model_options
+@policy_options
+def plan(
+    model: str | None,
+    hardware: str | None,
+    prompt_len: int,
+    gen_len: int,
+    num_sequences: int | None,
+    max_latency: float | None,
+    min_throughput: float | None,
+    allow_compression: bool,
+    allow_sparsity: float | None,
+    latency_curve: Path | None,
+    json_file: Path | None,
+    dtype: str,
+    device_memory: str | None,
+    host_memory: str | None,
+    disk_space: str | None,
+    offload_dir: Path | None,
+    progress: bool | None,
+    **options: Any,
+) -> None:
+    """Find the policy that generates fastest, and predict what it will do.
+
+    Flags that place or shape something fix the policy, and only its prediction is made.
+    """
+    from flexgen_jax import cli_plan
+    from flexgen_jax.policy.policy import Workload
+    from flexgen_jax.progress import Progress
+
+    check_json(json_file)
+    check_json(latency_curve)
+    base, given, choices = plan_policy(allow_compression, allow_sparsity, options)
+    workload = Workload(prompt_len, gen_len, num_sequences or 0)
+    problem = cli_plan.make_problem(
+        model,
+        hardware,
+        dtype,
+        (device_memory, host_memory, disk_space),
+        offload_dir,
+        workload,
+        base,
+        choices,
+        Progress(sys.stderr.isatty() if progress is None else progress),
+    )
+    problem = replace(problem, max_latency=max_latency, min_throughput=min_throughput)
+    plans = cli_plan.made_plans(problem, given)
+    ideas = cli_plan.hints(problem) if given is None else []
+    click.echo(cli_plan.plan_text(problem, plans, ideas))
+    if latency_curve is not None:
+        click.echo(cli_plan.curve_text(cli_plan.draw_curve(problem, latency_curve)))
+    write_json(json_file, cli_plan.plan_json(problem, plans, ideas))
 
 
 @main.command()

@@ -20,6 +20,7 @@ from flexgen_jax.policy.policy import (
     Policy,
     PolicyError,
 )
+from flexgen_jax.policy.search import Choices
 
 if TYPE_CHECKING:
     from flexgen_jax.engine import LLM
@@ -85,6 +86,57 @@ def _bits_option(name: str, what: str) -> Callable[[Command], Command]:
     )
 
 
+def plan_options(command: Command) -> Command:
+    """What a plan is for, and what it may choose."""
+    return _apply(
+        command,
+        [
+            click.option(
+                "--hardware",
+                metavar="NAME|FILE",
+                help="Plan for a known machine (t4-16gb, rtx3090-24gb, a100-80gb, h200-141gb) or a "
+                "profile's file; default: this machine, which is measured once.",
+            ),
+            click.option("--prompt-len", default=512, show_default=True, help="Tokens a prompt."),
+            click.option("--gen-len", default=32, show_default=True, help="New tokens for each."),
+            click.option(
+                "--num-sequences",
+                type=click.IntRange(1),
+                help="How many prompts there are; default: as many as are best.",
+            ),
+            click.option(
+                "--max-latency",
+                type=click.FloatRange(0, min_open=True),
+                metavar="SECONDS",
+                help="A block of sequences must be finished in this time.",
+            ),
+            click.option(
+                "--min-throughput",
+                type=click.FloatRange(0, min_open=True),
+                metavar="TOKEN/S",
+                help="This is enough; then the plan of the lowest latency is chosen.",
+            ),
+            click.option(
+                "--allow-compression",
+                is_flag=True,
+                help="The plan may keep weights and KV cache in 4 bits, at some quality.",
+            ),
+            click.option(
+                "--allow-sparsity",
+                type=click.FloatRange(0, 1, min_open=True),
+                metavar="F",
+                help="The plan may attend to this fraction of the tokens only, at some quality.",
+            ),
+            click.option(
+                "--latency-curve",
+                type=click.Path(dir_okay=False, path_type=Path),
+                metavar="FILE",
+                help="Draw throughput over latency to FILE (.png, .svg or .pdf), and print it.",
+            ),
+        ],
+    )
+
+
 def policy_options(command: Command) -> Command:
     """Where everything lives and how a block of batches is walked."""
     placement = "device=20,host=80"
@@ -97,7 +149,8 @@ def policy_options(command: Command) -> Command:
                 default="auto",
                 show_default=True,
                 metavar="auto|FILE",
-                help="A policy as JSON, or auto for the fastest memory that holds everything.",
+                help="A policy as JSON, or what `plan --json` wrote; auto searches for the fastest "
+                "one.",
             ),
             click.option(
                 "--percent",
@@ -238,3 +291,40 @@ def open_llm(
         )
     except RuntimeError as error:
         raise UserError(f"cannot start: {error}") from None
+
+
+def plan_policy(
+    allow_compression: bool, allow_sparsity: float | None, flags: dict[str, Any]
+) -> tuple[Policy, Policy | None, Choices]:
+    """Of `plan`'s flags: what the search starts from, the policy if it is given, and what may be
+    chosen."""
+    placing = {name: value for name, value in flags.items() if name not in _NOT_PLACING}
+    fixed = {
+        name: flags[name]
+        for name in ("weight_bits", "cache_bits", "attention", "attention_sparsity")
+        if flags[name] is not None
+    }
+    given = build_policy(default_batches=Policy().batch_size, **placing)
+    if given is not None:
+        given = replace(given, **fixed)
+    base = replace(Policy(), **fixed)
+    bits = (16, 4) if allow_compression else (16,)
+    sparsities = (1.0, allow_sparsity) if allow_sparsity and allow_sparsity < 1 else (1.0,)
+    attentions: tuple[Attention, ...] = ("host", "device")
+    choices = Choices(
+        weight_bits=(base.weight_bits,) if "weight_bits" in fixed else bits,
+        cache_bits=(base.cache_bits,) if "cache_bits" in fixed else bits,
+        attentions=(base.attention,) if fixed.get("attention", "auto") != "auto" else attentions,
+        sparsities=(base.attention_sparsity,) if "attention_sparsity" in fixed else sparsities,
+    )
+    return base, given, choices
+
+
+_NOT_PLACING = {
+    "weight_bits",
+    "cache_bits",
+    "attention",
+    "attention_sparsity",
+    "dummy_weights",
+    "seed",
+}

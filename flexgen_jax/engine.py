@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.machine import tune_allocator
 from flexgen_jax.plan import Planner
 from flexgen_jax.policy.policy import Attention, Head, Policy, Workload
+from flexgen_jax.profiles import cache_folder
 from flexgen_jax.progress import Progress
 from flexgen_jax.sampling import SamplingParams, sampling_arrays
 from flexgen_jax.session import Session
@@ -34,7 +34,8 @@ class LLM:
 
     model: a Hugging Face folder, a hub id, a known shape's name with `dummy_weights`, or None
         for the small model that ships with the package.
-    policy: a `Policy`, or "auto" for the fastest tiers that hold everything.
+    policy: a `Policy`, or "auto" for the one that `policy.search` finds for each workload. For long
+        runs it first measures this machine, in about a minute, once.
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
         in place of float16).
     weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in so many bits an element;
@@ -42,6 +43,7 @@ class LLM:
     attention, attention_sparsity: see `Policy`. Of these four, None is what the policy says.
     device_memory, host_memory, disk_space: budgets such as "16GB"; None is what is there.
     offload_dir: where the disk tier lies; reused by later runs.
+    hardware: the profile to plan with: a file or a known machine's name; None is this machine's.
 
     Raises `UserError` where something about these, or about a prompt, is wrong.
     """
@@ -64,6 +66,7 @@ class LLM:
         seed: int = 0,
         progress: bool = False,
         unified: bool | None = None,
+        hardware: str | Path | None = None,
     ) -> None:
         tune_allocator()
         on_cpu = jax.devices()[0].platform == "cpu"
@@ -88,9 +91,11 @@ class LLM:
             device_memory=parse_bytes(device_memory),
             host_memory=parse_bytes(host_memory),
             disk_space=parse_bytes(disk_space),
-            offload_dir=Path(offload_dir or _default_offload_dir()).expanduser(),
+            offload_dir=Path(offload_dir or cache_folder("offload")).expanduser(),
             fingerprint=self._model.source.fingerprint(self.dtype) + formats.suffix,
             unified=on_cpu if unified is None else unified,
+            progress=self._progress,
+            hardware=hardware,
         )
         self._session: Session | None = None
         self._finalizer: Any = None
@@ -135,21 +140,42 @@ class LLM:
         return scoring.outputs(given, requests)
 
     def _run(self, requests: Sequence[Request], collector: Generation | Scoring) -> None:
-        """Walks every block of batches through the model."""
-        workload = self._workload(requests, isinstance(collector, Scoring))
-        policy = self._planner.policy_for(workload)
-        session = self._open(policy, workload)
+        """Walks every block of batches through the model; a plan that runs out of memory gives way
+        to a smaller one, which begins with the requests that are not finished."""
+        left, is_scoring = list(requests), isinstance(collector, Scoring)
+        while left:
+            workload = self._workload(left, is_scoring)
+            policy = self._planner.policy_for(workload)
+            try:
+                self._run_blocks(self._open(policy, workload), left, workload, collector)
+                return
+            except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                if not is_out_of_memory(error) or not self._planner.back_off(is_on_host(error)):
+                    raise
+                first = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self._progress.say(f"flexgen-jax: out of memory, going on with less: {first}")
+            self.close()
+            left = collector.restart(left)
+
+    def _run_blocks(
+        self,
+        session: Session,
+        requests: Sequence[Request],
+        workload: Workload,
+        collector: Generation | Scoring,
+    ) -> None:
+        policy, before = session.policy, collector.num_tokens
         blocks = make_blocks(requests, policy.batch_size, policy.num_batches)
         steps = sum(len(block) * max(r.max_tokens for b in block for r in b) for block in blocks)
         session.start()
         with self._progress.generating(
-            steps * (self.config.num_layers + 2), lambda: collector.num_tokens
+            steps * (self.config.num_layers + 2), lambda: collector.num_tokens - before
         ) as tick:
             for block in blocks:
                 batches = self._batches(block, isinstance(collector, Scoring))
                 tokens = max(request.max_tokens for batch in block for request in batch)
                 session.run(batches, tokens, collector.receiver(block), tick)
-        session.finish(len(requests), workload, collector.num_tokens)
+        session.finish(len(requests), workload, collector.num_tokens - before)
 
     def _batches(self, block: Sequence[Sequence[Request]], is_scoring: bool) -> list[Batch]:
         rows = max(len(members) for members in block)
@@ -176,16 +202,16 @@ class LLM:
 
     def warm_up(self, prompt_len: int, gen_len: int, num_sequences: int) -> None:
         """Places the weights and compiles everything that a greedy run of this shape needs."""
-        workload = Workload(
-            padded_length(prompt_len, self.config.max_positions), gen_len, num_sequences
-        )
+        workload = Workload(self._padded(prompt_len), gen_len, num_sequences)
         policy = self._planner.policy_for(workload)
         self._open(policy, workload).compile(workload)
 
-    @property
-    def block_sequences(self) -> int:
-        """How many sequences one block of batches holds."""
-        return self._planner.block_sequences
+    def block_sequences(self, prompt_len: int, gen_len: int) -> int:
+        """How many sequences of these lengths one block of batches holds."""
+        return self._planner.block_sequences(self._padded(prompt_len), gen_len)
+
+    def _padded(self, prompt_len: int) -> int:
+        return padded_length(prompt_len, self.config.max_positions)
 
     @property
     def policy(self) -> Policy | None:
@@ -196,7 +222,14 @@ class LLM:
         """What the last run measured: seconds, bytes, peaks, the realised split."""
         if self._session is None:
             raise UserError("nothing has been run yet")
-        return {"model": self._model.name, "dtype": self.dtype, **self._session.report()}
+        report = self._session.report()
+        predicted = self._planner.predicted(self._session.policy, self._session.workload)
+        return {
+            "model": self._model.name,
+            "dtype": self.dtype,
+            **report,
+            "predicted": predicted,
+        }
 
     def close(self) -> None:
         """Frees the tiers; what later runs can reuse stays in the offload folder."""
@@ -290,18 +323,25 @@ class LLM:
         return room
 
     def _workload(self, requests: Sequence[Request], is_scoring: bool) -> Workload:
-        longest = max(len(request.prompt_ids) for request in requests)
+        lengths = [self._padded(len(request.prompt_ids)) for request in requests]
         head: Head = "score" if is_scoring else "greedy"
         if any(request.params.temperature > 0 for request in requests):
             head = "sample"
         return Workload(
-            prompt_len=padded_length(longest, self.config.max_positions),
+            prompt_len=max(lengths),
             gen_len=max(request.max_tokens for request in requests),
             num_sequences=len(requests),
             head=head,
+            mean_prompt_len=-(-sum(lengths) // len(lengths)),
         )
 
 
-def _default_offload_dir() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "flexgen_jax" / "offload"
+def is_on_host(error: BaseException) -> bool:
+    """Whether it was the host's memory that ran out: the device's runs out in XLA."""
+    return isinstance(error, MemoryError)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller plan may help."""
+    said = str(error)
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said or "Out of mem" in said

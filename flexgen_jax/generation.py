@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from flexgen_jax.batching import Request
-from flexgen_jax.offload.schedule import Step
+from flexgen_jax.policy.schedule import Step
 from flexgen_jax.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -92,6 +92,13 @@ class Generation:
     def num_tokens(self) -> int:
         return sum(len(sequence.ids) for sequence in self._sequences.values())
 
+    def restart(self, requests: Sequence[Request]) -> list[Request]:
+        """Those that are not finished, which begin again."""
+        left = [r for r in requests if self._sequences[r.index].reason is None]
+        for request in left:
+            self._sequences[request.index] = _Sequence(request)
+        return left
+
     def outputs(self, prompts: Sequence[str | None]) -> list[RequestOutput]:
         """The results in the order of the prompts."""
         results = []
@@ -115,7 +122,10 @@ class Scoring:
 
     def __init__(self) -> None:
         self._logprobs: dict[int, list[float]] = defaultdict(list)
-        self.num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(logprobs) for logprobs in self._logprobs.values())
 
     def receiver(self, block: Sequence[Sequence[Request]]) -> Callable[[Step, np.ndarray], bool]:
         def receive(step: Step, logprobs: np.ndarray) -> bool:
@@ -124,15 +134,24 @@ class Scoring:
             for row, request in enumerate(members):
                 if step.token < len(request.forced):
                     self._logprobs[request.index].append(float(logprobs[row, 0]))
-                    self.num_tokens += 1
                 elif not forced:
                     # Position t predicts token t + 1, so the last position's score is of nothing.
                     count = len(request.prompt_ids)
                     self._logprobs[request.index] = [float(x) for x in logprobs[row, -count:-1]]
-                    self.num_tokens += count
             return step.token + 1 >= forced
 
         return receive
+
+    def restart(self, requests: Sequence[Request]) -> list[Request]:
+        """Those that are not finished, which begin again."""
+        left = [
+            r
+            for r in requests
+            if len(self._logprobs[r.index]) < max(len(r.prompt_ids) - 1, len(r.forced))
+        ]
+        for request in left:
+            self._logprobs.pop(request.index)
+        return left
 
     def outputs(
         self, texts: Sequence[str | None], requests: Sequence[Request]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -50,6 +51,14 @@ def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model
     checkpoint = Checkpoint(folder)
     tokenizer = Tokenizer(folder, checkpoint.config.bos_id)
     return Model(str(name or folder.name), checkpoint.config, checkpoint, tokenizer)
+
+
+def shape_of(name: str | None) -> ModelConfig:
+    """The config alone, of a known shape or of what `open_model` takes, to plan with."""
+    if name is not None and not Path(name).expanduser().exists():
+        with contextlib.suppress(UserError):
+            return known_shape(name)
+    return read_folder_config(shipped_model() if name is None else _local_folder(name))
 
 
 def _local_folder(name: str) -> Path:

@@ -9,16 +9,29 @@ from flexgen_jax.config import ModelConfig
 from flexgen_jax.metrics import BudgetError
 from flexgen_jax.offload.machine import detect_budgets
 from flexgen_jax.policy.fit import Budgets, Fitter
-from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.hardware import HardwareProfile
+from flexgen_jax.policy.machines import known_machine
+from flexgen_jax.policy.policy import ATTENTIONS, Policy, Workload
+from flexgen_jax.policy.search import Choices, Plan, Problem, evaluate, search
+from flexgen_jax.profiles import cached_profile, measured_profile, read_profile
+from flexgen_jax.progress import Progress
 
-AUTO_BATCH_SIZE = 16
-AUTO_NUM_BATCHES = 4
+WORTH_MEASURING_S = 120.0
+"""A run that is predicted to be shorter is planned without measuring the machine first."""
+
+STAY = 1.25
+"""Weights stay where they are as long as that takes at most so many times the time."""
+
+BACK_OFF, BACK_OFFS = 0.8, 5
+"""After running out of memory, a plan for so much of what was allowed; so many times."""
 
 
 @dataclass
 class Planner:
-    """One model's limits, and a policy; with `is_auto` its placements and batches are replaced by
-    the fastest tiers that hold everything."""
+    """One model's limits, and a policy; with `is_auto` placements and batches are searched.
+
+    hardware: a named machine or a profile's file; None is this machine, measured if it is worth it.
+    """
 
     config: ModelConfig
     dtype: str
@@ -30,8 +43,12 @@ class Planner:
     offload_dir: Path
     fingerprint: str
     unified: bool
-    _chosen: Policy | None = field(default=None, init=False)
+    progress: Progress
+    hardware: str | Path | None = None
+    _plan: Plan | None = field(default=None, init=False)
     _budgets: Budgets | None = field(default=None, init=False)
+    _profile: HardwareProfile | None = field(default=None, init=False)
+    _backed_off: int = field(default=0, init=False)
 
     @property
     def budgets(self) -> Budgets:
@@ -41,32 +58,121 @@ class Planner:
             self._budgets = detect_budgets(*asked, self.offload_dir, self.fingerprint, self.unified)
         return self._budgets
 
-    @property
-    def block_sequences(self) -> int:
-        """Sequences in one block of the given policy, or in the largest automatic one."""
-        if self.is_auto:
-            return AUTO_BATCH_SIZE * AUTO_NUM_BATCHES
-        return self.policy.batch_size * self.policy.num_batches
+    def block_sequences(self, prompt_len: int, gen_len: int) -> int:
+        """Sequences in one block of the given policy, or in the one that is best."""
+        if not self.is_auto:
+            return self.policy.batch_size * self.policy.num_batches
+        return self._best(Workload(prompt_len, gen_len, 0)).block_sequences
 
     def policy_for(self, workload: Workload) -> Policy:
         """A policy that fits, or `BudgetError` with the numbers and the nearest one that does."""
-        fitter = self._fitter(workload)
         if not self.is_auto:
-            self._check(fitter, self.policy)
+            self._check(self._fitter(workload), self.policy)
             return self.policy
-        wanted = self._auto_batches(workload)
-        if self._chosen is not None:
-            # Weights stay where they are as long as the new workload fits beside them.
-            kept = replace(
-                self._chosen, batch_size=wanted.batch_size, num_batches=wanted.num_batches
+        self._plan = self._best(workload)
+        return self._plan.policy
+
+    def _best(self, workload: Workload) -> Plan:
+        """The best plan by the profile that is worth having for this workload."""
+        plans = search(self.problem(workload, self._known_profile()))
+        if self._profile is None and plans and plans[0].total_s > WORTH_MEASURING_S:
+            self._profile = measured_profile(
+                self.dtype, self.offload_dir, self.unified, self.progress
             )
-            if fitter.fits(kept):
-                return kept
-        found = fitter.largest_batches(wanted)
+            self._budgets = None  # what measuring has left behind is not free
+            plans = search(self.problem(workload, self._profile))
+        problem = self.problem(workload, self._known_profile())
+        if not plans:
+            plans = [evaluate(problem, self._fitted(workload))]
+        return self._staying(problem, plans[0])
+
+    def _staying(self, problem: Problem, best: Plan) -> Plan:
+        """The last plan's weights with new batches, where that is nearly as fast as `best`."""
+        if self._plan is None or best.policy.weights == self._plan.policy.weights:
+            return best
+        for policy in (
+            self._plan.policy,
+            replace(best.policy, weights=self._plan.policy.weights),
+        ):
+            if not self.budgets.shortfalls(problem.peak(policy)):
+                plan = evaluate(problem, policy)
+                if plan.total_s <= STAY * best.total_s:
+                    return plan
+        return best
+
+    def _fitted(self, workload: Workload) -> Policy:
+        """Something that fits where the linear program finds nothing: its memory is an estimate."""
+        fitter = self._fitter(replace(workload, num_sequences=workload.num_sequences or 1))
+        found = fitter.largest_batches(self.policy)
         if found is None:
-            self._check(fitter, wanted)
-        self._chosen = found or wanted
-        return self._chosen
+            self._check(fitter, self.policy)
+        return found or self.policy
+
+    def problem(self, workload: Workload, profile: HardwareProfile) -> Problem:
+        """The search for this model and machine; what the policy says of bits, sparsity and, unless
+        it is "auto", attention is kept."""
+        policy = self.policy
+        attentions = (policy.attention,) if policy.attention != "auto" else ATTENTIONS[:0:-1]
+        return Problem(
+            config=self.config,
+            dtype=self.dtype,
+            hw=profile,
+            budgets=self.budgets,
+            unified=self.unified,
+            workload=workload,
+            base=policy,
+            choices=Choices(
+                weight_bits=(policy.weight_bits,),
+                cache_bits=(policy.cache_bits,),
+                attentions=attentions,
+                sparsities=(policy.attention_sparsity,),
+            ),
+        )
+
+    def _known_profile(self) -> HardwareProfile:
+        """What there is without measuring: asked for, cached, or a generic machine's."""
+        if self._profile is None:
+            if self.hardware is not None:
+                self._profile = read_profile(self.hardware)
+            else:
+                self._profile = cached_profile(self.dtype, self.offload_dir)
+        return self._profile or known_machine("generic-cpu" if self.unified else "rtx3090-24gb")
+
+    def predicted(self, policy: Policy, workload: Workload) -> dict[str, float | str] | None:
+        """What a run was to take, by this machine's profile; None where there is none."""
+        profile = self._known_profile()
+        if self._profile is None:
+            return None
+        plan = evaluate(self.problem(workload, profile), policy)
+        return {
+            "total_s": plan.total_s,
+            "prefill_s": plan.prefill_s,
+            "decode_s": plan.decode_s,
+            "generation_throughput": plan.throughput,
+            "hardware": profile.name,
+        }
+
+    def back_off(self, on_host: bool) -> bool:
+        """After running out of memory: plans for less from now on, unless that was tried often
+        enough or the policy was given. on_host: it was not the device's memory."""
+        if not self.is_auto or self._backed_off == BACK_OFFS:
+            return False
+        self._backed_off += 1
+        old = self.budgets
+
+        def less(limit: int | None, used: int) -> int | None:
+            return None if limit is None else int(BACK_OFF * min(limit, used))
+
+        used = self._plan.peak_bytes if self._plan else {"device": 0, "host": 0, "disk": 0}
+        together = used["device"] + used["host"]
+        self._budgets = Budgets(
+            device=old.device if self.unified or on_host else less(old.device, used["device"]),
+            host=less(old.host, used["host"]) if on_host and not self.unified else old.host,
+            disk=old.disk,
+            shared=less(old.shared, together),
+        )
+        self._plan = None
+        return True
 
     def spare_ram(self, policy: Policy, workload: Workload) -> int:
         """Host bytes that a run leaves free."""
@@ -79,8 +185,3 @@ class Planner:
         missing = self.budgets.shortfalls(fitter.needed(policy))
         if missing:
             raise BudgetError(f"the plan does not fit: {missing[0]}; {fitter.advice(policy)}")
-
-    def _auto_batches(self, workload: Workload) -> Policy:
-        batches = min(AUTO_NUM_BATCHES, -(-workload.num_sequences // AUTO_BATCH_SIZE))
-        rows = min(AUTO_BATCH_SIZE, -(-workload.num_sequences // batches))
-        return replace(self.policy, batch_size=rows, num_batches=batches)

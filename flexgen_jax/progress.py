@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,22 @@ class Progress:
         )
         with bar:
             yield bar.update
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[str], object]]:
+        """Yields a function to call with the name of each part of `what` that begins."""
+        bar: Any = tqdm(total=total, desc=what, bar_format=_BAR, disable=not self._shown)
+
+        def begin(part: str) -> None:
+            bar.set_postfix_str(part, refresh=False)
+            bar.update()
+
+        with bar:
+            yield begin
+
+    def say(self, message: str) -> None:
+        """Something that happened, in a line of its own."""
+        tqdm.write(message, file=sys.stderr)
 
     @contextmanager
     def generating(

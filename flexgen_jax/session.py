@@ -13,7 +13,6 @@ from flexgen_jax.layers.spec import unique_tensors
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.executor import Batch, BlockRun, OnResult
 from flexgen_jax.offload.machine import storage_read_bytes
-from flexgen_jax.offload.schedule import Step
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.plan import Planner
 from flexgen_jax.policy.memory import BlockShape, peak_bytes, plan_cache, workspace_bytes
@@ -25,6 +24,7 @@ from flexgen_jax.policy.placement import (
     realised,
 )
 from flexgen_jax.policy.policy import TIERS, Policy, Tier, Workload
+from flexgen_jax.policy.schedule import Step
 from flexgen_jax.progress import Progress
 
 
@@ -40,7 +40,7 @@ class Session:
         planner: Planner,
         source: WeightSource,
     ) -> None:
-        self.policy = policy
+        self.policy, self.workload = policy, workload
         self._config = config
         self._dtype, self._formats = dtype, policy.formats(dtype)
         self._unified = planner.unified
@@ -91,7 +91,8 @@ class Session:
             for count, tail in enumerate(generated):
                 programs.embed(rows, 1)
                 self._compile_decode(plan, batch, rows, len(prompt) + count)
-                programs.append(rows, tail)
+                if not self._unified:
+                    programs.append(rows, tail)
                 if self._formats.cache_bits < 16:
                     programs.seal(rows, tail)
                 programs.head(rows, 1, True)
@@ -166,6 +167,7 @@ class Session:
 
     def finish(self, num_sequences: int, workload: Workload, num_tokens: int) -> None:
         """Ends a run's measurements and keeps the report."""
+        self.workload = workload
         total = sum(self._phases.values())
         shape = BlockShape.of(self.policy, workload)
         decoded = max(num_tokens - num_sequences, 0)

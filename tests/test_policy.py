@@ -135,7 +135,8 @@ def test_computed_peak_covers_what_is_placed(
         placed += sum(
             2 * 4 * 4 * config.hidden_size * plan.lengths(key.batch)[key.block]
             for key, home in plan.homes.items()
-            if home == tier
+            # The last block of what is generated is never full, and only full ones go to disk.
+            if home == tier and (tier != "disk" or key.block + 1 < len(plan.lengths(key.batch)))
         )
         assert peaks[tier] >= placed
 

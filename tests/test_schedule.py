@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_jax.offload.schedule import LookAhead, row, steps_of, zigzag
+from flexgen_jax.policy.schedule import LookAhead, row, steps_of, zigzag
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 

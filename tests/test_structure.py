@@ -20,10 +20,11 @@ ORDER = [
     {"metrics"},
     {"offload"},
     {"sampling", "batching", "model", "generation", "progress", "convert"},
+    {"profiles"},
     {"plan", "session"},
     {"engine"},
     {"bench"},
-    {"cli_options", "cli"},
+    {"cli_options", "cli_plan", "cli"},
 ]
 
 

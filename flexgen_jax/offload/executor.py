@@ -22,11 +22,11 @@ from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.attending import Moment, Question, attend_split
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.kv_cache import KVCache, Moving, Split
-from flexgen_jax.offload.schedule import LookAhead, Step, steps_of
 from flexgen_jax.offload.transfer import Stream
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.placement import CachePlan, place_activations
 from flexgen_jax.policy.policy import Ahead, Head, Policy
+from flexgen_jax.policy.schedule import LookAhead, Step, steps_of
 
 
 class NonFiniteError(UserError, ArithmeticError):

@@ -23,7 +23,7 @@ from flexgen_jax.layers.storage import Leaf, Storage
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import CHUNK_BYTES, DiskArray
 from flexgen_jax.offload.host_attention import HostBlock
-from flexgen_jax.offload.tiers import HostBuffer
+from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.transfer import Load, counted, finish
 from flexgen_jax.policy.memory import PENDING_WRITES
 from flexgen_jax.policy.placement import CacheKey, CachePlan, Part
@@ -56,11 +56,15 @@ KVLoad = Load[Moving]
 
 @dataclass
 class Tail:
-    """The open block: room for `length` tokens, of which `used` are written."""
+    """The open block: room for `length` tokens, of which `used` are written.
+
+    views: the arrays' memory, where the CPU may write to it; buffers: where that is the pool's.
+    """
 
     key: CacheKey
     length: int
     arrays: KVBlock
+    views: tuple[np.ndarray, ...] = ()
     buffers: tuple[HostBuffer, ...] = ()
     used: int = 0
 
@@ -89,6 +93,7 @@ class KVCache:
         self._pending: list[PendingWrite] = []
         self._buffers: list[HostBuffer] = []
         self._taken: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
+        self._is_read = False
         self._files: dict[tuple[int, int], list[DiskArray]] = {}
 
     def _stored(self, key: CacheKey) -> list[DiskArray]:
@@ -145,10 +150,10 @@ class KVCache:
     def put_token(self, where: Where, new: KVBlock) -> None:
         """Hands over one token's key and value; seals the tail when it is full."""
         tail = self._tails[where]
-        if tail.buffers:
+        if tail.views:
             moved = self._runtime.memories.to_host(new)
-            for buffer, array in zip(tail.buffers, moved, strict=True):
-                buffer.view[:, :, tail.used] = np.asarray(array)[:, :, 0]
+            for view, array in zip(tail.views, moved, strict=True):
+                view[:, :, tail.used] = np.asarray(array)[:, :, 0]
         else:
             append = self._runtime.programs.append(self._batch_sizes[where[1]], tail.length)
             tail.arrays = append(tail.arrays, new, np.int32(tail.used))
@@ -188,13 +193,18 @@ class KVCache:
         key = CacheKey(*where, self._sealed[where])
         length = lengths[key.block]
         shape, dtype = self._shape(key.batch, length), self._runtime.numpy_dtype
-        if self._plan.homes[key] == "device" or self._runtime.memories.unified:
+        is_unified = self._runtime.memories.unified
+        if self._plan.homes[key] == "device" or is_unified:
             self._take(self._tail_tier(key), self._open_nbytes(key))
             arrays = (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-            self._tails[where] = Tail(key, length, arrays)
+            jax.block_until_ready(arrays)
+            # XLA's CPU backend converts a whole 16-bit tail to fp32 and back to write one token.
+            views = tuple(writable_view(array) for array in arrays) if is_unified else ()
+            self._tails[where] = Tail(key, length, arrays, views)
         else:
             first, second = (self._runtime.pool.take(shape, dtype) for _ in range(2))
-            self._tails[where] = Tail(key, length, (first.array, second.array), (first, second))
+            arrays, views = (first.array, second.array), (first.view, second.view)
+            self._tails[where] = Tail(key, length, arrays, views, (first, second))
 
     def _store(self, key: CacheKey, arrays: KVBlock, buffers: tuple[HostBuffer, ...]) -> None:
         """Puts a complete block into its home; its memory is already counted."""
@@ -234,7 +244,9 @@ class KVCache:
 
     def start(self, where: Where) -> KVLoad:
         """Starts bringing the sealed blocks and the tail to where attention runs."""
-        self._settle(lambda write: write.where == where)
+        # Buffers for reading are not to be added to what the prompts' blocks still hold.
+        is_first, self._is_read = not self._is_read, True
+        self._settle(lambda write: is_first or write.where == where)
         load: KVLoad = Load(f"KV cache of decoder layer {where[0]}", Moving((), ()))
         tail, sealed = self._tails[where], self._sealed[where]
         here: list[KVBlock] = []
@@ -264,7 +276,8 @@ class KVCache:
     def _read_side(self, key: CacheKey, side: int, load: KVLoad) -> Kept:
         runtime, arrays = self._runtime, []
         for file in self._stored(key):
-            buffer = runtime.pool.take(file.shape[2:], file.dtype)
+            # Waiting for the step that is being computed would hold up the next one.
+            buffer = runtime.pool.take(file.shape[2:], file.dtype, may_wait=False)
             load.buffers.append(buffer)
             future = file.read_into(buffer.view, (key.layer, side), is_urgent=True)
             load.reads.append(counted(runtime.metrics, "disk_read", buffer.view.nbytes, future))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import shutil
 import sys
@@ -118,3 +119,10 @@ def tune_allocator() -> None:
         libc.mallopt(arena_max, 1)
         libc.mallopt(mmap_threshold, 32 << 20)
         libc.mallopt(trim_threshold, 512 << 20)
+
+
+def release_memory() -> None:
+    """Gives back to the system what is no longer used, where the allocator would keep it."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -82,6 +82,10 @@ class Memories:
         return array
 
 
+def _is_ready(array: Any) -> bool:
+    return array is None or bool(array.is_ready())
+
+
 def writable_view(array: jax.Array) -> np.ndarray:
     """The memory of a host array, to write to. Safe while nothing computes with the array."""
     address = array.unsafe_buffer_pointer()
@@ -113,9 +117,12 @@ class BufferPool:
         self._ledger = ledger
         self._free: dict[Any, list[tuple[HostBuffer, jax.Array | None]]] = {}
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> HostBuffer:
-        """A free buffer, once its last reader is done, or else a new one."""
+    def take(self, shape: tuple[int, ...], dtype: np.dtype, may_wait: bool = True) -> HostBuffer:
+        """A free buffer, once its last reader is done, or else a new one; a new one at once where
+        it may not wait for a reader."""
         free = self._free.get((shape, np.dtype(dtype)))
+        if free and not may_wait and not _is_ready(free[0][1]):
+            free = None
         if free:
             buffer, last_reader = free.pop(0)
             if last_reader is not None:

@@ -75,6 +75,7 @@ class _Estimate:
         self._formats, self._item = policy.formats(dtype), DTYPES[dtype]
         self._layers = model_spec(config)
         self._ahead = Ahead.of(policy)
+        self._kv: dict[tuple[int, ...], tuple[int, int]] = {}
         self.bytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
 
     def add_weights(self) -> None:
@@ -119,7 +120,9 @@ class _Estimate:
         """Of a block's keys and values: sealed, and open."""
         config, rows = self._config, self._shape.batch_sizes[batch]
         shape = (rows, config.num_heads, tokens, config.head_dim)
-        return 2 * self._formats.kv(shape).nbytes, 2 * prod(shape) * self._item
+        if shape not in self._kv:
+            self._kv[shape] = (2 * self._formats.kv(shape).nbytes, 2 * prod(shape) * self._item)
+        return self._kv[shape]
 
     def add_cache(self) -> None:
         if self._shape.gen_len < 2:
@@ -133,14 +136,17 @@ class _Estimate:
         for key, home in plan.homes.items():
             length = plan.lengths(key.batch)[key.block]
             nbytes, opened_bytes = self._kv_bytes(key.batch, length)
-            self.bytes[home] += nbytes
             where = (key.layer, key.batch)
             away[where] += int(plan.moved(key) * nbytes)
             opened = key.block - len(plan.prompt[key.batch])
-            if opened >= 0 and (home == "disk" or self._policy.cache_bits < 16):
+            is_apart = opened >= 0 and (home == "disk" or self._policy.cache_bits < 16)
+            if is_apart:
                 # While it is open, a block is on the host, or in full precision, or both.
                 opened_most = max(opened_most, opened_bytes)
                 tails["host" if home == "disk" else home][opened] += opened_bytes
+            if is_apart and opened == len(plan.generated[key.batch]) - 1:
+                continue  # a generation ends before its last block is full
+            self.bytes[home] += nbytes
             if home == "disk":
                 rows = self._shape.batch_sizes[key.batch]
                 read.setdefault(where, Counter())[rows, length] += nbytes
@@ -149,9 +155,12 @@ class _Estimate:
         largest: Counter[tuple[int, int]] = Counter()
         for counts in read.values():
             largest |= counts
-        ring = (self._ahead.cache_reads + 1) * sum(largest.values())
+        ring = self._ahead.cache_buffers * sum(largest.values())
         waiting = (PENDING_WRITES + 1) * max(pending.values(), default=0)
-        self.bytes["host"] += ring + waiting
+        # The prompts' blocks are written before the first of them is read back, unless batches come
+        # one after the other.
+        is_apart = self._policy.schedule == "zigzag"
+        self.bytes["host"] += max(ring, waiting) if is_apart else ring + waiting
         lengths = generated_blocks(self._shape.gen_len, self._policy.kv_block_tokens)
         for tier, opened_at in tails.items():
             # Pinned tails are ring buffers, which fit others of their length only.

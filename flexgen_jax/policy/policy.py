@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from math import ceil
 from typing import Any, Literal, get_args
 
@@ -62,13 +62,24 @@ class Placement:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked for: sequences of `prompt_len` tokens, continued by `gen_len` tokens,
-    or scored."""
+    """What is asked for: sequences of at most `prompt_len` tokens, continued by `gen_len` tokens,
+    or scored.
+
+    mean_prompt_len: of prompts of mixed lengths, which decides the time, as the longest decides the
+    memory; None where all are equally long.
+    """
 
     prompt_len: int
     gen_len: int
     num_sequences: int = 1
     head: Head = "greedy"
+    mean_prompt_len: int | None = None
+
+    @property
+    def typical(self) -> Workload:
+        """As many prompts of the mean length."""
+        length = self.mean_prompt_len or self.prompt_len
+        return replace(self, prompt_len=length, mean_prompt_len=None)
 
 
 @dataclass(frozen=True)
@@ -174,13 +185,16 @@ class Policy:
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
-        """Reads what `to_json` wrote; raises `PolicyError` on anything else."""
+        """Reads what `to_json` or `flexgen-jax plan --json` wrote; raises `PolicyError` on anything
+        else."""
         try:
             raw = json.loads(text)
         except json.JSONDecodeError as error:
             raise PolicyError(f"not JSON: {error}") from None
         if not isinstance(raw, Mapping):
             raise PolicyError("a policy is a JSON object")
+        if isinstance(raw.get("policy"), Mapping):
+            raw = raw["policy"]
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(raw) - known)
         if unknown:
@@ -208,6 +222,12 @@ class Ahead:
     cache_reads: int = 3
     cache_copies: int = 1
     hidden_reads: int = 2
+
+    @property
+    def cache_buffers(self) -> int:
+        """Sets of buffers for KV blocks from disk: those read ahead, the one in use, and the one
+        whose step is still being computed."""
+        return self.cache_reads + 2 if self.cache_reads else 1
 
     @classmethod
     def of(cls, policy: Policy) -> Ahead:

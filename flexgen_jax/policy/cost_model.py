@@ -1,0 +1,265 @@
+"""The cost model of the paper's appendix A.3, on the rates of a `HardwareProfile`.
+
+`Costs` has the seconds of single operations, which the simulator uses too. `block_terms` adds
+them up for one decoder layer and a block of batches, as functions that are linear in the nine
+fractions of a policy, so that a linear program can choose these. Beyond the paper: quantization,
+sparse attention, the place of attention, the row schedule, fixed costs of steps, both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flexgen_jax.config import DTYPES, ModelConfig
+from flexgen_jax.layers.spec import Formats, LayerSpec, model_spec
+from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile
+from flexgen_jax.policy.policy import Policy, Workload
+
+FRACTIONS = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
+"""The paper's nine variables: of weights, cache and hidden states on GPU, CPU and disk."""
+
+AWAY_W = {"wc": 1.0, "wd": 1.0}
+AWAY_C = {"cc": 1.0, "cd": 1.0}
+AWAY_H = {"hc": 1.0, "hd": 1.0}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A constant and a coefficient for each of some fractions."""
+
+    factors: Mapping[str, float] = field(default_factory=dict)
+    constant: float = 0.0
+
+    def __add__(self, other: Linear) -> Linear:
+        names = {**self.factors, **other.factors}
+        total = {n: self.factors.get(n, 0.0) + other.factors.get(n, 0.0) for n in names}
+        return Linear(total, self.constant + other.constant)
+
+    def __mul__(self, scale: float) -> Linear:
+        factors = {name: scale * factor for name, factor in self.factors.items()}
+        return Linear(factors, scale * self.constant)
+
+    def at(self, fractions: Mapping[str, float]) -> float:
+        return self.constant + sum(f * fractions[name] for name, f in self.factors.items())
+
+
+def fractions_of(policy: Policy) -> dict[str, float]:
+    """A policy's nine numbers by the paper's names."""
+    parts = (policy.weights, policy.cache, policy.activations)
+    values = [share for part in parts for share in (part.device, part.host, part.disk)]
+    return dict(zip(FRACTIONS, values, strict=True))
+
+
+class Costs:
+    """Seconds and bytes of single operations of one model on one machine."""
+
+    def __init__(self, config: ModelConfig, dtype: str, policy: Policy, hw: HardwareProfile):
+        self.config, self.hw, self.policy = config, hw, policy
+        self.formats: Formats = policy.formats(dtype)
+        self.item = DTYPES[dtype]
+        self.layers: tuple[LayerSpec, ...] = model_spec(config)
+        decoder = self.layers[1]
+        self._products = sum(t.size for t in decoder.tensors if not t.is_small)
+        attention = sum(
+            t.size for t in decoder.tensors if t.path.split(".")[1] in "qkv" and not t.is_small
+        )
+        self._projected = attention / self._products
+        self._linear = hw.linear[policy.weight_bits]
+        self._device = hw.device_attention[policy.cache_bits]
+        self._host = hw.host_attention[policy.cache_bits]
+        kept = policy.attention_sparsity
+        self._read_share = (1 + kept) / 2  # all keys are read, and of the values those attended to
+
+    def linear_s(self, rows: int) -> float:
+        """Of one decoder layer's products: linear_layer in the paper, 8 h1^2 + 4 h1 h2 a row."""
+        return self._linear.seconds(2.0 * rows * self._products, rows)
+
+    def project_s(self, rows: int) -> float:
+        """The part of `linear_s` that comes before attention."""
+        return self._projected * self.linear_s(rows)
+
+    def prefill_s(self, rows: int, tokens: int) -> float:
+        """One layer's prefill, comp^p: products, attention 4 s^2 h1 a sequence, quantization."""
+        scores = 4.0 * rows * tokens**2 * self.config.hidden_size
+        seconds = self.linear_s(rows * tokens)
+        seconds += self.hw.prefill_attention.seconds(scores, tokens)
+        if self.policy.cache_bits < 16:
+            seconds += self.quantize_s(self.kv_elements(rows, tokens))
+        return seconds
+
+    def quantize_s(self, elements: float) -> float:
+        return self.hw.quantize.seconds(elements)
+
+    def kv_elements(self, rows: int, tokens: float) -> float:
+        """Of one layer's keys and values."""
+        return 2.0 * rows * tokens * self.config.hidden_size
+
+    def device_attention_s(self, rows: int, tokens: float) -> float:
+        """One layer's decode attention on the device (att^g on bmm_flops)."""
+        seconds = self._device.seconds(self.kv_elements(rows, tokens))
+        if self.policy.is_sparse:
+            seconds = seconds * self._read_share + self._rank_s(rows, tokens, on_host=False)
+        return seconds
+
+    def host_attention_s(self, rows: int, tokens: float) -> float:
+        """The same on the CPU (att^g on cpu_flops)."""
+        seconds = self._host.seconds(self.kv_elements(rows, tokens))
+        if self.policy.is_sparse:
+            seconds = seconds * self._read_share + self._rank_s(rows, tokens, on_host=True)
+        return seconds
+
+    def _rank_s(self, rows: int, tokens: float, on_host: bool) -> float:
+        rank = self.hw.host_rank if on_host else self.hw.device_rank
+        return rank.seconds(rows * self.config.num_heads * tokens)
+
+    def head_s(self, rows: int) -> float:
+        size = sum(t.size for t in self.layers[-1].tensors if not t.is_small)
+        return self._linear.seconds(2.0 * rows * size, rows)
+
+    def kv_bytes(self, rows: int, tokens: int) -> int:
+        """Of one layer's sealed keys and values."""
+        shape = (rows, self.config.num_heads, tokens, self.config.head_dim)
+        return 2 * self.formats.kv(shape).nbytes
+
+    def hidden_bytes(self, rows: int, tokens: int) -> int:
+        return rows * tokens * self.config.hidden_size * self.item
+
+    def layer_bytes(self) -> int:
+        """Of one decoder layer's large tensors, which a policy places."""
+        decoder = self.layers[1]
+        return sum(self.formats.weight(t).nbytes for t in decoder.tensors if not t.is_small)
+
+    def end_bytes(self) -> int:
+        """Of the large tensors of embedding and head, a shared table counted twice."""
+        ends = (self.layers[0], self.layers[-1])
+        return sum(
+            self.formats.weight(t).nbytes for end in ends for t in end.tensors if not t.is_small
+        )
+
+
+@dataclass(frozen=True)
+class BlockTerms:
+    """Seconds that a block of batches takes at each resource, by phase.
+
+    prefill, decode: for one decoder layer, of one token when decoding (the paper's ctog, gtoc,
+    dtoc, ctod by `TRANSFERS`, and comp); T_pre and T_gen are at least each of them. ends: of
+    embedding and head, for all tokens. sequences: of the block.
+    """
+
+    prefill: dict[str, Linear]
+    decode: dict[str, Linear]
+    layers: int
+    tokens: int
+    ends: float
+    sequences: int
+
+    def total_s(self, prefill: float, decode: float) -> float:
+        """T from T_pre and T_gen."""
+        return self.layers * (prefill + (self.tokens - 1) * decode) + self.ends
+
+    def estimate(self, fractions: Mapping[str, float]) -> tuple[float, float]:
+        """Seconds of prefill and of decoding."""
+        longest = [
+            max(term.at(fractions) for term in terms.values())
+            for terms in (self.prefill, self.decode)
+        ]
+        ends = self.ends / self.tokens
+        first = self.layers * longest[0] + ends
+        return first, (self.tokens - 1) * (self.layers * longest[1] + ends)
+
+
+def block_terms(costs: Costs, workload: Workload, unified: bool) -> BlockTerms:
+    """The terms for blocks of `costs.policy`'s batches, of all of which a workload makes."""
+    policy = costs.policy
+    rows, batches = policy.batch_size, policy.num_batches
+    layers = costs.config.num_layers
+    ends = workload.gen_len * batches * (costs.head_s(rows) + 2 * costs.hw.step_s)
+    return BlockTerms(
+        prefill=_combine(costs, *_prefill(costs, workload), unified),
+        decode=_combine(costs, *_decode(costs, workload), unified),
+        layers=layers,
+        tokens=workload.gen_len,
+        ends=ends,
+        sequences=rows * batches,
+    )
+
+
+def _weights(costs: Costs, reads_ends: bool) -> tuple[Linear, Linear]:
+    """weights_ctog and weights_dtoc, in bytes; the two ends' are spread over the layers."""
+    policy = costs.policy
+    moves = policy.num_batches if policy.schedule == "row" else 1
+    layer, ends = costs.layer_bytes(), costs.end_bytes() / costs.config.num_layers
+    read = layer * moves + (ends if reads_ends else 0)
+    return Linear(AWAY_W) * (moves * (layer + ends)), Linear({"wd": float(read)})
+
+
+def _prefill(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear, Linear]:
+    """Bytes of each transfer, comp^p, and what the host computes: nothing."""
+    policy, tokens = costs.policy, workload.prompt_len
+    rows, batches = policy.batch_size, policy.num_batches
+    cache = batches * costs.kv_bytes(rows, tokens) if workload.gen_len > 1 else 0
+    hidden = batches * costs.hidden_bytes(rows, tokens)
+    copied, read = _weights(costs, True)
+    moved = {
+        "host_to_device": copied + Linear(AWAY_H) * hidden,
+        "device_to_host": Linear(AWAY_C) * cache + Linear(AWAY_H) * hidden,
+        "disk_read": read + Linear({"hd": hidden}),
+        "disk_write": Linear({"cd": cache, "hd": hidden}),
+    }
+    seconds = batches * (costs.prefill_s(rows, tokens) + costs.hw.step_s)
+    return moved, Linear({}, seconds), Linear()
+
+
+def _decode(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear, Linear]:
+    """The same for one token, on average: with s + n/2 tokens before it."""
+    policy, hw = costs.policy, costs.hw
+    rows, batches = policy.batch_size, policy.num_batches
+    before = workload.prompt_len + workload.gen_len / 2
+    cache = batches * costs.kv_bytes(rows, 1) * before
+    hidden = batches * costs.hidden_bytes(rows, 1)
+    token = 2 * hidden  # a key and a value are each as large
+    copied, read = _weights(costs, False)
+    values_stay = policy.attends_on_host or policy.is_sparse
+    moved_share = (not values_stay) / 2 + (not policy.attends_on_host) / 2
+    asked = Linear(AWAY_C) * (hidden if values_stay else 0)
+    on_device = costs.device_attention_s(rows, before) * batches
+    on_host = costs.host_attention_s(rows, before) * batches * (values_stay + (not moved_share)) / 2
+    moved = {
+        "host_to_device": copied
+        + Linear(AWAY_H) * hidden
+        + Linear(AWAY_C) * (moved_share * cache)
+        + asked * 2,
+        "device_to_host": Linear(AWAY_H) * hidden + Linear(AWAY_C) * token + asked,
+        "disk_read": read + Linear({"cd": cache, "hd": hidden}),
+        "disk_write": Linear({"cd": token, "hd": hidden}),
+    }
+    fixed = batches * (costs.linear_s(rows) + hw.step_s + (hw.split_s if values_stay else 0))
+    device = Linear({"cg": on_device}, fixed) + Linear(AWAY_C) * (moved_share * on_device)
+    return moved, device, Linear(AWAY_C) * on_host
+
+
+def _combine(
+    costs: Costs, moved: dict[str, Linear], device: Linear, host: Linear, unified: bool
+) -> dict[str, Linear]:
+    """Seconds of each resource, one of which is the longest.
+
+    The device's next products run beside the CPU's attention within a layer: all but one
+    batch's. On a unified machine they are the same cores. A row schedule has nothing to run beside
+    it. Without overlap everything is one after the other.
+    """
+    hw, policy = costs.hw, costs.policy
+    seconds: dict[str, Linear] = {}
+    for link in TRANSFERS:
+        is_free = unified and link in ("host_to_device", "device_to_host")
+        size = sum(moved[link].factors.values()) / 2 or 1.0
+        seconds[link] = Linear() if is_free else moved[link] * (1 / getattr(hw, link).at(size))
+    lost = Linear()
+    for link, term in seconds.items():
+        lost = lost + term * (hw.drag.get(link, 0.0) if policy.overlap else 1.0)
+    if policy.overlap:
+        seconds = {link: term * hw.slowed.get(link, 1.0) for link, term in seconds.items()}
+    is_serial = unified or policy.schedule == "row" or not policy.overlap
+    exposed = 1.0 if is_serial else 1 / policy.num_batches
+    together = host + device * exposed + lost
+    return seconds | {"compute": device + lost, "host_compute": together}

@@ -1,0 +1,146 @@
+"""What a machine can do: rates as functions of size, fixed costs, memory. JSON, no JAX."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from math import exp, log
+from typing import Any
+
+from flexgen_jax.config import UserError
+
+PROFILE_VERSION = 1
+"""Of the JSON; a cached profile of another version is measured anew."""
+
+TRANSFERS = ("disk_read", "disk_write", "host_to_device", "device_to_host")
+
+
+class ProfileError(UserError):
+    """A profile that cannot be read or used; the message names the field and the way out."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Units a second as a function of an operation's size, by measured points.
+
+    points: (size, units/s), sizes ascending; between them log(rate) is linear in log(size), and
+    beyond them the rate is that of the nearest point. spread: for each point the interquartile
+    range of its samples relative to their median; () where nothing was measured.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    spread: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or min(sizes) <= 0:
+            raise ProfileError(f"a rate needs points of ascending, positive sizes, not {sizes}")
+        if min(rate for _, rate in self.points) <= 0:
+            raise ProfileError(f"a rate must be positive: {self.points}")
+
+    @classmethod
+    def constant(cls, rate: float) -> Rate:
+        return cls(((1.0, rate),))
+
+    def at(self, size: float) -> float:
+        """Units a second for an operation of this size."""
+        points = self.points
+        place = bisect_left(points, (size, 0.0))
+        if place == 0:
+            return points[0][1]
+        if place == len(points):
+            return points[-1][1]
+        (low, first), (high, second) = points[place - 1], points[place]
+        part = (log(size) - log(low)) / (log(high) - log(low))
+        return exp(log(first) + part * (log(second) - log(first)))
+
+    def seconds(self, units: float, size: float | None = None) -> float:
+        """Of an operation of `units`, whose rate is that of `size` (default: units)."""
+        return units / self.at(units if size is None else size) if units > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """One machine, for models of one dtype. Sizes and rates of transfers are in bytes.
+
+    device_memory, host_memory, disk_space: bytes. unified: host and device are the same RAM,
+        and what computes on them the same cores.
+    disk_read, disk_write, page_cache, host_to_device, device_to_host: bytes -> byte/s;
+        page_cache is reading what the operating system still has of the disk.
+    linear: by bits of the weights, rows -> FLOP/s of a layer's products, norms included.
+    prefill_attention: tokens of a prompt -> FLOP/s.
+    device_attention, host_attention: by bits of the cache, elements of the keys and values of a
+        step -> element/s of decoding, where the device, or the CPU, attends.
+    quantize: elements of a KV block -> element/s.
+    device_rank, host_rank: attention scores of a step -> score/s of finding the largest.
+    step_s: fixed seconds of a step; split_s: more of them where the CPU attends.
+    drag: by transfer, the seconds of computing that are lost for one second of the transfer.
+    slowed: by transfer, how many times as long it takes beside computing as alone.
+    about: where the figures come from.
+    """
+
+    name: str
+    dtype: str
+    device_memory: int
+    host_memory: int
+    disk_space: int
+    unified: bool
+    disk_read: Rate
+    disk_write: Rate
+    page_cache: Rate
+    host_to_device: Rate
+    device_to_host: Rate
+    linear: dict[int, Rate]
+    prefill_attention: Rate
+    device_attention: dict[int, Rate]
+    host_attention: dict[int, Rate]
+    quantize: Rate
+    device_rank: Rate
+    host_rank: Rate
+    step_s: float
+    split_s: float
+    drag: dict[str, float] = field(default_factory=dict)
+    slowed: dict[str, float] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps({"version": PROFILE_VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> HardwareProfile:
+        """Reads what `to_json` wrote; raises `ProfileError` on anything else."""
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ProfileError(f"not JSON: {error}") from None
+        if not isinstance(raw, Mapping):
+            raise ProfileError("a hardware profile is a JSON object")
+        if raw.get("version") != PROFILE_VERSION:
+            raise ProfileError(
+                f"version {raw.get('version')!r}, not {PROFILE_VERSION}; run `flexgen-jax profile`"
+            )
+        names = [part.name for part in fields(cls)]
+        missing = [name for name in names if name not in raw]
+        unknown = sorted(set(raw) - {*names, "version"})
+        if missing or unknown:
+            raise ProfileError(f"field {(missing + unknown)[0]!r} is missing or unknown")
+        try:
+            return cls(
+                **{part.name: _parse(str(part.type), raw[part.name]) for part in fields(cls)}
+            )
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ProfileError(f"cannot be read: {error}") from None
+
+
+def _parse(kind: str, value: Any) -> Any:
+    """A field's value from JSON."""
+    if kind == "Rate":
+        points = tuple((float(size), float(rate)) for size, rate in value["points"])
+        return Rate(points, tuple(float(x) for x in value["spread"]))
+    if kind == "dict[int, Rate]":
+        return {int(bits): _parse("Rate", rate) for bits, rate in value.items()}
+    if kind in ("int", "float"):
+        return {"int": int, "float": float}[kind](value)
+    return value

@@ -1,0 +1,137 @@
+"""The paper's linear program (section 4.3): the best fractions for given batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexgen_jax.layers.spec import unique_tensors
+from flexgen_jax.policy.cost_model import FRACTIONS, BlockTerms, Costs, Linear
+from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.memory import PENDING_WRITES, workspace_bytes
+from flexgen_jax.policy.policy import TIERS, Ahead, Tier, Workload, generated_blocks
+
+PREFERENCE = 1e-6
+"""Of the objective, for each fraction a tier lower where the time is the same."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The nine fractions, and the seconds of a block: prefill and total."""
+
+    fractions: dict[str, float]
+    prefill_s: float
+    total_s: float
+
+
+def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, Linear]:
+    """Peak bytes of each tier, linear in the fractions (appendix A.3's home and working memory).
+
+    The exact figures of a policy, with whole tensors and blocks, are `memory.peak_bytes`.
+    """
+    policy, config = costs.policy, costs.config
+    rows, batches = policy.batch_size, policy.num_batches
+    ahead = Ahead.of(policy)
+    prompt, cached = workload.prompt_len, workload.prompt_len + max(workload.gen_len - 1, 0)
+    tensors = unique_tensors(costs.layers).values()
+    weights = sum(costs.formats.weight(t).nbytes for t in tensors if not t.is_small)
+    small = sum(costs.formats.weight(t).nbytes for t in tensors if t.is_small)
+    layer, ends = costs.layer_bytes(), costs.end_bytes()
+    kv_layer = costs.kv_bytes(rows, cached) if workload.gen_len > 1 else 0
+    cache = kv_layer * batches * config.num_layers
+    hidden = costs.hidden_bytes(rows, prompt)
+    home = {
+        "g": Linear({"wg": weights, "cg": cache, "hg": hidden * batches}, small),
+        "c": Linear({"wc": weights, "cc": cache, "hc": hidden * batches}),
+        "d": Linear({"wd": weights, "cd": cache, "hd": hidden * batches}),
+    }
+    opened = generated_blocks(workload.gen_len, policy.kv_block_tokens)
+    tail = costs.hidden_bytes(rows, max(opened, default=0)) * 2 * batches * config.num_layers
+    work = workspace_bytes(config, costs.formats, rows, prompt, workload.head)
+    device = home["g"] + Linear({}, work)
+    host = home["c"] + Linear(
+        {
+            "wd": (ahead.weight_reads + 1) * layer + ends,
+            "cd": max(
+                ahead.cache_buffers * kv_layer,
+                (PENDING_WRITES + 1) * costs.kv_bytes(rows, prompt),
+            )
+            + tail,
+            "hd": (ahead.hidden_reads + PENDING_WRITES + 2) * hidden,
+        }
+    )
+    if policy.cache_bits < 16:
+        device, host = device + Linear({"cg": tail}), host + Linear({"cc": tail})
+    if not unified:
+        copies = {"cc": 0.0, "cd": 0.0}
+        if not policy.attends_on_host:
+            share = 0.5 if policy.is_sparse else 1.0
+            copies = dict.fromkeys(copies, (ahead.cache_copies + 1) * share * kv_layer)
+        window = (ahead.weight_copies + 1) * max(layer, ends - layer)
+        device = device + Linear(
+            {"wc": window, "wd": window}
+            | copies
+            | dict.fromkeys(("hc", "hd"), (ahead.hidden_reads + 1) * hidden)
+        )
+    return {"device": device, "host": host, "disk": home["d"]}
+
+
+def solve(
+    terms: BlockTerms,
+    memory: Mapping[Tier, Linear],
+    budgets: Budgets,
+    max_latency: float | None = None,
+) -> Solution | None:
+    """The fractions of the least total time within the budgets; None where nothing fits.
+
+    Variables: the nine fractions, T_pre and T_gen. max_latency: seconds of a whole block.
+    """
+    from scipy.optimize import linprog
+
+    names = (*FRACTIONS, "T_pre", "T_gen")
+    rows: list[list[float]] = []
+    bounds: list[float] = []
+
+    def at_most(term: Linear, limit: float, extra: Mapping[str, float], scale: float) -> None:
+        factors = {**term.factors, **extra}
+        rows.append([factors.get(name, 0.0) / scale for name in names])
+        bounds.append((limit - term.constant) / scale)
+
+    for time, resources in (("T_pre", terms.prefill), ("T_gen", terms.decode)):
+        for term in resources.values():
+            at_most(term, 0.0, {time: -1.0}, 1.0)
+    for tier in TIERS:
+        limit = budgets.allowed(tier)
+        if limit is not None:
+            at_most(memory[tier], limit, {}, 1e9)
+    if budgets.shared is not None:
+        at_most(memory["device"] + memory["host"], budgets.shared, {}, 1e9)
+    steps = terms.layers * (terms.tokens - 1)
+    if max_latency is not None:
+        whole = {"T_pre": float(terms.layers), "T_gen": float(steps)}
+        at_most(Linear({}, terms.ends), max_latency, whole, 1.0)
+    scale = max(
+        terms.total_s(
+            *(max(t.constant for t in p.values()) for p in (terms.prefill, terms.decode))
+        ),
+        1e-9,
+    )
+    slower = {"g": 0.0, "c": 1.0, "d": 2.0}
+    objective = [PREFERENCE * slower[name[1]] for name in FRACTIONS]
+    objective += [terms.layers / scale, steps / scale]
+    found = linprog(
+        objective,
+        A_ub=rows,
+        b_ub=bounds,
+        A_eq=[[float(name[0] == part) for name in names] for part in "wch"],
+        b_eq=[1.0, 1.0, 1.0],
+        bounds=[(0, 1)] * 9 + [(0, None)] * 2,
+        method="highs",
+    )
+    if found.status != 0:
+        return None
+    fractions = {
+        name: min(max(float(x), 0.0), 1.0) for name, x in zip(FRACTIONS, found.x, strict=False)
+    }
+    first, decode = terms.estimate(fractions)
+    return Solution(fractions, first, first + decode)

@@ -1,0 +1,162 @@
+"""Profiles of known machines, to plan without having them, and one for runs too short to measure.
+
+`t4-16gb` has the constants that the paper's authors published for their machine and runtime; the
+others are roofs from data sheets with the shares of them that large products and copies reach.
+None of these was measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flexgen_jax.policy.hardware import HardwareProfile, ProfileError, Rate
+
+GB = 10**9
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+
+
+def _t4() -> HardwareProfile:
+    """The FlexGen paper's machine: section 6 and table 24 for memory and disk, appendix A.3's
+    bandwidths and FLOP/s as published with its code.
+
+    The authors' model adds the copying to the GPU to the time of computing, hence the drag. What
+    the paper has no figure for: 260 GB/s of weights in products of few rows, and the rates of
+    4 bits, which are fitted to its compressed rows (docs/policy.md).
+    """
+    bmm, cpu = 0.079e12 / 2, 0.0123e12 / 2  # two operations for each element of keys and values
+    full = Rate(((1, 0.26e12), (2, 0.52e12), (16, 3.6e12), (48, 4.3e12), (1024, 21.24e12)))
+    return HardwareProfile(
+        name="t4-16gb",
+        dtype="float16",
+        device_memory=15 << 30,
+        host_memory=204 << 30,
+        disk_space=1500 << 30,
+        unified=False,
+        disk_read=Rate.constant(1.6 * GB),
+        disk_write=Rate.constant(1.3 * GB),
+        page_cache=Rate.constant(5.0 * GB),
+        host_to_device=Rate.constant(12.89 * GB),
+        device_to_host=Rate.constant(0.97 * GB),
+        linear={16: full, 8: _unpacked(full, T4_UNPACK), 4: _unpacked(full, T4_UNPACK)},
+        prefill_attention=Rate.constant(9.97e12),
+        device_attention={
+            16: Rate.constant(bmm),
+            8: Rate.constant(1 / (1 / bmm + 1 / T4_UNPACK_KV)),
+            4: Rate.constant(1 / (1 / bmm + 1 / T4_UNPACK_KV)),
+        },
+        host_attention=dict.fromkeys((16, 8, 4), Rate.constant(cpu)),
+        quantize=Rate.constant(10e9),
+        device_rank=Rate.constant(5e9),
+        host_rank=Rate.constant(0.3e9),
+        step_s=0.0001,
+        split_s=0.0003,
+        drag={"host_to_device": 1.0},
+        about={"source": "FlexGen paper, section 6, tables 21 and 24, and its published constants"},
+    )
+
+
+T4_UNPACK, T4_UNPACK_KV = 8.5e9, 27e9
+"""Elements a second of weights and of KV cache that the paper's runtime unpacks on a T4."""
+
+
+def _unpacked(full: Rate, unpack: float) -> Rate:
+    """FLOP/s of products whose kernels are first unpacked, `unpack` elements a second."""
+    points = ((rows, 2 * rows / (1 / unpack + 2 * rows / full.at(rows))) for rows in ROWS)
+    return Rate(tuple((float(rows), rate) for rows, rate in points))
+
+
+def _gpu(
+    name: str,
+    device_memory: float,
+    host_memory: float,
+    disk_space: float,
+    link: float,
+    bandwidth: float,
+    flops: float,
+    host_bandwidth: float,
+    disk: tuple[float, float],
+) -> HardwareProfile:
+    """A roofline: rates in byte/s and dense 16-bit FLOP/s of the data sheet; products reach 0.6 of
+    the FLOP/s, reading memory and copying 0.8 of the bandwidth, the CPU's attention half of it."""
+    read = 0.8 * bandwidth
+    full = Rate(tuple((float(rows), min(rows * read, 0.6 * flops)) for rows in ROWS))
+    unpack = read / 3  # half a byte read, and two bytes written and read again
+    return HardwareProfile(
+        name=name,
+        dtype="bfloat16",
+        device_memory=int(device_memory * GB),
+        host_memory=int(host_memory * GB),
+        disk_space=int(disk_space * GB),
+        unified=False,
+        disk_read=Rate.constant(disk[0] * GB),
+        disk_write=Rate.constant(disk[1] * GB),
+        page_cache=Rate.constant(8 * GB),
+        host_to_device=Rate(((1e4, 0.1 * link), (1e7, 0.8 * link))),
+        device_to_host=Rate(((1e4, 0.1 * link), (1e7, 0.8 * link))),
+        linear={16: full, 8: _unpacked(full, unpack), 4: _unpacked(full, unpack)},
+        prefill_attention=Rate.constant(0.1 * flops),
+        device_attention={16: Rate.constant(read / 2), 8: Rate.constant(unpack / 2)}
+        | {4: Rate.constant(unpack / 2)},
+        host_attention={
+            16: Rate.constant(host_bandwidth / 4),
+            8: Rate.constant(host_bandwidth / 3),
+            4: Rate.constant(host_bandwidth / 3),
+        },
+        quantize=Rate.constant(read / 8),
+        device_rank=Rate.constant(read / 40),
+        host_rank=Rate.constant(host_bandwidth / 100),
+        step_s=0.0002,
+        split_s=0.0003,
+        about={"source": "data sheets; nothing of it was measured"},
+    )
+
+
+def _generic_cpu() -> HardwareProfile:
+    """Some machine without a GPU: for runs that are over before a measurement would be."""
+    full = Rate(((1, 10e9), (16, 150e9), (64, 300e9), (512, 500e9)))
+    packed = Rate(((1, 5e9), (16, 100e9), (64, 200e9), (512, 400e9)))
+    return HardwareProfile(
+        name="generic-cpu",
+        dtype="bfloat16",
+        device_memory=16 * GB,
+        host_memory=16 * GB,
+        disk_space=100 * GB,
+        unified=True,
+        disk_read=Rate.constant(1.0 * GB),
+        disk_write=Rate.constant(0.5 * GB),
+        page_cache=Rate.constant(4.0 * GB),
+        host_to_device=Rate.constant(3 * GB),
+        device_to_host=Rate.constant(3 * GB),
+        linear={16: full, 8: packed, 4: packed},
+        prefill_attention=Rate.constant(50e9),
+        device_attention={16: Rate.constant(2e9), 8: Rate.constant(1e9), 4: Rate.constant(1e9)},
+        host_attention=dict.fromkeys((16, 8, 4), Rate.constant(4e9)),
+        quantize=Rate.constant(0.3e9),
+        device_rank=Rate.constant(0.05e9),
+        host_rank=Rate.constant(0.3e9),
+        step_s=0.0004,
+        split_s=0.001,
+        about={"source": "an assumption"},
+    )
+
+
+MACHINES: dict[str, Callable[[], HardwareProfile]] = {
+    "t4-16gb": _t4,
+    "rtx3090-24gb": lambda: _gpu(
+        "rtx3090-24gb", 24, 125, 1000, 32 * GB, 936 * GB, 71e12, 80 * GB, (1.6, 1.3)
+    ),
+    "a100-80gb": lambda: _gpu(
+        "a100-80gb", 80, 512, 2000, 32 * GB, 2039 * GB, 312e12, 200 * GB, (3.0, 2.0)
+    ),
+    "h200-141gb": lambda: _gpu(
+        "h200-141gb", 141, 1024, 4000, 64 * GB, 4800 * GB, 989e12, 300 * GB, (6.0, 4.0)
+    ),
+    "generic-cpu": _generic_cpu,
+}
+
+
+def known_machine(name: str) -> HardwareProfile:
+    """The profile of a named machine; raises `ProfileError` with the names there are."""
+    if name not in MACHINES:
+        raise ProfileError(f"unknown hardware {name!r}; known: {', '.join(sorted(MACHINES))}")
+    return MACHINES[name]()

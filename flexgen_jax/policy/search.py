@@ -1,0 +1,320 @@
+"""Policy search (section 4.3): batches and what is not linear are enumerated, a linear program
+places the rest, and the best few are checked by exact peaks and the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import ceil, floor
+from typing import Any
+
+from flexgen_jax.config import ModelConfig
+from flexgen_jax.layers.spec import Formats, model_spec
+from flexgen_jax.policy.cost_model import Costs, block_terms
+from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.hardware import HardwareProfile
+from flexgen_jax.policy.linear_program import Solution, memory_terms, solve
+from flexgen_jax.policy.memory import BlockShape, peak_bytes
+from flexgen_jax.policy.placement import page_cached, place_weights
+from flexgen_jax.policy.policy import Attention, Placement, Policy, Tier, Workload
+from flexgen_jax.policy.simulate import Prediction, simulate
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+NUM_BATCHES = (1, 2, 4, 8, 16, 32)
+CHECKED = 3
+"""So many of the linear program's best are simulated."""
+
+SAMPLED_STEPS = 10_000
+"""Of a longer run, only some of the decoding tokens are simulated."""
+
+SLACK = 0.05
+"""Where the number of sequences is free, a smaller block is preferred at this loss of speed."""
+
+GRAIN = 1000
+"""Fractions are rounded to multiples of 1 / GRAIN."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the search may choose, in the order of preference; one of each where it is given."""
+
+    weight_bits: tuple[int, ...] = (16,)
+    cache_bits: tuple[int, ...] = (16,)
+    attentions: tuple[Attention, ...] = ("host", "device")
+    sparsities: tuple[float, ...] = (1.0,)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy, and what it is predicted to do.
+
+    block_sequences: of one block; latency_s: seconds of one block; total_s: of all blocks that the
+    workload makes; throughput: new tokens a second; peak_bytes: computed, by tier.
+    """
+
+    policy: Policy
+    block_sequences: int
+    num_sequences: int
+    prefill_s: float
+    decode_s: float
+    latency_s: float
+    throughput: float
+    peak_bytes: dict[Tier, int]
+    busy_s: dict[str, float]
+    binding: str
+
+    @property
+    def total_s(self) -> float:
+        return self.prefill_s + self.decode_s
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The linear program's solution for one choice of everything else."""
+
+    policy: Policy
+    solution: Solution
+    sequences: int
+    throughput: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a policy is wanted for.
+
+    workload.num_sequences is how many there are, or 0 for as many as are best.
+    base: a policy with what is not searched: schedule, overlap, size of KV blocks.
+    max_latency: seconds that a block may take; min_throughput: token/s that are enough, so that the
+    lowest latency is wanted.
+    """
+
+    config: ModelConfig
+    dtype: str
+    hw: HardwareProfile
+    budgets: Budgets
+    unified: bool
+    workload: Workload
+    base: Policy = field(default_factory=Policy)
+    choices: Choices = field(default_factory=Choices)
+    max_latency: float | None = None
+    min_throughput: float | None = None
+
+    def costs(self, policy: Policy) -> Costs:
+        return Costs(self.config, self.dtype, policy, self.hw)
+
+    def of_block(self, policy: Policy) -> Workload:
+        """The workload of one block."""
+        block = policy.batch_size * policy.num_batches
+        count = min(block, self.workload.num_sequences or block)
+        return replace(self.workload, num_sequences=count)
+
+    def shape(self, policy: Policy) -> BlockShape:
+        return BlockShape.of(policy, self.of_block(policy))
+
+    def peak(self, policy: Policy) -> dict[Tier, int]:
+        return peak_bytes(self.config, self.dtype, policy, self.shape(policy), self.unified)
+
+
+def policies(problem: Problem) -> Iterator[Policy]:
+    """Everything to solve a linear program for, but for the fractions."""
+    choices, wanted = problem.choices, problem.workload.num_sequences
+    variants = list(
+        product(choices.weight_bits, choices.cache_bits, choices.attentions, choices.sparsities)
+    )
+    sizes = set(BATCH_SIZES)
+    if wanted:
+        sizes = {min(size, wanted) for size in sizes}
+        sizes |= {ceil(wanted / n) for n in NUM_BATCHES if ceil(wanted / n) <= BATCH_SIZES[-1]}
+    for size, batches in product(sorted(sizes), NUM_BATCHES):
+        if wanted and size * (batches - 1) >= wanted:
+            continue
+        for weight_bits, cache_bits, attention, sparsity in variants:
+            yield replace(
+                problem.base,
+                batch_size=size,
+                num_batches=batches,
+                weight_bits=weight_bits,
+                cache_bits=cache_bits,
+                attention=attention,
+                attention_sparsity=sparsity,
+            )
+
+
+def solved(problem: Problem, policy: Policy, budgets: Budgets | None = None) -> Candidate | None:
+    """The linear program's answer for these batches, if anything fits."""
+    costs = problem.costs(policy)
+    workload = problem.of_block(policy)
+    terms = block_terms(costs, workload.typical, problem.unified)
+    memory = memory_terms(costs, workload, problem.unified)
+    found = solve(terms, memory, budgets or problem.budgets, problem.max_latency)
+    if found is None:
+        return None
+    wanted = problem.workload.num_sequences or terms.sequences
+    blocks = ceil(wanted / terms.sequences)
+    rate = wanted * workload.gen_len / (blocks * found.total_s)
+    return Candidate(policy, found, min(terms.sequences, wanted), rate)
+
+
+def candidates(problem: Problem) -> list[Candidate]:
+    """All that fit, best first; batches near the best ones are tried as well."""
+    full: set[tuple[int, int]] = set()
+    found = []
+    for policy in policies(problem):
+        size = (policy.batch_size, policy.num_batches)
+        # What is too large for the memory stays so with more of it.
+        if any(b <= size[0] and n <= size[1] for b, n in full):
+            continue
+        candidate = solved(problem, policy)
+        if candidate is not None:
+            found.append(candidate)
+        elif not _smallest_fits(problem, policy):
+            full.add(size)
+    tried = {candidate.policy for candidate in found}
+    for near in sorted(found, key=lambda c: -c.throughput)[:3]:
+        for policy in _neighbours(problem, near.policy):
+            if policy not in tried:
+                tried.add(policy)
+                candidate = solved(problem, policy)
+                found += [candidate] if candidate is not None else []
+    return sorted(found, key=lambda candidate: -candidate.throughput)
+
+
+def _smallest_fits(problem: Problem, policy: Policy) -> bool:
+    """Whether the most compressed variant of these batches could fit without a latency limit."""
+    smallest = replace(
+        policy,
+        weight_bits=min(problem.choices.weight_bits),
+        cache_bits=min(problem.choices.cache_bits),
+    )
+    return solved(replace(problem, max_latency=None), smallest) is not None
+
+
+def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
+    """Batch sizes and counts between those of the coarse grid."""
+    for by_size, by_count in ((0.75, 1), (1.25, 1), (1.5, 1), (1, 0.75), (1, 1.5), (0.75, 1.5)):
+        size = max(1, round(policy.batch_size * by_size))
+        count = max(1, round(policy.num_batches * by_count))
+        wanted = problem.workload.num_sequences
+        if not wanted or size * (count - 1) < wanted:
+            yield replace(policy, batch_size=size, num_batches=count)
+
+
+def placed(problem: Problem, candidate: Candidate) -> Policy | None:
+    """The candidate's policy with fractions rounded to what placement can do and exact peaks
+    within the budgets; where they are not, the program is solved again for what they exceed."""
+    budgets = problem.budgets
+    for _ in range(8):
+        policy = _rounded(candidate.policy, candidate.solution)
+        needed = problem.peak(policy)
+        if not problem.budgets.shortfalls(needed):
+            return policy
+        budgets = _reduced(budgets, problem.budgets, needed)
+        again = solved(problem, candidate.policy, budgets)
+        if again is None:
+            return None
+        candidate = again
+    return None
+
+
+def _rounded(policy: Policy, solution: Solution) -> Policy:
+    """Fractions in whole grains, rounded towards the slower tiers."""
+    parts: dict[str, Any] = {}
+    for name, letter in (("weights", "w"), ("cache", "c"), ("activations", "h")):
+        shares = solution.fractions
+        device = floor(shares[letter + "g"] * GRAIN + 1e-3) / GRAIN
+        host = floor((shares[letter + "g"] + shares[letter + "c"]) * GRAIN + 1e-3) / GRAIN
+        parts[name] = Placement(device, round(host - device, 6))
+    return replace(policy, **parts)
+
+
+def _reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budgets:
+    """Budgets for the linear program, less what the exact peaks exceed the real ones by."""
+
+    def less(limit: int | None, allowed: int | None, used: int) -> int | None:
+        if limit is None or allowed is None or used <= allowed:
+            return limit
+        return max(0, limit - int(1.05 * (used - allowed)) - (1 << 20))
+
+    return Budgets(
+        device=less(budgets.device, asked.device, needed["device"]),
+        host=less(budgets.host, asked.host, needed["host"]),
+        disk=less(budgets.disk, asked.disk, needed["disk"]),
+        shared=less(budgets.shared, asked.shared, needed["device"] + needed["host"]),
+    )
+
+
+def evaluate(problem: Problem, policy: Policy) -> Plan:
+    """What a policy is predicted to do with a workload, by the simulator."""
+    shape = problem.shape(policy)
+    sample = max(3, SAMPLED_STEPS // (problem.config.num_layers * len(shape.batch_sizes)))
+    needed = problem.peak(policy)
+    formats: Formats = policy.formats(problem.dtype)
+    layers = model_spec(problem.config)
+    tiers = place_weights(layers, problem.dtype, policy)
+    cached = page_cached(layers, formats, tiers, problem.budgets.spare_ram(needed))
+    typical = BlockShape.of(policy, problem.of_block(policy).typical)
+    block = simulate(problem.costs(policy), typical, problem.unified, cached, sample)
+    return _plan(problem, policy, shape, needed, block)
+
+
+def _plan(
+    problem: Problem, policy: Policy, shape: BlockShape, needed: dict[Tier, int], block: Prediction
+) -> Plan:
+    sequences = sum(shape.batch_sizes)
+    wanted = problem.workload.num_sequences or sequences
+    blocks = wanted / sequences if sequences else 1.0
+    whole = block.total_s * blocks
+    return Plan(
+        policy=policy,
+        block_sequences=sequences,
+        num_sequences=wanted,
+        prefill_s=block.prefill_s * blocks,
+        decode_s=block.decode_s * blocks,
+        latency_s=block.total_s,
+        throughput=wanted * problem.workload.gen_len / whole,
+        peak_bytes=needed,
+        busy_s={name: seconds * blocks for name, seconds in block.busy_s.items()},
+        binding=block.binding,
+    )
+
+
+def search(problem: Problem, checked: int = CHECKED) -> list[Plan]:
+    """The best plans, the chosen one first; empty where none fits or meets the limits."""
+    plans: list[Plan] = []
+    for candidate in _shortlist(problem, candidates(problem), checked):
+        policy = placed(problem, candidate)
+        if policy is not None and policy not in [plan.policy for plan in plans]:
+            plans.append(evaluate(problem, policy))
+        if len(plans) == checked:
+            break
+    limit = problem.max_latency
+    plans = [plan for plan in plans if limit is None or plan.latency_s <= limit]
+    if problem.min_throughput is not None:
+        enough = [plan for plan in plans if plan.throughput >= problem.min_throughput]
+        return sorted(enough, key=lambda plan: plan.latency_s)
+    return sorted(plans, key=lambda plan: -plan.throughput)
+
+
+def _shortlist(problem: Problem, found: list[Candidate], checked: int) -> list[Candidate]:
+    """Which candidates to look at more closely, in which order."""
+    if not found:
+        return []
+    if problem.min_throughput is not None:
+        enough = [c for c in found if c.throughput >= problem.min_throughput]
+        return sorted(enough, key=lambda c: c.solution.total_s)
+    if not problem.workload.num_sequences:
+        near = [c for c in found if c.throughput >= (1 - SLACK) * found[0].throughput]
+        first = sorted(near, key=lambda c: (c.sequences, -c.throughput))
+        return first + [c for c in found if c not in first]
+    return found
+
+
+def frontier(problem: Problem) -> list[Candidate]:
+    """The latency-throughput frontier (the paper's figure 1): candidates that no other beats in
+    both, by rising latency."""
+    best: list[Candidate] = []
+    for candidate in sorted(candidates(problem), key=lambda c: (c.solution.total_s, -c.throughput)):
+        if not best or candidate.throughput > best[-1].throughput:
+            best.append(candidate)
+    return best

@@ -1,0 +1,396 @@
+"""A discrete-event run of the real step list over the links and processors of a profile.
+
+It does what `offload/executor.py` does, with the same schedule, look-ahead and placement, but
+only counts: bytes of every transfer, and when each would be done. Four links each carry one
+transfer after the other, but for the disk's two lanes of reads, which share it; the device computes
+one program after the other, and on a unified machine the CPU's attention is one of these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from flexgen_jax.policy.cost_model import Costs
+from flexgen_jax.policy.memory import PENDING_WRITES, BlockShape, plan_cache
+from flexgen_jax.policy.placement import place_activations, place_weights
+from flexgen_jax.policy.policy import Ahead
+from flexgen_jax.policy.schedule import LookAhead, Step, steps_of
+from flexgen_jax.policy.simulated import Cached, CacheSizes, Clock
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one block of batches will take.
+
+    prefill_s, decode_s: seconds; busy_s: seconds by resource; bytes: by transfer.
+    """
+
+    prefill_s: float
+    decode_s: float
+    busy_s: dict[str, float]
+    bytes: dict[str, int]
+
+    @property
+    def total_s(self) -> float:
+        return self.prefill_s + self.decode_s
+
+    @property
+    def binding(self) -> str:
+        """The resource that is busy for the longest time."""
+        return max(self.busy_s, key=lambda name: self.busy_s[name])
+
+
+@dataclass
+class Loading:
+    """A load in flight: its read, the bytes that have to be copied, when they are there."""
+
+    read: list[float] | None = None
+    copied: int = 0
+    size: float | None = None
+    ready: float = -1.0
+
+
+@dataclass
+class Simulation:
+    """One block of batches on its way through a model that is not there.
+
+    sample: of how many decoding tokens, evenly over them; the others take as long as these, and KV
+        blocks that fill up between them are not written.
+    """
+
+    costs: Costs
+    shape: BlockShape
+    unified: bool
+    page_cached: frozenset[str] = frozenset()
+    sample: int | None = None
+    _loads: dict[str, dict[Hashable, Loading]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        costs, policy = self.costs, self.costs.policy
+        self._policy, self._ahead = policy, Ahead.of(policy)
+        self._clock = Clock(costs.hw, policy.overlap, self.unified)
+        self._tiers = place_weights(costs.layers, costs.formats.dtype, policy)
+        self._plan = plan_cache(costs.config, policy, self.shape)
+        batches = len(self.shape.batch_sizes)
+        self._homes = place_activations(len(costs.layers) - 1, batches, policy)
+        self._loads = {"weights": {}, "cache": {}, "hidden": {}}
+        self._warm: set[int] = set()
+        self._writes: dict[tuple[int, int], float] = {}
+        self._pending: deque[float] = deque(maxlen=PENDING_WRITES + 1)
+        self._visit, self._next_visits = -1, list[Step]()
+        self._hidden: dict[int, tuple[tuple[int, int], float]] = {}
+        self._hidden_disk: dict[int, float] = {}
+        self._sizes = CacheSizes(costs, self._plan, self.shape.batch_sizes)
+        self._cached_until: dict[tuple[int, int], int] = {}
+        self._projected: dict[Step, float] = {}
+        self._tokens, self._weight = _sampled(self.shape.gen_len, self.sample)
+        self._weight_loads = [self._weights_of(layer) for layer in range(len(costs.layers))]
+
+    def run(self) -> Prediction:
+        """Goes through the steps."""
+        shape = (len(self._tokens), len(self.costs.layers), len(self.shape.batch_sizes))
+        weight = self._weight
+        phases, last = [0.0, 0.0], 0.0
+        before: tuple[Step, float] | None = None
+        ahead = LookAhead(steps_of(self._policy.schedule, *shape))
+        self._read_ahead(ahead, -1)
+        for step in ahead:
+            self._clock.weight = weight[step.token]
+            self._copy_ahead(step, ahead)
+            done = self._compute(step, ahead)
+            for current in (before, (step, done) if not self._policy.overlap else None):
+                if current is not None:
+                    self._retire(*current)
+            before = (step, done) if self._policy.overlap else None
+            self._read_ahead(ahead, step.visit)
+            phases[step.token > 0] += (self._clock.now - last) * weight[step.token]
+            last = self._clock.now
+        if before is not None:
+            self._retire(*before)
+            phases[before[0].token > 0] += self._clock.now - last
+        return Prediction(phases[0], phases[1], self._clock.busy, self._clock.bytes)
+
+    # Weights
+
+    def _weights_of(self, layer: int) -> tuple[int, int, int, float]:
+        """Of a layer: bytes read directly, through the page cache, copied; a read's size."""
+        direct = cached = copied = 0
+        largest = 1
+        for tensor in self.costs.layers[layer].tensors:
+            nbytes = self.costs.formats.weight(tensor).nbytes
+            tier = self._tiers[tensor.key]
+            copied += 0 if tier == "device" else nbytes
+            if tier == "disk":
+                largest = max(largest, nbytes)
+                if tensor.key in self.page_cached:
+                    cached += nbytes
+                else:
+                    direct += nbytes
+        return direct, cached, copied, float(largest)
+
+    def _start_weights(self, layer: int) -> Loading:
+        direct, cached, copied, size = self._weight_loads[layer]
+        clock = self._clock
+        load = Loading(None, copied, size)
+        is_end = self.costs.layers[layer].kind != "decoder"
+        if is_end and layer in self._warm:
+            return load  # the ends are read once a block
+        source = "page_cache" if layer in self._warm else "disk_read"
+        self._warm.add(layer)
+        for nbytes, how in ((direct, "disk_read"), (cached, source)):
+            if nbytes:
+                load.read = clock.read(nbytes, False, how, size)
+        return load
+
+    # The KV cache
+
+    def _position(self, step: Step) -> int:
+        return self.shape.prompt_lens[step.batch] + self._tokens[step.token] - 1
+
+    def _start_cache(self, step: Step) -> Loading:
+        where = (step.layer - 1, step.batch)
+        cached, clock = self._sizes.of(*where), self._clock
+        clock.wait(self._writes.pop(where, 0.0))
+        position = self._position(step)
+        sealed = self._sizes.sealed(step.batch, position)
+        load = Loading(None, cached.moved[sealed])
+        if (
+            sealed < len(cached.lengths)
+            and not cached.there[sealed]
+            and cached.homes[sealed] != "device"
+        ):
+            rows = self.shape.batch_sizes[step.batch]
+            load.copied += 2 * self.costs.hidden_bytes(rows, cached.lengths[sealed])
+        nbytes = cached.read[sealed]
+        if nbytes:
+            blocks = 2 * sum(home == "disk" for home in cached.homes[:sealed])
+            load.read = clock.read(nbytes, True, "disk_read", nbytes / blocks)
+        return load
+
+    def _is_cached(self, step: Step) -> bool:
+        if step.token == 0 or self.costs.layers[step.layer].kind != "decoder":
+            return False
+        return self._cached_until.get((step.layer - 1, step.batch), -1) >= step.token - 1
+
+    # Hidden states
+
+    def _is_waiting(self, step: Step) -> bool:
+        found = self._hidden.get(step.batch)
+        if found is None or found[0] != (step.token, step.layer - 1):
+            return False
+        home = self._homes.get((step.layer - 1, step.batch))
+        return home != "disk" or step.batch in self._hidden_disk
+
+    def _start_hidden(self, step: Step) -> Loading:
+        # What was just written to disk is still in RAM, and needed again so soon.
+        home = self._homes[step.layer - 1, step.batch]
+        nbytes = self._hidden_bytes(step)
+        if home == "disk" and self._hidden_disk.get(step.batch, 0.0) == 0.0:
+            return Loading(self._clock.read(nbytes, True, "page_cache", nbytes), nbytes)
+        return Loading(None, 0 if home == "device" else nbytes)
+
+    def _hidden_bytes(self, step: Step) -> int:
+        tokens = self.shape.prompt_lens[step.batch] if step.token == 0 else 1
+        return self.costs.hidden_bytes(self.shape.batch_sizes[step.batch], tokens)
+
+    # Loads ahead
+
+    def _read_ahead(self, ahead: LookAhead, visit: int) -> None:
+        depth = self._ahead
+        following = ahead.steps(1)
+        if following and following[0].visit != visit:  # else nothing has changed
+            weights = self._loads["weights"]
+            for step in ahead.visits(visit, max(depth.weight_reads, int(visit < 0))):
+                if step.visit not in weights:
+                    weights[step.visit] = self._start_weights(step.layer)
+        for step in ahead.steps(depth.cache_reads):
+            if step not in self._loads["cache"] and self._is_cached(step):
+                self._loads["cache"][step] = self._start_cache(step)
+        for step in ahead.steps(depth.hidden_reads):
+            if step not in self._loads["hidden"] and self._is_waiting(step):
+                self._loads["hidden"][step] = self._start_hidden(step)
+
+    def _copy_ahead(self, step: Step, ahead: LookAhead) -> None:
+        depth = self._ahead
+        if step.visit != self._visit:
+            self._visit = step.visit
+            self._next_visits = ahead.visits(step.visit, depth.weight_copies)
+        keys: list[tuple[str, Hashable]] = [("weights", s.visit) for s in self._next_visits]
+        if depth.cache_copies:
+            keys += [(kind, s) for s in ahead.steps(1) for kind in ("cache", "hidden")]
+        for kind, key in keys:
+            load = self._loads[kind].get(key)
+            if load is not None and load.ready < 0 and self._clock.read_done(load.read):
+                load.ready = self._copy(kind, load)
+
+    def _copy(self, kind: str, load: Loading) -> float:
+        if kind == "hidden":
+            return self._clock.pass_by("host_to_device", load.copied)
+        return self._clock.move("host_to_device", load.copied, 0.0, load.size)
+
+    def _take(self, kind: str, key: Hashable, start: Loading | None) -> float:
+        """When a load is on the device; waits for its disk read."""
+        load = self._loads[kind].get(key) or start
+        assert load is not None
+        self._clock.finish_read(load.read)
+        if load.ready < 0:
+            load.ready = self._copy(kind, load)
+        self._loads[kind][key] = load
+        return load.ready
+
+    # Steps
+
+    def _compute(self, step: Step, ahead: LookAhead) -> float:
+        costs, clock = self.costs, self._clock
+        kind = costs.layers[step.layer].kind
+        rows = self.shape.batch_sizes[step.batch]
+        weights = self._loads["weights"]
+        start = None if step.visit in weights else self._start_weights(step.layer)
+        ready = self._take("weights", step.visit, start)
+        fixed = costs.hw.step_s
+        if not self.unified:
+            clock.now, fixed = clock.now + fixed, 0.0
+        if kind == "embedding":
+            done = clock.compute(fixed, ready)
+        else:
+            start = None if step in self._loads["hidden"] else self._start_hidden(step)
+            ready = max(ready, self._take("hidden", step, start))
+            self._loads["hidden"].pop(step)
+            if kind == "head":
+                done = clock.compute(fixed + costs.head_s(rows), ready)
+            elif step.token == 0:
+                seconds = costs.prefill_s(rows, self.shape.prompt_lens[step.batch])
+                done = clock.compute(fixed + seconds, ready)
+            else:
+                done = self._decode(step, ahead, ready, fixed)
+        if kind != "head":
+            self._put_hidden(step, done)
+        following = ahead.steps(1)
+        if not following or following[0].visit != step.visit:
+            weights.pop(step.visit)
+        return done
+
+    def _decode(self, step: Step, ahead: LookAhead, ready: float, fixed: float) -> float:
+        costs, clock = self.costs, self._clock
+        start = None if step in self._loads["cache"] else self._start_cache(step)
+        ready = max(ready, self._take("cache", step, start))
+        self._loads["cache"].pop(step)
+        rows, cached = (
+            self.shape.batch_sizes[step.batch],
+            self._sizes.of(step.layer - 1, step.batch),
+        )
+        position = self._position(step)
+        sealed = self._sizes.sealed(step.batch, position)
+        there, total = 0, 0
+        for block, length in enumerate(cached.lengths[: sealed + 1]):
+            used = min(length, position - total)
+            total += length
+            there += used if cached.there[block] else 0
+        here = position - there
+        if not any(cached.there[: sealed + 1]):
+            return clock.compute(
+                fixed + costs.linear_s(rows) + costs.device_attention_s(rows, here), ready
+            )
+        asked = costs.hidden_bytes(rows, 1)
+        projected = self._projected.pop(step, None)
+        if projected is None:
+            projected = clock.compute(costs.project_s(rows), ready)
+        if here:
+            clock.compute(costs.device_attention_s(rows, here), ready)
+        if self._policy.overlap:
+            for later in ahead.steps(1):
+                if later.visit == step.visit and self._is_waiting(later):
+                    if later not in self._loads["hidden"]:
+                        self._loads["hidden"][later] = self._start_hidden(later)
+                    at = self._take("hidden", later, None)
+                    self._projected[later] = clock.compute(costs.project_s(rows), at)
+        arrived = clock.pass_by("device_to_host", asked, projected)
+        clock.host_compute(costs.host_attention_s(rows, there), arrived)
+        partial = rows * costs.config.num_heads * (costs.config.head_dim + 1) * 4
+        back = clock.pass_by("host_to_device", partial)
+        rest = costs.linear_s(rows) - costs.project_s(rows) + costs.hw.split_s
+        return clock.compute(fixed + rest, back)
+
+    def _put_hidden(self, step: Step, done: float) -> None:
+        self._hidden[step.batch] = ((step.token, step.layer), done)
+        self._hidden_disk.pop(step.batch, None)
+        if self._homes[step.layer, step.batch] != "device":
+            self._clock.move("device_to_host", self._hidden_bytes(step), done)
+
+    def _retire(self, step: Step, done: float) -> None:
+        """Waits for a step and stores its results."""
+        clock, kind = self._clock, self.costs.layers[step.layer].kind
+        clock.wait(done)
+        if kind != "head":
+            self._settle_hidden(step)
+        if kind != "decoder" or step.token >= len(self._tokens) - 1:
+            return
+        where = (step.layer - 1, step.batch)
+        self._cached_until[where] = step.token
+        rows, cached = self.shape.batch_sizes[step.batch], self._sizes.of(*where)
+        if step.token == 0:
+            blocks = range(len(self._plan.prompt[step.batch]))
+            self._store(where, rows, cached, list(blocks), on_device=True)
+            return
+        position = self._position(step)
+        block = self._sizes.sealed(step.batch, position)
+        if cached.homes[block] != "device":
+            clock.move("device_to_host", 2 * self.costs.hidden_bytes(rows, 1))
+        if self._sizes.sealed(step.batch, position + 1) > block:
+            if self.costs.policy.cache_bits < 16:
+                # Quantized on the device, which a block in pinned memory first has to get to.
+                away = cached.homes[block] != "device"
+                opened = 2 * self.costs.hidden_bytes(rows, cached.lengths[block]) if away else 0
+                ready = clock.move("host_to_device", opened)
+                elements = self.costs.kv_elements(rows, cached.lengths[block])
+                clock.wait(clock.compute(self.costs.quantize_s(elements), ready))
+            is_there = self.costs.policy.cache_bits < 16
+            self._store(where, rows, cached, [block], on_device=is_there)
+
+    def _store(
+        self, where: tuple[int, int], rows: int, cached: Cached, blocks: list[int], on_device: bool
+    ) -> None:
+        """Sends complete blocks to their homes; at most so many steps wait for the disk."""
+        sizes = {block: self.costs.kv_bytes(rows, cached.lengths[block]) for block in blocks}
+        away = sum(n for block, n in sizes.items() if cached.homes[block] != "device")
+        moved = self._clock.move("device_to_host", away) if on_device and away else 0.0
+        written = {block: n for block, n in sizes.items() if cached.homes[block] == "disk"}
+        for nbytes in written.values():
+            done = self._clock.move("disk_write", nbytes, moved, nbytes / 2)
+            self._writes[where] = done
+        if written:
+            self._pending.append(self._writes[where])
+            if len(self._pending) > PENDING_WRITES:
+                self._clock.wait(self._pending[0])
+
+    def _settle_hidden(self, step: Step) -> None:
+        if self._homes[step.layer, step.batch] != "disk":
+            return
+        if self._hidden.get(step.batch, ((-1, -1), 0.0))[0] == (step.token, step.layer):
+            done = self._clock.move("disk_write", self._hidden_bytes(step))
+            self._hidden_disk[step.batch] = done
+
+
+def _sampled(count: int, sample: int | None) -> tuple[list[int], list[int]]:
+    """Tokens to go through, and for how many each stands: the prompt's for itself."""
+    rest = count - 1
+    if sample is None or rest <= sample:
+        return list(range(count)), [1] * count
+    cuts = [1 + rest * i // sample for i in range(sample + 1)]
+    spans = list(pairwise(cuts))
+    return [0, *((low + high) // 2 for low, high in spans)], [1, *(b - a for a, b in spans)]
+
+
+def simulate(
+    costs: Costs,
+    shape: BlockShape,
+    unified: bool,
+    page_cached: frozenset[str] = frozenset(),
+    sample: int | None = None,
+) -> Prediction:
+    """What a block of batches of this shape takes; page_cached: tensors on disk that the operating
+    system keeps in RAM after their first read."""
+    return Simulation(costs, shape, unified, page_cached, sample).run()

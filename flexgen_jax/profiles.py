@@ -1,0 +1,93 @@
+"""Where a hardware profile comes from: a named machine, a file, the cache, or a measurement."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from pathlib import Path
+
+from flexgen_jax.config import ModelConfig
+from flexgen_jax.model import resolve_dtype
+from flexgen_jax.offload.machine import detect_budgets, tune_allocator
+from flexgen_jax.offload.profiler import machine_key, measure, stages
+from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, ProfileError
+from flexgen_jax.policy.machines import MACHINES, known_machine
+from flexgen_jax.progress import Progress
+
+
+def cache_folder(name: str) -> Path:
+    """A folder of this package's in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "flexgen_jax" / name
+
+
+def read_profile(name: str | Path) -> HardwareProfile:
+    """The profile of a named machine, or of a file that `flexgen-jax profile` wrote."""
+    if str(name) in MACHINES:
+        return known_machine(str(name))
+    path = Path(name).expanduser()
+    if not path.exists():
+        known = ", ".join(sorted(MACHINES))
+        raise ProfileError(f"hardware {name} is neither a file nor one of {known}")
+    try:
+        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cannot read {path}: {error}") from None
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from None
+
+
+def cached_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:
+    """What was measured on this machine with these versions and this disk, if anything was."""
+    path = _cache_file(dtype, offload_dir)
+    try:
+        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ProfileError):
+        return None  # it is measured anew
+
+
+def measured_profile(
+    dtype: str, offload_dir: Path, unified: bool, progress: Progress
+) -> HardwareProfile:
+    """Measures this machine, in about a minute, and keeps the result for later runs."""
+    with progress.counting("measuring this machine", stages()) as tell:
+        profile = measure(dtype, offload_dir, unified, tell)
+    path = _cache_file(dtype, offload_dir)
+    part = path.with_suffix(f".{uuid.uuid4().hex[:8]}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(profile.to_json())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)  # without a cache, the next run measures again
+    return profile
+
+
+def this_machine(
+    config: ModelConfig,
+    dtype: str,
+    offload_dir: Path | None,
+    limits: tuple[int | None, int | None, int | None],
+    progress: Progress,
+) -> tuple[str, HardwareProfile, Budgets]:
+    """The resolved dtype, the profile of this machine, measured if it never was, and what it has
+    of device memory, host memory and disk, within the limits given."""
+    import jax
+
+    tune_allocator()
+    unified = jax.devices()[0].platform == "cpu"
+    kind = resolve_dtype(dtype, config, unified)
+    folder = (offload_dir or cache_folder("offload")).expanduser()
+    profile = cached_profile(kind, folder) or measured_profile(kind, folder, unified, progress)
+    return kind, profile, detect_budgets(*limits, folder, "", unified)
+
+
+def _cache_file(dtype: str, offload_dir: Path) -> Path:
+    folders = (offload_dir, *offload_dir.absolute().parents)
+    disk = os.stat(next(folder for folder in folders if folder.exists())).st_dev
+    key = {**machine_key(dtype), "disk": disk, "profile": PROFILE_VERSION}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder("profiles") / f"{digest}.json"
