@@ -118,9 +118,9 @@ def make_problem(
         kind = resolve_dtype(dtype, config, profile.unified)
         shared = profile.host_memory if profile.unified else None
         found = Budgets(
-            device or profile.device_memory,
-            host or profile.host_memory,
-            disk or profile.disk_space,
+            profile.device_memory if device is None else device,
+            profile.host_memory if host is None else host,
+            profile.disk_space if disk is None else disk,
             shared,
         )
         if (kind == "float32") != (profile.dtype == "float32"):

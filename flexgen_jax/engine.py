@@ -20,7 +20,7 @@ from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.machine import tune_allocator
 from flexgen_jax.plan import Planner
 from flexgen_jax.policy.policy import Attention, Head, Policy, Workload
-from flexgen_jax.profiles import cache_folder
+from flexgen_jax.profiles import cache_folder, read_profile
 from flexgen_jax.progress import Progress
 from flexgen_jax.sampling import SamplingParams, sampling_arrays
 from flexgen_jax.session import Session
@@ -83,6 +83,8 @@ class LLM:
         changes = {name: value for name, value in asked.items() if value is not None}
         given = replace(Policy() if policy == "auto" else policy, **changes)
         formats = given.formats(self.dtype)
+        if hardware is not None:
+            read_profile(hardware)  # or it would be found wrong after the run
         self._planner = Planner(
             config=self.config,
             dtype=self.dtype,
@@ -324,6 +326,7 @@ class LLM:
 
     def _workload(self, requests: Sequence[Request], is_scoring: bool) -> Workload:
         lengths = [self._padded(len(request.prompt_ids)) for request in requests]
+        mean = -(-sum(lengths) // len(lengths))
         head: Head = "score" if is_scoring else "greedy"
         if any(request.params.temperature > 0 for request in requests):
             head = "sample"
@@ -332,13 +335,16 @@ class LLM:
             gen_len=max(request.max_tokens for request in requests),
             num_sequences=len(requests),
             head=head,
-            mean_prompt_len=-(-sum(lengths) // len(lengths)),
+            mean_prompt_len=mean if mean < max(lengths) else None,
         )
 
 
 def is_on_host(error: BaseException) -> bool:
-    """Whether it was the host's memory that ran out: the device's runs out in XLA."""
-    return isinstance(error, MemoryError)
+    """Whether it was the host's memory that ran out, pinned or not, and not the device's."""
+    said = str(error)
+    if isinstance(error, MemoryError):
+        return not said.startswith("device memory")
+    return "pinned" in said or "host memory" in said
 
 
 def is_out_of_memory(error: BaseException) -> bool:

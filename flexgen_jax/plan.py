@@ -49,6 +49,7 @@ class Planner:
     _budgets: Budgets | None = field(default=None, init=False)
     _profile: HardwareProfile | None = field(default=None, init=False)
     _backed_off: int = field(default=0, init=False)
+    _known: dict[Workload, Plan] = field(default_factory=dict, init=False)
 
     @property
     def budgets(self) -> Budgets:
@@ -69,22 +70,40 @@ class Planner:
         if not self.is_auto:
             self._check(self._fitter(workload), self.policy)
             return self.policy
-        self._plan = self._best(workload)
+        best = self._best(workload)
+        self._plan = self._staying(self.problem(workload, self._known_profile()), best)
         return self._plan.policy
 
     def _best(self, workload: Workload) -> Plan:
-        """The best plan by the profile that is worth having for this workload."""
+        """The best plan for a workload; the same as before, where it was asked for before."""
+        if workload not in self._known:
+            self._known[workload] = self._searched(workload)
+        return self._known[workload]
+
+    def _searched(self, workload: Workload) -> Plan:
+        """By the profile that is worth having for this workload."""
         plans = search(self.problem(workload, self._known_profile()))
-        if self._profile is None and plans and plans[0].total_s > WORTH_MEASURING_S:
+        # Not while a model is in memory: what it takes would be neither free nor quiet.
+        is_first = self._plan is None and self._backed_off == 0
+        if self._profile is None and is_first and plans and plans[0].total_s > WORTH_MEASURING_S:
+            self._measure()
+            plans = search(self.problem(workload, self._known_profile()))
+        if not plans:
+            problem = self.problem(workload, self._known_profile())
+            plans = [evaluate(problem, self._fitted(workload))]
+        return plans[0]
+
+    def _measure(self) -> None:
+        """Measures the machine; a disk that cannot be measured is no reason not to run."""
+        try:
             self._profile = measured_profile(
                 self.dtype, self.offload_dir, self.unified, self.progress
             )
-            self._budgets = None  # what measuring has left behind is not free
-            plans = search(self.problem(workload, self._profile))
-        problem = self.problem(workload, self._known_profile())
-        if not plans:
-            plans = [evaluate(problem, self._fitted(workload))]
-        return self._staying(problem, plans[0])
+        except (OSError, ValueError) as error:
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self.progress.say(f"flexgen-jax: planning without measuring this machine: {first}")
+        self._budgets = None  # what measuring has left behind is not free
+        self._known.clear()
 
     def _staying(self, problem: Problem, best: Plan) -> Plan:
         """The last plan's weights with new batches, where that is nearly as fast as `best`."""
@@ -172,6 +191,7 @@ class Planner:
             shared=less(old.shared, together),
         )
         self._plan = None
+        self._known.clear()
         return True
 
     def spare_ram(self, policy: Policy, workload: Workload) -> int:

@@ -67,7 +67,9 @@ class Session:
     def suits(self, policy: Policy) -> bool:
         """Whether weights and formats are already as the policy wants them."""
         same_place = self.policy.weights == policy.weights
-        return same_place and self._formats == policy.formats(self._dtype)
+        needs_disk = any(p.disk > 0 for p in (policy.weights, policy.cache, policy.activations))
+        has_disk = self._runtime.folder is not None or not needs_disk
+        return same_place and has_disk and self._formats == policy.formats(self._dtype)
 
     def place(self, progress: Progress) -> None:
         """Brings the weights to their tiers."""

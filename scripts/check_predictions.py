@@ -61,9 +61,10 @@ def main() -> None:
         name, policy = chosen[number] if number < len(chosen) else ("auto", None)
         rows.append(row(args.folder, name, policy))
         print(text(rows[-1]), flush=True)
-    errors = [abs(r["error"]) for r in rows]
+    eight = [r for r in rows if r["name"] != "auto"]
+    errors = [abs(r["error"]) for r in eight] or [0.0]
     summary = {"mean_error": sum(errors) / len(errors), "largest_error": max(errors)}
-    fixed = [r["generation_throughput"] for r in rows if r["name"] != "auto"]
+    fixed = [r["generation_throughput"] for r in eight]
     automatic = [r["generation_throughput"] for r in rows if r["name"] == "auto"]
     if automatic and fixed:
         summary["auto_over_best"] = automatic[0] / max(fixed)

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cli import main
+from flexgen_jax.config import UserError
 from flexgen_jax.families import known_shape, read_config
 from flexgen_jax.offload import profiler
 from flexgen_jax.offload.executor import BlockRun
@@ -216,3 +217,37 @@ def test_a_prompts_attention_rate_is_of_its_formula() -> None:
         assert np.isclose(probe.host_attention(16).points[1][0], elements)
     finally:
         probe.close()
+
+
+def test_a_later_plan_may_need_the_disk(
+    checkpoint: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights stay, but a session that was opened without a disk tier cannot serve the new plan."""
+    with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=4)) as llm:
+        expected = tokens(llm)
+    plans = [Policy(batch_size=4), Policy.from_percent(100, 0, 0, 0, 100, 0, batch_size=4)]
+    with LLM(checkpoint(), dtype="float32", offload_dir=tmp_path) as llm:
+        monkeypatch.setattr(llm._planner, "policy_for", lambda workload: plans.pop(0))
+        assert tokens(llm) == expected
+        assert tokens(llm) == expected
+
+
+def test_an_unusable_disk_is_no_reason_not_to_run(
+    checkpoint: Callable[[], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("flexgen_jax.plan.WORTH_MEASURING_S", 0.0)
+    monkeypatch.setattr("flexgen_jax.plan.cached_profile", lambda *_: None)
+    monkeypatch.setattr("flexgen_jax.plan.measured_profile", fail)
+    with LLM(checkpoint(), dtype="float32") as llm:
+        assert len(tokens(llm)) == len(prompts())
+    assert "no space left on device" in capsys.readouterr().err
+
+
+def test_a_misspelt_machine_is_found_at_once(checkpoint: Callable[[], Path]) -> None:
+    with pytest.raises(UserError, match="abacus"):
+        LLM(checkpoint(), hardware="abacus")

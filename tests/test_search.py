@@ -144,3 +144,24 @@ def test_the_chosen_plan_is_no_worse_than_the_papers(model: str, bits: tuple[int
     for row in compare_paper.ROWS:
         if row.model == model and row.prompt == 512 and set(row.bits) <= set(bits):
             assert best.throughput >= row.predicted
+
+
+def test_one_sequence_more_is_one_block_more() -> None:
+    """A last block of one sequence moves all the weights again."""
+    policy = Policy.from_percent(0, 50, 0, 100, 0, 100, batch_size=64, attention="host")
+    seconds = [
+        evaluate(problem("facebook/opt-30b", workload=Workload(128, 8, count)), policy).total_s
+        for count in (64, 65, 128)
+    ]
+    assert seconds[1] > 1.5 * seconds[0]
+    assert seconds[2] == pytest.approx(2 * seconds[0])
+
+
+def test_scoring_counts_the_prompts_tokens() -> None:
+    policy = Policy(batch_size=8)
+    scored, generated = (
+        evaluate(problem("facebook/opt-125m", workload=Workload(256, 1, 8, head)), policy)
+        for head in ("score", "greedy")
+    )
+    assert scored.total_s > 1.1 * generated.total_s
+    assert scored.throughput == pytest.approx(8 * 256 / scored.total_s)

@@ -57,11 +57,11 @@ def timed(
     run: Callable[[], Any],
     repeat: int = 7,
     at_least: float = 0.2,
-    keep: int | None = 4,
+    keep: int = 4,
     warm_up: int = 2,
 ) -> Sample:
     """Runs so many times, after some that warm up, and for so many seconds. What the last `keep`
-    runs returned, None for all, is kept meanwhile, as a real run keeps its results."""
+    runs returned is kept meanwhile, as a real run keeps its results."""
     kept = deque([jax.block_until_ready(run()) for _ in range(warm_up)], maxlen=keep)
     samples: list[float] = []
     while len(samples) < repeat or sum(samples) < at_least:
@@ -155,9 +155,7 @@ class ComputeProbe:
         program = programs.prefill(batch, prompt_blocks(tokens, BLOCK))
         hidden = self._array(batch, tokens, self.config.hidden_size)
         first = _first(batch)
-        return timed(
-            lambda: program(next(layers), hidden, first), repeat=5, at_least=1.5, keep=None
-        )
+        return timed(lambda: program(next(layers), hidden, first), repeat=5, at_least=1.5, keep=8)
 
     def prefill_attention(self) -> Rate:
         """FLOP/s of a prompt's attention, 4 s^2 h1 a sequence."""

@@ -174,7 +174,8 @@ def block_terms(costs: Costs, workload: Workload, unified: bool) -> BlockTerms:
     policy = costs.policy
     rows, batches = policy.batch_size, policy.num_batches
     layers = costs.config.num_layers
-    ends = workload.gen_len * batches * (costs.head_s(rows) + 2 * costs.hw.step_s)
+    formed = rows * (workload.prompt_len if workload.scores_prompts else 1)
+    ends = workload.gen_len * batches * (costs.head_s(formed) + 2 * costs.hw.step_s)
     return BlockTerms(
         prefill=_combine(costs, *_prefill(costs, workload), unified),
         decode=_combine(costs, *_decode(costs, workload), unified),

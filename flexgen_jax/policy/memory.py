@@ -158,8 +158,8 @@ class _Estimate:
         ring = self._ahead.cache_buffers * sum(largest.values())
         waiting = (PENDING_WRITES + 1) * max(pending.values(), default=0)
         # The prompts' blocks are written before the first of them is read back, unless batches come
-        # one after the other.
-        is_apart = self._policy.schedule == "zigzag"
+        # one after the other. Without overlap, writes of generated blocks may wait beside the ring.
+        is_apart = self._policy.schedule == "zigzag" and self._policy.overlap
         self.bytes["host"] += max(ring, waiting) if is_apart else ring + waiting
         lengths = generated_blocks(self._shape.gen_len, self._policy.kv_block_tokens)
         for tier, opened_at in tails.items():

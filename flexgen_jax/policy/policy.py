@@ -76,6 +76,16 @@ class Workload:
     mean_prompt_len: int | None = None
 
     @property
+    def tokens_each(self) -> int:
+        """Of each sequence, that count for the throughput: new ones, or those that are scored."""
+        return self.prompt_len if self.scores_prompts else self.gen_len
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the head has to do with all tokens of the prompts."""
+        return self.head == "score" and self.gen_len == 1
+
+    @property
     def typical(self) -> Workload:
         """As many prompts of the mean length."""
         length = self.mean_prompt_len or self.prompt_len

@@ -3,7 +3,7 @@ places the rest, and the best few are checked by exact peaks and the simulator."
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, floor
@@ -152,24 +152,23 @@ def solved(problem: Problem, policy: Policy, budgets: Budgets | None = None) -> 
         return None
     wanted = problem.workload.num_sequences or terms.sequences
     blocks = ceil(wanted / terms.sequences)
-    rate = wanted * workload.gen_len / (blocks * found.total_s)
+    rate = wanted * workload.typical.tokens_each / (blocks * found.total_s)
     return Candidate(policy, found, min(terms.sequences, wanted), rate)
 
 
 def candidates(problem: Problem) -> list[Candidate]:
     """All that fit, best first; batches near the best ones are tried as well."""
-    full: set[tuple[int, int]] = set()
+    full: list[Policy] = []
     found = []
     for policy in policies(problem):
-        size = (policy.batch_size, policy.num_batches)
         # What is too large for the memory stays so with more of it.
-        if any(b <= size[0] and n <= size[1] for b, n in full):
+        if any(_is_no_larger(other, policy) for other in full):
             continue
         candidate = solved(problem, policy)
         if candidate is not None:
             found.append(candidate)
         elif not _smallest_fits(problem, policy):
-            full.add(size)
+            full.append(policy)
     tried = {candidate.policy for candidate in found}
     for near in sorted(found, key=lambda c: -c.throughput)[:3]:
         for policy in _neighbours(problem, near.policy):
@@ -178,6 +177,13 @@ def candidates(problem: Problem) -> list[Candidate]:
                 candidate = solved(problem, policy)
                 found += [candidate] if candidate is not None else []
     return sorted(found, key=lambda candidate: -candidate.throughput)
+
+
+def _is_no_larger(first: Policy, second: Policy) -> bool:
+    """Whether the batches are no more, and what is not on the device is attended to alike."""
+    alike = (first.attention, first.is_sparse) == (second.attention, second.is_sparse)
+    fewer = first.batch_size <= second.batch_size and first.num_batches <= second.num_batches
+    return alike and fewer
 
 
 def _smallest_fits(problem: Problem, policy: Policy) -> bool:
@@ -253,28 +259,48 @@ def evaluate(problem: Problem, policy: Policy) -> Plan:
     layers = model_spec(problem.config)
     tiers = place_weights(layers, problem.dtype, policy)
     cached = page_cached(layers, formats, tiers, problem.budgets.spare_ram(needed))
-    typical = BlockShape.of(policy, problem.of_block(policy).typical)
-    block = simulate(problem.costs(policy), typical, problem.unified, cached, sample)
-    return _plan(problem, policy, shape, needed, block)
+    work = problem.of_block(policy).typical
+    costs = problem.costs(policy)
+    block = simulate(costs, BlockShape.of(policy, work), problem.unified, cached, sample)
+    sequences = sum(shape.batch_sizes)
+    wanted = problem.workload.num_sequences or sequences
+    count, left = divmod(wanted, sequences)
+    parts = [(block, count)]
+    if left:  # the last block moves as many weights as the others
+        last = BlockShape.of(policy, replace(work, num_sequences=left))
+        parts.append((simulate(costs, last, problem.unified, cached, sample), 1))
+    return _plan(problem, policy, sequences, wanted, needed, parts)
 
 
 def _plan(
-    problem: Problem, policy: Policy, shape: BlockShape, needed: dict[Tier, int], block: Prediction
+    problem: Problem,
+    policy: Policy,
+    sequences: int,
+    wanted: int,
+    needed: dict[Tier, int],
+    parts: Sequence[tuple[Prediction, int]],
 ) -> Plan:
-    sequences = sum(shape.batch_sizes)
-    wanted = problem.workload.num_sequences or sequences
-    blocks = wanted / sequences if sequences else 1.0
-    whole = block.total_s * blocks
+    """parts: predictions, and of how many blocks."""
+    block = parts[0][0]
+    prefill_s, decode_s = (
+        sum(count * seconds for seconds, count in phase)
+        for phase in (
+            [(part.prefill_s, count) for part, count in parts],
+            [(part.decode_s, count) for part, count in parts],
+        )
+    )
     return Plan(
         policy=policy,
         block_sequences=sequences,
         num_sequences=wanted,
-        prefill_s=block.prefill_s * blocks,
-        decode_s=block.decode_s * blocks,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
         latency_s=block.total_s,
-        throughput=wanted * problem.workload.gen_len / whole,
+        throughput=wanted * problem.workload.typical.tokens_each / (prefill_s + decode_s),
         peak_bytes=needed,
-        busy_s={name: seconds * blocks for name, seconds in block.busy_s.items()},
+        busy_s={
+            name: sum(part.busy_s[name] * count for part, count in parts) for name in block.busy_s
+        },
         binding=block.binding,
     )
 
@@ -282,21 +308,27 @@ def _plan(
 def search(problem: Problem, checked: int = CHECKED) -> list[Plan]:
     """The best plans, the chosen one first; empty where none fits or meets the limits."""
     plans: list[Plan] = []
-    for candidate in _shortlist(problem, candidates(problem), checked):
+    looked_at: set[Policy] = set()
+    for candidate in _shortlist(problem, candidates(problem)):
         policy = placed(problem, candidate)
-        if policy is not None and policy not in [plan.policy for plan in plans]:
-            plans.append(evaluate(problem, policy))
-        if len(plans) == checked:
+        if policy is None or policy in looked_at:
+            continue
+        looked_at.add(policy)
+        plan = evaluate(problem, policy)
+        plans += [plan] if _meets_limits(problem, plan) else []
+        if len(plans) == checked or len(looked_at) == 4 * checked:
             break
-    limit = problem.max_latency
-    plans = [plan for plan in plans if limit is None or plan.latency_s <= limit]
     if problem.min_throughput is not None:
-        enough = [plan for plan in plans if plan.throughput >= problem.min_throughput]
-        return sorted(enough, key=lambda plan: plan.latency_s)
+        return sorted(plans, key=lambda plan: plan.latency_s)
     return sorted(plans, key=lambda plan: -plan.throughput)
 
 
-def _shortlist(problem: Problem, found: list[Candidate], checked: int) -> list[Candidate]:
+def _meets_limits(problem: Problem, plan: Plan) -> bool:
+    is_soon = problem.max_latency is None or plan.latency_s <= problem.max_latency
+    return is_soon and plan.throughput >= (problem.min_throughput or 0.0)
+
+
+def _shortlist(problem: Problem, found: list[Candidate]) -> list[Candidate]:
     """Which candidates to look at more closely, in which order."""
     if not found:
         return []

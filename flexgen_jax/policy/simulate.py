@@ -260,7 +260,9 @@ class Simulation:
             ready = max(ready, self._take("hidden", step, start))
             self._loads["hidden"].pop(step)
             if kind == "head":
-                done = clock.compute(fixed + costs.head_s(rows), ready)
+                scored = self.shape.head == "score" and self.shape.gen_len == 1
+                formed = rows * (self.shape.prompt_lens[step.batch] if scored else 1)
+                done = clock.compute(fixed + costs.head_s(formed), ready)
             elif step.token == 0:
                 seconds = costs.prefill_s(rows, self.shape.prompt_lens[step.batch])
                 done = clock.compute(fixed + seconds, ready)
