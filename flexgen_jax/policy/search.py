@@ -25,7 +25,7 @@ NUM_BATCHES = (1, 2, 4, 8, 16, 32)
 CHECKED = 3
 """So many of the linear program's best are simulated."""
 
-SAMPLED_STEPS = 10_000
+SAMPLED_STEPS = 4_000
 """Of a longer run, only some of the decoding tokens are simulated."""
 
 SLACK = 0.05
@@ -253,7 +253,7 @@ def _reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budge
 def evaluate(problem: Problem, policy: Policy) -> Plan:
     """What a policy is predicted to do with a workload, by the simulator."""
     shape = problem.shape(policy)
-    sample = max(3, SAMPLED_STEPS // (problem.config.num_layers * len(shape.batch_sizes)))
+    sample = max(1, SAMPLED_STEPS // (problem.config.num_layers * len(shape.batch_sizes)))
     needed = problem.peak(policy)
     formats: Formats = policy.formats(problem.dtype)
     layers = model_spec(problem.config)
