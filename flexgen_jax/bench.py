@@ -18,12 +18,7 @@ def run_bench(
 
     num_sequences None is one block of the policy.
     """
-    room = llm.config.max_positions
-    if prompt_len < 1 or gen_len < 1 or prompt_len + gen_len > room:
-        raise UserError(
-            f"--prompt-len {prompt_len} and --gen-len {gen_len} must be positive and together "
-            f"at most the model's context of {room}"
-        )
+    llm.config.check_lengths(prompt_len, gen_len)
     if num_sequences is not None and num_sequences < 1:
         raise UserError(f"--num-sequences must be positive, not {num_sequences}")
     count = num_sequences or llm.block_sequences(prompt_len, gen_len)

@@ -238,17 +238,12 @@ def profile(
 
     Takes about a minute. The result is kept and used by `plan` and by --policy auto.
     """
-    import jax
-
     from flexgen_jax.cli_plan import profile_text
-    from flexgen_jax.offload.machine import tune_allocator
-    from flexgen_jax.profiles import cache_folder, measured_profile
+    from flexgen_jax.profiles import measured_profile, set_up
     from flexgen_jax.progress import Progress
 
     check_json(json_file)
-    tune_allocator()
-    unified = jax.devices()[0].platform == "cpu"
-    folder = (offload_dir or cache_folder("offload")).expanduser()
+    unified, folder = set_up(offload_dir)
     shown = Progress(sys.stderr.isatty() if progress is None else progress)
     kind = "bfloat16" if dtype == "auto" else dtype
     found = measured_profile(kind, folder, unified, shown)

@@ -308,16 +308,12 @@ def plan_policy(
     if given is not None:
         given = replace(given, **fixed)
     base = replace(Policy(), **fixed)
-    bits = (16, 4) if allow_compression else (16,)
-    sparsities = (1.0, allow_sparsity) if allow_sparsity and allow_sparsity < 1 else (1.0,)
-    attentions: tuple[Attention, ...] = ("host", "device")
-    choices = Choices(
-        weight_bits=(base.weight_bits,) if "weight_bits" in fixed else bits,
-        cache_bits=(base.cache_bits,) if "cache_bits" in fixed else bits,
-        attentions=(base.attention,) if fixed.get("attention", "auto") != "auto" else attentions,
-        sparsities=(base.attention_sparsity,) if "attention_sparsity" in fixed else sparsities,
-    )
-    return base, given, choices
+    more: dict[str, Any] = {}
+    if allow_compression:
+        more |= {name: (16, 4) for name in ("weight_bits", "cache_bits") if name not in fixed}
+    if allow_sparsity and allow_sparsity < 1 and "attention_sparsity" not in fixed:
+        more["sparsities"] = (1.0, allow_sparsity)
+    return base, given, replace(Choices.keeping(base), **more)
 
 
 _NOT_PLACING = {

@@ -102,12 +102,7 @@ def make_problem(
     from flexgen_jax.profiles import read_profile, this_machine
 
     config = shape_of(model)
-    room = config.max_positions
-    if not 0 < workload.prompt_len <= room - workload.gen_len or workload.gen_len < 1:
-        raise UserError(
-            f"--prompt-len {workload.prompt_len} and --gen-len {workload.gen_len} must be positive "
-            f"and together at most the model's context of {room}"
-        )
+    config.check_lengths(workload.prompt_len, workload.gen_len)
     device, host, disk = (parse_bytes(size) for size in budgets)
     if hardware is None:
         kind, profile, found = this_machine(
@@ -158,18 +153,16 @@ def hints(problem: Problem) -> list[dict[str, Any]]:
     base = candidates(problem)
     if not base:
         return []
-    hw, budgets, choices = problem.hw, problem.budgets, problem.choices
-    four = replace(choices, weight_bits=(16, 4), cache_bits=(16, 4))
+    hw, budgets = problem.hw, problem.budgets
 
     def twice(limit: int | None) -> int | None:
         return None if limit is None else 2 * limit
 
     faster = Rate(tuple((size, 2 * rate) for size, rate in hw.disk_read.points))
     ideas: list[tuple[str, Problem]] = []
-    if choices.weight_bits == (16,) and choices.cache_bits == (16,):
-        ideas.append(
-            ("--allow-compression (4 bits, at some quality)", replace(problem, choices=four))
-        )
+    compressed = _compressed(problem)
+    if compressed is not None:
+        ideas.append(("--allow-compression (4 bits, at some quality)", compressed))
     if not problem.unified:
         more = replace(budgets, device=twice(budgets.device))
         ideas.append(("twice the device memory", replace(problem, budgets=more)))
@@ -188,6 +181,14 @@ def hints(problem: Problem) -> list[dict[str, Any]]:
         if times >= WORTH_A_HINT:
             found.append({"change": what, "times": round(times, 2)})
     return found
+
+
+def _compressed(problem: Problem) -> Problem | None:
+    """The same with 4 bits allowed, unless it has to do with bits already."""
+    choices = problem.choices
+    if (choices.weight_bits, choices.cache_bits) != ((16,), (16,)):
+        return None
+    return replace(problem, choices=replace(choices, weight_bits=(16, 4), cache_bits=(16, 4)))
 
 
 def plan_json(
@@ -311,9 +312,9 @@ def draw_curve(problem: Problem, path: Path) -> list[Candidate]:
     if not asked:
         raise UserError("no plan fits this hardware, so there is no curve to draw")
     curves = {"as asked": asked}
-    if problem.choices.weight_bits == (16,) and problem.choices.cache_bits == (16,):
-        four = replace(problem.choices, weight_bits=(16, 4), cache_bits=(16, 4))
-        curves["4 bits allowed"] = frontier(replace(problem, choices=four))
+    compressed = _compressed(problem)
+    if compressed is not None:
+        curves["4 bits allowed"] = frontier(compressed)
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for label, points in curves.items():
         x, y = [p.solution.total_s for p in points], [p.throughput for p in points]

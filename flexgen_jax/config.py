@@ -18,6 +18,12 @@ class ConfigError(UserError):
     """A model description that this package cannot run; the message names the field."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type where it says nothing."""
+    said = str(error).strip().splitlines()
+    return said[0] if said else type(error).__name__
+
+
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -81,6 +87,14 @@ class ModelConfig:
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ConfigError(
                 f"dtype {self.dtype!r} is not supported; choose one of {list(DTYPES)}"
+            )
+
+    def check_lengths(self, prompt_len: int, gen_len: int) -> None:
+        """Raises `UserError` unless so many tokens fit into the context."""
+        if prompt_len < 1 or gen_len < 1 or prompt_len + gen_len > self.max_positions:
+            raise UserError(
+                f"--prompt-len {prompt_len} and --gen-len {gen_len} must be positive and together "
+                f"at most the model's context of {self.max_positions}"
             )
 
     @property

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from flexgen_jax.batching import Request, make_blocks, pad_prompts, padded_length
-from flexgen_jax.config import UserError
+from flexgen_jax.config import UserError, first_line
 from flexgen_jax.generation import Generation, RequestOutput, ScoreOutput, Scoring
 from flexgen_jax.model import open_model, resolve_dtype
 from flexgen_jax.offload.executor import Batch
@@ -83,8 +83,6 @@ class LLM:
         changes = {name: value for name, value in asked.items() if value is not None}
         given = replace(Policy() if policy == "auto" else policy, **changes)
         formats = given.formats(self.dtype)
-        if hardware is not None:
-            read_profile(hardware)  # or it would be found wrong after the run
         self._planner = Planner(
             config=self.config,
             dtype=self.dtype,
@@ -97,7 +95,7 @@ class LLM:
             fingerprint=self._model.source.fingerprint(self.dtype) + formats.suffix,
             unified=on_cpu if unified is None else unified,
             progress=self._progress,
-            hardware=hardware,
+            profile=read_profile(hardware) if hardware is not None else None,
         )
         self._session: Session | None = None
         self._finalizer: Any = None
@@ -154,8 +152,8 @@ class LLM:
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 if not is_out_of_memory(error) or not self._planner.back_off(is_on_host(error)):
                     raise
-                first = str(error).splitlines()[0] if str(error) else type(error).__name__
-                self._progress.say(f"flexgen-jax: out of memory, going on with less: {first}")
+                what = first_line(error)
+                self._progress.say(f"flexgen-jax: out of memory, going on with less: {what}")
             self.close()
             left = collector.restart(left)
 

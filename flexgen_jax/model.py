@@ -14,7 +14,7 @@ from flexgen_jax.checkpoint import (
     WeightSource,
     read_folder_config,
 )
-from flexgen_jax.config import DTYPES, ModelConfig, UserError
+from flexgen_jax.config import DTYPES, ModelConfig, UserError, first_line
 from flexgen_jax.families import known_shape
 from flexgen_jax.tokenizer import Tokenizer
 
@@ -74,9 +74,8 @@ def _local_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the hub's many network errors
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{name} is not a local folder and cannot be had from the hub: {first}"
+            f"{name} is not a local folder and cannot be had from the hub: {first_line(error)}"
         ) from None
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flexgen_jax.config import ModelConfig
+from flexgen_jax.config import ModelConfig, first_line
 from flexgen_jax.metrics import BudgetError
 from flexgen_jax.offload.machine import detect_budgets
 from flexgen_jax.policy.fit import Budgets, Fitter
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.machines import known_machine
-from flexgen_jax.policy.policy import ATTENTIONS, Policy, Workload
+from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.search import Choices, Plan, Problem, evaluate, search
-from flexgen_jax.profiles import cached_profile, measured_profile, read_profile
+from flexgen_jax.profiles import cached_profile, measured_profile
 from flexgen_jax.progress import Progress
 
 WORTH_MEASURING_S = 120.0
@@ -30,7 +30,7 @@ BACK_OFF, BACK_OFFS = 0.8, 5
 class Planner:
     """One model's limits, and a policy; with `is_auto` placements and batches are searched.
 
-    hardware: a named machine or a profile's file; None is this machine, measured if it is worth it.
+    profile: of the machine to plan for; None is this one's, measured if it is worth it.
     """
 
     config: ModelConfig
@@ -44,10 +44,9 @@ class Planner:
     fingerprint: str
     unified: bool
     progress: Progress
-    hardware: str | Path | None = None
+    profile: HardwareProfile | None = None
     _plan: Plan | None = field(default=None, init=False)
     _budgets: Budgets | None = field(default=None, init=False)
-    _profile: HardwareProfile | None = field(default=None, init=False)
     _backed_off: int = field(default=0, init=False)
     _known: dict[Workload, Plan] = field(default_factory=dict, init=False)
 
@@ -71,7 +70,7 @@ class Planner:
             self._check(self._fitter(workload), self.policy)
             return self.policy
         best = self._best(workload)
-        self._plan = self._staying(self.problem(workload, self._known_profile()), best)
+        self._plan = self._staying(self.problem(workload), best)
         return self._plan.policy
 
     def _best(self, workload: Workload) -> Plan:
@@ -82,26 +81,25 @@ class Planner:
 
     def _searched(self, workload: Workload) -> Plan:
         """By the profile that is worth having for this workload."""
-        plans = search(self.problem(workload, self._known_profile()))
+        plans = search(self.problem(workload))
         # Not while a model is in memory: what it takes would be neither free nor quiet.
         is_first = self._plan is None and self._backed_off == 0
-        if self._profile is None and is_first and plans and plans[0].total_s > WORTH_MEASURING_S:
+        if self.profile is None and is_first and plans and plans[0].total_s > WORTH_MEASURING_S:
             self._measure()
-            plans = search(self.problem(workload, self._known_profile()))
+            plans = search(self.problem(workload))
         if not plans:
-            problem = self.problem(workload, self._known_profile())
-            plans = [evaluate(problem, self._fitted(workload))]
+            plans = [evaluate(self.problem(workload), self._fitted(workload))]
         return plans[0]
 
     def _measure(self) -> None:
         """Measures the machine; a disk that cannot be measured is no reason not to run."""
         try:
-            self._profile = measured_profile(
+            self.profile = measured_profile(
                 self.dtype, self.offload_dir, self.unified, self.progress
             )
         except (OSError, ValueError) as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self.progress.say(f"flexgen-jax: planning without measuring this machine: {first}")
+            what = first_line(error)
+            self.progress.say(f"flexgen-jax: planning without measuring this machine: {what}")
         self._budgets = None  # what measuring has left behind is not free
         self._known.clear()
 
@@ -127,48 +125,37 @@ class Planner:
             self._check(fitter, self.policy)
         return found or self.policy
 
-    def problem(self, workload: Workload, profile: HardwareProfile) -> Problem:
-        """The search for this model and machine; what the policy says of bits, sparsity and, unless
-        it is "auto", attention is kept."""
-        policy = self.policy
-        attentions = (policy.attention,) if policy.attention != "auto" else ATTENTIONS[:0:-1]
+    def problem(self, workload: Workload) -> Problem:
+        """The search for this model and machine."""
         return Problem(
             config=self.config,
             dtype=self.dtype,
-            hw=profile,
+            hw=self._known_profile(),
             budgets=self.budgets,
             unified=self.unified,
             workload=workload,
-            base=policy,
-            choices=Choices(
-                weight_bits=(policy.weight_bits,),
-                cache_bits=(policy.cache_bits,),
-                attentions=attentions,
-                sparsities=(policy.attention_sparsity,),
-            ),
+            base=self.policy,
+            choices=Choices.keeping(self.policy),
         )
 
     def _known_profile(self) -> HardwareProfile:
         """What there is without measuring: asked for, cached, or a generic machine's."""
-        if self._profile is None:
-            if self.hardware is not None:
-                self._profile = read_profile(self.hardware)
-            else:
-                self._profile = cached_profile(self.dtype, self.offload_dir)
-        return self._profile or known_machine("generic-cpu" if self.unified else "rtx3090-24gb")
+        if self.profile is None:
+            self.profile = cached_profile(self.dtype, self.offload_dir)
+        return self.profile or known_machine("generic-cpu" if self.unified else "rtx3090-24gb")
 
     def predicted(self, policy: Policy, workload: Workload) -> dict[str, float | str] | None:
         """What a run was to take, by this machine's profile; None where there is none."""
-        profile = self._known_profile()
-        if self._profile is None:
+        problem = self.problem(workload)
+        if self.profile is None:
             return None
-        plan = evaluate(self.problem(workload, profile), policy)
+        plan = evaluate(problem, policy)
         return {
             "total_s": plan.total_s,
             "prefill_s": plan.prefill_s,
             "decode_s": plan.decode_s,
             "generation_throughput": plan.throughput,
-            "hardware": profile.name,
+            "hardware": self.profile.name,
         }
 
     def back_off(self, on_host: bool) -> bool:
@@ -182,7 +169,8 @@ class Planner:
         def less(limit: int | None, used: int) -> int | None:
             return None if limit is None else int(BACK_OFF * min(limit, used))
 
-        used = self._plan.peak_bytes if self._plan else {"device": 0, "host": 0, "disk": 0}
+        assert self._plan is not None, "an automatic run has a plan"
+        used = self._plan.peak_bytes
         together = used["device"] + used["host"]
         self._budgets = Budgets(
             device=old.device if self.unified or on_host else less(old.device, used["device"]),

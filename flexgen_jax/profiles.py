@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.model import resolve_dtype
-from flexgen_jax.offload.machine import detect_budgets, tune_allocator
+from flexgen_jax.offload.machine import detect_budgets, existing, tune_allocator
 from flexgen_jax.offload.profiler import machine_key, measure, stages
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, ProfileError
@@ -66,6 +66,15 @@ def measured_profile(
     return profile
 
 
+def set_up(offload_dir: Path | None) -> tuple[bool, Path]:
+    """Makes ready to measure; whether host and device are one RAM, and where the disk tier lies."""
+    import jax
+
+    tune_allocator()
+    unified = jax.devices()[0].platform == "cpu"
+    return unified, (offload_dir or cache_folder("offload")).expanduser()
+
+
 def this_machine(
     config: ModelConfig,
     dtype: str,
@@ -75,19 +84,14 @@ def this_machine(
 ) -> tuple[str, HardwareProfile, Budgets]:
     """The resolved dtype, the profile of this machine, measured if it never was, and what it has
     of device memory, host memory and disk, within the limits given."""
-    import jax
-
-    tune_allocator()
-    unified = jax.devices()[0].platform == "cpu"
+    unified, folder = set_up(offload_dir)
     kind = resolve_dtype(dtype, config, unified)
-    folder = (offload_dir or cache_folder("offload")).expanduser()
     profile = cached_profile(kind, folder) or measured_profile(kind, folder, unified, progress)
     return kind, profile, detect_budgets(*limits, folder, "", unified)
 
 
 def _cache_file(dtype: str, offload_dir: Path) -> Path:
-    folders = (offload_dir, *offload_dir.absolute().parents)
-    disk = os.stat(next(folder for folder in folders if folder.exists())).st_dev
+    disk = existing(offload_dir).stat().st_dev
     key = {**machine_key(dtype), "disk": disk, "profile": PROFILE_VERSION}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return cache_folder("profiles") / f"{digest}.json"

@@ -45,13 +45,11 @@ class Session:
         self._dtype, self._formats = dtype, policy.formats(dtype)
         self._unified = planner.unified
         budgets = planner.budgets
-        parts = (policy.weights, policy.cache, policy.activations)
-        on_disk = any(part.disk > 0 for part in parts)
         self._runtime = Runtime.create(
             config,
             self._formats,
             {tier: budgets.allowed(tier) for tier in TIERS},
-            planner.offload_dir if on_disk else None,
+            planner.offload_dir if policy.uses_disk else None,
             planner.unified,
         )
         self._tiers = place_weights(self._runtime.layers, dtype, policy)
@@ -67,8 +65,7 @@ class Session:
     def suits(self, policy: Policy) -> bool:
         """Whether weights and formats are already as the policy wants them."""
         same_place = self.policy.weights == policy.weights
-        needs_disk = any(p.disk > 0 for p in (policy.weights, policy.cache, policy.activations))
-        has_disk = self._runtime.folder is not None or not needs_disk
+        has_disk = self._runtime.folder is not None or not policy.uses_disk
         return same_place and has_disk and self._formats == policy.formats(self._dtype)
 
     def place(self, progress: Progress) -> None:

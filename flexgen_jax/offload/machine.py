@@ -93,9 +93,13 @@ def detect_budgets(
     )
 
 
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that is there already, on the disk where it will be."""
+    return next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
+
+
 def _free_disk(offload_dir: Path, fingerprint: str) -> int:
-    folders = (offload_dir, *offload_dir.absolute().parents)
-    free = shutil.disk_usage(next(p for p in folders if os.path.exists(p))).free
+    free = shutil.disk_usage(existing(offload_dir)).free
     for base, _, names in os.walk(offload_dir / "weights" / fingerprint):
         for name in names:
             with contextlib.suppress(OSError):  # another process may be renaming it

@@ -43,7 +43,7 @@ ROOMY = 4
 """Where less than so many times that is free, a twelfth of it has to do."""
 
 COPY_SIZES = (1 * MB, 8 * MB, 64 * MB)
-SMALL_SPACE, SMALL_MEMORY = 2 << 30, 3 << 30
+SMALL_MEMORY = 3 << 30
 
 Tell = Callable[[str], object]
 
@@ -153,8 +153,7 @@ def disk_rates(offload_dir: Path) -> tuple[Rate, Rate, Rate]:
     folder = OffloadFolder(offload_dir)
     reads, writes, cached = [], [], []
     try:
-        memories = Memories(Metrics())
-        pool = BufferPool(memories, Ledger({}))
+        pool = BufferPool(Memories(Metrics()), Ledger({}))
         for size, total_bytes in DISK_SIZES:
             is_tight = shutil.disk_usage(offload_dir).free < ROOMY * total_bytes
             count = total_bytes // size // (12 if is_tight else 1)

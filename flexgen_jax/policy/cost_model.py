@@ -221,11 +221,10 @@ def _decode(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear
     hidden = batches * costs.hidden_bytes(rows, 1)
     token = 2 * hidden  # a key and a value are each as large
     copied, read = _weights(costs, False)
-    values_stay = policy.attends_on_host or policy.is_sparse
-    moved_share = (not values_stay) / 2 + (not policy.attends_on_host) / 2
-    asked = Linear(AWAY_C) * (hidden if values_stay else 0)
+    moved_share = policy.moved_share
+    asked = Linear(AWAY_C) * (hidden if policy.values_stay else 0)
     on_device = costs.device_attention_s(rows, before) * batches
-    on_host = costs.host_attention_s(rows, before) * batches * (values_stay + (not moved_share)) / 2
+    on_host = costs.host_attention_s(rows, before) * batches * (1 - moved_share)
     moved = {
         "host_to_device": copied
         + Linear(AWAY_H) * hidden
@@ -235,7 +234,7 @@ def _decode(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear
         "disk_read": read + Linear({"cd": cache, "hd": hidden}),
         "disk_write": Linear({"cd": token, "hd": hidden}),
     }
-    fixed = batches * (costs.linear_s(rows) + hw.step_s + (hw.split_s if values_stay else 0))
+    fixed = batches * (costs.linear_s(rows) + hw.step_s + (hw.split_s if policy.values_stay else 0))
     device = Linear({"cg": on_device}, fixed) + Linear(AWAY_C) * (moved_share * on_device)
     return moved, device, Linear(AWAY_C) * on_host
 

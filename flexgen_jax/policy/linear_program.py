@@ -17,10 +17,9 @@ PREFERENCE = 1e-6
 
 @dataclass(frozen=True)
 class Solution:
-    """The nine fractions, and the seconds of a block: prefill and total."""
+    """The nine fractions, and the seconds of a block."""
 
     fractions: dict[str, float]
-    prefill_s: float
     total_s: float
 
 
@@ -63,14 +62,11 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     if policy.cache_bits < 16:
         device, host = device + Linear({"cg": tail}), host + Linear({"cc": tail})
     if not unified:
-        copies = {"cc": 0.0, "cd": 0.0}
-        if not policy.attends_on_host:
-            share = 0.5 if policy.is_sparse else 1.0
-            copies = dict.fromkeys(copies, (ahead.cache_copies + 1) * share * kv_layer)
+        copies = (ahead.cache_copies + 1) * policy.moved_share * kv_layer
         window = (ahead.weight_copies + 1) * max(layer, ends - layer)
         device = device + Linear(
-            {"wc": window, "wd": window}
-            | copies
+            dict.fromkeys(("wc", "wd"), window)
+            | dict.fromkeys(("cc", "cd"), copies)
             | dict.fromkeys(("hc", "hd"), (ahead.hidden_reads + 1) * hidden)
         )
     return {"device": device, "host": host, "disk": home["d"]}
@@ -110,12 +106,8 @@ def solve(
     if max_latency is not None:
         whole = {"T_pre": float(terms.layers), "T_gen": float(steps)}
         at_most(Linear({}, terms.ends), max_latency, whole, 1.0)
-    scale = max(
-        terms.total_s(
-            *(max(t.constant for t in p.values()) for p in (terms.prefill, terms.decode))
-        ),
-        1e-9,
-    )
+    least = [max(t.constant for t in p.values()) for p in (terms.prefill, terms.decode)]
+    scale = max(terms.total_s(*least), 1e-9)
     slower = {"g": 0.0, "c": 1.0, "d": 2.0}
     objective = [PREFERENCE * slower[name[1]] for name in FRACTIONS]
     objective += [terms.layers / scale, steps / scale]
@@ -133,5 +125,4 @@ def solve(
     fractions = {
         name: min(max(float(x), 0.0), 1.0) for name, x in zip(FRACTIONS, found.x, strict=False)
     }
-    first, decode = terms.estimate(fractions)
-    return Solution(fractions, first, first + decode)
+    return Solution(fractions, sum(terms.estimate(fractions)))

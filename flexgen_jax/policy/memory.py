@@ -159,8 +159,8 @@ class _Estimate:
         waiting = (PENDING_WRITES + 1) * max(pending.values(), default=0)
         # The prompts' blocks are written before the first of them is read back, unless batches come
         # one after the other. Without overlap, writes of generated blocks may wait beside the ring.
-        is_apart = self._policy.schedule == "zigzag" and self._policy.overlap
-        self.bytes["host"] += max(ring, waiting) if is_apart else ring + waiting
+        in_turn = self._policy.schedule == "zigzag" and self._policy.overlap
+        self.bytes["host"] += max(ring, waiting) if in_turn else ring + waiting
         lengths = generated_blocks(self._shape.gen_len, self._policy.kv_block_tokens)
         for tier, opened_at in tails.items():
             # Pinned tails are ring buffers, which fit others of their length only.

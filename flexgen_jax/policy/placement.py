@@ -142,9 +142,8 @@ def place_cache(
 ) -> CachePlan:
     """Homes of all KV blocks. Blocks of the same age stand together in the order of the split,
     so that the fractions hold at every moment of a generation."""
-    keys_stay = policy.attends_on_host
-    values_stay = keys_stay or policy.is_sparse
-    plan = CachePlan(tuple(prompt), tuple(generated), {}, values_stay, keys_stay)
+    stay = (policy.values_stay, policy.attends_on_host)
+    plan = CachePlan(tuple(prompt), tuple(generated), {}, *stay)
     most = max(len(plan.lengths(batch)) for batch in range(len(prompt)))
     keys = [
         CacheKey(layer, batch, block)

@@ -176,6 +176,20 @@ class Policy:
         return self.attention != "device"
 
     @property
+    def values_stay(self) -> bool:
+        """Whether decoding leaves the values of these blocks where they are."""
+        return self.attends_on_host or self.is_sparse
+
+    @property
+    def moved_share(self) -> float:
+        """Of the bytes of these blocks, what moves to the device for every token."""
+        return (not self.values_stay) / 2 + (not self.attends_on_host) / 2
+
+    @property
+    def uses_disk(self) -> bool:
+        return any(part.disk > 0 for part in (self.weights, self.cache, self.activations))
+
+    @property
     def is_sparse(self) -> bool:
         return self.attention_sparsity < 1
 

@@ -10,7 +10,6 @@ from math import ceil, floor
 from typing import Any
 
 from flexgen_jax.config import ModelConfig
-from flexgen_jax.layers.spec import Formats, model_spec
 from flexgen_jax.policy.cost_model import Costs, block_terms
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import HardwareProfile
@@ -43,6 +42,16 @@ class Choices:
     cache_bits: tuple[int, ...] = (16,)
     attentions: tuple[Attention, ...] = ("host", "device")
     sparsities: tuple[float, ...] = (1.0,)
+
+    @classmethod
+    def keeping(cls, policy: Policy) -> Choices:
+        """What a policy says of bits, sparsity and, unless it is "auto", attention."""
+        return cls(
+            weight_bits=(policy.weight_bits,),
+            cache_bits=(policy.cache_bits,),
+            attentions=cls.attentions if policy.attention == "auto" else (policy.attention,),
+            sparsities=(policy.attention_sparsity,),
+        )
 
 
 @dataclass(frozen=True)
@@ -255,21 +264,20 @@ def evaluate(problem: Problem, policy: Policy) -> Plan:
     shape = problem.shape(policy)
     sample = max(1, SAMPLED_STEPS // (problem.config.num_layers * len(shape.batch_sizes)))
     needed = problem.peak(policy)
-    formats: Formats = policy.formats(problem.dtype)
-    layers = model_spec(problem.config)
-    tiers = place_weights(layers, problem.dtype, policy)
-    cached = page_cached(layers, formats, tiers, problem.budgets.spare_ram(needed))
-    work = problem.of_block(policy).typical
     costs = problem.costs(policy)
+    tiers = place_weights(costs.layers, problem.dtype, policy)
+    spare = problem.budgets.spare_ram(needed)
+    cached = page_cached(costs.layers, costs.formats, tiers, spare)
+    work = problem.of_block(policy).typical
     block = simulate(costs, BlockShape.of(policy, work), problem.unified, cached, sample)
     sequences = sum(shape.batch_sizes)
     wanted = problem.workload.num_sequences or sequences
     count, left = divmod(wanted, sequences)
-    parts = [(block, count)]
+    blocks = [block] * count
     if left:  # the last block moves as many weights as the others
         last = BlockShape.of(policy, replace(work, num_sequences=left))
-        parts.append((simulate(costs, last, problem.unified, cached, sample), 1))
-    return _plan(problem, policy, sequences, wanted, needed, parts)
+        blocks.append(simulate(costs, last, problem.unified, cached, sample))
+    return _plan(problem, policy, sequences, wanted, needed, blocks)
 
 
 def _plan(
@@ -278,34 +286,26 @@ def _plan(
     sequences: int,
     wanted: int,
     needed: dict[Tier, int],
-    parts: Sequence[tuple[Prediction, int]],
+    blocks: Sequence[Prediction],
 ) -> Plan:
-    """parts: predictions, and of how many blocks."""
-    block = parts[0][0]
-    prefill_s, decode_s = (
-        sum(count * seconds for seconds, count in phase)
-        for phase in (
-            [(part.prefill_s, count) for part, count in parts],
-            [(part.decode_s, count) for part, count in parts],
-        )
-    )
+    """The sum of the blocks, of which the first is a whole one."""
+    prefill_s = sum(block.prefill_s for block in blocks)
+    decode_s = sum(block.decode_s for block in blocks)
     return Plan(
         policy=policy,
         block_sequences=sequences,
         num_sequences=wanted,
         prefill_s=prefill_s,
         decode_s=decode_s,
-        latency_s=block.total_s,
+        latency_s=blocks[0].total_s,
         throughput=wanted * problem.workload.typical.tokens_each / (prefill_s + decode_s),
         peak_bytes=needed,
-        busy_s={
-            name: sum(part.busy_s[name] * count for part, count in parts) for name in block.busy_s
-        },
-        binding=block.binding,
+        busy_s={name: sum(block.busy_s[name] for block in blocks) for name in blocks[0].busy_s},
+        binding=blocks[0].binding,
     )
 
 
-def search(problem: Problem, checked: int = CHECKED) -> list[Plan]:
+def search(problem: Problem) -> list[Plan]:
     """The best plans, the chosen one first; empty where none fits or meets the limits."""
     plans: list[Plan] = []
     looked_at: set[Policy] = set()
@@ -316,7 +316,7 @@ def search(problem: Problem, checked: int = CHECKED) -> list[Plan]:
         looked_at.add(policy)
         plan = evaluate(problem, policy)
         plans += [plan] if _meets_limits(problem, plan) else []
-        if len(plans) == checked or len(looked_at) == 4 * checked:
+        if len(plans) == CHECKED or len(looked_at) == 4 * CHECKED:
             break
     if problem.min_throughput is not None:
         return sorted(plans, key=lambda plan: plan.latency_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from flexgen_jax.policy.cost_model import Costs
@@ -53,60 +53,59 @@ class Loading:
     ready: float = -1.0
 
 
-@dataclass
 class Simulation:
-    """One block of batches on its way through a model that is not there.
+    """One block of batches on its way through a model that is not there."""
 
-    sample: of how many decoding tokens, evenly over them; the others take as long as these, and KV
-        blocks that fill up between them are not written.
-    """
-
-    costs: Costs
-    shape: BlockShape
-    unified: bool
-    page_cached: frozenset[str] = frozenset()
-    sample: int | None = None
-    _loads: dict[str, dict[Hashable, Loading]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        costs, policy = self.costs, self.costs.policy
+    def __init__(
+        self,
+        costs: Costs,
+        shape: BlockShape,
+        unified: bool,
+        page_cached: frozenset[str],
+        sample: int | None,
+    ) -> None:
+        policy = costs.policy
+        self.costs, self.shape, self.unified = costs, shape, unified
+        self.page_cached = page_cached
         self._policy, self._ahead = policy, Ahead.of(policy)
-        self._clock = Clock(costs.hw, policy.overlap, self.unified)
+        self._clock = Clock(costs.hw, policy.overlap, unified)
         self._tiers = place_weights(costs.layers, costs.formats.dtype, policy)
         self._plan = plan_cache(costs.config, policy, self.shape)
-        batches = len(self.shape.batch_sizes)
+        batches = len(shape.batch_sizes)
         self._homes = place_activations(len(costs.layers) - 1, batches, policy)
-        self._loads = {"weights": {}, "cache": {}, "hidden": {}}
+        kinds = ("weights", "cache", "hidden")
+        self._loads: dict[str, dict[Hashable, Loading]] = {kind: {} for kind in kinds}
         self._warm: set[int] = set()
         self._writes: dict[tuple[int, int], float] = {}
         self._pending: deque[float] = deque(maxlen=PENDING_WRITES + 1)
         self._visit, self._next_visits = -1, list[Step]()
-        self._hidden: dict[int, tuple[tuple[int, int], float]] = {}
-        self._hidden_disk: dict[int, float] = {}
-        self._sizes = CacheSizes(costs, self._plan, self.shape.batch_sizes)
+        self._hidden: dict[int, tuple[int, int]] = {}
+        self._hidden_disk: set[int] = set()
+        self._sizes = CacheSizes(costs, self._plan, shape.batch_sizes)
         self._cached_until: dict[tuple[int, int], int] = {}
         self._projected: dict[Step, float] = {}
-        self._tokens, self._weight = _sampled(self.shape.gen_len, self.sample)
+        self._tokens, self._weight = _sampled(shape.gen_len, sample)
         self._weight_loads = [self._weights_of(layer) for layer in range(len(costs.layers))]
 
     def run(self) -> Prediction:
         """Goes through the steps."""
         shape = (len(self._tokens), len(self.costs.layers), len(self.shape.batch_sizes))
-        weight = self._weight
         phases, last = [0.0, 0.0], 0.0
         before: tuple[Step, float] | None = None
         ahead = LookAhead(steps_of(self._policy.schedule, *shape))
         self._read_ahead(ahead, -1)
         for step in ahead:
-            self._clock.weight = weight[step.token]
+            self._clock.weight = self._weight[step.token]
             self._copy_ahead(step, ahead)
             done = self._compute(step, ahead)
-            for current in (before, (step, done) if not self._policy.overlap else None):
-                if current is not None:
-                    self._retire(*current)
-            before = (step, done) if self._policy.overlap else None
+            if before is not None:
+                self._retire(*before)
+            before = (step, done)
+            if not self._policy.overlap:
+                self._retire(*before)
+                before = None
             self._read_ahead(ahead, step.visit)
-            phases[step.token > 0] += (self._clock.now - last) * weight[step.token]
+            phases[step.token > 0] += (self._clock.now - last) * self._weight[step.token]
             last = self._clock.now
         if before is not None:
             self._retire(*before)
@@ -178,8 +177,7 @@ class Simulation:
     # Hidden states
 
     def _is_waiting(self, step: Step) -> bool:
-        found = self._hidden.get(step.batch)
-        if found is None or found[0] != (step.token, step.layer - 1):
+        if self._hidden.get(step.batch) != (step.token, step.layer - 1):
             return False
         home = self._homes.get((step.layer - 1, step.batch))
         return home != "disk" or step.batch in self._hidden_disk
@@ -188,7 +186,7 @@ class Simulation:
         # What was just written to disk is still in RAM, and needed again so soon.
         home = self._homes[step.layer - 1, step.batch]
         nbytes = self._hidden_bytes(step)
-        if home == "disk" and self._hidden_disk.get(step.batch, 0.0) == 0.0:
+        if home == "disk" and step.batch not in self._hidden_disk:
             return Loading(self._clock.read(nbytes, True, "page_cache", nbytes), nbytes)
         return Loading(None, 0 if home == "device" else nbytes)
 
@@ -280,10 +278,8 @@ class Simulation:
         start = None if step in self._loads["cache"] else self._start_cache(step)
         ready = max(ready, self._take("cache", step, start))
         self._loads["cache"].pop(step)
-        rows, cached = (
-            self.shape.batch_sizes[step.batch],
-            self._sizes.of(step.layer - 1, step.batch),
-        )
+        rows = self.shape.batch_sizes[step.batch]
+        cached = self._sizes.of(step.layer - 1, step.batch)
         position = self._position(step)
         sealed = self._sizes.sealed(step.batch, position)
         there, total = 0, 0
@@ -317,8 +313,8 @@ class Simulation:
         return clock.compute(fixed + rest, back)
 
     def _put_hidden(self, step: Step, done: float) -> None:
-        self._hidden[step.batch] = ((step.token, step.layer), done)
-        self._hidden_disk.pop(step.batch, None)
+        self._hidden[step.batch] = (step.token, step.layer)
+        self._hidden_disk.discard(step.batch)
         if self._homes[step.layer, step.batch] != "device":
             self._clock.move("device_to_host", self._hidden_bytes(step), done)
 
@@ -342,15 +338,15 @@ class Simulation:
         if cached.homes[block] != "device":
             clock.move("device_to_host", 2 * self.costs.hidden_bytes(rows, 1))
         if self._sizes.sealed(step.batch, position + 1) > block:
-            if self.costs.policy.cache_bits < 16:
+            is_quantized = self._policy.cache_bits < 16
+            if is_quantized:
                 # Quantized on the device, which a block in pinned memory first has to get to.
                 away = cached.homes[block] != "device"
                 opened = 2 * self.costs.hidden_bytes(rows, cached.lengths[block]) if away else 0
                 ready = clock.move("host_to_device", opened)
                 elements = self.costs.kv_elements(rows, cached.lengths[block])
                 clock.wait(clock.compute(self.costs.quantize_s(elements), ready))
-            is_there = self.costs.policy.cache_bits < 16
-            self._store(where, rows, cached, [block], on_device=is_there)
+            self._store(where, rows, cached, [block], on_device=is_quantized)
 
     def _store(
         self, where: tuple[int, int], rows: int, cached: Cached, blocks: list[int], on_device: bool
@@ -371,9 +367,9 @@ class Simulation:
     def _settle_hidden(self, step: Step) -> None:
         if self._homes[step.layer, step.batch] != "disk":
             return
-        if self._hidden.get(step.batch, ((-1, -1), 0.0))[0] == (step.token, step.layer):
-            done = self._clock.move("disk_write", self._hidden_bytes(step))
-            self._hidden_disk[step.batch] = done
+        if self._hidden.get(step.batch) == (step.token, step.layer):
+            self._clock.move("disk_write", self._hidden_bytes(step))
+            self._hidden_disk.add(step.batch)
 
 
 def _sampled(count: int, sample: int | None) -> tuple[list[int], list[int]]:
@@ -393,6 +389,10 @@ def simulate(
     page_cached: frozenset[str] = frozenset(),
     sample: int | None = None,
 ) -> Prediction:
-    """What a block of batches of this shape takes; page_cached: tensors on disk that the operating
-    system keeps in RAM after their first read."""
+    """What a block of batches of this shape takes.
+
+    page_cached: tensors on disk that the operating system keeps in RAM after their first read.
+    sample: of how many decoding tokens, evenly over them; the others take as long as these, and KV
+        blocks that fill up between them are not written.
+    """
     return Simulation(costs, shape, unified, page_cached, sample).run()
