@@ -172,6 +172,13 @@ def read_prompts(path: Path) -> list[str]:
     help="On a CPU, keep the device's and the host's memory apart and copy between them, as with a "
     "GPU.",
 )
+@click.option("--breakdown", is_flag=True, help="Print where the time went: computing and I/O.")
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write every transfer and computation to FILE; open it at https://ui.perfetto.dev.",
+    metavar="FILE",
+)
 @json_option
 @model_options
 @policy_options
@@ -180,6 +187,8 @@ def bench(
     gen_len: int,
     num_sequences: int | None,
     copies: bool,
+    breakdown: bool,
+    trace: Path | None,
     json_file: Path | None,
     **options: Any,
 ) -> None:
@@ -187,34 +196,16 @@ def bench(
 
     Compilation and the placing of the weights are done first and not counted.
     """
-    from flexgen_jax.bench import run_bench
+    from flexgen_jax.bench import bench_summary, breakdown_table, run_bench
 
     check_json(json_file)
-    unified = False if copies else None
-    with open_llm(default_batches=num_sequences or 1, unified=unified, **options) as llm:
+    options |= {"unified": False if copies else None, "trace": trace}
+    with open_llm(default_batches=num_sequences or 1, **options) as llm:
         report = run_bench(llm, prompt_len, gen_len, num_sequences, options["seed"])
     click.echo(bench_summary(report))
+    if breakdown:
+        click.echo("\n" + breakdown_table(report))
     write_json(json_file, report)
-
-
-def bench_summary(report: dict[str, Any]) -> str:
-    """The report for people."""
-    moved = ", ".join(f"{link} {n / 1e9:.2f} GB" for link, n in report["bytes"].items() if n)
-    steps = max(1, report["decode_steps"])
-    decoded = report["decode_bytes"].items()
-    each = ", ".join(f"{link} {n / steps / 1e6:.2f} MB" for link, n in decoded if n)
-    busy = ", ".join(f"{what} {s:.1f} s" for what, s in report["busy_s"].items() if s > 0.005)
-    peaks = ", ".join(f"{tier} {n / 2**30:.2f} GiB" for tier, n in report["peak_bytes"].items())
-    return (
-        f"{report['model']}, {report['num_sequences']} x ({report['prompt_len']} + "
-        f"{report['gen_len']}) tokens, {report['dtype']}\n"
-        f"generation {report['generation_throughput']:.2f} token/s "
-        f"(prefill {report['prefill_s']:.2f} s, decode {report['decode_s']:.2f} s; "
-        f"placing weights {report['init_s']:.1f} s and compiling {report['compile_s']:.1f} s "
-        f"not counted)\n"
-        f"moved: {moved or 'nothing'}\nmoved for a token of every sequence: {each or 'nothing'}\n"
-        f"busy: {busy}\npeak: {peaks}"
-    )
 
 
 @main.command()

@@ -265,6 +265,7 @@ def open_llm(
     attention_sparsity: float | None,
     default_batches: int,
     unified: bool | None = None,
+    trace: Path | None = None,
     **policy_flags: Any,
 ) -> LLM:
     """The `LLM` that the shared flags describe."""
@@ -288,6 +289,7 @@ def open_llm(
             seed=seed,
             progress=sys.stderr.isatty() if progress is None else progress,
             unified=unified,
+            trace=trace,
         )
     except RuntimeError as error:
         raise UserError(f"cannot start: {error}") from None

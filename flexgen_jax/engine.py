@@ -24,6 +24,7 @@ from flexgen_jax.profiles import cache_folder, read_profile
 from flexgen_jax.progress import Progress
 from flexgen_jax.sampling import SamplingParams, sampling_arrays
 from flexgen_jax.session import Session
+from flexgen_jax.trace import Trace
 from flexgen_jax.units import parse_bytes
 
 Prompts = str | Sequence[str]
@@ -44,6 +45,7 @@ class LLM:
     device_memory, host_memory, disk_space: budgets such as "16GB"; None is what is there.
     offload_dir: where the disk tier lies; reused by later runs.
     hardware: the profile to plan with: a file or a known machine's name; None is this machine's.
+    trace: a file to which every transfer and computation is written, for ui.perfetto.dev.
 
     Raises `UserError` where something about these, or about a prompt, is wrong.
     """
@@ -67,6 +69,7 @@ class LLM:
         progress: bool = False,
         unified: bool | None = None,
         hardware: str | Path | None = None,
+        trace: str | Path | None = None,
     ) -> None:
         tune_allocator()
         on_cpu = jax.devices()[0].platform == "cpu"
@@ -97,6 +100,7 @@ class LLM:
             progress=self._progress,
             profile=read_profile(hardware) if hardware is not None else None,
         )
+        self._trace = Trace(Path(trace)) if trace is not None else None
         self._session: Session | None = None
         self._finalizer: Any = None
 
@@ -154,7 +158,7 @@ class LLM:
                     raise
                 what = first_line(error)
                 self._progress.say(f"flexgen-jax: out of memory, going on with less: {what}")
-            self.close()
+            self._close_session()
             left = collector.restart(left)
 
     def _run_blocks(
@@ -233,6 +237,11 @@ class LLM:
 
     def close(self) -> None:
         """Frees the tiers; what later runs can reuse stays in the offload folder."""
+        self._close_session()
+        if self._trace is not None:
+            self._trace.close()
+
+    def _close_session(self) -> None:
         if self._finalizer is not None:
             self._finalizer()
         self._session = None
@@ -253,16 +262,15 @@ class LLM:
         if self._session is not None and self._session.suits(policy):
             self._session.policy = policy
             return self._session
-        self.close()
-        session = Session(
-            self.config, self.dtype, policy, workload, self._planner, self._model.source
-        )
+        self._close_session()
+        source, trace = self._model.source, self._trace
+        session = Session(self.config, self.dtype, policy, workload, self._planner, source, trace)
         self._finalizer = weakref.finalize(self, session.close)
         self._session = session
         try:
             session.place(self._progress)
         except BaseException:
-            self.close()
+            self._close_session()
             raise
         return session
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from flexgen_jax.config import UserError
 from flexgen_jax.policy.policy import TIERS, Tier
+from flexgen_jax.trace import Trace
 
 Link = Literal["disk_read", "disk_write", "host_to_device", "device_to_host"]
 Resource = Literal[
     "disk_read", "disk_write", "host_to_device", "device_to_host", "compute", "host_compute"
 ]
+Content = Literal["weights", "cache", "activations", "layers", "attention"]
+"""What is moved, or computed."""
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 LINKS: tuple[Link, ...] = get_args(Link)
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
@@ -23,58 +30,122 @@ class BudgetError(UserError, MemoryError):
     """A plan, or a run, needs more bytes in a tier than its budget; says which and the way out."""
 
 
+@dataclass(eq=False, slots=True)
+class Operation:
+    """Something that a resource does: of which content, asked for in which phase.
+
+    what: for people, e.g. "weights of decoder layer 3"; start: when it began, in seconds by
+    `time.perf_counter`; run: the count of the run that it belongs to.
+    """
+
+    resource: Resource
+    content: Content
+    what: str
+    nbytes: int
+    phase: Phase
+    start: float
+    run: int
+
+
+@dataclass
+class _Busy:
+    """Bytes, and the seconds in which at least one operation was under way."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    active: int = 0
+    since: float = 0.0
+
+    def begin(self, now: float) -> None:
+        if self.active == 0:
+            self.since = now
+        self.active += 1
+
+    def end(self, now: float) -> None:
+        self.active -= 1
+        if self.active == 0:
+            self.seconds += now - self.since
+
+
 class Metrics:
     """Counters of one run. Safe to use from the threads on which transfers complete."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace | None = None) -> None:
         self._lock = threading.Lock()
+        self._trace = trace
+        self._run = 0
         self.reset()
 
     def reset(self) -> None:
+        """Begins a new run; operations begun before it are no part of it."""
         with self._lock:
-            self.bytes: dict[Link, int] = dict.fromkeys(LINKS, 0)
-            self._decode_bytes: dict[Link, int] = dict.fromkeys(LINKS, 0)
-            self._is_decoding = False
-            self._busy: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
-            self._active: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
-            self._since: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
+            self._run += 1
+            self._phase: Phase = "prefill"
+            self._whole: dict[Resource, _Busy] = {name: _Busy() for name in RESOURCES}
+            self._parts: dict[tuple[Phase, Resource, Content], _Busy] = defaultdict(_Busy)
 
-    def begin(self, resource: Resource) -> None:
-        """The resource starts one more operation."""
+    def queue(self, resource: Resource, content: Content, what: str, nbytes: int = 0) -> Operation:
+        """The resource was asked for one more operation, which moves so many bytes."""
         with self._lock:
-            if self._active[resource] == 0:
-                self._since[resource] = time.perf_counter()
-            self._active[resource] += 1
+            operation = Operation(resource, content, what, nbytes, self._phase, 0.0, self._run)
+            for busy in self._counters(operation):
+                busy.nbytes += nbytes
+        return operation
 
-    def end(self, resource: Resource) -> None:
+    def start(self, operation: Operation) -> None:
+        """The resource starts an operation that was in its queue."""
+        operation.start = time.perf_counter()
+        with self._lock:
+            if operation.run == self._run:
+                for busy in self._counters(operation):
+                    busy.begin(operation.start)
+
+    def begin(self, resource: Resource, content: Content, what: str, nbytes: int = 0) -> Operation:
+        """The resource starts one more operation at once."""
+        operation = self.queue(resource, content, what, nbytes)
+        self.start(operation)
+        return operation
+
+    def end(self, operation: Operation) -> None:
         """The resource finished one of its operations."""
+        now = time.perf_counter()
         with self._lock:
-            # An operation begun before a reset is not part of this run.
-            if self._active[resource] > 0:
-                self._active[resource] -= 1
-                if self._active[resource] == 0:
-                    self._busy[resource] += time.perf_counter() - self._since[resource]
+            if operation.run != self._run:
+                return
+            for busy in self._counters(operation):
+                busy.end(now)
+        if self._trace is not None:
+            track = f"{operation.resource}: {operation.content}".replace("_", " ")
+            details = {"phase": operation.phase, "bytes": operation.nbytes}
+            self._trace.span(track, operation.what, operation.start, now, **details)
 
-    def moved(self, link: Link, nbytes: int) -> None:
-        with self._lock:
-            self.bytes[link] += nbytes
-            if self._is_decoding:
-                self._decode_bytes[link] += nbytes
+    def _counters(self, operation: Operation) -> tuple[_Busy, _Busy]:
+        key = (operation.phase, operation.resource, operation.content)
+        return self._whole[operation.resource], self._parts[key]
 
-    def enter(self, is_decoding: bool) -> None:
-        """From now on bytes are those of decoding, or of prefill."""
+    def enter(self, phase: Phase) -> None:
+        """What begins from now on belongs to this phase."""
         with self._lock:
-            self._is_decoding = is_decoding
+            self._phase = phase
 
     def report(self) -> dict[str, Any]:
         """{"bytes": {link: bytes}, "decode_bytes": of transfers that began while decoding,
-        "busy_s": {resource: seconds}}; busy time is the time in which at least one operation was
-        under way."""
+        "busy_s": {resource: seconds}, "breakdown": a row of phase, resource, content, bytes and
+        busy_s for each that was used}; busy time is the time in which at least one operation was
+        under way, and the phase the one in which it began."""
         with self._lock:
+            decoded = dict.fromkeys(LINKS, 0)
+            rows: list[dict[str, Any]] = []
+            for (phase, resource, content), busy in sorted(self._parts.items()):
+                if phase == "decode" and resource in LINKS:
+                    decoded[resource] += busy.nbytes
+                row = {"phase": phase, "resource": resource, "content": content}
+                rows.append({**row, "bytes": busy.nbytes, "busy_s": busy.seconds})
             return {
-                "bytes": dict(self.bytes),
-                "decode_bytes": dict(self._decode_bytes),
-                "busy_s": dict(self._busy),
+                "bytes": {link: self._whole[link].nbytes for link in LINKS},
+                "decode_bytes": decoded,
+                "busy_s": {name: busy.seconds for name, busy in self._whole.items()},
+                "breakdown": rows,
             }
 
 

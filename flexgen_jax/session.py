@@ -26,6 +26,7 @@ from flexgen_jax.policy.placement import (
 from flexgen_jax.policy.policy import TIERS, Policy, Tier, Workload
 from flexgen_jax.policy.schedule import Step
 from flexgen_jax.progress import Progress
+from flexgen_jax.trace import Trace
 
 
 class Session:
@@ -39,6 +40,7 @@ class Session:
         workload: Workload,
         planner: Planner,
         source: WeightSource,
+        trace: Trace | None = None,
     ) -> None:
         self.policy, self.workload = policy, workload
         self._config = config
@@ -51,6 +53,7 @@ class Session:
             {tier: budgets.allowed(tier) for tier in TIERS},
             planner.offload_dir if policy.uses_disk else None,
             planner.unified,
+            trace,
         )
         self._tiers = place_weights(self._runtime.layers, dtype, policy)
         spare = planner.spare_ram(policy, workload)

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "flexgen_jax"
 
 # Each room may import from those before it.
 ORDER = [
-    {"config", "units"},
+    {"config", "units", "trace"},
     {"layers"},
     {"families", "checkpoint", "tokenizer"},
     {"policy"},

@@ -9,7 +9,8 @@ import numpy as np
 
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import DiskArray
-from flexgen_jax.offload.transfer import Load, counted, finish
+from flexgen_jax.offload.transfer import Load, finish
+from flexgen_jax.offload.watching import counted
 from flexgen_jax.policy.memory import PENDING_WRITES
 from flexgen_jax.policy.policy import Tier
 
@@ -40,7 +41,9 @@ class Activations:
         self._forget(batch)
         self._runtime.ledger.take(home, hidden.nbytes)
         self._taken[batch] = (home, hidden.nbytes)
-        self._arrays[batch] = hidden if home == "device" else self._runtime.memories.to_host(hidden)
+        if home != "device":
+            hidden = self._runtime.memories.to_host(hidden, "activations", _name(batch))
+        self._arrays[batch] = hidden
         self._version[batch] = (token, layer)
 
     def settle(self, token: int, layer: int, batch: int) -> None:
@@ -58,8 +61,10 @@ class Activations:
             )
             self._files[batch, host.shape] = file
         self._runtime.ledger.take("host", host.nbytes)
+        metrics = self._runtime.metrics
+        operation = metrics.begin("disk_write", "activations", _name(batch), host.nbytes)
         write = file.write(np.asarray(host))
-        counted(self._runtime.metrics, "disk_write", host.nbytes, write)
+        counted(metrics, operation, [write])
         self._writes[batch] = (write, host.nbytes)
         self._on_disk[batch] = file
         while len(self._writes) > PENDING_WRITES:
@@ -70,15 +75,15 @@ class Activations:
 
         What is still in RAM, because it is needed again so soon, does not go by way of the disk.
         """
-        what = f"activations of batch {batch}"
         if batch in self._arrays:
-            return Load(what, self._arrays[batch])
+            return Load("activations", _name(batch), self._arrays[batch])
         file, runtime = self._on_disk[batch], self._runtime
         buffer = runtime.pool.take(file.shape, file.dtype)
-        load = Load(what, buffer.array, buffers=[buffer])
+        load = Load("activations", _name(batch), buffer.array, buffers=[buffer])
         with load.abandoned_on_error(runtime.pool):
-            future = file.read_into(buffer.view, is_urgent=True)
-            load.reads.append(counted(runtime.metrics, "disk_read", file.nbytes, future))
+            operation = runtime.metrics.begin("disk_read", "activations", load.what, file.nbytes)
+            load.reads.append(file.read_into(buffer.view, is_urgent=True))
+            counted(runtime.metrics, operation, load.reads)
         return load
 
     def _finish_write(self, batch: int) -> None:
@@ -87,7 +92,7 @@ class Activations:
             write, nbytes = self._writes.pop(batch)
             self._runtime.ledger.give("host", nbytes)
             del self._arrays[batch]
-            finish([write], f"activations of batch {batch}")
+            finish([write], _name(batch))
 
     def _forget(self, batch: int) -> None:
         self._finish_write(batch)
@@ -105,3 +110,7 @@ class Activations:
         for batch in list(self._taken):
             self._forget(batch)
         self._version.clear()
+
+
+def _name(batch: int) -> str:
+    return f"activations of batch {batch}"

@@ -115,7 +115,9 @@ def _starts(part: Part) -> np.ndarray:
 
 def _candidates(runtime: Runtime, ranked: Ranked, part: Part) -> Candidates:
     """Ranked tokens on the host, by their indices in the sequence."""
-    scores, tokens, lse = (np.asarray(x) for x in runtime.memories.to_host(ranked))
+    scores, tokens, lse = (
+        np.asarray(x) for x in runtime.memories.to_host(ranked, "attention", "ranked tokens")
+    )
     lengths = (*part.lengths, part.tail) if part.tail else part.lengths
     spans = zip(part.starts, lengths, strict=True)
     indices = np.concatenate([np.arange(start, start + length) for start, length in spans])

@@ -20,8 +20,9 @@ from flexgen_jax.metrics import Ledger, Metrics
 from flexgen_jax.offload.disk import OffloadFolder
 from flexgen_jax.offload.host_attention import HostAttention
 from flexgen_jax.offload.tiers import BufferPool, Memories
-from flexgen_jax.offload.transfer import Watcher
+from flexgen_jax.offload.watching import Watcher
 from flexgen_jax.policy.policy import Tier
+from flexgen_jax.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,12 @@ class Runtime:
         budgets: Mapping[Tier, int | None],
         offload_dir: Path | None,
         unified: bool | None = None,
+        trace: Trace | None = None,
     ) -> Runtime:
         """`offload_dir` is None where the policy puts nothing on disk."""
-        metrics, ledger = Metrics(), Ledger(budgets)
-        memories = Memories(metrics, unified)
+        metrics, ledger = Metrics(trace), Ledger(budgets)
+        watcher = Watcher(metrics)
+        memories = Memories(watcher, unified)
         return cls(
             config=config,
             formats=formats,
@@ -60,7 +63,7 @@ class Runtime:
             ledger=ledger,
             metrics=metrics,
             pool=BufferPool(memories, ledger),
-            watcher=Watcher(metrics),
+            watcher=watcher,
             programs=Programs(config, formats),
             host_attention=HostAttention(),
             folder=OffloadFolder(offload_dir) if offload_dir is not None else None,
@@ -89,13 +92,13 @@ class Runtime:
     def on_host(self, attend: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
         """What a method of `host_attention` finds for a query on the device, to which its results
         are sent."""
-        rows = np.asarray(self.memories.to_host(query))
-        self.metrics.begin("host_compute")
+        rows = np.asarray(self.memories.to_host(query, "attention", "queries"))
+        operation = self.metrics.begin("host_compute", "attention", "attention on the host")
         try:
             found = attend(rows, *args)
         finally:
-            self.metrics.end("host_compute")
-        return self.memories.send(found)
+            self.metrics.end(operation)
+        return self.memories.send(found, "attention", "partial results")
 
     def close(self) -> None:
         self.watcher.close()

@@ -125,10 +125,10 @@ class BlockRun:
         ahead = LookAhead(steps_of(self._policy.schedule, *shape))
         try:
             before: Computed | None = None
-            self._runtime.metrics.enter(False)
+            self._runtime.metrics.enter("prefill")
             self._read_ahead(ahead, -1)
             for step in ahead:
-                self._runtime.metrics.enter(step.token > 0)
+                self._runtime.metrics.enter("decode" if step.token else "prefill")
                 self._copy_ahead(step, ahead)
                 computed = self._compute(step, ahead)
                 self._release_weights(step, ahead)
@@ -192,7 +192,7 @@ class BlockRun:
             computed, hidden = self._prefill(step, weights)
         else:
             computed, hidden = self._decode(step, weights, ahead)
-        self._runtime.watcher.started("compute", computed.finite)
+        self._watch(step, computed.finite)
         self._weight_loads.used((step.visit, step.layer), computed.finite)
         if kind != "embedding":
             self._hidden_loads.used(step, computed.finite)
@@ -200,6 +200,12 @@ class BlockRun:
         if hidden is not None:
             self._activations.put(step.token, step.layer, step.batch, hidden)
         return computed
+
+    def _watch(self, step: Step, result: Any, part: str = "") -> None:
+        """Counts the device as busy with a step until `result`, which was enqueued, is computed."""
+        what = f"{self._layer(step).name}{part}, token {step.token}, batch {step.batch}"
+        operation = self._runtime.metrics.queue("compute", "layers", what)
+        self._runtime.watcher.follow(operation, None, result)
 
     def _embed(self, step: Step, weights: Any) -> tuple[Computed, jax.Array]:
         batch = self._batches[step.batch]
@@ -248,6 +254,7 @@ class BlockRun:
             return self._projected.pop(step)
         program = self._runtime.programs.project(self._batches[step.batch].size)
         found: tuple[jax.Array, KVBlock] = program(weights, self._hidden_loads.take(step))
+        self._watch(step, found[0], " (projection)")
         return found
 
     def _project_early(self, step: Step, following: list[Step], weights: Any) -> None:

@@ -24,7 +24,8 @@ from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import CHUNK_BYTES, DiskArray
 from flexgen_jax.offload.host_attention import HostBlock
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
-from flexgen_jax.offload.transfer import Load, counted, finish
+from flexgen_jax.offload.transfer import Load, finish
+from flexgen_jax.offload.watching import counted
 from flexgen_jax.policy.memory import PENDING_WRITES
 from flexgen_jax.policy.placement import CacheKey, CachePlan, Part
 from flexgen_jax.policy.policy import Tier
@@ -151,7 +152,7 @@ class KVCache:
         """Hands over one token's key and value; seals the tail when it is full."""
         tail = self._tails[where]
         if tail.views:
-            moved = self._runtime.memories.to_host(new)
+            moved = self._runtime.memories.to_host(new, "cache", _name(where))
             for view, array in zip(tail.views, moved, strict=True):
                 view[:, :, tail.used] = np.asarray(array)[:, :, 0]
         else:
@@ -171,7 +172,9 @@ class KVCache:
             self._store(key, tail.arrays, tail.buffers)
             return
         program = runtime.programs.seal(self._batch_sizes[key.batch], tail.length)
-        sealed = jax.block_until_ready(program(runtime.memories.to_device(tail.arrays)))
+        sealed = jax.block_until_ready(
+            program(runtime.memories.to_device(tail.arrays, "cache", "a full KV block"))
+        )
         tier = self._tail_tier(key)
         if tail.buffers:
             for buffer in tail.buffers:
@@ -210,7 +213,7 @@ class KVCache:
         """Puts a complete block into its home; its memory is already counted."""
         home = self._plan.homes[key]
         if home != "device" and not buffers:
-            arrays = self._runtime.memories.to_host(arrays)
+            arrays = self._runtime.memories.to_host(arrays, "cache", _name(key[:2]))
         if home != "disk":
             self._blocks[key] = arrays
             self._buffers += buffers
@@ -220,11 +223,12 @@ class KVCache:
         nbytes = self._nbytes(key)
         self._take("disk", nbytes)
         files = self._stored(key)
-        futures = []
+        futures, metrics = [], self._runtime.metrics
+        operation = metrics.begin("disk_write", "cache", _name(key[:2]), nbytes)
         for index, view in enumerate(views):
             side, leaf = divmod(index, len(files))
-            write = files[leaf].write(view, (key.layer, side))
-            futures.append(counted(self._runtime.metrics, "disk_write", view.nbytes, write))
+            futures.append(files[leaf].write(view, (key.layer, side)))
+        counted(metrics, operation, futures)
         self._pending.append(PendingWrite((key.layer, key.batch), futures, nbytes, buffers))
         self._settle(lambda write: all(future.done() for future in write.futures))
         steps = list(dict.fromkeys(write.where for write in self._pending))
@@ -234,7 +238,7 @@ class KVCache:
     def _settle(self, is_chosen: Any) -> None:
         """Waits for the chosen writes and gives back their memory; raises what went wrong."""
         for write in [write for write in self._pending if is_chosen(write)]:
-            finish(write.futures, f"writing the KV cache of decoder layer {write.where[0]}")
+            finish(write.futures, f"writing the {_name(write.where)}")
             self._pending.remove(write)
             if write.buffers:
                 for buffer in write.buffers:
@@ -247,7 +251,7 @@ class KVCache:
         # Buffers for reading are not to be added to what the prompts' blocks still hold.
         is_first, self._is_read = not self._is_read, True
         self._settle(lambda write: is_first or write.where == where)
-        load: KVLoad = Load(f"KV cache of decoder layer {where[0]}", Moving((), ()))
+        load: KVLoad = Load("cache", _name(where), Moving((), ()))
         tail, sealed = self._tails[where], self._sealed[where]
         here: list[KVBlock] = []
         there: list[HostBlock] = []
@@ -262,6 +266,10 @@ class KVCache:
                 else:
                     here.append(arrays)
                 start += length
+        if load.reads:
+            nbytes = sum(buffer.view.nbytes for buffer in load.buffers)
+            operation = self._runtime.metrics.begin("disk_read", "cache", load.what, nbytes)
+            counted(self._runtime.metrics, operation, load.reads)
         keys = () if self._plan.keys_stay else tuple(key for _, (key, _) in there)
         load.tree = Moving(tuple(here), keys)
         part_here, part_there = (self._plan.part(*where, sealed, at) for at in (False, True))
@@ -279,8 +287,7 @@ class KVCache:
             # Waiting for the step that is being computed would hold up the next one.
             buffer = runtime.pool.take(file.shape[2:], file.dtype, may_wait=False)
             load.buffers.append(buffer)
-            future = file.read_into(buffer.view, (key.layer, side), is_urgent=True)
-            load.reads.append(counted(runtime.metrics, "disk_read", buffer.view.nbytes, future))
+            load.reads.append(file.read_into(buffer.view, (key.layer, side), is_urgent=True))
             arrays.append(buffer.array)
         array: Kept = assemble(self._storage(key), arrays)
         return array
@@ -307,3 +314,7 @@ class KVCache:
             self._runtime.ledger.give(tier, nbytes)
         self._pending, self._tails, self._blocks, self._buffers = [], {}, {}, []
         self._taken = {"device": 0, "host": 0, "disk": 0}
+
+
+def _name(where: Where) -> str:
+    return f"KV cache of decoder layer {where[0]}, batch {where[1]}"

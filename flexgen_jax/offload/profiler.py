@@ -21,13 +21,14 @@ from flexgen_jax.checkpoint import DummyWeights
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.families import known_shape
 from flexgen_jax.layers.spec import Formats
-from flexgen_jax.metrics import Ledger, Metrics
+from flexgen_jax.metrics import Content, Ledger, Metrics
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import DiskArray, OffloadFolder
 from flexgen_jax.offload.executor import Batch, BlockRun
 from flexgen_jax.offload.machine import available_memory, detect_budgets, release_memory
 from flexgen_jax.offload.profile_compute import PREFILLS, ROWS, ComputeProbe, Sample, rate_of, timed
 from flexgen_jax.offload.tiers import BufferPool, Memories
+from flexgen_jax.offload.watching import Watcher
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.memory import BlockShape, plan_cache
@@ -153,7 +154,7 @@ def disk_rates(offload_dir: Path) -> tuple[Rate, Rate, Rate]:
     folder = OffloadFolder(offload_dir)
     reads, writes, cached = [], [], []
     try:
-        pool = BufferPool(Memories(Metrics()), Ledger({}))
+        pool = BufferPool(Memories(Watcher(Metrics())), Ledger({}))
         for size, total_bytes in DISK_SIZES:
             is_tight = shutil.disk_usage(offload_dir).free < ROOMY * total_bytes
             count = total_bytes // size // (12 if is_tight else 1)
@@ -202,13 +203,18 @@ def _read_all(arrays: list[DiskArray], out: np.ndarray) -> None:
 
 def copy_rates() -> tuple[Rate, Rate]:
     """Byte/s of copies to the device and back, between pinned memory and the device."""
-    memories = Memories(Metrics(), unified=False)
+    watcher = Watcher(Metrics())
+    memories = Memories(watcher, unified=False)
+    what: tuple[Content, str] = ("weights", "a copy to measure")
     there, back = [], []
     for size in COPY_SIZES:
         on_device = jnp.zeros(size, jnp.uint8)
-        on_host = jax.block_until_ready(memories.to_host(on_device))
-        there.append((float(size), float(size), timed(partial(memories.to_device, on_host))))
-        back.append((float(size), float(size), timed(partial(memories.to_host, on_device))))
+        on_host = jax.block_until_ready(memories.to_host(on_device, *what))
+        to_device = partial(memories.to_device, on_host, *what)
+        to_host = partial(memories.to_host, on_device, *what)
+        there.append((float(size), float(size), timed(to_device)))
+        back.append((float(size), float(size), timed(to_host)))
+    watcher.close()
     return rate_of(there), rate_of(back)
 
 
@@ -258,7 +264,7 @@ def beside_computing(probe: ComputeProbe, offload_dir: Path) -> tuple[dict[str, 
     try:
         shape, kind = (32 * MB // 2,), np.dtype(np.uint16)
         array = folder.scratch_array("profile-drag", shape, (8 * MB // 2,), kind)
-        buffer = BufferPool(Memories(Metrics()), Ledger({})).take(shape, kind)
+        buffer = BufferPool(Memories(Watcher(Metrics())), Ledger({})).take(shape, kind)
         array.write(buffer.view).result()
         step = probe.step(16)
         alone = timed(step, repeat=15, at_least=0.5).seconds

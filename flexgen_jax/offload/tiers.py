@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from flexgen_jax.metrics import Ledger, Metrics
+from flexgen_jax.metrics import Content, Ledger, Link
 from flexgen_jax.offload.reads import whole_pages
+from flexgen_jax.offload.watching import Watcher
 
 T = TypeVar("T")
 
@@ -27,48 +28,52 @@ def tree_bytes(tree: Any) -> int:
 class Memories:
     """The device's memory and the host memory that it can copy from and to."""
 
-    def __init__(self, metrics: Metrics, unified: bool | None = None) -> None:
+    def __init__(self, watcher: Watcher, unified: bool | None = None) -> None:
         self.device = jax.devices()[0]
-        self.metrics = metrics
+        self._watcher = watcher
         self.unified = self.device.platform == "cpu" if unified is None else unified
         self._device_sharding = jax.sharding.SingleDeviceSharding(self.device)
         self._host_sharding = self._device_sharding
         if not self.unified:
             self._host_sharding = self._device_sharding.with_memory_kind("pinned_host")
 
-    def to_device(self, tree: T) -> T:
-        """Starts moving the host arrays among the leaves; returns at once."""
-        return tree if self.unified else self._move(tree, "host_to_device")
+    def to_device(self, tree: T, content: Content, what: str) -> T:
+        """Starts moving the host arrays among the leaves; returns at once. content, what: see
+        `metrics.Operation`."""
+        return tree if self.unified else self._move(tree, "host_to_device", content, what)
 
-    def to_host(self, tree: T) -> T:
+    def to_host(self, tree: T, content: Content, what: str) -> T:
         """Starts moving the leaves to the host; returns at once."""
-        return tree if self.unified else self._move(tree, "device_to_host")
+        return tree if self.unified else self._move(tree, "device_to_host", content, what)
 
-    def send(self, tree: Any) -> Any:
+    def send(self, tree: Any, content: Content, what: str) -> Any:
         """Starts moving small NumPy arrays, which nobody changes any more, to the device."""
         if self.unified:
             return tree
-        self.metrics.moved("host_to_device", tree_bytes(tree))
-        return jax.device_put(tree, self._device_sharding)
+        return self._put(tree, "host_to_device", content, what)
 
     def on_host(self, array: jax.Array) -> bool:
         """Whether the array would have to be copied to be computed with."""
         return not self.unified and array.sharding.memory_kind == "pinned_host"
 
-    def _move(self, tree: T, link: Any) -> T:
+    def _move(self, tree: T, link: Link, content: Content, what: str) -> T:
         to_device = link == "host_to_device"
         leaves, shape = jax.tree.flatten(tree)
         chosen = [i for i, leaf in enumerate(leaves) if self.on_host(leaf) == to_device]
         if chosen:
-            target = self._device_sharding if to_device else self._host_sharding
-            self.metrics.begin(link)
-            moved = jax.device_put([leaves[i] for i in chosen], target)
-            self.metrics.moved(link, tree_bytes(moved))
-            self.metrics.end(link)
+            moved = self._put([leaves[i] for i in chosen], link, content, what)
             for i, leaf in zip(chosen, moved, strict=True):
                 leaves[i] = leaf
         result: T = jax.tree.unflatten(shape, leaves)
         return result
+
+    def _put(self, tree: Any, link: Link, content: Content, what: str) -> Any:
+        """Starts a copy, which counts as under way until it is done."""
+        target = self._device_sharding if link == "host_to_device" else self._host_sharding
+        operation = self._watcher.metrics.queue(link, content, what, tree_bytes(tree))
+        moved = jax.device_put(tree, target)
+        self._watcher.follow(operation, tree, moved)
+        return moved
 
     def host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         """Host memory of its own, in whole pages, where the disk can be read to directly.

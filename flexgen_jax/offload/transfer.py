@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,52 +10,12 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from flexgen_jax.metrics import Ledger, Metrics, Resource
+from flexgen_jax.metrics import Content, Ledger
 from flexgen_jax.offload.disk import OffloadError
 from flexgen_jax.offload.tiers import BufferPool, HostBuffer, Memories, tree_bytes
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
-
-
-class Watcher:
-    """Ends the busy time of computations when their results are ready.
-
-    Only an observer: an error in a computation reaches the thread that uses its result.
-    """
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._queue: queue.SimpleQueue[tuple[Resource, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="flexgen-watcher", daemon=True)
-        self._thread.start()
-
-    def started(self, resource: Resource, result: Any) -> None:
-        """`result`'s computation was enqueued; it counts as busy until it is ready."""
-        self._metrics.begin(resource)
-        self._queue.put((resource, result))
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            resource, result = item
-            try:
-                jax.block_until_ready(result)
-            except Exception:  # noqa: S110 - raised again wherever the result is used
-                pass
-            finally:
-                self._metrics.end(resource)
-
-
-def counted(metrics: Metrics, resource: Resource, nbytes: int, future: Any) -> Any:
-    """Counts a disk transfer's bytes, and its busy time until the future is done."""
-    metrics.begin(resource)
-    metrics.moved(resource, nbytes)  # type: ignore[arg-type]
-    future.add_done_callback(lambda _: metrics.end(resource))
-    return future
 
 
 def finish(futures: Sequence[Any], what: str) -> None:
@@ -73,11 +31,13 @@ def finish(futures: Sequence[Any], what: str) -> None:
 class Load(Generic[T]):
     """A pytree of arrays on its way to the device.
 
-    tree: its leaves in whatever tier they are in now; reads: disk reads that are filling host
-    buffers among the leaves; buffers: host buffers to give back after use; last_reader: a result
-    of the last computation that reads the tree; staying: what is read with it but not moved.
+    content, what: for the counters and for people; tree: its leaves in whatever tier they are in
+    now; reads: disk reads that are filling host buffers among the leaves; buffers: host buffers to
+    give back after use; last_reader: a result of the last computation that reads the tree;
+    staying: what is read with it but not moved.
     """
 
+    content: Content
     what: str
     tree: T
     reads: list[Any] = field(default_factory=list)
@@ -110,7 +70,7 @@ class Load(Generic[T]):
         on_host = [leaf for leaf in jax.tree.leaves(self.tree) if memories.on_host(leaf)]
         ledger.take("device", tree_bytes(on_host))
         self._copied_bytes = tree_bytes(on_host)
-        self.tree = memories.to_device(self.tree)
+        self.tree = memories.to_device(self.tree, self.content, self.what)
         self._copied = True
 
     def release(self, pool: BufferPool, ledger: Ledger) -> None:

@@ -17,7 +17,8 @@ from flexgen_jax.layers.storage import Leaf, Storage
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import DiskArray, WeightFolder, row_ranges
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
-from flexgen_jax.offload.transfer import Load, counted
+from flexgen_jax.offload.transfer import Load
+from flexgen_jax.offload.watching import counted
 from flexgen_jax.policy.policy import Tier
 
 Progress = Callable[[int], object]
@@ -80,7 +81,7 @@ class WeightStore:
         self._fill(tensor, [writable_view(array) for array in arrays])
         whole = assemble(storage, arrays)
         if tier == "device":
-            whole = jax.block_until_ready(runtime.memories.to_device(whole))
+            whole = jax.block_until_ready(runtime.memories.to_device(whole, "weights", tensor.key))
         self._arrays[tensor.key] = whole
 
     def _storage(self, tensor: TensorSpec) -> Storage:
@@ -150,18 +151,27 @@ class WeightStore:
 
     def start(self, layer: LayerSpec) -> Load[dict[str, Kept]]:
         """Starts bringing a layer's tensors together; what is on disk is read into the ring."""
-        load: Load[dict[str, Kept]] = Load(f"weights of {layer.name}", {})
+        load: Load[dict[str, Kept]] = Load("weights", f"weights of {layer.name}", {})
+        reads: list[tuple[int, Any]] = []
         with load.abandoned_on_error(self._runtime.pool):
             for tensor in layer.tensors:
                 if tensor.key in self._files:
-                    arrays = self._read(tensor.key, layer.kind != "decoder", load)
+                    arrays = self._read(tensor.key, layer.kind != "decoder", load, reads)
                     load.tree[tensor.path] = assemble(self._storage(tensor), arrays)
                 else:
                     load.tree[tensor.path] = self._arrays[tensor.key]
+        if reads:
+            sizes, futures = zip(*reads, strict=True)
+            metrics = self._runtime.metrics
+            operation = metrics.begin("disk_read", "weights", load.what, sum(sizes))
+            counted(metrics, operation, futures)
         return load
 
-    def _read(self, key: str, is_end: bool, load: Load[Any]) -> list[jax.Array]:
-        """Starts reading every leaf of a tensor into the ring, as a part of `load`."""
+    def _read(
+        self, key: str, is_end: bool, load: Load[Any], reads: list[tuple[int, Any]]
+    ) -> list[jax.Array]:
+        """Starts reading every leaf of a tensor into the ring, as a part of `load`, and adds to
+        `reads` the bytes and the future of each that was not under way."""
         runtime, arrays = self._runtime, []
         for name, file in enumerate(self._files[key]):
             if (key, name) in self._kept:
@@ -169,8 +179,8 @@ class WeightStore:
                 buffer.holders += 1
             else:
                 buffer = runtime.pool.take(file.shape, file.dtype)
-                future = file.read_into(buffer.view)
-                read = counted(runtime.metrics, "disk_read", file.nbytes, future)
+                read = file.read_into(buffer.view)
+                reads.append((file.nbytes, read))
                 if is_end:
                     buffer.holders += 1
                     self._kept[key, name] = (buffer, read)
