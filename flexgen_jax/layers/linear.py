@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, row_parts
 from flexgen_jax.layers.spec import part_bytes
 
-FEW_ROWS = 16
-"""With at most so many rows a product is the reading of its kernel."""
+FEW_ROWS = 64
+"""With at most so many rows a product takes little longer than the reading of its kernel."""
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
@@ -71,10 +71,10 @@ def _product(rows: jax.Array, kernel: jax.Array) -> jax.Array:
     count = rows.shape[0]
     if count > FEW_ROWS or rows.dtype == jnp.float32 or jax.default_backend() != "cpu":
         return dot(rows, kernel)
-    # XLA's CPU backend copies the right operand, so the kernel is the left one. Multiplied by one
-    # it is turned: a mere transposition would make XLA turn the product around again.
-    turned, one = dot(kernel, rows), jnp.eye(count, dtype=jnp.float32)
-    return jnp.einsum("or,rs->so", turned, one, precision=jax.lax.Precision.HIGHEST)
+    # XLA's CPU backend copies the right operand, so the kernel is the left one. Without the barrier
+    # XLA would turn the product around again.
+    turned: jax.Array = jax.lax.optimization_barrier(dot(kernel, rows))
+    return turned.T
 
 
 class Linear(nn.Module):

@@ -22,7 +22,7 @@ from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.quantization import Kept, assemble, quantize_as
 from flexgen_jax.layers.sampling import greedy, sample
 from flexgen_jax.layers.sparse_attention import Ranked, attend_ranked, rank
-from flexgen_jax.layers.spec import SCORED_ROWS, Formats, LayerSpec, model_spec
+from flexgen_jax.layers.spec import SCORED_ROWS, Formats, LayerSpec, model_spec, prefilled
 from flexgen_jax.layers.storage import Storage
 
 Tail = tuple[jax.Array, jax.Array]
@@ -49,18 +49,47 @@ def _embed(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
 def _prefill(config: ModelConfig, formats: Formats, cuts: tuple[int, ...]) -> Callable[..., Any]:
     dtype = jnp.dtype(formats.dtype)
 
-    def prefill(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
+    def some(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
+        """Hidden states of some sequences, and the stored leaves of their blocks."""
         hidden, (key, value) = _apply(
             DecoderLayer(config, dtype), weights, hidden, first_valid, method="prefill"
         )
         blocks, start = [], 0
         for length in cuts:
             part = (slice(None), slice(None), slice(start, start + length))
-            blocks.append(_seal(formats, (key[part], value[part])))
+            block = _seal(formats, (key[part], value[part]))
+            blocks.append([jax.tree.leaves(side) for side in block])
             start += length
+        return hidden, blocks
+
+    def prefill(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
+        batch, tokens, _ = hidden.shape
+        size = prefilled(batch, tokens, formats.weight_bits)
+        found = _in_groups(partial(some, weights), size, hidden, first_valid)
+        hidden, leaves = found
+        shape = (batch, config.num_heads, 0, config.head_dim)
+        blocks = []
+        for length, sides in zip(cuts, leaves, strict=True):
+            storage = formats.kv((*shape[:2], length, shape[3]))
+            blocks.append(tuple(assemble(storage, side) for side in sides))
         return hidden, tuple(blocks), jnp.isfinite(hidden).all()
 
     return prefill
+
+
+def _in_groups(compute: Callable[..., Any], size: int, *arrays: jax.Array) -> Any:
+    """`compute` of `size` rows at a time, one group after the other; its results joined."""
+    count, rest = divmod(arrays[0].shape[0], size)
+    if count == 1 and not rest:
+        return compute(*arrays)
+    cut = count * size
+    groups = [x[:cut].reshape(count, size, *x.shape[1:]) for x in arrays]
+    found = jax.lax.map(lambda group: compute(*group), groups)
+    found = jax.tree.map(lambda x: x.reshape(cut, *x.shape[2:]), found)
+    if not rest:
+        return found
+    last = compute(*(x[cut:] for x in arrays))
+    return jax.tree.map(lambda first, second: jnp.concatenate([first, second]), found, last)
 
 
 def _seal(formats: Formats, block: KVBlock) -> KVBlock:

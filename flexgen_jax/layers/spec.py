@@ -12,8 +12,13 @@ from typing import Literal
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.storage import FORMAT_VERSION, Storage, kv_storage
 
-SCORE_BYTES = 64 << 20
+SCORE_BYTES = 16 << 20
 """Prefill forms the fp32 attention scores of as many heads at a time as fit in this."""
+
+PREFILL_ROWS = {16: 512, 8: 2048, 4: 2048}
+"""Prefill takes as many sequences through a layer at a time as have so many tokens, by the bits of
+the weights, which are unpacked anew each time: enough for products at full speed, and temporaries
+so small that they stay in caches and in memory that the process already has."""
 
 SCORED_ROWS = 256
 """Scoring forms the logits of this many positions at a time."""
@@ -159,6 +164,11 @@ def num_parameters(config: ModelConfig) -> int:
 def part_bytes(rows: int, out: int) -> int:
     """Of an unpacked part of a kernel; no smaller than the product, whose parts are joined."""
     return max(PART_BYTES, 4 * rows * out)
+
+
+def prefilled(batch: int, tokens: int, weight_bits: int) -> int:
+    """How many of a batch's sequences go through a layer together in prefill."""
+    return max(1, min(batch, PREFILL_ROWS[weight_bits] // tokens))
 
 
 def scored_heads(heads: int, tokens: int) -> int:

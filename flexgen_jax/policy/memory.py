@@ -15,6 +15,7 @@ from flexgen_jax.layers.spec import (
     LayerSpec,
     model_spec,
     part_bytes,
+    prefilled,
     scored_heads,
 )
 from flexgen_jax.layers.storage import Leaf
@@ -219,12 +220,16 @@ def workspace_bytes(
 ) -> int:
     """Temporaries and results of the largest computation: a layer's prefill, or the head."""
     item = DTYPES[formats.dtype]
-    count = rows * tokens
-    heads = scored_heads(rows * config.num_heads, tokens)
+    group = prefilled(rows, tokens, formats.weight_bits)
+    count = group * tokens
+    heads = scored_heads(group * config.num_heads, tokens)
     scores = 2 * heads * tokens * tokens * 4
     mlp = count * config.ffn_size * (4 + item)
     attention = count * config.hidden_size * (4 + 4 * item) + scores
     prefill = max(mlp, attention) + count * config.hidden_size * (4 + 5 * item)
+    # Hidden states, keys and values of finished groups; twice where they have to be joined.
+    results = rows * tokens * config.hidden_size * 3 * item if group < rows else 0
+    prefill += results * (1 if rows % group == 0 else 2)
     unpacked = 0
     if formats.weight_bits < 16:
         largest = max(config.ffn_size, config.hidden_size) * config.hidden_size * item

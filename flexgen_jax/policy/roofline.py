@@ -1,0 +1,74 @@
+"""The least time that a run can take: bytes over bandwidth and FLOPs over peak, nothing else.
+
+Where the cost model says what to expect, this says what cannot be beaten: every resource is as
+fast as it was ever measured in the profile, and all of them work at the same time.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from flexgen_jax.config import DTYPES, ModelConfig
+from flexgen_jax.layers.spec import model_spec
+from flexgen_jax.policy.cost_model import Costs
+from flexgen_jax.policy.hardware import HardwareProfile, Rate
+from flexgen_jax.policy.policy import Policy, Workload
+
+
+def roofline(
+    config: ModelConfig, dtype: str, policy: Policy, workload: Workload, hw: HardwareProfile
+) -> dict[str, float]:
+    """Seconds that each resource needs at its best, by name; the largest bounds the run.
+
+    compute: 2 FLOPs a parameter and token. memory: weights and the KV cache that is attended to on
+    the host, once a step, from RAM. disk_read: what the policy keeps there, once a step, the tables
+    of both ends once a block. host_to_device: what is not on the device; 0 on a unified machine.
+    The page cache can make a run faster than the disk's bound.
+    """
+    costs = Costs(config, dtype, policy, hw)
+    rows, tokens = workload.num_sequences, workload.gen_len
+    blocks = ceil(rows / (policy.batch_size * policy.num_batches))
+    layers = config.num_layers
+    # Tokens before the new one, added up over the decode steps.
+    before = (tokens - 1) * workload.prompt_len + (tokens - 1) * (tokens - 2) // 2
+    cache = layers * costs.kv_bytes(rows, 1) * before
+    weights = blocks * (tokens * layers * costs.layer_bytes() + costs.end_bytes())
+    on_host = cache * (1 - policy.cache.device) if policy.values_stay else 0
+    seconds = {
+        "compute": _flops(config, workload) / _best(hw.linear[16]),
+        "disk_read": (policy.weights.disk * weights + policy.cache.disk * cache)
+        / _best(hw.disk_read),
+        "memory": on_host / _memory(hw, dtype),
+        "host_to_device": 0.0,
+    }
+    if hw.unified:
+        in_ram = weights * (1 - policy.weights.disk)
+        seconds["memory"] = (in_ram + cache) / _memory(hw, dtype)
+    else:
+        moved = (1 - policy.weights.device) * weights
+        moved += policy.moved_share * (1 - policy.cache.device) * cache
+        seconds["host_to_device"] = moved / _best(hw.host_to_device)
+    return seconds
+
+
+def _flops(config: ModelConfig, workload: Workload) -> float:
+    """Of the products of all layers, and of the head for each new token."""
+    layers = model_spec(config)
+    decoder, head = (
+        sum(t.size for t in layer.tensors if not t.is_small) for layer in (layers[1], layers[-1])
+    )
+    each = workload.prompt_len + workload.gen_len - 1
+    return (
+        2.0
+        * workload.num_sequences
+        * (config.num_layers * decoder * each + head * workload.gen_len)
+    )
+
+
+def _best(rate: Rate) -> float:
+    return max(speed for _, speed in rate.points)
+
+
+def _memory(hw: HardwareProfile, dtype: str) -> float:
+    """Byte/s at which decode attention reads a cache of the model's dtype on the host."""
+    return DTYPES[dtype] * _best(hw.host_attention[16])

@@ -1,0 +1,73 @@
+"""The bound against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flexgen_jax.families import known_shape
+from flexgen_jax.layers.spec import num_parameters
+from flexgen_jax.policy.cost_model import Costs
+from flexgen_jax.policy.hardware import Rate
+from flexgen_jax.policy.machines import known_machine
+from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.roofline import roofline
+from flexgen_jax.policy.search import Budgets, Problem, evaluate
+
+CONFIG = known_shape("facebook/opt-1.3b")
+HIDDEN, LAYERS = 2048, 24
+LAYER = 12 * HIDDEN**2 * 2
+"""Bytes of a layer's matrices."""
+ENDS = 2 * (50272 * HIDDEN) * 2 + 2050 * HIDDEN * 2
+MACHINE = replace(
+    known_machine("t4-16gb"),
+    linear={16: Rate(((1.0, 1e11), (64.0, 2e12), (512.0, 1e12)))},
+    disk_read=Rate(((1e6, 1e9), (1e8, 2e9))),
+    host_to_device=Rate.constant(1e10),
+    host_attention={16: Rate.constant(1e10)},  # 20 GB/s of bf16
+)
+WORK = Workload(100, 11, 40)
+
+
+def bound(*percent: float, unified: bool = False, **options: object) -> dict[str, float]:
+    policy = Policy.from_percent(*percent, **{"batch_size": 10, "num_batches": 2, **options})
+    machine = replace(MACHINE, unified=unified)
+    return roofline(CONFIG, "bfloat16", policy, WORK, machine)
+
+
+def test_compute_is_two_flops_a_parameter_and_token() -> None:
+    flops = 2 * 40 * (110 * LAYERS * 12 * HIDDEN**2 + 11 * 50272 * HIDDEN)
+    assert bound(100, 0, 100, 0, 100, 0)["compute"] == pytest.approx(flops / 2e12)
+    assert flops == pytest.approx(2 * 40 * 110 * num_parameters(CONFIG), rel=0.1)
+
+
+def test_disk_reads_weights_once_a_step_of_each_block_and_the_cache_once_a_step() -> None:
+    weights = 2 * (11 * LAYERS * LAYER + ENDS)  # two blocks, eleven tokens
+    cache = 40 * LAYERS * 4 * HIDDEN * sum(range(100, 110))
+    found = bound(50, 0, 0, 75, 100, 0)
+    assert found["disk_read"] == pytest.approx((0.5 * weights + 0.25 * cache) / 2e9, rel=1e-3)
+    assert found["host_to_device"] == pytest.approx(0.5 * weights / 1e10, rel=1e-3)
+    moved = bound(50, 0, 0, 75, 100, 0, attention="device")
+    both = (0.5 * weights + cache) / 1e10
+    assert moved["host_to_device"] == pytest.approx(both, rel=1e-3)
+    assert moved["memory"] == 0
+
+
+def test_memory_of_a_unified_machine_gives_weights_and_cache_once_a_step() -> None:
+    weights = 2 * (11 * LAYERS * LAYER + ENDS)
+    cache = 40 * LAYERS * 4 * HIDDEN * sum(range(100, 110))
+    found = bound(25, 25, 100, 0, 100, 0, unified=True)
+    assert found["memory"] == pytest.approx((0.5 * weights + cache) / 2e10, rel=1e-3)
+    assert found["host_to_device"] == 0
+
+
+@pytest.mark.parametrize("machine", ["t4-16gb", "h200-141gb", "generic-cpu"])
+@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 50, 0, 50, 0, 50)])
+def test_no_prediction_beats_the_bound(machine: str, percent: tuple[float, ...]) -> None:
+    hw = known_machine(machine)
+    policy = Policy.from_percent(*percent, batch_size=8, num_batches=5)
+    least = roofline(CONFIG, "bfloat16", policy, WORK, hw)
+    budgets = Budgets(device=None, host=None, disk=None, shared=None)
+    problem = Problem(CONFIG, "bfloat16", hw, budgets, hw.unified, WORK)
+    assert max(least.values()) <= evaluate(problem, policy).total_s
