@@ -1,15 +1,15 @@
-"""Measures this project against the PyTorch reference under the same memory limit.
+"""Measures this project and the PyTorch reference in turn, under the same limits.
 
-    sudo python scripts/benchmark.py disk --folder /ssd/bench --json result.json
+    sudo python scripts/benchmark.py cpu-full --folder /ssd/bench --json result.json
 
-Every run is its own process in its own memory cgroup (page cache counted) and begins with a
-cold page cache. Suites:
+Every run is a process of its own in its own memory cgroup (page cache counted) that begins with a
+cold page cache; warm-up and placing the weights are not counted. First the machine is measured,
+for the planner and for the bound; then the reference's best batch is looked for, by doubling it
+until the run fails or slows; then all take turns (A B C A B C ...). Suites:
 
-  disk      OPT-1.3B, prompt 128, 32 new tokens, weights on disk, 2.5 GB: this project against
-            transformers with Accelerate's disk offload, at each of its batch sizes
-  tight     the same with the KV cache on disk too, 1.5 GB, this project alone
-  overlap   everything on disk, with and without overlap
-  bits      everything on disk, 1.5 GB, weights and KV cache in 16 and in 4 bits
+  cpu-quick  ten minutes            ablation   one technique less at a time (the paper's table 4)
+  cpu-full   an hour and a half     latency    throughput over latency (figure 1)
+  gpu-16gb   the paper's table 2    lengths    other lengths of prompts and texts
 """
 
 from __future__ import annotations
@@ -20,100 +20,141 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmark_report import markdown
+from benchmark_suites import Case, Ours, suites
+from flexgen_jax.families import known_shape
+from flexgen_jax.policy.hardware import HardwareProfile
+from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.roofline import roofline
 from limits import run_limited
 
-SHAPE = ["--model", "facebook/opt-1.3b", "--prompt-len", "128", "--gen-len", "32"]
 HERE = Path(__file__).parent
-Rows = Iterator[dict[str, Any]]
+KEPT = (
+    *("generation_throughput", "total_s", "prefill_s", "decode_s", "num_sequences", "policy"),
+    *("predicted", "bytes", "busy_s", "breakdown", "storage_read_bytes", "peak_bytes"),
+    *("computed_peak_bytes", "offload", "batch_size"),
+)
+"""Of a run's report."""
 
 
-def placed(percent: str, num_batches: int = 2) -> list[str]:
-    """Flags for FlexGen's six numbers and blocks of batches of 16."""
-    shape = ["--batch-size", "16", "--num-batches", str(num_batches)]
-    return ["--percent", *percent.split(), *shape]
+class Bench:
+    """The runs of one suite, which end up in one file."""
 
+    def __init__(self, args: argparse.Namespace, has_gpu: bool) -> None:
+        self.folder: Path = args.folder
+        self.repeat: int = args.repeat
+        self.has_gpu = has_gpu
+        self.dtype = "float16" if has_gpu else "bfloat16"
+        self.profile = self._profile(args.keep_profile)
 
-def ours(
-    folder: Path, limit: float, *flags: str, shape: list[str] = SHAPE, name: str = ""
-) -> dict[str, Any]:
-    """One `flexgen-jax bench` in a cgroup of `limit` bytes."""
-    result = folder / "ours.json"
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "flexgen_jax.cli", "bench", *shape, "--dummy-weights"]
-    command += ["--dtype", "bfloat16", *flags, "--offload-dir", str(folder / "offload")]
-    return measured(name or "flexgen_jax", [*command, "--json", str(result)], result, limit)
+    def _profile(self, keep: bool) -> HardwareProfile:
+        """Of this machine, measured now unless it is to be kept."""
+        file = self.folder / "profile.json"
+        os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")  # where runs look for it
+        if not (keep and file.exists()):
+            command = [sys.executable, "-m", "flexgen_jax.cli", "profile", "--json", str(file)]
+            command += ["--dtype", self.dtype, "--offload-dir", str(self.folder / "offload")]
+            subprocess.run(command, check=True)
+        return HardwareProfile.from_json(file.read_text())
 
+    def case(self, case: Case, keep: Any) -> None:
+        """Runs a case; every run's row goes to `keep`."""
+        if case.offloads:
+            write = self._reference_command(case, "none", 1)
+            subprocess.run([*write, "--write-only"], check=True)
+        best = None if case.is_batch_fixed else self._best_reference(case, keep)
+        if case.is_batch_fixed:
+            best = (case.offloads[0], case.batch)
+        for round_ in range(self.repeat):
+            chosen: Policy | None = None
+            for ours in case.ours:
+                row = self.ours(case, ours, chosen)
+                keep(row | {"round": round_})
+                if chosen is None and "failed" not in row:
+                    chosen = Policy.from_json(json.dumps(row["policy"]))
+            if best is not None:
+                keep(self.reference(case, *best) | {"round": round_})
 
-def reference(folder: Path, limit: float, batch_size: int) -> dict[str, Any]:
-    """One run of transformers with Accelerate disk offload in a cgroup of `limit` bytes."""
-    result = folder / "reference.json"
-    result.unlink(missing_ok=True)
-    command = [sys.executable, str(HERE / "benchmark_torch.py"), *SHAPE]
-    command += ["--batch-size", str(batch_size), "--folder", str(folder)]
-    name = f"transformers + Accelerate, batch {batch_size}"
-    return measured(name, [*command, "--json", str(result)], result, limit)
+    def _best_reference(self, case: Case, keep: Any) -> tuple[str, int] | None:
+        """The offload and the batch of the reference's highest throughput."""
+        found: dict[tuple[str, int], float] = {}
+        for offload in case.offloads:
+            batch, last = case.batch, 0.0
+            while True:
+                row = self.reference(case, offload, batch)
+                keep(row | {"round": "search"})
+                if row.get("generation_throughput", 0.0) <= last:
+                    break
+                last = found[offload, batch] = row["generation_throughput"]
+                batch *= 2
+        return max(found, key=lambda key: found[key]) if found else None
 
+    def ours(self, case: Case, ours: Ours, chosen: Policy | None) -> dict[str, Any]:
+        """One `flexgen-jax bench`, with its bound."""
+        flags = [*self._shape(case), "--dtype", self.dtype, "--dummy-weights", *ours.flags]
+        flags += ["--offload-dir", str(self.folder / "offload")]
+        if case.on_gpu:
+            flags += ["--device-memory", str(case.limit)]
+        if ours.policy is not None:
+            if chosen is None:
+                return {"case": case.name, "name": ours.name, "failed": "no policy to change"}
+            file = self.folder / "policy.json"
+            file.write_text(json.dumps(json.loads(chosen.to_json()) | ours.policy))
+            flags += ["--policy", str(file)]
+        command = [sys.executable, "-m", "flexgen_jax.cli", "bench", *flags]
+        row = self._measured(case, f"ours, {ours.name}", command)
+        return row if "failed" in row else row | self._bound(case, row)
 
-def measured(name: str, command: list[str], result: Path, limit: float) -> dict[str, Any]:
-    """Runs a command that writes its figures to `result`; a failed run says how it failed."""
-    outcome = run_limited(command, int(limit), timeout=600)
-    row: dict[str, Any] = {"name": name, "limit": int(limit), "command": " ".join(command)}
-    row |= {"cgroup_peak_bytes": outcome.peak_bytes, "process_s": outcome.seconds}
-    if result.exists():
-        row |= json.loads(result.read_text())
-    else:
-        code = "timed out" if outcome.returncode is None else f"exit code {outcome.returncode}"
-        row["failed"] = f"{code}: {outcome.output[-300:]}"
-    throughput = row.get("generation_throughput")
-    said = f"{throughput:.2f} token/s" if throughput else row["failed"]
-    print(f"{name}: {said}", flush=True)
-    return row
+    def reference(self, case: Case, offload: str, batch: int) -> dict[str, Any]:
+        """One run of the PyTorch reference."""
+        name = f"reference, {offload}, batch {batch}"
+        return self._measured(case, name, self._reference_command(case, offload, batch))
 
+    def _reference_command(self, case: Case, offload: str, batch: int) -> list[str]:
+        command = [sys.executable, str(HERE / "benchmark_torch.py"), *self._shape(case)]
+        command += ["--offload", offload, "--batch-size", str(batch), "--folder", str(self.folder)]
+        if case.on_gpu:
+            return [*command, "--device", "cuda", "--device-memory", str(case.limit)]
+        # What is left of the limit is for Python, PyTorch, the KV cache and temporaries.
+        return [*command, "--host-memory", str(case.limit // 3)]
 
-def suite_disk(folder: Path, args: argparse.Namespace) -> Rows:
-    """This project and the reference in turn (A B A C A D)."""
-    write = [sys.executable, str(HERE / "benchmark_torch.py"), *SHAPE, "--write-only"]
-    subprocess.run([*write, "--folder", str(folder)], check=True)
-    flags = placed("0 0 0 100 100 0")
-    for batch_size in args.batch_sizes:
-        yield ours(folder, 2.5e9, *flags)
-        yield reference(folder, 2.5e9, batch_size)
+    def _shape(self, case: Case) -> list[str]:
+        lengths = ["--prompt-len", str(case.prompt_len), "--gen-len", str(case.gen_len)]
+        return ["--model", case.model, *lengths]
 
+    def _measured(self, case: Case, name: str, command: list[str]) -> dict[str, Any]:
+        """Runs a command that writes its figures to a file; a failed run says how it failed."""
+        result = self.folder / "result.json"
+        result.unlink(missing_ok=True)
+        command = [*command, "--json", str(result)]
+        outcome = run_limited(command, None if case.on_gpu else case.limit, case.timeout)
+        row: dict[str, Any] = {"case": case.name, "name": name, "limit": case.limit}
+        row |= {"command": " ".join(command), "process_s": outcome.seconds}
+        row |= {"cgroup_peak_bytes": outcome.peak_bytes}
+        if result.exists():
+            report = json.loads(result.read_text())
+            row |= {key: report[key] for key in KEPT if key in report}
+        else:
+            code = "timed out" if outcome.returncode is None else f"exit code {outcome.returncode}"
+            row["failed"] = f"{code}: {outcome.output[-300:]}"
+        speed = row.get("generation_throughput")
+        said = f"{speed:.2f} token/s" if speed else row["failed"]
+        print(f"{case.name}: {name}: {said}", flush=True)
+        return row
 
-def suite_tight(folder: Path, args: argparse.Namespace) -> Rows:
-    flags = placed("0 0 0 0 100 0")
-    yield ours(folder, 1.5e9, *flags)
-
-
-def suite_overlap(folder: Path, args: argparse.Namespace) -> Rows:
-    """Disk and compute time within a factor of two of each other."""
-    shape = ["--model", "facebook/opt-1.3b", "--prompt-len", "32", "--gen-len", "16"]
-    flags = placed("0 0 0 0 0 0", num_batches=8)
-    for _ in range(args.repeat):
-        yield ours(folder, 2e9, *flags, shape=shape, name="overlap")
-        yield ours(folder, 2e9, *flags, "--no-overlap", shape=shape, name="no overlap")
-
-
-def suite_bits(folder: Path, args: argparse.Namespace) -> Rows:
-    """Everything on disk, in 16 bits and in 4."""
-    for _ in range(args.repeat):
-        for bits in ("16", "4"):
-            widths = ["--weight-bits", bits, "--cache-bits", bits]
-            flags = [*placed("0 0 0 0 0 0", num_batches=1), *widths]
-            yield ours(folder, 1.5e9, *flags, name=f"{bits} bits")
-
-
-SUITES: dict[str, Callable[[Path, argparse.Namespace], Rows]] = {
-    "disk": suite_disk,
-    "tight": suite_tight,
-    "overlap": suite_overlap,
-    "bits": suite_bits,
-}
+    def _bound(self, case: Case, row: dict[str, Any]) -> dict[str, Any]:
+        """The least seconds by the profile, and the share of the run that they are."""
+        policy = Policy.from_json(json.dumps(row["policy"]))
+        workload = Workload(case.prompt_len, case.gen_len, row["num_sequences"])
+        config = known_shape(case.model)
+        seconds = roofline(config, self.dtype, policy, workload, self.profile)
+        binding = max(seconds, key=lambda name: seconds[name])
+        share = seconds[binding] / row["total_s"]
+        return {"bound_s": seconds, "binding": binding, "of_bound": share}
 
 
 def machine() -> dict[str, Any]:
@@ -125,41 +166,51 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: version_of(name) for name in packages},
     }
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    head = "| run | token/s | prefill s | decode s | disk read GB | cgroup peak GB |"
-    lines = [head, "| --- | --- | --- | --- | --- | --- |"]
-    for row in rows:
-        if "failed" in row:
-            lines.append(f"| {row['name']} | failed: {row['failed'].splitlines()[-1]} | | | | |")
-            continue
-        phases = [f"{row[k]:.1f}" if k in row else "" for k in ("prefill_s", "decode_s")]
-        read = f"{row['bytes']['disk_read'] / 1e9:.1f}" if "bytes" in row else ""
-        cells = [row["name"], f"{row['generation_throughput']:.2f}", *phases, read]
-        lines.append("| " + " | ".join([*cells, f"{row['cgroup_peak_bytes'] / 1e9:.2f}"]) + " |")
-    return "\n".join(lines)
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def find_gpu() -> bool:
+    """Asked in a process of its own, which gives the GPU back."""
+    code = "import jax; print(jax.devices()[0].platform)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return found.stdout.strip() in ("gpu", "cuda")
 
 
 def main() -> None:
+    has_gpu = find_gpu()
+    known = suites(has_gpu)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("suite", choices=known)
     parser.add_argument("--folder", type=Path, required=True, help="On the disk to measure.")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", help="Only cases whose name contains this.")
+    parser.add_argument("--keep-profile", action="store_true", help="Measured by a run before.")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for row in SUITES[args.suite](args.folder, args):
+    about = {"suite": args.suite, "command": " ".join(sys.argv), "machine": machine()}
+
+    def keep(row: dict[str, Any]) -> None:
         rows.append(row)
         if args.json:  # after every run: a suite takes long
-            content = {"suite": args.suite, "machine": machine(), "runs": rows}
-            args.json.write_text(json.dumps(content, indent=2) + "\n")
+            args.json.write_text(json.dumps({**about, "runs": rows}, indent=1) + "\n")
+
+    bench = Bench(args, has_gpu)
+    about["profile"] = json.loads(bench.profile.to_json())
+    for case in known[args.suite]():
+        if args.only is None or args.only in case.name:
+            bench.case(case, keep)
     print(markdown(rows))
 
 

@@ -1,10 +1,16 @@
-"""The PyTorch reference: transformers, in memory or with Accelerate's disk offload.
+"""The PyTorch reference: transformers, in memory or offloaded by Accelerate or DeepSpeed.
 
     python scripts/benchmark_torch.py --model facebook/opt-1.3b --offload disk --batch-size 32 \
         --prompt-len 128 --gen-len 32 --folder /ssd/reference --json reference.json
 
-The model has random bf16 weights, written once to --folder as an ordinary checkpoint, and is
-loaded the way its users do, with a device map.
+The model has random bf16 weights (fp16 on a GPU), written once to --folder as an ordinary
+checkpoint, and is loaded the way its users do. --offload:
+
+  none    everything on the device
+  cpu     decoder layers in RAM, computed on the GPU
+  disk    decoder layers on disk
+  auto    Accelerate's device_map="auto" within --device-memory and --host-memory
+  zero    DeepSpeed ZeRO-Inference, parameters in RAM (GPU only)
 """
 
 from __future__ import annotations
@@ -51,25 +57,54 @@ def write_checkpoint(name: str, folder: Path) -> Path:
     return target
 
 
-def load(path: Path, offload: str, folder: Path) -> Any:
-    """The model with its decoder layers in RAM or on disk; the two ends are in RAM."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16}
-    if offload != "none":
+def load(path: Path, args: argparse.Namespace) -> Any:
+    """The model, placed as --offload says; the embeddings stay where the layers are computed."""
+    dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
+    options: dict[str, Any] = {"dtype": dtype}
+    if args.offload == "zero":
+        return with_deepspeed(AutoModelForCausalLM.from_pretrained(path, **options))
+    home: int | str = 0 if args.device == "cuda" else "cpu"
+    if args.offload in ("cpu", "disk"):
         raw = json.loads((path / "config.json").read_text())
-        device_map: dict[str, str] = {
-            f"model.decoder.layers.{i}": offload for i in range(raw["num_hidden_layers"])
-        }
+        layers = [f"model.decoder.layers.{i}" for i in range(raw["num_hidden_layers"])]
         ends = ("embed_tokens", "embed_positions", "final_layer_norm", "project_in", "project_out")
-        device_map |= {f"model.decoder.{end}": "cpu" for end in ends}
-        device_map["lm_head"] = "cpu"
-        options |= {"device_map": device_map, "offload_folder": str(folder / "accelerate")}
+        device_map: dict[str, int | str] = dict.fromkeys(layers, args.offload)
+        device_map |= {f"model.decoder.{end}": home for end in ends}
+        options |= {"device_map": device_map | {"lm_head": home}}
+    elif args.offload == "auto":
+        limits = {"cpu": args.host_memory}
+        if args.device == "cuda":
+            limits |= {0: args.device_memory}
+        given = {key: value for key, value in limits.items() if value is not None}
+        options |= {"device_map": "auto", "max_memory": given or None}
+    else:
+        options |= {"device_map": home}
+    if args.offload in ("disk", "auto"):
+        options |= {"offload_folder": str(args.folder / "accelerate")}
     return AutoModelForCausalLM.from_pretrained(path, **options).eval()
+
+
+def with_deepspeed(model: Any) -> Any:
+    """Parameters stay in pinned RAM and pass through the GPU layer by layer."""
+    import deepspeed
+
+    parameters = {"device": "cpu", "pin_memory": True}
+    config = {
+        "fp16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": parameters},
+        "train_micro_batch_size_per_gpu": 1,
+    }
+    return deepspeed.initialize(model=model, config=config)[0].module.eval()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="facebook/opt-1.3b")
-    parser.add_argument("--offload", choices=["none", "disk"], default="disk")
+    choices = ["none", "cpu", "disk", "auto", "zero"]
+    parser.add_argument("--offload", choices=choices, default="disk")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device-memory", type=int, help="Bytes of the GPU that may be used.")
+    parser.add_argument("--host-memory", type=int, help="Bytes of weights in RAM for auto.")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--gen-len", type=int, default=32)
@@ -80,9 +115,13 @@ def main() -> None:
     path = write_checkpoint(args.model, args.folder)
     if args.write_only:
         return
-    model = load(path, args.offload, args.folder)
+    if args.device == "cuda" and args.device_memory:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(args.device_memory / whole)
+    model = load(path, args)
     torch.manual_seed(0)
     ids = torch.randint(4, model.config.vocab_size, (args.batch_size, args.prompt_len))
+    ids = ids.to(args.device)
 
     def generate(tokens: int) -> float:
         started = time.perf_counter()
@@ -95,9 +134,11 @@ def main() -> None:
                 do_sample=False,
             )
         assert out.shape[1] == args.prompt_len + tokens
+        if args.device == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    if args.offload == "none":
+    if args.offload == "none" or args.device == "cuda":
         generate(2)
     total = generate(args.gen_len)
     report = {

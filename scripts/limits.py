@@ -17,11 +17,11 @@ _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Outcome:
-    """returncode is None where the command ran out of time."""
+    """returncode is None where the command ran out of time, peak_bytes where it had no cgroup."""
 
     returncode: int | None
     seconds: float
-    peak_bytes: int
+    peak_bytes: int | None
     output: str
 
 
@@ -47,24 +47,39 @@ def drop_page_cache() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
-def run_limited(command: Sequence[str], limit: int, timeout: float) -> Outcome:
-    """Runs `command` in its own cgroup of `limit` bytes after dropping the page cache."""
+def run_limited(command: Sequence[str], limit: int | None, timeout: float) -> Outcome:
+    """Runs `command` in its own cgroup of `limit` bytes, or without a limit, after dropping the
+    page cache."""
+    if limit is None:
+        return _run([], command, timeout, None)
     drop_page_cache()
     with memory_cgroup(limit) as group:
-        started = time.perf_counter()
         enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"']
-        process = subprocess.Popen(
-            [*enter, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-            returncode: int | None = process.returncode
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-            returncode = None
-        peak = group / "memory.max_usage_in_bytes"
-        peak = peak if peak.exists() else group / "memory.peak"
-        return Outcome(
-            returncode, time.perf_counter() - started, int(peak.read_text()), output or ""
-        )
+        return _run(enter, command, timeout, group)
+
+
+def _run(
+    enter: Sequence[str], command: Sequence[str], timeout: float, group: Path | None
+) -> Outcome:
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [*enter, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        returncode: int | None = process.returncode
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        returncode = None
+    seconds = time.perf_counter() - started
+    return Outcome(returncode, seconds, _peak(group), output or "")
+
+
+def _peak(group: Path | None) -> int | None:
+    """The most memory that a cgroup's processes have had, page cache included."""
+    if group is None:
+        return None
+    peak = group / "memory.max_usage_in_bytes"
+    peak = peak if peak.exists() else group / "memory.peak"
+    return int(peak.read_text())

@@ -8,7 +8,6 @@ import pytest
 
 from flexgen_jax.families import known_shape
 from flexgen_jax.layers.spec import num_parameters
-from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload
