@@ -1,0 +1,132 @@
+"""What the suites of `benchmark.py` run, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One way to run `flexgen-jax bench`. policy: changes to the policy that the case's first run
+    chose, so that a single technique is taken away; None where flags say it all."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    policy: dict[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape under one memory limit, the same for both sides.
+
+    limit: bytes of the memory cgroup, page cache included, or with `on_gpu` of the GPU; offloads:
+    the reference's ways (see benchmark_torch.py), each at its best batch, found by doubling from
+    `batch`, or at just that batch if `is_batch_fixed`.
+    """
+
+    name: str
+    model: str
+    prompt_len: int
+    gen_len: int
+    limit: int
+    ours: tuple[Ours, ...]
+    offloads: tuple[str, ...] = ("disk", "auto")
+    batch: int = 16
+    is_batch_fixed: bool = False
+    on_gpu: bool = False
+    timeout: float = 600
+
+
+FOUR = ("--weight-bits", "4", "--cache-bits", "4")
+BOTH = (Ours("16 bits"), Ours("4 bits", FOUR))
+SMALL = "facebook/opt-1.3b"
+
+
+def in_memory(batch: int) -> Case:
+    flags = ("--percent", "100", "0", "0", "100", "100", "0")
+    flags += ("--batch-size", str(batch), "--num-batches", "1")
+    ours = (Ours(f"batch {batch}", flags),)
+    name = f"in memory, batch {batch}"
+    return Case(name, SMALL, 128, 32, 16 * 10**9, ours, ("none",), batch, is_batch_fixed=True)
+
+
+def cpu_quick() -> list[Case]:
+    """About ten minutes."""
+    case = Case("OPT-1.3B, 2.5 GB", SMALL, 128, 8, 25 * 10**8, BOTH, ("disk",), 32)
+    return [case, in_memory(4)]
+
+
+def cpu_full() -> list[Case]:
+    return [
+        Case("OPT-1.3B, 1.5 GB", SMALL, 128, 32, 15 * 10**8, BOTH, timeout=400),
+        *(in_memory(batch) for batch in (1, 4, 32)),
+        Case("OPT-6.7B, 4 GB", "facebook/opt-6.7b", 256, 16, 4 * 10**9, BOTH, batch=8, timeout=900),
+    ]
+
+
+def gpu_16gb(has_gpu: bool) -> list[Case]:
+    """Table 2 of the paper; without a GPU, models and memory of a tenth, by the same code."""
+    models = ("facebook/opt-6.7b", "facebook/opt-30b", "facebook/opt-175b")
+    offloads, limit, prompts = ("none", "cpu", "auto", "zero"), 16 * 10**9, (512, 1024)
+    if not has_gpu:
+        models = ("facebook/opt-125m", "facebook/opt-1.3b", "facebook/opt-2.7b")
+        offloads, limit, prompts = ("none", "disk", "auto"), 16 * 10**8, (51, 102)
+    return [
+        Case(
+            f"{model.split('/')[1]}, prompt {prompt}",
+            model,
+            prompt,
+            32,
+            limit,
+            # OPT-175B in 16 bits is twice what fits into the lent machine's disk and memory.
+            BOTH[1:] if "175b" in model else BOTH,
+            offloads,
+            4,
+            on_gpu=has_gpu,
+        )
+        for model in models
+        for prompt in prompts
+    ]
+
+
+def ablation() -> list[Case]:
+    """Tables 4 and 23: one technique less at a time."""
+    plain = ("--percent", "0", "0", "0", "100", "100", "0")
+    plain += ("--batch-size", "16", "--num-batches", "1")
+    row = {"schedule": "row", "num_batches": 1}
+    row |= {"cache": {"device": 1.0, "host": 0.0}, "activations": {"device": 1.0, "host": 0.0}}
+    ours = (
+        Ours("all techniques"),
+        Ours("no policy search", plain),
+        Ours("no overlap", policy={"overlap": False}),
+        Ours("no attention on the host", policy={"attention": "device"}),
+        Ours("row by row, cache on the device", policy=row),
+    )
+    return [Case("OPT-1.3B, 2.5 GB", SMALL, 128, 32, 25 * 10**8, ours, ())]
+
+
+def latency() -> list[Case]:
+    """Figure 1: throughput over the latency of a block, by its size."""
+    sizes = (1, 4, 16, 64, 128)
+    ours = tuple(Ours(f"{n} sequences", ("--num-sequences", str(n))) for n in sizes)
+    case = Case("OPT-1.3B, 2.5 GB", SMALL, 128, 32, 25 * 10**8, ours, ("disk",), 1)
+    return [case]
+
+
+def lengths() -> list[Case]:
+    return [
+        Case(f"{prompt} + {new}", SMALL, prompt, new, 25 * 10**8, BOTH, ("disk",), 16)
+        for prompt, new in ((128, 128), (512, 8), (256, 32))
+    ]
+
+
+def suites(has_gpu: bool) -> dict[str, Callable[[], list[Case]]]:
+    return {
+        "cpu-quick": cpu_quick,
+        "cpu-full": cpu_full,
+        "gpu-16gb": lambda: gpu_16gb(has_gpu),
+        "ablation": ablation,
+        "latency": latency,
+        "lengths": lengths,
+    }
