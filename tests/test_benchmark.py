@@ -1,0 +1,91 @@
+"""The benchmark's choice of the reference's batch, its order of runs, and its tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def fake_bench(speeds: dict[str, float], repeat: int) -> Any:
+    """A `Bench` whose runs only look up their token/s by name; 0 fails."""
+    from benchmark import Bench
+
+    bench = object.__new__(Bench)
+    bench.folder, bench.repeat, bench.has_gpu, bench.dtype = Path(), repeat, False, "bfloat16"
+
+    def measured(case: Any, name: str, command: list[str]) -> dict[str, Any]:
+        row = {"case": case.name, "name": name, "command": " ".join(command)}
+        speed = speeds[name]
+        if not speed:
+            return row | {"failed": "timed out: nothing"}
+        return row | {"generation_throughput": speed, "total_s": 1 / speed, "policy": {}}
+
+    bench._measured = measured
+    bench._bound = lambda case, row: {"of_bound": 0.5, "binding": "disk_read"}
+    return bench
+
+
+@pytest.mark.usefixtures("scripts")
+def test_reference_is_doubled_until_it_fails_or_slows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import benchmark
+    from benchmark_suites import Case, Ours
+
+    monkeypatch.setattr(benchmark.subprocess, "run", lambda *args, **options: None)
+    case = Case("c", "m", 8, 8, 10**9, (Ours("a"), Ours("b")), ("disk", "auto"), 2)
+    speeds = {"ours, a": 6.0, "ours, b": 9.0}
+    for batch, disk, auto in ((2, 1.0, 2.0), (4, 3.0, 0.0), (8, 2.5, 0.0)):
+        speeds |= {f"reference, disk, batch {batch}": disk}
+        speeds |= {f"reference, auto, batch {batch}": auto}
+    monkeypatch.setattr(benchmark.Policy, "from_json", classmethod(lambda cls, text: None))
+    rows: list[dict[str, Any]] = []
+    fake_bench(speeds, 2).case(case, rows.append)
+    best = "reference, disk, batch 4"
+    tried = [f"reference, disk, batch {n}" for n in (2, 4, 8)]
+    tried += [f"reference, auto, batch {n}" for n in (2, 4)]
+    assert [row["name"] for row in rows] == [*tried, *["ours, a", "ours, b", best] * 2]
+    table = benchmark.markdown(rows)
+    assert "| ours, b | 9.00 | 9.00 to 9.00 | 3.00 | 50 % | disk read |  |" in table
+    assert "auto, batch 4: timed out" in table
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_suites_name_known_models_and_flags(has_gpu: bool) -> None:
+    import benchmark_suites
+    from flexgen_jax.cli import bench
+    from flexgen_jax.families import known_shape
+
+    for make in benchmark_suites.suites(has_gpu).values():
+        cases = make()
+        assert len({case.name for case in cases}) == len(cases)
+        for case in cases:
+            room = known_shape(case.model).max_positions
+            assert case.prompt_len + case.gen_len <= room
+            for ours in case.ours:
+                bench.make_context("bench", ["--model", case.model, *ours.flags])
+
+
+@pytest.mark.usefixtures("scripts")
+def test_utilisation_is_drawn_from_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import benchmark_pictures
+    from flexgen_jax.trace import Trace
+
+    trace = Trace(tmp_path / "trace.json")
+    trace.span("compute: layers", "a", 1.0, 1.5)
+    trace.span("disk read: weights", "b", 1.2, 3.0)
+    trace.close()
+    out = tmp_path / "use.png"
+    command = ["x", "utilisation", str(tmp_path / "trace.json"), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    benchmark_pictures.main()
+    assert out.read_bytes().startswith(b"\x89PNG")
