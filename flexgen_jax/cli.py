@@ -202,10 +202,10 @@ def bench(
     options |= {"unified": False if copies else None, "trace": trace}
     with open_llm(default_batches=num_sequences or 1, **options) as llm:
         report = run_bench(llm, prompt_len, gen_len, num_sequences, options["seed"])
-    click.echo(bench_summary(report))
-    if breakdown:
-        click.echo("\n" + breakdown_table(report))
-    write_json(json_file, report)
+        click.echo(bench_summary(report))
+        if breakdown:
+            click.echo("\n" + breakdown_table(report))
+        write_json(json_file, report)
 
 
 @main.command()

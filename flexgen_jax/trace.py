@@ -18,7 +18,8 @@ class Trace:
 
     Each track is a row; spans of one track that overlap get a second, third, ... row. The format
     allows the closing bracket to be missing, so the trace of a killed run opens too. Safe to use
-    from several threads. Raises `UserError` where the file cannot be written.
+    from several threads. Raises `UserError` where the file cannot be opened; what goes wrong later
+    ends the trace, not the run, and is raised by `close`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,6 +28,7 @@ class Trace:
         self._rows: dict[str, list[float]] = {}
         self._order: dict[str, int] = {}
         self._is_first = True
+        self._error: UserError | None = None
         try:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
@@ -40,7 +42,7 @@ class Trace:
     def span(self, track: str, name: str, start: float, end: float, **details: Any) -> None:
         """Adds what took place from `start` to `end`, in seconds of one clock."""
         with self._lock:
-            if self._file.closed:
+            if self._file.closed or self._error is not None:
                 return
             row = self._row(track, start, end)
             self._write(
@@ -75,15 +77,21 @@ class Trace:
             self._file.write("[\n" if self._is_first else ",\n")
             self._file.write(json.dumps({**event, "pid": PROCESS}))
         except OSError as error:
-            raise self._failed(error) from None
+            self._error = self._failed(error)
         self._is_first = False
 
     def close(self) -> None:
+        """Completes the file; raises the first `UserError` of its writing."""
         with self._lock:
             if self._file.closed:
                 return
             try:
                 self._file.write("[]\n" if self._is_first else "\n]\n")
-                self._file.close()
             except OSError as error:
-                raise self._failed(error) from None
+                self._error = self._error or self._failed(error)
+            try:
+                self._file.close()
+            except OSError as error:  # what was buffered; the file is closed all the same
+                self._error = self._error or self._failed(error)
+            if self._error is not None:
+                raise self._error

@@ -2,10 +2,11 @@
 
     sudo python scripts/benchmark.py cpu-full --folder /ssd/bench --json result.json
 
-Every run is a process of its own in its own memory cgroup (page cache counted) that begins with a
-cold page cache; warm-up and placing the weights are not counted. First the machine is measured,
-for the planner and for the bound; then the reference's best batch is looked for, by doubling it
-until the run fails or slows; then all take turns (A B C A B C ...). Suites:
+Every run is a process of its own that begins with a cold page cache, on a CPU in its own memory
+cgroup (page cache counted). Compilation, warm-up in memory, and placing the weights are not
+counted. First the machine is measured, for the planner and for the bound; then the reference's best
+batch is looked for, by doubling it until the run fails or slows; then all take turns (A B C A B C
+...). The suites for the CPU leave a GPU alone. Suites:
 
   cpu-quick  ten minutes            ablation   one technique less at a time (the paper's table 4)
   cpu-full   an hour and a half     latency    throughput over latency (figure 1)
@@ -18,8 +19,10 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -63,35 +66,43 @@ class Bench:
 
     def case(self, case: Case, keep: Any) -> None:
         """Runs a case; every run's row goes to `keep`."""
-        if case.offloads:
-            write = self._reference_command(case, "none", 1)
-            subprocess.run([*write, "--write-only"], check=True)
-        best = None if case.is_batch_fixed else self._best_reference(case, keep)
-        if case.is_batch_fixed:
-            best = (case.offloads[0], case.batch)
+        best = self._best_reference(case, keep) if self._write_checkpoint(case) else None
+        chosen: Policy | None = None
         for round_ in range(self.repeat):
-            chosen: Policy | None = None
             for ours in case.ours:
                 row = self.ours(case, ours, chosen)
                 keep(row | {"round": round_})
-                if chosen is None and "failed" not in row:
+                if ours == case.ours[0] and chosen is None and "failed" not in row:
                     chosen = Policy.from_json(json.dumps(row["policy"]))
             if best is not None:
                 keep(self.reference(case, *best) | {"round": round_})
 
+    def _write_checkpoint(self, case: Case) -> bool:
+        """For the reference; false where there is none, or no room for it."""
+        if not case.offloads:
+            return False
+        write = [*self._reference_command(case, "none", 1), "--write-only"]
+        if subprocess.run(write).returncode == 0:
+            return True
+        print(f"{case.name}: no reference, its checkpoint could not be written", flush=True)
+        shutil.rmtree(self.folder / case.model.replace("/", "--"), ignore_errors=True)
+        return False
+
     def _best_reference(self, case: Case, keep: Any) -> tuple[str, int] | None:
         """The offload and the batch of the reference's highest throughput."""
+        if case.is_batch_fixed:
+            return case.offloads[0], case.batch
         found: dict[tuple[str, int], float] = {}
         for offload in case.offloads:
-            batch, last = case.batch, 0.0
-            while True:
+
+            def run(batch: int, offload: str = offload) -> float:
                 row = self.reference(case, offload, batch)
                 keep(row | {"round": "search"})
-                if row.get("generation_throughput", 0.0) <= last:
-                    break
-                last = found[offload, batch] = row["generation_throughput"]
-                batch *= 2
-        return max(found, key=lambda key: found[key]) if found else None
+                return float(row.get("generation_throughput", 0.0))
+
+            found |= {(offload, batch): speed for batch, speed in search(run, case.batch).items()}
+        best = max(found, key=lambda key: found[key], default=None)
+        return best if best is not None and found[best] > 0 else None
 
     def ours(self, case: Case, ours: Ours, chosen: Policy | None) -> dict[str, Any]:
         """One `flexgen-jax bench`, with its bound."""
@@ -101,7 +112,8 @@ class Bench:
             flags += ["--device-memory", str(case.limit)]
         if ours.policy is not None:
             if chosen is None:
-                return {"case": case.name, "name": ours.name, "failed": "no policy to change"}
+                row = {"case": case.name, "name": f"ours, {ours.name}"}
+                return row | {"failed": "no policy to change"}
             file = self.folder / "policy.json"
             file.write_text(json.dumps(json.loads(chosen.to_json()) | ours.policy))
             flags += ["--policy", str(file)]
@@ -157,6 +169,26 @@ class Bench:
         return {"bound_s": seconds, "binding": binding, "of_bound": share}
 
 
+def search(run: Callable[[int], float], first: int) -> dict[int, float]:
+    """Token/s by batch; 0 is a run that failed. Halves the first batch until a run succeeds,
+    doubles until one fails or two in a row are slower, and tries the middle before a failure."""
+    found = {first: run(first)}
+    batch = first
+    while not found[batch] and batch > 1:
+        batch //= 2
+        found[batch] = run(batch)
+    slower = 0
+    while found[batch] and slower < 2:
+        batch *= 2
+        if batch not in found:
+            found[batch] = run(batch)
+        slower = slower + 1 if found[batch] < max(found.values()) else 0
+    middle = batch * 3 // 4
+    if not found[batch] and found.get(batch // 2) and middle > batch // 2:
+        found[middle] = run(middle)
+    return found
+
+
 def machine() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "?")
@@ -177,20 +209,21 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def find_gpu() -> bool:
-    """Asked in a process of its own, which gives the GPU back."""
+def find_gpu(suite: str) -> bool:
+    """Whether the suite is to use one; asked in a process of its own, which gives it back."""
+    if not suite.startswith("gpu"):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        return False
     code = "import jax; print(jax.devices()[0].platform)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return found.stdout.strip() in ("gpu", "cuda")
 
 
 def main() -> None:
-    has_gpu = find_gpu()
-    known = suites(has_gpu)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("suite", choices=known)
+    parser.add_argument("suite", choices=suites(False))
     parser.add_argument("--folder", type=Path, required=True, help="On the disk to measure.")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", help="Only cases whose name contains this.")
@@ -198,6 +231,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
+    has_gpu = find_gpu(args.suite)
     rows: list[dict[str, Any]] = []
     about = {"suite": args.suite, "command": " ".join(sys.argv), "machine": machine()}
 
@@ -208,7 +242,7 @@ def main() -> None:
 
     bench = Bench(args, has_gpu)
     about["profile"] = json.loads(bench.profile.to_json())
-    for case in known[args.suite]():
+    for case in suites(has_gpu)[args.suite]():
         if args.only is None or args.only in case.name:
             bench.case(case, keep)
     print(markdown(rows))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,10 @@ def load(path: Path, args: argparse.Namespace) -> Any:
         device_map |= {f"model.decoder.{end}": home for end in ends}
         options |= {"device_map": device_map | {"lm_head": home}}
     elif args.offload == "auto":
-        limits = {"cpu": args.host_memory}
-        if args.device == "cuda":
-            limits |= {0: args.device_memory}
-        given = {key: value for key, value in limits.items() if value is not None}
-        options |= {"device_map": "auto", "max_memory": given or None}
+        limits: dict[int | str, int] = {"cpu": args.host_memory or free_memory()}
+        if args.device == "cuda":  # a third of it is for the KV cache and temporaries
+            limits[0] = (args.device_memory or torch.cuda.mem_get_info()[0]) * 2 // 3
+        options |= {"device_map": "auto", "max_memory": limits}
     else:
         options |= {"device_map": home}
     if args.offload in ("disk", "auto"):
@@ -84,10 +84,17 @@ def load(path: Path, args: argparse.Namespace) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, **options).eval()
 
 
+def free_memory() -> int:
+    """Bytes of RAM that can be had."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 9 // 10
+
+
 def with_deepspeed(model: Any) -> Any:
     """Parameters stay in pinned RAM and pass through the GPU layer by layer."""
     import deepspeed
 
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
     parameters = {"device": "cpu", "pin_memory": True}
     config = {
         "fp16": {"enabled": True},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 import uuid
@@ -50,9 +51,10 @@ def drop_page_cache() -> None:
 def run_limited(command: Sequence[str], limit: int | None, timeout: float) -> Outcome:
     """Runs `command` in its own cgroup of `limit` bytes, or without a limit, after dropping the
     page cache."""
+    with contextlib.suppress(PermissionError):  # without a limit, root is not needed
+        drop_page_cache()
     if limit is None:
         return _run([], command, timeout, None)
-    drop_page_cache()
     with memory_cgroup(limit) as group:
         enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"']
         return _run(enter, command, timeout, group)
@@ -63,17 +65,29 @@ def _run(
 ) -> Outcome:
     started = time.perf_counter()
     process = subprocess.Popen(
-        [*enter, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*enter, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout)
         returncode: int | None = process.returncode
     except subprocess.TimeoutExpired:
-        process.kill()
+        _kill(process)
         output, _ = process.communicate()
         returncode = None
+    finally:
+        _kill(process)
     seconds = time.perf_counter() - started
     return Outcome(returncode, seconds, _peak(group), output or "")
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """The process and those that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _peak(group: Path | None) -> int | None:

@@ -40,22 +40,35 @@ def test_reference_is_doubled_until_it_fails_or_slows(monkeypatch: pytest.Monkey
     import benchmark
     from benchmark_suites import Case, Ours
 
-    monkeypatch.setattr(benchmark.subprocess, "run", lambda *args, **options: None)
+    monkeypatch.setattr(benchmark.Bench, "_write_checkpoint", lambda self, case: True)
     case = Case("c", "m", 8, 8, 10**9, (Ours("a"), Ours("b")), ("disk", "auto"), 2)
     speeds = {"ours, a": 6.0, "ours, b": 9.0}
-    for batch, disk, auto in ((2, 1.0, 2.0), (4, 3.0, 0.0), (8, 2.5, 0.0)):
+    speeds["reference, auto, batch 3"] = 2.5
+    for batch, disk, auto in ((2, 1.0, 2.0), (4, 3.0, 0.0), (8, 2.5, 0.0), (16, 2.0, 0.0)):
         speeds |= {f"reference, disk, batch {batch}": disk}
         speeds |= {f"reference, auto, batch {batch}": auto}
     monkeypatch.setattr(benchmark.Policy, "from_json", classmethod(lambda cls, text: None))
     rows: list[dict[str, Any]] = []
     fake_bench(speeds, 2).case(case, rows.append)
     best = "reference, disk, batch 4"
-    tried = [f"reference, disk, batch {n}" for n in (2, 4, 8)]
-    tried += [f"reference, auto, batch {n}" for n in (2, 4)]
+    tried = [f"reference, disk, batch {n}" for n in (2, 4, 8, 16)]
+    tried += [f"reference, auto, batch {n}" for n in (2, 4, 3)]
     assert [row["name"] for row in rows] == [*tried, *["ours, a", "ours, b", best] * 2]
     table = benchmark.markdown(rows)
     assert "| ours, b | 9.00 | 9.00 to 9.00 | 3.00 | 50 % | disk read |  |" in table
     assert "auto, batch 4: timed out" in table
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize(
+    ("most", "first", "tried"),
+    [(16, 16, [16, 32, 24]), (3, 16, [16, 8, 4, 2, 3]), (24, 16, [16, 32, 24]), (0, 2, [2, 1])],
+)
+def test_search_stays_within_what_fits(most: int, first: int, tried: list[int]) -> None:
+    import benchmark
+
+    found = benchmark.search(lambda batch: float(batch <= most) * batch, first)
+    assert list(found) == tried
 
 
 @pytest.mark.usefixtures("scripts")

@@ -130,6 +130,17 @@ def test_trace_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
         Trace(tmp_path / "missing" / "trace.json")
 
 
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path) -> None:
+    trace = Trace(Path("/dev/full"))
+    metrics = Metrics(trace)
+    for _ in range(2000):  # more than the file's buffer holds
+        metrics.end(metrics.begin("disk_read", "weights", "x", 1))
+    assert metrics.report()["bytes"]["disk_read"] == 2000
+    with pytest.raises(UserError, match="No space left"):
+        trace.close()
+    trace.close()
+
+
 def test_watcher_ends_operations_whose_computation_failed() -> None:
     class Broken:
         def block_until_ready(self) -> None:

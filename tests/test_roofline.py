@@ -18,7 +18,8 @@ CONFIG = known_shape("facebook/opt-1.3b")
 HIDDEN, LAYERS = 2048, 24
 LAYER = 12 * HIDDEN**2 * 2
 """Bytes of a layer's matrices."""
-ENDS = 2 * (50272 * HIDDEN) * 2 + 2050 * HIDDEN * 2
+ENDS = (50272 * HIDDEN) * 2 + 2050 * HIDDEN * 2
+"""The table that embedding and head share, and the positions."""
 MACHINE = replace(
     known_machine("t4-16gb"),
     linear={16: Rate(((1.0, 1e11), (64.0, 2e12), (512.0, 1e12)))},
@@ -45,7 +46,9 @@ def test_disk_reads_weights_once_a_step_of_each_block_and_the_cache_once_a_step(
     weights = 2 * (11 * LAYERS * LAYER + ENDS)  # two blocks, eleven tokens
     cache = 40 * LAYERS * 4 * HIDDEN * sum(range(100, 110))
     found = bound(50, 0, 0, 75, 100, 0)
-    assert found["disk_read"] == pytest.approx((0.5 * weights + 0.25 * cache) / 2e9, rel=1e-3)
+    # Of the generated tokens none is in a full block of 32 yet, so none is on disk.
+    full = 40 * LAYERS * 4 * HIDDEN * 10 * 100
+    assert found["disk_read"] == pytest.approx((0.5 * weights + 0.25 * full) / 2e9, rel=1e-3)
     assert found["host_to_device"] == pytest.approx(0.5 * weights / 1e10, rel=1e-3)
     moved = bound(50, 0, 0, 75, 100, 0, attention="device")
     both = (0.5 * weights + cache) / 1e10
@@ -59,6 +62,16 @@ def test_memory_of_a_unified_machine_gives_weights_and_cache_once_a_step() -> No
     found = bound(25, 25, 100, 0, 100, 0, unified=True)
     assert found["memory"] == pytest.approx((0.5 * weights + cache) / 2e10, rel=1e-3)
     assert found["host_to_device"] == 0
+    sparse = bound(25, 25, 100, 0, 100, 0, unified=True, attention_sparsity=0.1)
+    assert sparse["memory"] == pytest.approx((0.5 * weights + 0.55 * cache) / 2e10, rel=1e-3)
+
+
+def test_full_blocks_of_generated_tokens_come_from_disk_too() -> None:
+    policy = Policy.from_percent(100, 0, 0, 0, 100, 0, batch_size=10, kv_block_tokens=4)
+    found = roofline(CONFIG, "bfloat16", policy, WORK, MACHINE)
+    tokens = sum(100 + new // 4 * 4 for new in range(10))
+    expected = 40 * LAYERS * 4 * HIDDEN * tokens / 2e9
+    assert found["disk_read"] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("machine", ["t4-16gb", "h200-141gb", "generic-cpu"])

@@ -60,11 +60,11 @@ class Question(NamedTuple):
 
     def attend(self, blocks: tuple[KVBlock, ...], part: Part) -> Any:
         program = self.runtime.programs.attend(self.rows, part.lengths, part.tail)
-        return program(self.query, blocks, _starts(part), *self.at[:2])
+        return self._watched(program(self.query, blocks, _starts(part), *self.at[:2]))
 
     def rank(self, keys: tuple[Kept, ...], part: Part) -> Ranked:
         program = self.runtime.programs.rank(self.rows, part.lengths, part.tail, self.at.most)
-        found: Ranked = program(self.query, keys, _starts(part), *self.at[:2])
+        found: Ranked = self._watched(program(self.query, keys, _starts(part), *self.at[:2]))
         return found
 
     def attend_ranked(
@@ -72,7 +72,13 @@ class Question(NamedTuple):
     ) -> Any:
         shape = (self.rows, part.lengths, part.tail, self.at.most)
         program = self.runtime.programs.attend_ranked(*shape)
-        return program(values, ranked, counts)
+        return self._watched(program(values, ranked, counts))
+
+    def _watched(self, result: Any) -> Any:
+        """Counts the device as busy until the result, which was enqueued, is computed."""
+        operation = self.runtime.metrics.queue("compute", "attention", "attention on the device")
+        self.runtime.watcher.follow(operation, self.query, result)
+        return result
 
 
 def attend_split(

@@ -192,7 +192,7 @@ class BlockRun:
             computed, hidden = self._prefill(step, weights)
         else:
             computed, hidden = self._decode(step, weights, ahead)
-        self._watch(step, computed.finite)
+        self._watch(step, weights, computed.finite)
         self._weight_loads.used((step.visit, step.layer), computed.finite)
         if kind != "embedding":
             self._hidden_loads.used(step, computed.finite)
@@ -201,11 +201,12 @@ class BlockRun:
             self._activations.put(step.token, step.layer, step.batch, hidden)
         return computed
 
-    def _watch(self, step: Step, result: Any, part: str = "") -> None:
-        """Counts the device as busy with a step until `result`, which was enqueued, is computed."""
+    def _watch(self, step: Step, weights: Any, result: Any, part: str = "") -> None:
+        """Counts the device as busy with a step from when its weights are there until `result`,
+        which was enqueued, is computed."""
         what = f"{self._layer(step).name}{part}, token {step.token}, batch {step.batch}"
         operation = self._runtime.metrics.queue("compute", "layers", what)
-        self._runtime.watcher.follow(operation, None, result)
+        self._runtime.watcher.follow(operation, weights, result)
 
     def _embed(self, step: Step, weights: Any) -> tuple[Computed, jax.Array]:
         batch = self._batches[step.batch]
@@ -254,7 +255,7 @@ class BlockRun:
             return self._projected.pop(step)
         program = self._runtime.programs.project(self._batches[step.batch].size)
         found: tuple[jax.Array, KVBlock] = program(weights, self._hidden_loads.take(step))
-        self._watch(step, found[0], " (projection)")
+        self._watch(step, weights, found[0], " (projection)")
         return found
 
     def _project_early(self, step: Step, following: list[Step], weights: Any) -> None:

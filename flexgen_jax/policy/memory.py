@@ -227,9 +227,11 @@ def workspace_bytes(
     mlp = count * config.ffn_size * (4 + item)
     attention = count * config.hidden_size * (4 + 4 * item) + scores
     prefill = max(mlp, attention) + count * config.hidden_size * (4 + 5 * item)
-    # Hidden states, keys and values of finished groups; twice where they have to be joined.
-    results = rows * tokens * config.hidden_size * 3 * item if group < rows else 0
-    prefill += results * (1 if rows % group == 0 else 2)
+    # Hidden states, keys and values of finished groups, twice where they have to be joined; and the
+    # keys and values of the step before, which are handed on when this one is under way.
+    if group < rows:
+        parts = 5 if rows % group == 0 else 8
+        prefill += rows * tokens * config.hidden_size * parts * item
     unpacked = 0
     if formats.weight_bits < 16:
         largest = max(config.ffn_size, config.hidden_size) * config.hidden_size * item
