@@ -50,7 +50,6 @@ class Bench:
     def __init__(self, args: argparse.Namespace, has_gpu: bool) -> None:
         self.folder: Path = args.folder
         self.repeat: int = args.repeat
-        self.has_gpu = has_gpu
         self.dtype = "float16" if has_gpu else "bfloat16"
         self.profile = self._profile(args.keep_profile)
 
@@ -67,13 +66,13 @@ class Bench:
     def case(self, case: Case, keep: Any) -> None:
         """Runs a case; every run's row goes to `keep`."""
         best = self._best_reference(case, keep) if self._write_checkpoint(case) else None
-        chosen: Policy | None = None
+        chosen: dict[str, Any] | None = None
         for round_ in range(self.repeat):
             for ours in case.ours:
                 row = self.ours(case, ours, chosen)
                 keep(row | {"round": round_})
                 if ours == case.ours[0] and chosen is None and "failed" not in row:
-                    chosen = Policy.from_json(json.dumps(row["policy"]))
+                    chosen = row["policy"]
             if best is not None:
                 keep(self.reference(case, *best) | {"round": round_})
 
@@ -104,7 +103,7 @@ class Bench:
         best = max(found, key=lambda key: found[key], default=None)
         return best if best is not None and found[best] > 0 else None
 
-    def ours(self, case: Case, ours: Ours, chosen: Policy | None) -> dict[str, Any]:
+    def ours(self, case: Case, ours: Ours, chosen: dict[str, Any] | None) -> dict[str, Any]:
         """One `flexgen-jax bench`, with its bound."""
         flags = [*self._shape(case), "--dtype", self.dtype, "--dummy-weights", *ours.flags]
         flags += ["--offload-dir", str(self.folder / "offload")]
@@ -115,7 +114,7 @@ class Bench:
                 row = {"case": case.name, "name": f"ours, {ours.name}"}
                 return row | {"failed": "no policy to change"}
             file = self.folder / "policy.json"
-            file.write_text(json.dumps(json.loads(chosen.to_json()) | ours.policy))
+            file.write_text(json.dumps(chosen | ours.policy))
             flags += ["--policy", str(file)]
         command = [sys.executable, "-m", "flexgen_jax.cli", "bench", *flags]
         row = self._measured(case, f"ours, {ours.name}", command)

@@ -21,7 +21,7 @@ def fake_bench(speeds: dict[str, float], repeat: int) -> Any:
     from benchmark import Bench
 
     bench = object.__new__(Bench)
-    bench.folder, bench.repeat, bench.has_gpu, bench.dtype = Path(), repeat, False, "bfloat16"
+    bench.folder, bench.repeat, bench.dtype = Path(), repeat, "bfloat16"
 
     def measured(case: Any, name: str, command: list[str]) -> dict[str, Any]:
         row = {"case": case.name, "name": name, "command": " ".join(command)}
@@ -47,7 +47,6 @@ def test_reference_is_doubled_until_it_fails_or_slows(monkeypatch: pytest.Monkey
     for batch, disk, auto in ((2, 1.0, 2.0), (4, 3.0, 0.0), (8, 2.5, 0.0), (16, 2.0, 0.0)):
         speeds |= {f"reference, disk, batch {batch}": disk}
         speeds |= {f"reference, auto, batch {batch}": auto}
-    monkeypatch.setattr(benchmark.Policy, "from_json", classmethod(lambda cls, text: None))
     rows: list[dict[str, Any]] = []
     fake_bench(speeds, 2).case(case, rows.append)
     best = "reference, disk, batch 4"

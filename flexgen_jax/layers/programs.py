@@ -65,12 +65,10 @@ def _prefill(config: ModelConfig, formats: Formats, cuts: tuple[int, ...]) -> Ca
     def prefill(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
         batch, tokens, _ = hidden.shape
         size = prefilled(batch, tokens, formats.weight_bits)
-        found = _in_groups(partial(some, weights), size, hidden, first_valid)
-        hidden, leaves = found
-        shape = (batch, config.num_heads, 0, config.head_dim)
+        hidden, leaves = _in_groups(partial(some, weights), size, hidden, first_valid)
         blocks = []
         for length, sides in zip(cuts, leaves, strict=True):
-            storage = formats.kv((*shape[:2], length, shape[3]))
+            storage = formats.kv((batch, config.num_heads, length, config.head_dim))
             blocks.append(tuple(assemble(storage, side) for side in sides))
         return hidden, tuple(blocks), jnp.isfinite(hidden).all()
 

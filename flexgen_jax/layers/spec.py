@@ -89,6 +89,16 @@ class LayerSpec:
     def name(self) -> str:
         return f"decoder layer {self.index - 1}" if self.kind == "decoder" else self.kind
 
+    @property
+    def large(self) -> tuple[TensorSpec, ...]:
+        """The tensors that a policy places: matrices and tables."""
+        return tuple(tensor for tensor in self.tensors if not tensor.is_small)
+
+    @property
+    def large_size(self) -> int:
+        """Their elements together."""
+        return sum(tensor.size for tensor in self.large)
+
     def nbytes(self, dtype: str, bits: int = 16) -> int:
         return sum(tensor.nbytes(dtype, bits) for tensor in self.tensors)
 

@@ -61,10 +61,9 @@ class Activations:
             )
             self._files[batch, host.shape] = file
         self._runtime.ledger.take("host", host.nbytes)
-        metrics = self._runtime.metrics
-        operation = metrics.begin("disk_write", "activations", _name(batch), host.nbytes)
         write = file.write(np.asarray(host))
-        counted(metrics, operation, [write])
+        name, metrics = _name(batch), self._runtime.metrics
+        counted(metrics, "disk_write", "activations", name, host.nbytes, [write])
         self._writes[batch] = (write, host.nbytes)
         self._on_disk[batch] = file
         while len(self._writes) > PENDING_WRITES:
@@ -81,9 +80,9 @@ class Activations:
         buffer = runtime.pool.take(file.shape, file.dtype)
         load = Load("activations", _name(batch), buffer.array, buffers=[buffer])
         with load.abandoned_on_error(runtime.pool):
-            operation = runtime.metrics.begin("disk_read", "activations", load.what, file.nbytes)
             load.reads.append(file.read_into(buffer.view, is_urgent=True))
-            counted(runtime.metrics, operation, load.reads)
+            metrics, nbytes = runtime.metrics, file.nbytes
+            counted(metrics, "disk_read", "activations", load.what, nbytes, load.reads)
         return load
 
     def _finish_write(self, batch: int) -> None:

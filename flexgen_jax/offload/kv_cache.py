@@ -223,12 +223,12 @@ class KVCache:
         nbytes = self._nbytes(key)
         self._take("disk", nbytes)
         files = self._stored(key)
-        futures, metrics = [], self._runtime.metrics
-        operation = metrics.begin("disk_write", "cache", _name(key[:2]), nbytes)
+        futures = []
         for index, view in enumerate(views):
             side, leaf = divmod(index, len(files))
             futures.append(files[leaf].write(view, (key.layer, side)))
-        counted(metrics, operation, futures)
+        metrics = self._runtime.metrics
+        counted(metrics, "disk_write", "cache", _name(key[:2]), nbytes, futures)
         self._pending.append(PendingWrite((key.layer, key.batch), futures, nbytes, buffers))
         self._settle(lambda write: all(future.done() for future in write.futures))
         steps = list(dict.fromkeys(write.where for write in self._pending))
@@ -268,8 +268,8 @@ class KVCache:
                 start += length
         if load.reads:
             nbytes = sum(buffer.view.nbytes for buffer in load.buffers)
-            operation = self._runtime.metrics.begin("disk_read", "cache", load.what, nbytes)
-            counted(self._runtime.metrics, operation, load.reads)
+            metrics = self._runtime.metrics
+            counted(metrics, "disk_read", "cache", load.what, nbytes, load.reads)
         keys = () if self._plan.keys_stay else tuple(key for _, (key, _) in there)
         load.tree = Moving(tuple(here), keys)
         part_here, part_there = (self._plan.part(*where, sealed, at) for at in (False, True))

@@ -96,7 +96,7 @@ class ComputeProbe:
     @property
     def products(self) -> int:
         """Elements of a layer's kernels."""
-        return sum(tensor.size for tensor in self._layer.tensors if not tensor.is_small)
+        return self._layer.large_size
 
     def close(self) -> None:
         self._host.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from flexgen_jax.metrics import Metrics, Operation, Resource
+from flexgen_jax.metrics import Content, Metrics, Operation, Resource
 
 
 class Watcher:
@@ -59,8 +59,16 @@ def _wait(tree: Any) -> None:
         jax.block_until_ready(tree)
 
 
-def counted(metrics: Metrics, operation: Operation, futures: Sequence[Any]) -> None:
-    """Ends a disk transfer when all of its futures are done."""
+def counted(
+    metrics: Metrics,
+    resource: Resource,
+    content: Content,
+    what: str,
+    nbytes: int,
+    futures: Sequence[Any],
+) -> None:
+    """Counts a disk transfer that has just begun, until all of its futures are done."""
+    operation = metrics.begin(resource, content, what, nbytes)
     left, lock = len(futures), threading.Lock()
 
     def done(_: Any) -> None:

@@ -163,8 +163,7 @@ class WeightStore:
         if reads:
             sizes, futures = zip(*reads, strict=True)
             metrics = self._runtime.metrics
-            operation = metrics.begin("disk_read", "weights", load.what, sum(sizes))
-            counted(metrics, operation, futures)
+            counted(metrics, "disk_read", "weights", load.what, sum(sizes), futures)
         return load
 
     def _read(

@@ -60,10 +60,8 @@ class Costs:
         self.item = DTYPES[dtype]
         self.layers: tuple[LayerSpec, ...] = model_spec(config)
         decoder = self.layers[1]
-        self._products = sum(t.size for t in decoder.tensors if not t.is_small)
-        attention = sum(
-            t.size for t in decoder.tensors if t.path.split(".")[1] in "qkv" and not t.is_small
-        )
+        self._products = decoder.large_size
+        attention = sum(t.size for t in decoder.large if t.path.split(".")[1] in "qkv")
         self._projected = attention / self._products
         self._linear = hw.linear[policy.weight_bits]
         self._device = hw.device_attention[policy.cache_bits]
@@ -114,8 +112,7 @@ class Costs:
         return rank.seconds(rows * self.config.num_heads * tokens)
 
     def head_s(self, rows: int) -> float:
-        size = sum(t.size for t in self.layers[-1].tensors if not t.is_small)
-        return self._linear.seconds(2.0 * rows * size, rows)
+        return self._linear.seconds(2.0 * rows * self.layers[-1].large_size, rows)
 
     def kv_bytes(self, rows: int, tokens: int) -> int:
         """Of one layer's sealed keys and values."""
@@ -127,15 +124,12 @@ class Costs:
 
     def layer_bytes(self) -> int:
         """Of one decoder layer's large tensors, which a policy places."""
-        decoder = self.layers[1]
-        return sum(self.formats.weight(t).nbytes for t in decoder.tensors if not t.is_small)
+        return sum(self.formats.weight(t).nbytes for t in self.layers[1].large)
 
     def end_bytes(self) -> int:
         """Of the large tensors of embedding and head, a shared table counted twice."""
         ends = (self.layers[0], self.layers[-1])
-        return sum(
-            self.formats.weight(t).nbytes for end in ends for t in end.tensors if not t.is_small
-        )
+        return sum(self.formats.weight(t).nbytes for end in ends for t in end.large)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from math import ceil
 
 from flexgen_jax.config import DTYPES, ModelConfig
-from flexgen_jax.layers.spec import TensorSpec, model_spec
 from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.policy import Policy, Workload
@@ -36,11 +35,12 @@ def roofline(
     each = layers * costs.kv_bytes(rows, 1)
     cache, on_disk = each * before, each * (before - open_)
     attended = cache * (1 + policy.attention_sparsity) / 2  # all keys, and some of the values
-    tables = {t.key: costs.formats.weight(t).nbytes for t in _tables(config)}
+    ends = (*costs.layers[0].large, *costs.layers[-1].large)
+    tables = {t.key: costs.formats.weight(t).nbytes for t in ends}  # a shared one is read once
     weights = blocks * (tokens * layers * costs.layer_bytes() + sum(tables.values()))
     on_host = attended * (1 - policy.cache.device) if policy.values_stay else 0
     seconds = {
-        "compute": _flops(config, workload) / _best(hw.linear[16]),
+        "compute": _flops(costs, workload) / _best(hw.linear[16]),
         "disk_read": (policy.weights.disk * weights + policy.cache.disk * on_disk)
         / _best(hw.disk_read),
         "memory": on_host / _memory(hw, dtype),
@@ -56,24 +56,12 @@ def roofline(
     return seconds
 
 
-def _tables(config: ModelConfig) -> list[TensorSpec]:
-    """The large tensors of embedding and head."""
-    layers = model_spec(config)
-    return [t for end in (layers[0], layers[-1]) for t in end.tensors if not t.is_small]
-
-
-def _flops(config: ModelConfig, workload: Workload) -> float:
+def _flops(costs: Costs, workload: Workload) -> float:
     """Of the products of all layers, and of the head for each new token."""
-    layers = model_spec(config)
-    decoder, head = (
-        sum(t.size for t in layer.tensors if not t.is_small) for layer in (layers[1], layers[-1])
-    )
     each = workload.prompt_len + workload.gen_len - 1
-    return (
-        2.0
-        * workload.num_sequences
-        * (config.num_layers * decoder * each + head * workload.gen_len)
-    )
+    decoders = costs.config.num_layers * costs.layers[1].large_size * each
+    head = costs.layers[-1].large_size * workload.gen_len
+    return 2.0 * workload.num_sequences * (decoders + head)
 
 
 def _best(rate: Rate) -> float:
