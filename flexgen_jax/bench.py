@@ -13,11 +13,17 @@ from flexgen_jax.sampling import SamplingParams
 
 
 def run_bench(
-    llm: LLM, prompt_len: int, gen_len: int, num_sequences: int | None, seed: int
+    llm: LLM,
+    prompt_len: int,
+    gen_len: int,
+    num_sequences: int | None,
+    seed: int,
+    warm_up: bool = False,
 ) -> dict[str, Any]:
     """Generates `gen_len` tokens after random prompts of `prompt_len`; returns the report.
 
-    num_sequences None is one block of the policy.
+    num_sequences None is one block of the policy. With `warm_up` all is run twice, and the
+    report is of the second time.
     """
     llm.config.check_lengths(prompt_len, gen_len)
     if num_sequences is not None and num_sequences < 1:
@@ -26,10 +32,9 @@ def run_bench(
     llm.warm_up(prompt_len, gen_len, count)
     generator = np.random.default_rng(seed)
     prompts = generator.integers(0, llm.config.vocab_size, (count, prompt_len)).tolist()
-    llm.generate(
-        prompt_token_ids=prompts,
-        sampling_params=SamplingParams(max_tokens=gen_len, ignore_eos=True),
-    )
+    params = SamplingParams(max_tokens=gen_len, ignore_eos=True)
+    for _ in range(1 + warm_up):
+        llm.generate(prompt_token_ids=prompts, sampling_params=params)
     return llm.report()
 
 

@@ -174,6 +174,11 @@ def read_prompts(path: Path) -> list[str]:
 )
 @click.option("--breakdown", is_flag=True, help="Print where the time went: computing and I/O.")
 @click.option(
+    "--warm-up",
+    is_flag=True,
+    help="Run twice and count the second time: the first touch of fresh memory can be slow.",
+)
+@click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write every transfer and computation to FILE; open it at https://ui.perfetto.dev.",
@@ -188,6 +193,7 @@ def bench(
     num_sequences: int | None,
     copies: bool,
     breakdown: bool,
+    warm_up: bool,
     trace: Path | None,
     json_file: Path | None,
     **options: Any,
@@ -201,7 +207,7 @@ def bench(
     check_json(json_file)
     options |= {"unified": False if copies else None, "trace": trace}
     with open_llm(default_batches=num_sequences or 1, **options) as llm:
-        report = run_bench(llm, prompt_len, gen_len, num_sequences, options["seed"])
+        report = run_bench(llm, prompt_len, gen_len, num_sequences, options["seed"], warm_up)
         click.echo(bench_summary(report))
         if breakdown:
             click.echo("\n" + breakdown_table(report))

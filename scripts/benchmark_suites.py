@@ -44,7 +44,7 @@ SMALL = "facebook/opt-1.3b"
 
 
 def in_memory(batch: int) -> Case:
-    flags = ("--percent", "100", "0", "0", "100", "100", "0")
+    flags = ("--percent", "100", "0", "100", "0", "100", "0", "--warm-up")  # as the reference is
     flags += ("--batch-size", str(batch), "--num-batches", "1")
     ours = (Ours(f"batch {batch}", flags),)
     name = f"in memory, batch {batch}"

@@ -77,13 +77,17 @@ def test_prompts_file_and_every_tier(checkpoint: Callable[[str], Path], tmp_path
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_bench_report(tmp_path: Path) -> None:
-    out = tmp_path / "r.json"
+@pytest.mark.parametrize("warm_up", [[], ["--warm-up"]])
+def test_bench_report(tmp_path: Path, warm_up: list[str]) -> None:
+    """With a warm-up all runs twice, and the report is of the second time alone."""
+    out, trace = tmp_path / "r.json", tmp_path / "trace.json"
     folder = write_checkpoint(tmp_path / "m")
     shape = ["--prompt-len", 16, "--gen-len", 8, "--batch-size", 2, "--num-batches", 2]
     flags = ["--percent", 0, 50, 50, 0, 100, 0, "--offload-dir", tmp_path / "o", "--json", out]
+    flags += ["--trace", trace, *warm_up]
     result = run("bench", "--model", folder, "--dummy-weights", *shape, *flags)
     assert result.exit_code == 0, result.output
+    assert trace.read_text().count("decoder layer 0, token 0, batch 0") == 1 + len(warm_up)
     report = json.loads(out.read_text())
     assert report.keys() >= REPORT
     assert report["num_tokens"] == 4 * 8
