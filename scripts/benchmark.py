@@ -229,6 +229,8 @@ def main() -> None:
     parser.add_argument("--keep-profile", action="store_true", help="Measured by a run before.")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {args.json.parent}")
     args.folder.mkdir(parents=True, exist_ok=True)
     has_gpu = find_gpu(args.suite)
     rows: list[dict[str, Any]] = []
