@@ -166,7 +166,8 @@ print([result.token_ids for result in results])
 def run_script(folder: Path, offload: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SCRIPT, str(folder), str(offload)]
     root = Path(__file__).parent.parent
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=root)
 
 
 def resident_tokens(folder: Path) -> str:
@@ -211,6 +212,7 @@ def test_interrupt_leaves_only_reusable_files(
         assert process.poll() is None
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
-    process.wait(timeout=60)
-    assert process.returncode != 0
+    errors = process.communicate(timeout=60)[1]
+    # Python itself drops an interrupt that meets a callback of its garbage collector
+    assert process.returncode != 0 or "Exception ignored in" in errors, errors
     assert list((tmp_path / "offload" / "runs").iterdir()) == []
