@@ -50,6 +50,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, has_gpu: bool) -> None:
         self.folder: Path = args.folder
         self.repeat: int = args.repeat
+        self.known: tuple[str, int] | None = args.reference
         self.dtype = "float16" if has_gpu else "bfloat16"
         self.profile = self._profile(args.keep_profile)
 
@@ -91,6 +92,8 @@ class Bench:
         """The offload and the batch of the reference's highest throughput."""
         if case.is_batch_fixed:
             return case.offloads[0], case.batch
+        if self.known is not None:
+            return self.known
         found: dict[tuple[str, int], float] = {}
         for offload in case.offloads:
 
@@ -218,6 +221,12 @@ def find_gpu(suite: str) -> bool:
     return found.stdout.strip() in ("gpu", "cuda")
 
 
+def known_best(text: str) -> tuple[str, int]:
+    """`disk:16` as an offload and a batch; raises `ValueError`."""
+    offload, batch = text.split(":")
+    return offload, int(batch)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -226,6 +235,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="On the disk to measure.")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", help="Only cases whose name contains this.")
+    parser.add_argument(
+        "--reference",
+        type=known_best,
+        metavar="OFFLOAD:BATCH",
+        help="Its best way, e.g. disk:16, where a run before has found it; saves the search.",
+    )
     parser.add_argument("--keep-profile", action="store_true", help="Measured by a run before.")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

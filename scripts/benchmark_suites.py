@@ -59,9 +59,11 @@ def cpu_quick() -> list[Case]:
 
 def cpu_full() -> list[Case]:
     return [
-        Case("OPT-1.3B, 1.5 GB", SMALL, 128, 32, 15 * 10**8, BOTH, timeout=400),
+        Case("OPT-1.3B, 1.5 GB", SMALL, 128, 32, 15 * 10**8, BOTH),
         *(in_memory(batch) for batch in (1, 4, 32)),
-        Case("OPT-6.7B, 4 GB", "facebook/opt-6.7b", 256, 16, 4 * 10**9, BOTH, batch=8, timeout=900),
+        Case(
+            "OPT-6.7B, 4 GB", "facebook/opt-6.7b", 256, 16, 4 * 10**9, BOTH, batch=8, timeout=1800
+        ),
     ]
 
 

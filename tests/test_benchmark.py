@@ -21,7 +21,7 @@ def fake_bench(speeds: dict[str, float], repeat: int) -> Any:
     from benchmark import Bench
 
     bench = object.__new__(Bench)
-    bench.folder, bench.repeat, bench.dtype = Path(), repeat, "bfloat16"
+    bench.folder, bench.repeat, bench.known, bench.dtype = Path(), repeat, None, "bfloat16"
 
     def measured(case: Any, name: str, command: list[str]) -> dict[str, Any]:
         row = {"case": case.name, "name": name, "command": " ".join(command)}
@@ -56,6 +56,11 @@ def test_reference_is_doubled_until_it_fails_or_slows(monkeypatch: pytest.Monkey
     table = benchmark.markdown(rows)
     assert "| ours, b | 9.00 | 9.00 to 9.00 | 3.00 | 50 % | disk read |  |" in table
     assert "auto, batch 4: timed out" in table
+
+    bench = fake_bench(speeds, 1)
+    bench.known, rows = benchmark.known_best("auto:2"), []
+    bench.case(case, rows.append)
+    assert [row["name"] for row in rows] == ["ours, a", "ours, b", "reference, auto, batch 2"]
 
 
 @pytest.mark.usefixtures("scripts")
