@@ -176,7 +176,8 @@ def policy_options(command: Command) -> Command:
                 "--attention",
                 type=click.Choice(list(ATTENTIONS)),
                 help="Where decoding attends to KV cache that is not on the GPU: on the host's "
-                "CPU, or on the device, to which it is moved; auto: on the host.",
+                "CPU, or on the device, to which it is moved; auto: on the host, unless the "
+                "device is the CPU.",
             ),
             click.option(
                 "--attention-sparsity",

@@ -85,6 +85,9 @@ class LLM:
         }
         changes = {name: value for name, value in asked.items() if value is not None}
         given = replace(Policy() if policy == "auto" else policy, **changes)
+        unified = on_cpu if unified is None else unified
+        if policy != "auto" and unified and given.attention == "auto" and not given.is_sparse:
+            given = replace(given, attention="device")  # the same memory, and one program a step
         formats = given.formats(self.dtype)
         self._planner = Planner(
             config=self.config,
@@ -96,7 +99,7 @@ class LLM:
             disk_space=parse_bytes(disk_space),
             offload_dir=Path(offload_dir or cache_folder("offload")).expanduser(),
             fingerprint=self._model.source.fingerprint(self.dtype) + formats.suffix,
-            unified=on_cpu if unified is None else unified,
+            unified=unified,
             progress=self._progress,
             profile=read_profile(hardware) if hardware is not None else None,
         )

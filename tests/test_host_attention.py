@@ -100,7 +100,9 @@ def test_prepared_kernels_are_those_of_a_run(tmp_path: Path, dtype: str) -> None
     head_dim = {"float32": 12, "bfloat16": 24}[dtype]  # of no other test, whose kernels stay
     sizes = {"hidden_size": 4 * head_dim, "word_embed_proj_dim": 4 * head_dim}
     folder = write_checkpoint(tmp_path / "m", **sizes)
-    policy = Policy.from_percent(100, 0, 0, 100, 100, 0, batch_size=2, kv_block_tokens=4)
+    policy = Policy.from_percent(
+        100, 0, 0, 100, 100, 0, batch_size=2, kv_block_tokens=4, attention="host"
+    )
     kernel: Any = fold_for(head_dim, False, 16)
     assert not kernel.signatures
     with LLM(folder, dtype=dtype, policy=policy) as llm:

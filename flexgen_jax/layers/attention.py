@@ -7,6 +7,9 @@ log-sum-exp, so that blocks can be attended to anywhere, in any order, and merge
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 
@@ -17,9 +20,15 @@ from flexgen_jax.layers.spec import scored_heads
 MASKED = -1e30
 """Score of a masked key: finite, so that a block with no valid key stays free of NaN."""
 
+LANES = 8
+
 Partial = tuple[jax.Array, jax.Array]
 """What attention found in some blocks: softmax-weighted values, fp32 [batch, head, 1, head_dim],
 and the log-sum-exp of the scores, fp32 [batch, head, 1]."""
+
+
+Attend = Callable[..., Partial]
+"""`attend_blocks`, or what takes and returns the same."""
 
 
 def attend(query: jax.Array, key: Kept, value: Kept, valid: jax.Array) -> Partial:
@@ -43,9 +52,18 @@ def key_scores(query: jax.Array, key: Kept, valid: jax.Array) -> jax.Array:
     scores = jnp.zeros((), jnp.float32)
     for part in parts_of(key):
         stop = start + part.shape[3]
-        scores = scores + (part.astype(jnp.float32) * rows[..., start:stop]).sum(3)
+        scores = scores + _sum_last(part.astype(jnp.float32) * rows[..., start:stop])
         start = stop
     return jnp.where(valid[:, None, :], scores, MASKED)
+
+
+def _sum_last(x: jax.Array) -> jax.Array:
+    """x: [batch, head, token, element], added up over the elements."""
+    if x.shape[3] % LANES:
+        return x.sum(3)
+    # In strides: XLA's CPU backend adds a row's elements one after the other, or in vectors if
+    # they are `LANES` sums.
+    return x.reshape(*x.shape[:3], -1, LANES).sum(3).sum(3)
 
 
 def weighted_sum(weights: jax.Array, value: Kept) -> jax.Array:
@@ -68,11 +86,16 @@ def attend_blocks(
     index, before which the blocks' tokens are valid; first_valid: int32 [batch]. Shapes as in
     `attend`.
     """
-    partials = []
-    for index, (key, value) in enumerate(blocks):
-        valid = valid_tokens(starts[index], key.shape[2], position, first_valid)
-        partials.append(attend(query, key, value, valid))
-    return merge(partials)
+    scores = []
+    for start, (key, _) in zip(starts, blocks, strict=True):
+        valid = valid_tokens(start, key.shape[2], position, first_valid)
+        scores.append(key_scores(query, key, valid))
+    peak = reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in scores])
+    weights = [jnp.exp(x - peak) for x in scores]
+    total = reduce(jnp.add, [x.sum(-1, keepdims=True) for x in weights])
+    values = [value for _, value in blocks]
+    mixed = reduce(jnp.add, map(weighted_sum, weights, values))
+    return mixed / total[..., None], peak + jnp.log(total)
 
 
 def attend_itself(query: jax.Array, key: Kept, value: Kept) -> Partial:

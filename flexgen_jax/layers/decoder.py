@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.attention import (
+    Attend,
     Partial,
     attend_blocks,
     attend_itself,
@@ -66,10 +67,14 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with residuals; layer norm before (most OPTs) or after (350m)."""
+    """Attention and MLP with residuals; layer norm before (most OPTs) or after (350m).
+
+    attend: what decoding attends with, `attend_blocks` or something faster for the machine.
+    """
 
     config: ModelConfig
     dtype: jnp.dtype = jnp.float32
+    attend: Attend = attend_blocks
 
     def setup(self) -> None:
         self.attention = SelfAttention(self.config, self.dtype)
@@ -102,7 +107,7 @@ class DecoderLayer(nn.Module):
         query, new = self.project(hidden)
         starts = jnp.array([0, *accumulate(key.shape[2] for key, _ in blocks)])
         args = (query, (*blocks, tail), starts, position, first_valid)
-        here = attend_blocks(*args) if counts is None else attend_top(*args, counts, most)
+        here = self.attend(*args) if counts is None else attend_top(*args, counts, most)
         return self.finish(hidden, query, new, [here]), new
 
     def project(self, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from flexgen_jax.config import ModelConfig
-from flexgen_jax.layers.attention import attend_blocks
+from flexgen_jax.layers.attention import Attend, attend_blocks
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.quantization import Kept, assemble, quantize_as
@@ -98,9 +98,9 @@ def _seal(formats: Formats, block: KVBlock) -> KVBlock:
     return key, value
 
 
-def _decode(config: ModelConfig, dtype: jnp.dtype, most: int) -> Callable[..., Any]:
+def _decode(config: ModelConfig, dtype: jnp.dtype, attend: Attend, most: int) -> Callable[..., Any]:
     def decode(weights: Weights, *args: Any) -> Any:
-        layer = DecoderLayer(config, dtype)
+        layer = DecoderLayer(config, dtype, attend)
         hidden, new = _apply(layer, weights, *args, most=most, method="decode")
         return hidden, new, jnp.isfinite(hidden).all()
 
@@ -176,12 +176,16 @@ def compiler_options(formats: Formats) -> dict[str, str | bool] | None:
 
 
 @lru_cache(maxsize=512)
-def _compile(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> jax.stages.Compiled:
-    lowered = _lower(config, formats, kind, *shape)
+def _compile(
+    config: ModelConfig, formats: Formats, attend: Attend, kind: str, *shape: Any
+) -> jax.stages.Compiled:
+    lowered = _lower(config, formats, attend, kind, *shape)
     return lowered.compile(compiler_options=compiler_options(formats))
 
 
-def _lower(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> jax.stages.Lowered:
+def _lower(
+    config: ModelConfig, formats: Formats, attend: Attend, kind: str, *shape: Any
+) -> jax.stages.Lowered:
     dtype = jnp.dtype(formats.dtype)
 
     def array(*dims: int) -> jax.ShapeDtypeStruct:
@@ -219,7 +223,7 @@ def _lower(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> jax
         hidden = array(batch, 1, config.hidden_size)
         args = (weights(layers[1]), hidden, blocks, tail(batch, shape[2]), _int(), _int(batch))
         args += (_int(batch),) if shape[3] else ()
-        return jax.jit(_decode(config, dtype, shape[3])).lower(*args)
+        return jax.jit(_decode(config, dtype, attend, shape[3])).lower(*args)
     if kind == "project":
         args = (weights(layers[1]), array(batch, 1, config.hidden_size))
         return jax.jit(_project(config, dtype)).lower(*args)
@@ -230,7 +234,7 @@ def _lower(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> jax
         query = array(*kv_shape(batch, 1))
         where = (_int(len(blocks)), _int(), _int(batch))
         if kind == "attend":
-            return jax.jit(attend_blocks).lower(query, blocks, *where)
+            return jax.jit(attend).lower(query, blocks, *where)
         if kind == "rank":
             return jax.jit(partial(rank, most=shape[3])).lower(query, sides, *where)
         most = min(shape[3], sum(side.shape[2] for side in sides))
@@ -261,9 +265,10 @@ def _lower(config: ModelConfig, formats: Formats, kind: str, *shape: Any) -> jax
 class Programs:
     """A model's compiled functions, by kind and shape; compiled when first asked for."""
 
-    def __init__(self, config: ModelConfig, formats: Formats) -> None:
-        self._config = config
-        self._formats = formats
+    def __init__(
+        self, config: ModelConfig, formats: Formats, attend: Attend = attend_blocks
+    ) -> None:
+        self._model = (config, formats, attend)
         self._found: dict[Any, jax.stages.Compiled] = {}
         self.compile_s = 0.0
 
@@ -271,7 +276,7 @@ class Programs:
         program = self._found.get((kind, shape))
         if program is None:
             started = time.perf_counter()
-            program = _compile(self._config, self._formats, kind, *shape)
+            program = _compile(*self._model, kind, *shape)
             self.compile_s += time.perf_counter() - started
             self._found[kind, shape] = program
         return program

@@ -73,6 +73,24 @@ def exp(x: Any) -> Any:
     return series * as_float(np.uint32((np.int32(whole) + np.int32(127)) << np.int32(23)))
 
 
+@njit(inline="always")
+def fold_row(keys, values, row, begin, stop, query, scores, result, out, size, is_half, bits):
+    """Folds the tokens from begin to stop into a row's running result, as `fold_for` has it;
+    result is its peak and total, whose new values are returned."""
+    peak, total = result
+    score_row(keys, row, begin, stop, query, scores, size, is_half, bits)
+    highest = max(peak, largest(scores[begin:stop]))
+    fade, summed = exp(peak - highest), np.float32(0)
+    for token in range(begin, stop):
+        scores[token] = exp(scores[token] - highest)
+    for token in range(begin, stop):
+        summed += scores[token]
+    for i in range(size):
+        out[i] *= fade
+    add_row(values, row, begin, stop, scores, out, size, is_half, bits)
+    return highest, total * fade + summed
+
+
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
     try:
         return njit(nogil=True, cache=True, fastmath=MATH)(function)
@@ -96,21 +114,23 @@ def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
         assert source
         scores = np.empty(keys[0].shape[1], np.float32)
         for row in range(start, end):
-            begin = first[row]
-            if begin >= stop:
-                continue
-            highest, question, mixed = peak[row], query[row], out[row]
-            score_row(keys, row, begin, stop, question, scores, size, is_half, bits)
-            highest = max(highest, largest(scores[begin:stop]))
-            fade, summed = exp(peak[row] - highest), np.float32(0)
-            for token in range(begin, stop):
-                scores[token] = exp(scores[token] - highest)
-            for token in range(begin, stop):
-                summed += scores[token]
-            for i in range(size):
-                mixed[i] *= fade
-            add_row(values, row, begin, stop, scores, mixed, size, is_half, bits)
-            peak[row], total[row] = highest, total[row] * fade + summed
+            if first[row] < stop:
+                result = (peak[row], total[row])
+                asked, found = query[row], out[row]
+                peak[row], total[row] = fold_row(
+                    keys,
+                    values,
+                    row,
+                    first[row],
+                    stop,
+                    asked,
+                    scores,
+                    result,
+                    found,
+                    size,
+                    is_half,
+                    bits,
+                )
 
     return compiled(fold)
 

@@ -23,6 +23,7 @@ from flexgen_jax.layers.quantization import Kept, quantize_as
 from flexgen_jax.layers.spec import Formats, TensorSpec, model_spec
 from flexgen_jax.layers.storage import Storage
 from flexgen_jax.offload.host_attention import HostAttention, HostBlock
+from flexgen_jax.offload.inline_attention import attend_for_device
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.policy import prompt_blocks
 
@@ -116,7 +117,10 @@ class ComputeProbe:
     def linear(self, bits: int, rows: Sequence[int], prefills: Sequence[tuple[int, int]]) -> Rate:
         """FLOP/s of a layer's products at so many rows, norms and all."""
         formats = Formats(self.dtype, weight_bits=bits)
-        programs, layers = Programs(self.config, formats), cycle(self._weights(formats))
+        programs, layers = (
+            Programs(self.config, formats, attend_for_device()),
+            cycle(self._weights(formats)),
+        )
         points = []
         for count in rows:
             step = self._products(programs, layers, count)
@@ -135,7 +139,9 @@ class ComputeProbe:
     def step(self, rows: int) -> Callable[[], Any]:
         """A decoding step's products, layer after layer."""
         formats = Formats(self.dtype)
-        return self._products(Programs(self.config, formats), cycle(self._weights(formats)), rows)
+        return self._products(
+            Programs(self.config, formats, attend_for_device()), cycle(self._weights(formats)), rows
+        )
 
     def _products(self, programs: Programs, layers: Any, rows: int) -> Callable[[], Any]:
         project, finish = programs.project(rows), programs.finish(rows, 1)
@@ -196,7 +202,7 @@ class ComputeProbe:
     def device_attention(self, bits: int) -> Rate:
         """Elements of keys and values a second, attended to on the device."""
         formats, points = Formats(self.dtype, cache_bits=bits), []
-        programs = Programs(self.config, formats)
+        programs = Programs(self.config, formats, attend_for_device())
         for rows, tokens in CACHES[1:3]:
             blocks, lengths, tail = self._blocks(formats, rows, tokens)
             program = programs.attend(rows, lengths, tail)
@@ -219,7 +225,9 @@ class ComputeProbe:
         rows, tokens = CACHES[1]
         blocks, lengths, tail = self._blocks(formats, rows, tokens)
         most = (tokens + tail) // 10
-        program = Programs(self.config, formats).rank(rows, lengths, tail, most)
+        program = Programs(self.config, formats, attend_for_device()).rank(
+            rows, lengths, tail, most
+        )
         query = self._array(rows, self.config.num_heads, 1, self.config.head_dim)
         starts = np.cumsum((0, *lengths)).astype(np.int32)
         keys = tuple(key for key, _ in blocks)
@@ -262,7 +270,10 @@ class ComputeProbe:
     def split_s(self, rows: int, tokens: int) -> float:
         """Seconds by which a step whose cache is on the host takes longer than its parts."""
         formats = Formats(self.dtype)
-        programs, layers = Programs(self.config, formats), cycle(self._weights(formats))
+        programs, layers = (
+            Programs(self.config, formats, attend_for_device()),
+            cycle(self._weights(formats)),
+        )
         _, attended, _, blocks = self._host_point(16, rows, tokens)
         project, finish = programs.project(rows), programs.finish(rows, 1)
         hidden = self._array(rows, 1, self.config.hidden_size)
@@ -282,7 +293,7 @@ class ComputeProbe:
         """Elements of a KV block a second."""
         formats, points = Formats(self.dtype, cache_bits=4), []
         for rows, tokens in ((4, 32), (16, 128)):
-            program = Programs(self.config, formats).seal(rows, tokens)
+            program = Programs(self.config, formats, attend_for_device()).seal(rows, tokens)
             array = self._array(rows, self.config.num_heads, tokens, self.config.head_dim)
             elements = 2.0 * array.size
             points.append((elements, elements, timed(partial(program, (array, array)))))

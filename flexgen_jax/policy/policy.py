@@ -102,7 +102,8 @@ class Policy:
     cached in blocks of `kv_block_tokens`, which are immutable once full. Weights and full
     blocks are kept in `weight_bits` and `cache_bits` an element (section 5); 16 is the dtype.
     `attention` says where decoding attends to KV blocks that are not on the device: on the
-    "device", to which they are moved, or on the "host", where they are; "auto" is the host.
+    "device", to which they are moved, or on the "host", where they are; "auto" is the host, but
+    the device where that is the same memory, unless attention is sparse.
     With `attention_sparsity` below 1, each head of a decoding token attends to this fraction of
     the tokens before it, those with the highest scores (section 5), and to itself; the values of
     blocks that are not on the device are then never moved to it.

@@ -81,6 +81,7 @@ class Simulation:
         self._visit, self._next_visits = -1, list[Step]()
         self._hidden: dict[int, tuple[int, int]] = {}
         self._hidden_disk: set[int] = set()
+        self._hidden_writes: dict[int, float] = {}
         self._sizes = CacheSizes(costs, self._plan, shape.batch_sizes)
         self._cached_until: dict[tuple[int, int], int] = {}
         self._projected: dict[Step, float] = {}
@@ -183,10 +184,8 @@ class Simulation:
         return home != "disk" or step.batch in self._hidden_disk
 
     def _start_hidden(self, step: Step) -> Loading:
-        # What was just written to disk is still in RAM, and needed again so soon.
-        home = self._homes[step.layer - 1, step.batch]
-        nbytes = self._hidden_bytes(step)
-        if home == "disk" and step.batch not in self._hidden_disk:
+        home, nbytes = self._homes[step.layer - 1, step.batch], self._hidden_bytes(step)
+        if step.batch in self._hidden_disk and step.batch not in self._hidden_writes:  # not in RAM
             return Loading(self._clock.read(nbytes, True, "page_cache", nbytes), nbytes)
         return Loading(None, 0 if home == "device" else nbytes)
 
@@ -314,6 +313,7 @@ class Simulation:
 
     def _put_hidden(self, step: Step, done: float) -> None:
         self._hidden[step.batch] = (step.token, step.layer)
+        self._clock.wait(self._hidden_writes.pop(step.batch, 0.0))
         self._hidden_disk.discard(step.batch)
         if self._homes[step.layer, step.batch] != "device":
             self._clock.move("device_to_host", self._hidden_bytes(step), done)
@@ -365,11 +365,13 @@ class Simulation:
                 self._clock.wait(self._pending[0])
 
     def _settle_hidden(self, step: Step) -> None:
-        if self._homes[step.layer, step.batch] != "disk":
-            return
-        if self._hidden.get(step.batch) == (step.token, step.layer):
-            self._clock.move("disk_write", self._hidden_bytes(step))
+        is_newest = self._hidden.get(step.batch) == (step.token, step.layer)
+        if self._homes[step.layer, step.batch] == "disk" and is_newest:
+            writes = self._hidden_writes
             self._hidden_disk.add(step.batch)
+            writes[step.batch] = self._clock.move("disk_write", self._hidden_bytes(step))
+            if len(writes) > PENDING_WRITES:
+                self._clock.wait(writes.pop(next(iter(writes))))
 
 
 def _sampled(count: int, sample: int | None) -> tuple[list[int], list[int]]:

@@ -1,0 +1,69 @@
+"""Decode attention on the CPU as a part of XLA's programs.
+
+Where the device is a CPU, keys and values are read where they lie by the kernels of
+`host_kernels`, at memory speed, from within the program of a decode step: a step of three programs,
+with XLA's threads still spinning while the kernels' compute, costs 1 to 4 ms more.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+
+from flexgen_jax.layers.attention import Attend, Partial, attend_blocks
+from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers.quantization import Kept, QuantizedArray
+
+FEW_ELEMENTS = 1 << 20
+"""Of keys and values, with which XLA's own attention costs no more than a tenth of a millisecond,
+and does without the loading of Numba."""
+
+
+def attend_for_device() -> Attend:
+    """What the device's programs attend with."""
+    return attend_inline if jax.default_backend() == "cpu" else attend_blocks
+
+
+def attend_inline(
+    query: jax.Array,
+    blocks: tuple[KVBlock, ...],
+    starts: jax.Array,
+    position: jax.Array,
+    first_valid: jax.Array,
+) -> Partial:
+    """`layers.attention.attend_blocks`, for programs of the CPU."""
+    batch, heads, _, size = query.shape
+    rows = batch * heads
+    if 2 * rows * size * sum(key.shape[2] for key, _ in blocks) < FEW_ELEMENTS:
+        return attend_blocks(query, blocks, starts, position, first_valid)
+    lengths = jnp.array([key.shape[2] for key, _ in blocks], jnp.int32)
+    starts = jnp.asarray(starts, jnp.int32)
+    first = jnp.maximum(first_valid[None, :] - starts[:, None], 0)
+    stop = jnp.minimum(lengths, position - starts)
+    leaves = [leaf for block in blocks for side in block for leaf in _leaves(side)]
+    bits = next((key.storage.bits for key, _ in blocks if isinstance(key, QuantizedArray)), 16)
+    target = _target(size, str(query.dtype), bits)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, size), (rows,))]
+    asked = query.astype(jnp.float32).reshape(rows, size)
+    out, lse = jax.ffi.ffi_call(target, shapes)(asked, first, stop, *leaves)
+    return out.reshape(query.shape), lse.reshape(query.shape[:3])
+
+
+def _leaves(kept: Kept) -> list[jax.Array]:
+    if isinstance(kept, QuantizedArray):
+        return [kept.packed, kept.scale, kept.minimum]
+    return [kept]
+
+
+@lru_cache
+def _target(size: int, dtype: str, bits: int) -> str:
+    """The name of the registered function for heads of this size and format."""
+    # Numba takes half a second to import, and not every run attends here.
+    from flexgen_jax.offload.inline_handlers import attention_handler
+
+    name = f"flexgen_jax_attend_{size}_{dtype}_{bits}"
+    handler, _ = attention_handler(size, dtype, bits)
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
+    return name

@@ -1,0 +1,265 @@
+"""The foreign functions that XLA's CPU backend calls for `inline_attention`, compiled by Numba.
+
+XLA's structures are read as arrays of 8-byte words, by the layouts of `xla/ffi/api/c_api.h` 0.3,
+a stable binary interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import binding, ir
+from numba import cfunc, njit, types
+from numba.core import cgutils as untyped_cgutils
+from numba.core import typing as untyped_typing
+from numba.extending import intrinsic as untyped_intrinsic
+
+from flexgen_jax.layers.attention import MASKED
+from flexgen_jax.offload.host_kernels import MATH, SOURCE, fold_row
+
+carray: Any = vars(numba)["carray"]
+cgutils: Any = untyped_cgutils
+typing: Any = untyped_typing
+intrinsic: Any = untyped_intrinsic
+
+METADATA = 1
+API_VERSION = np.int64(3 << 32)  # major 0, minor 3
+PACKED = 6  # uint8 among XLA's types
+SCHEDULE, THREADS = 17, 18  # words of XLA_FFI_Api
+PARTS = 4
+"""Ranges of rows for each thread: the next one goes to whichever is free."""
+
+NEXT, DONE, HOLDERS, ALL, ARGUMENTS, RESULTS = range(6)
+"""Words of the task that the threads of a call share."""
+
+WORD = ir.IntType(64)
+FUNCTION: Any = types.intp(types.CPointer(types.intp))
+malloc: Any = types.ExternalFunction("malloc", typing.signature(types.intp, types.intp))
+free: Any = types.ExternalFunction("free", typing.signature(types.void, types.intp))
+
+
+def _words(_context: Any, address: Any) -> Any:
+    """What lies at an address, as 8-byte words."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], WORD.as_pointer())
+
+    return types.CPointer(types.intp)(types.intp), generate
+
+
+def _address(_context: Any, memory: Any) -> Any:
+    """Where words lie."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.ptrtoint(arguments[0], WORD)
+
+    return types.intp(memory), generate
+
+
+def _pointer(_context: Any, address: Any) -> Any:
+    """An address as a pointer to anything."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.intp), generate
+
+
+def _call(_context: Any, function: Any, argument: Any) -> Any:
+    """Calls the function of one word at an address."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(WORD, [WORD])
+        function = builder.inttoptr(arguments[0], kind.as_pointer())
+        return builder.call(function, [arguments[1]])
+
+    return types.intp(types.intp, types.intp), generate
+
+
+def _address_of(_context: Any, name: Any) -> Any:
+    """Of a function that `binding.add_symbol` has named."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        kind = ir.FunctionType(WORD, [WORD.as_pointer()])
+        found = cgutils.get_or_insert_function(builder.module, kind, name.literal_value)
+        return builder.ptrtoint(found, WORD)
+
+    return types.intp(name), generate
+
+
+def _fetch_add(_context: Any, address: Any, value: Any) -> Any:
+    """Adds to the word at an address in one step for all threads; returns what it was."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], WORD.as_pointer())
+        return builder.atomic_rmw("add", place, arguments[1], "seq_cst")
+
+    return types.intp(types.intp, types.intp), generate
+
+
+words, address_in, pointer = intrinsic(_words), intrinsic(_address), intrinsic(_pointer)
+call, fetch_add = intrinsic(_call), intrinsic(_fetch_add)
+address_of = intrinsic(prefer_literal=True)(_address_of)
+
+
+@njit(inline="always")
+def is_asked_for_version(frame):
+    """Answers the question that XLA asks before the first call: which version this is made for."""
+    if frame[1] == 0:
+        return False
+    extension = words(frame[1])
+    if extension[1] & 0xFFFFFFFF != METADATA:
+        return False
+    words(extension[3])[3] = API_VERSION
+    return True
+
+
+@njit(inline="always")
+def leaf(buffer, rows, kind):
+    """A buffer [batch, head, token, element] as [row, token, element]."""
+    sizes = words(buffer[5])
+    return carray(pointer(buffer[3]), (rows, sizes[2], sizes[3]), kind)
+
+
+@njit(inline="always")
+def packed_side(arguments, at, rows):
+    """The three arrays of packed keys or values."""
+    codes = leaf(words(arguments[at]), rows, np.uint8)
+    scale = leaf(words(arguments[at + 1]), rows, np.uint16)
+    minimum = leaf(words(arguments[at + 2]), rows, np.uint16)
+    return codes, scale, minimum
+
+
+@njit(inline="always")
+def fold_rows(keys, values, first, stop, heads, start, query, state, size, is_half, bits):
+    """Folds a block into the rows of `state` (peak, total and out), which begin at `start`."""
+    peak, total, out = state
+    scores = np.empty(keys[0].shape[1], np.float32)
+    for i in range(peak.size):
+        row = start + i
+        begin = np.int64(first[row // heads])
+        if begin < stop:
+            before, mixed, asked = (peak[i], total[i]), out[i], query[row]
+            peak[i], total[i] = fold_row(
+                keys, values, row, begin, stop, asked, scores, before, mixed, size, is_half, bits
+            )
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    try:
+        return cfunc(FUNCTION, cache=True, fastmath=MATH)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written to
+        return cfunc(FUNCTION, fastmath=MATH)(function)
+
+
+@lru_cache  # XLA keeps no reference
+def attention_handler(size: int, dtype: str, bits: int) -> tuple[Any, Any]:
+    """The handler for heads of this size, whose plain blocks are of `dtype` and whose packed ones
+    have so many bits; and the function of its threads.
+
+    Its arguments: query, fp32 [row, head_dim]; first, int32 [block, batch]; stop, int32 [block];
+    and of each block the arrays of keys and then of values. Results: fp32 [row, head_dim] and the
+    log-sum-exp of the scores, fp32 [row].
+    """
+    name = f"flexgen_jax_attend_{size}_{dtype}_{bits}"
+    work = compiled(_work(size, dtype == "float16", bits, dtype == "float32"))
+    binding.add_symbol(name, work.address)
+    run = types.ExternalFunction(name, typing.signature(types.intp, types.CPointer(types.intp)))
+
+    def handle(frame):
+        if is_asked_for_version(frame):
+            return 0
+        api, context = words(frame[2]), frame[3]
+        rows = words(words(words(frame[9])[0])[5])[0]
+        threads = np.ones(1, np.intp)
+        asked = np.array((32, 0, context, threads.ctypes.data), np.intp)
+        known = call(api[THREADS], asked.ctypes.data) == 0
+        helpers = max(threads[0] - 1, 0) if known else 0
+        task = malloc(64)
+        shared = words(task)
+        shared[NEXT], shared[DONE], shared[HOLDERS] = 0, 0, helpers + 2
+        shared[ALL] = min(rows, PARTS * (helpers + 1))
+        shared[ARGUMENTS], shared[RESULTS] = frame[9], frame[14]
+        for _ in range(helpers):
+            job = np.array((40, 0, context, address_of(name), task), np.intp)
+            if call(api[SCHEDULE], job.ctypes.data) != 0:
+                fetch_add(task + 8 * HOLDERS, -1)
+        run(shared)
+        while fetch_add(task + 8 * DONE, 0) < shared[ALL]:
+            pass
+        if fetch_add(task + 8 * HOLDERS, -1) == 1:
+            free(task)
+        return 0
+
+    return compiled(handle), work
+
+
+def _work(size: int, is_half: bool, bits: int, is_wide: bool) -> Callable[..., int]:
+    """What each thread runs: takes parts of the rows until all are taken. Whoever is last to let
+    go of the task frees it: a thread may begin when the others are long done."""
+    source, stored = SOURCE, np.float32 if is_wide else np.uint16
+
+    def work(shared):
+        assert source
+        task, parts = address_in(shared), shared[ALL]
+        part = fetch_add(task + 8 * NEXT, 1)
+        while part < parts:
+            arguments, results = words(shared[ARGUMENTS]), words(shared[RESULTS])
+            asked, known = words(arguments[0]), words(arguments[1])
+            rows, blocks, batch = words(asked[5])[0], words(known[5])[0], words(known[5])[1]
+            start, end = rows * part // parts, rows * (part + 1) // parts
+            query = carray(pointer(asked[3]), (rows, size), np.float32)
+            first = carray(pointer(known[3]), (blocks, batch), np.int32)
+            stop = carray(pointer(words(arguments[2])[3]), (blocks,), np.int32)
+            out = carray(pointer(words(results[0])[3]), (rows, size), np.float32)[start:end]
+            lse = carray(pointer(words(results[1])[3]), (rows,), np.float32)[start:end]
+            out[:] = np.float32(0)
+            peak = np.full(end - start, MASKED, np.float32)
+            total = np.zeros(end - start, np.float32)
+            state, heads, at = (peak, total, out), rows // batch, 3
+            for block in range(blocks):
+                last, begins = np.int64(stop[block]), first[block]
+                buffer = words(arguments[at])
+                is_packed = False
+                if bits < 16:  # else this is not compiled
+                    is_packed = buffer[2] & 0xFFFFFFFF == PACKED
+                    if is_packed:
+                        keys = packed_side(arguments, at, rows)
+                        values = packed_side(arguments, at + 3, rows)
+                        at += 6
+                        fold_rows(
+                            keys,
+                            values,
+                            begins,
+                            last,
+                            heads,
+                            start,
+                            query,
+                            state,
+                            size,
+                            is_half,
+                            bits,
+                        )
+                if not is_packed:
+                    plain = (leaf(buffer, rows, stored),)
+                    mixed = (leaf(words(arguments[at + 1]), rows, stored),)
+                    at += 2
+                    fold_rows(
+                        plain, mixed, begins, last, heads, start, query, state, size, is_half, 16
+                    )
+            for i in range(end - start):
+                lse[i] = np.float32(MASKED)
+                if total[i] != 0:
+                    out[i] /= total[i]
+                    lse[i] = peak[i] + np.log(total[i])
+            fetch_add(task + 8 * DONE, 1)
+            part = fetch_add(task + 8 * NEXT, 1)
+        if fetch_add(task + 8 * HOLDERS, -1) == 1:
+            free(task)
+        return 0
+
+    return work

@@ -1,0 +1,129 @@
+"""Attention inside XLA's programs on the CPU, against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flexgen_jax import Policy
+from flexgen_jax.layers import programs
+from flexgen_jax.layers.attention import attend_blocks
+from flexgen_jax.offload import inline_attention
+from flexgen_jax.offload.inline_attention import attend_inline
+from tests.models import run_greedy
+from tests.test_host_attention import FORMATS, SHORT, kept, numpy_attention
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
+
+LENGTHS, POSITION = (7, 5, 4), 14
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small models' caches too are attended to inline."""
+    monkeypatch.setattr(inline_attention, "FEW_ELEMENTS", 0)
+    programs._compile.cache_clear()
+    yield
+    programs._compile.cache_clear()
+
+
+def random_cache(
+    seed: int, dtype: str, bits: int, head_dim: int, batch: int = 4
+) -> tuple[Any, list[np.ndarray]]:
+    """Blocks, the last one plain as a tail is, and what their keys and values stand for."""
+    rng = np.random.default_rng(seed)
+    blocks, sides = [], ([], [])
+    for index, length in enumerate(LENGTHS):
+        found = []
+        for side in sides:
+            plain = rng.normal(size=(batch, 3, length, head_dim)).astype(np.float32)
+            is_tail = index == len(LENGTHS) - 1
+            array, stands_for = kept(plain, dtype, 16 if is_tail else bits)
+            side.append(stands_for)
+            found.append(array)
+        blocks.append(tuple(found))
+    return tuple(blocks), [np.concatenate(side, axis=2) for side in sides]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "head_dim"),
+    [*((*kind, 20) for kind in FORMATS), ("bfloat16", 16, 64), ("bfloat16", 4, 128)],
+)
+def test_attention_is_the_formula(dtype: str, bits: int, head_dim: int) -> None:
+    """With left padding that reaches into the second block; one sequence has a single token."""
+    blocks, (key, value) = random_cache(head_dim, dtype, bits, head_dim)
+    rng = np.random.default_rng(0)
+    query = jnp.asarray(rng.normal(size=(4, 3, 1, head_dim)) * head_dim**-0.5, dtype)
+    first = np.array([0, 3, 9, POSITION - 1], np.int32)
+    starts = np.array([0, 7, 12], np.int32)
+    out, lse = jax.jit(attend_inline)(query, blocks, starts, np.int32(POSITION), first)
+    at = np.arange(sum(LENGTHS))
+    valid = (at[None] >= first[:, None]) & (at[None] < POSITION)
+    asked = np.asarray(query.astype(jnp.float32))
+    expected, expected_lse = numpy_attention(asked, key, value, valid)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_without_valid_tokens_weighs_nothing() -> None:
+    blocks, _ = random_cache(0, "float32", 16, 8)
+    query = jnp.ones((4, 3, 1, 8))
+    first = np.array([0, POSITION, POSITION, 0], np.int32)
+    starts = np.array([0, 7, 12], np.int32)
+    args = (query, blocks, starts, np.int32(POSITION), first)
+    out, lse = jax.jit(attend_inline)(*args)
+    expected, expected_lse = attend_blocks(*args)
+    np.testing.assert_allclose(out[0], expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(out[1:3], 0)
+    assert (np.asarray(lse)[1:3] < -1e29).all()
+    np.testing.assert_allclose(lse[3], expected_lse[3], rtol=1e-6)
+
+
+def test_nan_shows() -> None:
+    blocks, _ = random_cache(0, "float32", 16, 8)
+    key, value = blocks[0]
+    blocks = ((key.at[1, 2, 3].set(jnp.nan), value), *blocks[1:])
+    args = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
+    out, _ = jax.jit(attend_inline)(jnp.ones((4, 3, 1, 8)), blocks, *args)
+    assert np.isnan(out[1, 2]).all()
+    assert np.isfinite(out[0]).all()
+
+
+def test_calls_from_many_threads_at_once() -> None:
+    """More at a time than XLA has threads: each ends, with the result that it has alone."""
+    program = jax.jit(attend_inline)
+    where = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
+    query = jnp.ones((4, 3, 1, 64), jnp.bfloat16)
+    caches = [random_cache(seed, "bfloat16", 4, 64)[0] for seed in range(8)]
+    alone = [np.asarray(program(query, cache, *where)[0]) for cache in caches]
+
+    def many(index: int) -> bool:
+        found = [program(query, caches[index], *where)[0] for _ in range(200)]
+        return all(np.array_equal(x, alone[index]) for x in found)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(many, range(8)))
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_runs_are_those_of_attention_on_the_host(
+    checkpoint: Callable[[], Path], tmp_path: Path, bits: int
+) -> None:
+    """The same tokens with the cache in RAM or on disk, and by programs that call the kernels."""
+    found = []
+    for device, host, attention in ((100, 0, "auto"), (0, 0, "auto"), (0, 100, "host")):
+        policy = Policy.from_percent(
+            *(100, 0, device, host, 100, 0),
+            **{"batch_size": 2, "num_batches": 2, "kv_block_tokens": 8, "cache_bits": bits},
+            attention=attention,
+        )
+        found.append(run_greedy(checkpoint(), SHORT, policy, offload_dir=tmp_path))
+    assert found[0] == found[1] == found[2]
+    assert inline_attention._target.cache_info().currsize
