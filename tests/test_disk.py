@@ -152,7 +152,8 @@ def test_dead_runs_are_removed_and_live_ones_are_not(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of a shell's background
 from flexgen_jax import LLM, Policy, SamplingParams
 from tests.models import prompts
 policy = Policy.from_percent(0, 0, 0, 0, 0, 0, batch_size=2, num_batches=4, kv_block_tokens=8)
@@ -213,6 +214,5 @@ def test_interrupt_leaves_only_reusable_files(
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
-    # Python itself drops an interrupt that meets a callback of its garbage collector
-    assert process.returncode != 0 or "Exception ignored in" in errors, errors
+    assert process.returncode != 0, errors
     assert list((tmp_path / "offload" / "runs").iterdir()) == []
