@@ -21,11 +21,12 @@ MASKED = -1e30
 """Score of a masked key: finite, so that a block with no valid key stays free of NaN."""
 
 LANES = 8
+"""Sums that a row's elements are added to in turn, so that XLA's CPU backend adds in vectors; by
+itself it adds one element after the other."""
 
 Partial = tuple[jax.Array, jax.Array]
 """What attention found in some blocks: softmax-weighted values, fp32 [batch, head, 1, head_dim],
 and the log-sum-exp of the scores, fp32 [batch, head, 1]."""
-
 
 Attend = Callable[..., Partial]
 """`attend_blocks`, or what takes and returns the same."""
@@ -37,11 +38,16 @@ def attend(query: jax.Array, key: Kept, value: Kept, valid: jax.Array) -> Partia
     query: [batch, head, 1, head_dim], already scaled; key, value: [batch, head, token,
     head_dim], unpacked here if they are quantized; valid: bool [batch, token].
     """
-    scores = key_scores(query, key, valid)
-    peak = scores.max(-1, keepdims=True)
-    weights = jnp.exp(scores - peak)
-    total = weights.sum(-1, keepdims=True)
-    return weighted_sum(weights, value) / total[..., None], peak + jnp.log(total)
+    return _mixed([key_scores(query, key, valid)], [value])
+
+
+def _mixed(scores: list[jax.Array], values: list[Kept]) -> Partial:
+    """The values of some blocks by the softmax of all of their scores."""
+    peak = reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in scores])
+    weights = [jnp.exp(x - peak) for x in scores]
+    total = reduce(jnp.add, [x.sum(-1, keepdims=True) for x in weights])
+    mixed = reduce(jnp.add, map(weighted_sum, weights, values))
+    return mixed / total[..., None], peak + jnp.log(total)
 
 
 def key_scores(query: jax.Array, key: Kept, valid: jax.Array) -> jax.Array:
@@ -61,8 +67,6 @@ def _sum_last(x: jax.Array) -> jax.Array:
     """x: [batch, head, token, element], added up over the elements."""
     if x.shape[3] % LANES:
         return x.sum(3)
-    # In strides: XLA's CPU backend adds a row's elements one after the other, or in vectors if
-    # they are `LANES` sums.
     return x.reshape(*x.shape[:3], -1, LANES).sum(3).sum(3)
 
 
@@ -90,12 +94,7 @@ def attend_blocks(
     for start, (key, _) in zip(starts, blocks, strict=True):
         valid = valid_tokens(start, key.shape[2], position, first_valid)
         scores.append(key_scores(query, key, valid))
-    peak = reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in scores])
-    weights = [jnp.exp(x - peak) for x in scores]
-    total = reduce(jnp.add, [x.sum(-1, keepdims=True) for x in weights])
-    values = [value for _, value in blocks]
-    mixed = reduce(jnp.add, map(weighted_sum, weights, values))
-    return mixed / total[..., None], peak + jnp.log(total)
+    return _mixed(scores, [value for _, value in blocks])
 
 
 def attend_itself(query: jax.Array, key: Kept, value: Kept) -> Partial:

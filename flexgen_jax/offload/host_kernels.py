@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,10 @@ from flexgen_jax.offload.host_vectors import add_row, add_some, score_row
 # Sums may be taken in any order; NaN and infinity are respected.
 MATH = {"reassoc", "nsz", "contract", "arcp"}
 
-SOURCE = (
-    zlib.crc32(b"".join(Path(str(m.__file__)).read_bytes() for m in (host_vectors, storage))) | 1
-)
-"""Of the code that kernels are made from besides this file, whose changes Numba's cache would not
-notice; what a kernel closes over is part of the cache's key."""
+FILES = (__file__, host_vectors.__file__, storage.__file__)
+SOURCE = zlib.crc32(b"".join(Path(str(file)).read_bytes() for file in FILES)) | 1
+"""Of the code that kernels are made from, whose changes Numba's cache might not notice; what a
+kernel closes over is part of the cache's key."""
 
 LOG2_E = np.float32(1.4426950408889634)
 LEAST = np.float32(MASKED / 2)
@@ -74,28 +73,41 @@ def exp(x: Any) -> Any:
 
 
 @njit(inline="always")
-def fold_row(keys, values, row, begin, stop, query, scores, result, out, size, is_half, bits):
-    """Folds the tokens from begin to stop into a row's running result, as `fold_for` has it;
-    result is its peak and total, whose new values are returned."""
-    peak, total = result
-    score_row(keys, row, begin, stop, query, scores, size, is_half, bits)
-    highest = max(peak, largest(scores[begin:stop]))
-    fade, summed = exp(peak - highest), np.float32(0)
-    for token in range(begin, stop):
-        scores[token] = exp(scores[token] - highest)
-    for token in range(begin, stop):
-        summed += scores[token]
-    for i in range(size):
-        out[i] *= fade
-    add_row(values, row, begin, stop, scores, out, size, is_half, bits)
-    return highest, total * fade + summed
+def fold_rows(keys, values, first, stop, heads, start, query, state, size, is_half, bits):
+    """Folds a block into a running result: the rows of `state`, which begin at row `start`, as
+    `fold_for` has it: peak, total and out. first: of every `heads` rows."""
+    peak, total, out = state
+    scores = np.empty(keys[0].shape[1], np.float32)
+    for i in range(peak.size):
+        row = start + i
+        begin = np.int64(first[row // heads])
+        if begin >= stop:
+            continue
+        question, mixed = query[row], out[i]
+        score_row(keys, row, begin, stop, question, scores, size, is_half, bits)
+        highest = max(peak[i], largest(scores[begin:stop]))
+        fade, summed = exp(peak[i] - highest), np.float32(0)
+        for token in range(begin, stop):
+            scores[token] = exp(scores[token] - highest)
+        for token in range(begin, stop):
+            summed += scores[token]
+        for k in range(size):
+            mixed[k] *= fade
+        add_row(values, row, begin, stop, scores, mixed, size, is_half, bits)
+        peak[i], total[i] = highest, total[i] * fade + summed
+
+
+def cached(make: Callable[..., Any], function: Callable[..., Any]) -> Any:
+    """What one of Numba's decorators makes of a function, kept on disk where that is possible."""
+    try:
+        return make(cache=True, fastmath=MATH)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written to
+        return make(fastmath=MATH)(function)
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    try:
-        return njit(nogil=True, cache=True, fastmath=MATH)(function)
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written to
-        return njit(nogil=True, fastmath=MATH)(function)
+    found: Callable[..., None] = cached(partial(njit, nogil=True), function)
+    return found
 
 
 @lru_cache
@@ -112,25 +124,8 @@ def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
 
     def fold(query, keys, values, first, stop, peak, total, out, start, end):
         assert source
-        scores = np.empty(keys[0].shape[1], np.float32)
-        for row in range(start, end):
-            if first[row] < stop:
-                result = (peak[row], total[row])
-                asked, found = query[row], out[row]
-                peak[row], total[row] = fold_row(
-                    keys,
-                    values,
-                    row,
-                    first[row],
-                    stop,
-                    asked,
-                    scores,
-                    result,
-                    found,
-                    size,
-                    is_half,
-                    bits,
-                )
+        state = (peak[start:end], total[start:end], out[start:end])
+        fold_rows(keys, values, first, stop, 1, start, query, state, size, is_half, bits)
 
     return compiled(fold)
 

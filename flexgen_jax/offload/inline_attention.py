@@ -64,6 +64,6 @@ def _target(size: int, dtype: str, bits: int) -> str:
     from flexgen_jax.offload.inline_handlers import attention_handler
 
     name = f"flexgen_jax_attend_{size}_{dtype}_{bits}"
-    handler, _ = attention_handler(size, dtype, bits)
+    handler, _ = attention_handler(name, size, dtype, bits)
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
     return name

@@ -7,7 +7,7 @@ a stable binary interface.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numba
@@ -19,7 +19,7 @@ from numba.core import typing as untyped_typing
 from numba.extending import intrinsic as untyped_intrinsic
 
 from flexgen_jax.layers.attention import MASKED
-from flexgen_jax.offload.host_kernels import MATH, SOURCE, fold_row
+from flexgen_jax.offload.host_kernels import SOURCE, cached, fold_rows
 
 carray: Any = vars(numba)["carray"]
 cgutils: Any = untyped_cgutils
@@ -134,39 +134,17 @@ def packed_side(arguments, at, rows):
     return codes, scale, minimum
 
 
-@njit(inline="always")
-def fold_rows(keys, values, first, stop, heads, start, query, state, size, is_half, bits):
-    """Folds a block into the rows of `state` (peak, total and out), which begin at `start`."""
-    peak, total, out = state
-    scores = np.empty(keys[0].shape[1], np.float32)
-    for i in range(peak.size):
-        row = start + i
-        begin = np.int64(first[row // heads])
-        if begin < stop:
-            before, mixed, asked = (peak[i], total[i]), out[i], query[row]
-            peak[i], total[i] = fold_row(
-                keys, values, row, begin, stop, asked, scores, before, mixed, size, is_half, bits
-            )
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    try:
-        return cfunc(FUNCTION, cache=True, fastmath=MATH)(function)
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written to
-        return cfunc(FUNCTION, fastmath=MATH)(function)
-
-
 @lru_cache  # XLA keeps no reference
-def attention_handler(size: int, dtype: str, bits: int) -> tuple[Any, Any]:
+def attention_handler(name: str, size: int, dtype: str, bits: int) -> tuple[Any, Any]:
     """The handler for heads of this size, whose plain blocks are of `dtype` and whose packed ones
-    have so many bits; and the function of its threads.
+    have so many bits; and the function of its threads, which is known to LLVM by `name`.
 
     Its arguments: query, fp32 [row, head_dim]; first, int32 [block, batch]; stop, int32 [block];
     and of each block the arrays of keys and then of values. Results: fp32 [row, head_dim] and the
     log-sum-exp of the scores, fp32 [row].
     """
-    name = f"flexgen_jax_attend_{size}_{dtype}_{bits}"
-    work = compiled(_work(size, dtype == "float16", bits, dtype == "float32"))
+    make = partial(cfunc, FUNCTION)
+    work = cached(make, _work(size, dtype, bits))
     binding.add_symbol(name, work.address)
     run = types.ExternalFunction(name, typing.signature(types.intp, types.CPointer(types.intp)))
 
@@ -195,13 +173,14 @@ def attention_handler(size: int, dtype: str, bits: int) -> tuple[Any, Any]:
             free(task)
         return 0
 
-    return compiled(handle), work
+    return cached(make, handle), work
 
 
-def _work(size: int, is_half: bool, bits: int, is_wide: bool) -> Callable[..., int]:
+def _work(size: int, dtype: str, bits: int) -> Callable[..., int]:
     """What each thread runs: takes parts of the rows until all are taken. Whoever is last to let
     go of the task frees it: a thread may begin when the others are long done."""
-    source, stored = SOURCE, np.float32 if is_wide else np.uint16
+    source, is_half = SOURCE, dtype == "float16"
+    stored = np.float32 if dtype == "float32" else np.uint16
 
     def work(shared):
         assert source

@@ -114,13 +114,13 @@ class ComputeProbe:
 
         return [{t.path: kept(t) for t in self._layer.tensors} for _ in range(self._copies)]
 
+    def _programs(self, formats: Formats) -> Programs:
+        return Programs(self.config, formats, attend_for_device())
+
     def linear(self, bits: int, rows: Sequence[int], prefills: Sequence[tuple[int, int]]) -> Rate:
         """FLOP/s of a layer's products at so many rows, norms and all."""
         formats = Formats(self.dtype, weight_bits=bits)
-        programs, layers = (
-            Programs(self.config, formats, attend_for_device()),
-            cycle(self._weights(formats)),
-        )
+        programs, layers = self._programs(formats), cycle(self._weights(formats))
         points = []
         for count in rows:
             step = self._products(programs, layers, count)
@@ -139,9 +139,7 @@ class ComputeProbe:
     def step(self, rows: int) -> Callable[[], Any]:
         """A decoding step's products, layer after layer."""
         formats = Formats(self.dtype)
-        return self._products(
-            Programs(self.config, formats, attend_for_device()), cycle(self._weights(formats)), rows
-        )
+        return self._products(self._programs(formats), cycle(self._weights(formats)), rows)
 
     def _products(self, programs: Programs, layers: Any, rows: int) -> Callable[[], Any]:
         project, finish = programs.project(rows), programs.finish(rows, 1)
@@ -202,7 +200,7 @@ class ComputeProbe:
     def device_attention(self, bits: int) -> Rate:
         """Elements of keys and values a second, attended to on the device."""
         formats, points = Formats(self.dtype, cache_bits=bits), []
-        programs = Programs(self.config, formats, attend_for_device())
+        programs = self._programs(formats)
         for rows, tokens in CACHES[1:3]:
             blocks, lengths, tail = self._blocks(formats, rows, tokens)
             program = programs.attend(rows, lengths, tail)
@@ -225,9 +223,7 @@ class ComputeProbe:
         rows, tokens = CACHES[1]
         blocks, lengths, tail = self._blocks(formats, rows, tokens)
         most = (tokens + tail) // 10
-        program = Programs(self.config, formats, attend_for_device()).rank(
-            rows, lengths, tail, most
-        )
+        program = self._programs(formats).rank(rows, lengths, tail, most)
         query = self._array(rows, self.config.num_heads, 1, self.config.head_dim)
         starts = np.cumsum((0, *lengths)).astype(np.int32)
         keys = tuple(key for key, _ in blocks)
@@ -270,10 +266,7 @@ class ComputeProbe:
     def split_s(self, rows: int, tokens: int) -> float:
         """Seconds by which a step whose cache is on the host takes longer than its parts."""
         formats = Formats(self.dtype)
-        programs, layers = (
-            Programs(self.config, formats, attend_for_device()),
-            cycle(self._weights(formats)),
-        )
+        programs, layers = self._programs(formats), cycle(self._weights(formats))
         _, attended, _, blocks = self._host_point(16, rows, tokens)
         project, finish = programs.project(rows), programs.finish(rows, 1)
         hidden = self._array(rows, 1, self.config.hidden_size)
@@ -293,7 +286,7 @@ class ComputeProbe:
         """Elements of a KV block a second."""
         formats, points = Formats(self.dtype, cache_bits=4), []
         for rows, tokens in ((4, 32), (16, 128)):
-            program = Programs(self.config, formats, attend_for_device()).seal(rows, tokens)
+            program = self._programs(formats).seal(rows, tokens)
             array = self._array(rows, self.config.num_heads, tokens, self.config.head_dim)
             elements = 2.0 * array.size
             points.append((elements, elements, timed(partial(program, (array, array)))))
