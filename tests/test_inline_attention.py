@@ -27,8 +27,9 @@ LENGTHS, POSITION = (7, 5, 4), 14
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small models' caches too are attended to inline."""
+    """Small models' caches and prompts too are attended to inline."""
     monkeypatch.setattr(inline_attention, "FEW_ELEMENTS", 0)
+    monkeypatch.setattr(inline_attention, "FEW_OF_A_PROMPT", 0)
     programs._compile.cache_clear()
     yield
     programs._compile.cache_clear()

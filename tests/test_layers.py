@@ -111,15 +111,20 @@ def test_spec_is_what_the_modules_declare(variant: str) -> None:
         assert shapes == {tensor.path: tensor.shape for tensor in layer.tensors}
 
 
-@pytest.mark.parametrize("cache_bits", [16, 4])
+@pytest.mark.parametrize(
+    ("dtype", "cache_bits"), [("float32", 16), ("float32", 4), ("bfloat16", 16), ("float16", 16)]
+)
 @pytest.mark.parametrize("batch", [8, 10])
-def test_sequences_prefilled_in_groups_are_as_alone(batch: int, cache_bits: int) -> None:
+def test_sequences_prefilled_in_groups_are_as_alone(
+    batch: int, dtype: str, cache_bits: int
+) -> None:
     config, tokens = read_config(BASE | {"max_position_embeddings": 160}), 128
     assert prefilled(batch, tokens, 16) == 4
-    formats = Formats("float32", 16, cache_bits)
+    formats, close = Formats(dtype, 16, cache_bits), 2e-4 if dtype == "float32" else 5e-2
     programs, cuts = Programs(config, formats), (100, 28)
-    weights = {t.path: normal(*t.shape) / 4 for t in model_spec(config)[1].tensors}
-    hidden = normal(batch, tokens, config.hidden_size)
+    tensors = model_spec(config)[1].tensors
+    weights = {t.path: jnp.asarray(normal(*t.shape) / 4, dtype) for t in tensors}
+    hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     first = np.arange(batch, dtype=np.int32) * 3
     whole, blocks, is_finite = programs.prefill(batch, cuts)(weights, hidden, first)
     assert is_finite and whole.shape == hidden.shape
@@ -128,13 +133,18 @@ def test_sequences_prefilled_in_groups_are_as_alone(batch: int, cache_bits: int)
     for row in range(batch):
         one = slice(row, row + 1)
         alone, parts, _ = programs.prefill(1, cuts)(weights, hidden[one], first[one])
-        np.testing.assert_allclose(whole[one, first[row] :], alone[:, first[row] :], 2e-4, 2e-4)
+        sides = (np.asarray(x[:, first[row] :], np.float32) for x in (whole[one], alone))
+        np.testing.assert_allclose(*sides, close, close)
         leaves = zip(jax.tree.leaves(blocks), jax.tree.leaves(parts), strict=True)
         for leaf, part in leaves:
-            if leaf.dtype == np.float32:
-                np.testing.assert_allclose(leaf[one], part, 1e-4, 1e-4)
+            if leaf.dtype == dtype:
+                pair = (np.asarray(x, np.float32) for x in (leaf[one], part))
+                np.testing.assert_allclose(*pair, close, close)
             else:  # codes, scales and minima: all but a few equal, where a rounding differed
                 assert np.mean(np.asarray(leaf[one]) == np.asarray(part)) > 0.99
+    for row in (0, batch - 1):
+        spoilt = hidden.at[row, tokens - 1, 0].set(np.nan)
+        assert not programs.prefill(batch, cuts)(weights, spoilt, first)[2]
 
 
 # XLA takes subnormal numbers for zero, which would tie with zero.

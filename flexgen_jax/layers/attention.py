@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,8 @@ Partial = tuple[jax.Array, jax.Array]
 """What attention found in some blocks: softmax-weighted values, fp32 [batch, head, 1, head_dim],
 and the log-sum-exp of the scores, fp32 [batch, head, 1]."""
 
-Attend = Callable[..., Partial]
-"""`attend_blocks`, or what takes and returns the same."""
+KVPair = tuple[jax.Array, jax.Array]
+"""Keys and values, each [batch, head, token, head_dim]."""
 
 
 def attend(query: jax.Array, key: Kept, value: Kept, valid: jax.Array) -> Partial:
@@ -157,3 +158,35 @@ def causal_attention(
     else:
         out = jax.lax.map(one_head, args, batch_size=at_once)
     return out.reshape(batch, heads, tokens, head_dim)
+
+
+def attend_prompt(
+    query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array, heads: int
+) -> tuple[jax.Array, KVPair]:
+    """A left-padded prompt's attention to itself, and its keys and values as they are cached.
+
+    query (scaled), key, value: [batch, token, hidden]. Returns [batch, token, hidden].
+    """
+    query, key, value = (split_heads(x, heads) for x in (query, key, value))
+    return join_heads(causal_attention(query, key, value, first_valid)), (key, value)
+
+
+def split_heads(x: jax.Array, heads: int) -> jax.Array:
+    """[batch, token, hidden] -> [batch, head, token, head_dim]."""
+    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+
+
+def join_heads(x: jax.Array) -> jax.Array:
+    """[batch, head, token, head_dim] -> [batch, token, hidden]."""
+    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+class Attention(NamedTuple):
+    """How a device attends: these functions, or what takes and returns the same."""
+
+    blocks: Callable[..., Partial] = attend_blocks
+    prompt: Callable[..., tuple[jax.Array, KVPair]] = attend_prompt
+
+
+BY_XLA = Attention()
+"""What any device can do."""

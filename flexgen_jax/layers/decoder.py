@@ -10,12 +10,14 @@ import jax.numpy as jnp
 
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.attention import (
-    Attend,
+    BY_XLA,
+    Attention,
+    KVPair,
     Partial,
-    attend_blocks,
     attend_itself,
-    causal_attention,
+    join_heads,
     merge,
+    split_heads,
 )
 from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.mlp import MLP
@@ -32,6 +34,7 @@ class SelfAttention(nn.Module):
 
     config: ModelConfig
     dtype: jnp.dtype = jnp.float32
+    attend: Attention = BY_XLA
 
     def setup(self) -> None:
         hidden, bias = self.config.hidden_size, self.config.use_bias
@@ -40,44 +43,41 @@ class SelfAttention(nn.Module):
         self.v = Linear(hidden, bias, self.dtype)
         self.out = Linear(hidden, bias, self.dtype)
 
-    def prefill(self, x: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVBlock]:
+    def prefill(self, x: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVPair]:
         """x: [batch, token, hidden] -> the same shape, and the prompt's keys and values."""
-        query, key, value = self.project(x)
-        out = causal_attention(query, key, value, first_valid)
-        return self._join(out), (key, value)
+        out, block = self.attend.prompt(*self._all_heads(x), first_valid, self.config.num_heads)
+        return self.out(out), block
 
     def join(self, query: jax.Array, new: KVBlock, partials: list[Partial]) -> jax.Array:
         """The new token's attention to itself, and what it found wherever the cache is -> [batch,
         1, hidden]."""
         out, _ = merge([attend_itself(query, *new), *partials])
-        return self._join(out.astype(self.dtype))
+        return self.out(join_heads(out.astype(self.dtype)))
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x: [batch, token, hidden] -> query (scaled), key and value, each [batch, head, token,
         head_dim]."""
-        heads = (*x.shape[:2], self.config.num_heads, self.config.head_dim)
-        scale = jnp.asarray(self.config.head_dim**-0.5, self.dtype)
-        query, key, value = self.q(x) * scale, self.k(x), self.v(x)
-        query, key, value = (y.reshape(heads).swapaxes(1, 2) for y in (query, key, value))
+        query, key, value = (split_heads(y, self.config.num_heads) for y in self._all_heads(x))
         return query, key, value
 
-    def _join(self, out: jax.Array) -> jax.Array:
-        batch, heads, tokens, head_dim = out.shape
-        return self.out(out.swapaxes(1, 2).reshape(batch, tokens, heads * head_dim))
+    def _all_heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query (scaled), key and value, each [batch, token, hidden]."""
+        scale = jnp.asarray(self.config.head_dim**-0.5, self.dtype)
+        return self.q(x) * scale, self.k(x), self.v(x)
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP with residuals; layer norm before (most OPTs) or after (350m).
 
-    attend: what decoding attends with, `attend_blocks` or something faster for the machine.
+    attend: what the layer attends with, XLA's own code or something faster for the machine.
     """
 
     config: ModelConfig
     dtype: jnp.dtype = jnp.float32
-    attend: Attend = attend_blocks
+    attend: Attention = BY_XLA
 
     def setup(self) -> None:
-        self.attention = SelfAttention(self.config, self.dtype)
+        self.attention = SelfAttention(self.config, self.dtype, self.attend)
         self.attention_norm = LayerNorm(self.config, self.dtype)
         self.mlp = MLP(self.config, self.dtype)
         self.mlp_norm = LayerNorm(self.config, self.dtype)
@@ -107,7 +107,7 @@ class DecoderLayer(nn.Module):
         query, new = self.project(hidden)
         starts = jnp.array([0, *accumulate(key.shape[2] for key, _ in blocks)])
         args = (query, (*blocks, tail), starts, position, first_valid)
-        here = self.attend(*args) if counts is None else attend_top(*args, counts, most)
+        here = self.attend.blocks(*args) if counts is None else attend_top(*args, counts, most)
         return self.finish(hidden, query, new, [here]), new
 
     def project(self, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:

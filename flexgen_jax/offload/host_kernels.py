@@ -26,14 +26,21 @@ from numba.extending import intrinsic
 
 from flexgen_jax.layers import storage
 from flexgen_jax.layers.attention import MASKED
-from flexgen_jax.offload import host_vectors
-from flexgen_jax.offload.host_vectors import add_row, add_some, score_row
+from flexgen_jax.offload import host_vectors, softmax_vectors
+from flexgen_jax.offload.host_vectors import LANES, add_row, add_some, score_row
+from flexgen_jax.offload.softmax_vectors import weigh
 
 # Sums may be taken in any order; NaN and infinity are respected.
 MATH = {"reassoc", "nsz", "contract", "arcp"}
 
-FILES = (__file__, host_vectors.__file__, storage.__file__)
-SOURCE = zlib.crc32(b"".join(Path(str(file)).read_bytes() for file in FILES)) | 1
+
+def source_of(*files: str | None) -> int:
+    """A number for the content of files, not 0."""
+    return zlib.crc32(b"".join(Path(str(file)).read_bytes() for file in files)) | 1
+
+
+FILES = (__file__, host_vectors.__file__, softmax_vectors.__file__, storage.__file__)
+SOURCE = source_of(*FILES)
 """Of the code that kernels are made from, whose changes Numba's cache might not notice; what a
 kernel closes over is part of the cache's key."""
 
@@ -77,7 +84,8 @@ def fold_rows(keys, values, first, stop, heads, start, query, state, size, is_ha
     """Folds a block into a running result: the rows of `state`, which begin at row `start`, as
     `fold_for` has it: peak, total and out. first: of every `heads` rows."""
     peak, total, out = state
-    scores = np.empty(keys[0].shape[1], np.float32)
+    scores = np.empty(keys[0].shape[1] + LANES, np.float32)
+    room = -(-stop // LANES) * LANES
     for i in range(peak.size):
         row = start + i
         begin = np.int64(first[row // heads])
@@ -85,12 +93,8 @@ def fold_rows(keys, values, first, stop, heads, start, query, state, size, is_ha
             continue
         question, mixed = query[row], out[i]
         score_row(keys, row, begin, stop, question, scores, size, is_half, bits)
-        highest = max(peak[i], largest(scores[begin:stop]))
-        fade, summed = exp(peak[i] - highest), np.float32(0)
-        for token in range(begin, stop):
-            scores[token] = exp(scores[token] - highest)
-        for token in range(begin, stop):
-            summed += scores[token]
+        highest, summed = weigh(scores, 0, begin, stop, room, peak[i])
+        fade = exp(peak[i] - highest)
         for k in range(size):
             mixed[k] *= fade
         add_row(values, row, begin, stop, scores, mixed, size, is_half, bits)

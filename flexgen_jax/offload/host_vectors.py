@@ -69,7 +69,7 @@ def chunks(size: int, bits: int) -> Iterator[Chunk]:
         start += width
 
 
-class _Emitter:
+class Emitter:
     """Emits code for heads of one size in one format."""
 
     def __init__(self, context: Any, builder: Any, size: int, is_half: bool, bits: int) -> None:
@@ -189,7 +189,7 @@ class _Emitter:
         return found
 
 
-def _score(emit: _Emitter, keys: list[Any], row: Any, span: Any, query: Any, scores: Any) -> None:
+def _score(emit: Emitter, keys: list[Any], row: Any, span: Any, query: Any, scores: Any) -> None:
     builder = emit.builder
     zero, one = (ir.Constant(row.type, n) for n in (0, 1))
     rows = [emit.load(query, emit.plus(zero, c.start), c.width) for c in emit.chunks]
@@ -223,7 +223,7 @@ def _score(emit: _Emitter, keys: list[Any], row: Any, span: Any, query: Any, sco
 
 
 def _add(
-    emit: _Emitter,
+    emit: Emitter,
     values: list[Any],
     row: Any,
     span: Any,
@@ -282,7 +282,7 @@ def _generated(emit_row: Any) -> Any:
     """Generates a call: (side, row, begin, stop, ..., size, is_half, bits), arrays made arrays."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = _Emitter(context, builder, *(kind.literal_value for kind in signature.args[-3:]))
+        emit = Emitter(context, builder, *(kind.literal_value for kind in signature.args[-3:]))
         side = emit.arrays(signature.args[0], arguments[0])
         rest = [
             context.make_array(kind)(context, builder, value)

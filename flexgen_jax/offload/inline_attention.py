@@ -8,11 +8,19 @@ with XLA's threads still spinning while the kernels' compute, costs 1 to 4 ms mo
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.attention import Attend, Partial, attend_blocks
+from flexgen_jax.layers.attention import (
+    BY_XLA,
+    Attention,
+    KVPair,
+    Partial,
+    attend_blocks,
+    attend_prompt,
+)
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 
@@ -20,10 +28,8 @@ FEW_ELEMENTS = 1 << 20
 """Of keys and values, with which XLA's own attention costs no more than a tenth of a millisecond,
 and does without the loading of Numba."""
 
-
-def attend_for_device() -> Attend:
-    """What the device's programs attend with."""
-    return attend_inline if jax.default_backend() == "cpu" else attend_blocks
+FEW_OF_A_PROMPT = 1 << 18
+"""The same for prompts that go through a layer together: 2 milliseconds."""
 
 
 def attend_inline(
@@ -51,6 +57,32 @@ def attend_inline(
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 
+def attend_prompt_inline(
+    query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array, heads: int
+) -> tuple[jax.Array, KVPair]:
+    """`layers.attention.attend_prompt`, for programs of the CPU."""
+    if key.size + value.size < FEW_OF_A_PROMPT:
+        return attend_prompt(query, key, value, first_valid, heads)
+    batch, tokens, hidden = query.shape
+    dtype, rows, size = query.dtype, batch * heads, hidden // heads
+    shape = (batch, tokens, heads, size)
+    kept = jax.ShapeDtypeStruct((rows, tokens, size), dtype)
+    call = jax.ffi.ffi_call(
+        _prompt_target(size, str(dtype)), (kept, kept, jax.ShapeDtypeStruct(shape, jnp.float32))
+    )
+    keys, values, out = call(*(x.reshape(shape) for x in (query, key, value)), first_valid)
+    key, value = (x.reshape(batch, heads, tokens, size) for x in (keys, values))
+    return out.reshape(query.shape).astype(dtype), (key, value)
+
+
+INLINE = Attention(attend_inline, attend_prompt_inline)
+
+
+def attention_of_device() -> Attention:
+    """What the device's programs attend with."""
+    return INLINE if jax.default_backend() == "cpu" else BY_XLA
+
+
 def _leaves(kept: Kept) -> list[jax.Array]:
     if isinstance(kept, QuantizedArray):
         return [kept.packed, kept.scale, kept.minimum]
@@ -64,6 +96,17 @@ def _target(size: int, dtype: str, bits: int) -> str:
     from flexgen_jax.offload.inline_handlers import attention_handler
 
     name = f"flexgen_jax_attend_{size}_{dtype}_{bits}"
-    handler, _ = attention_handler(name, size, dtype, bits)
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
+    return _register(name, attention_handler(name, size, dtype, bits))
+
+
+@lru_cache
+def _prompt_target(size: int, dtype: str) -> str:
+    from flexgen_jax.offload.inline_handlers import prompt_handler
+
+    name = f"flexgen_jax_attend_prompt_{size}_{dtype}"
+    return _register(name, prompt_handler(name, size, dtype))
+
+
+def _register(name: str, handler: tuple[Any, Any]) -> str:
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler[0].ctypes), platform="cpu")
     return name

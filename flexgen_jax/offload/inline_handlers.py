@@ -1,5 +1,7 @@
 """The foreign functions that XLA's CPU backend calls for `inline_attention`, compiled by Numba.
 
+A handler shares the rows of its first result among XLA's threads.
+
 XLA's structures are read as arrays of 8-byte words, by the layouts of `xla/ffi/api/c_api.h` 0.3,
 a stable binary interface.
 """
@@ -19,7 +21,9 @@ from numba.core import typing as untyped_typing
 from numba.extending import intrinsic as untyped_intrinsic
 
 from flexgen_jax.layers.attention import MASKED
+from flexgen_jax.offload import prompt_kernels
 from flexgen_jax.offload.host_kernels import SOURCE, cached, fold_rows
+from flexgen_jax.offload.prompt_kernels import attend_rows
 
 carray: Any = vars(numba)["carray"]
 cgutils: Any = untyped_cgutils
@@ -136,15 +140,30 @@ def packed_side(arguments, at, rows):
 
 @lru_cache  # XLA keeps no reference
 def attention_handler(name: str, size: int, dtype: str, bits: int) -> tuple[Any, Any]:
-    """The handler for heads of this size, whose plain blocks are of `dtype` and whose packed ones
-    have so many bits; and the function of its threads, which is known to LLVM by `name`.
+    """The handler of `attend_blocks` for heads of this size, whose plain blocks are of `dtype` and
+    whose packed ones have so many bits, and what its threads run.
 
     Its arguments: query, fp32 [row, head_dim]; first, int32 [block, batch]; stop, int32 [block];
     and of each block the arrays of keys and then of values. Results: fp32 [row, head_dim] and the
     log-sum-exp of the scores, fp32 [row].
     """
+    return _handler(name, _blocks_work(size, dtype, bits))
+
+
+@lru_cache
+def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, Any]:
+    """The handler of `attend_prompt` for heads of this size, and what its threads run.
+
+    Its arguments: query, key, value, [batch, token, head, head_dim]; first, int32 [batch]. Results:
+    keys, values, [row, token, head_dim]; fp32 [batch, token, head, head_dim].
+    """
+    return _handler(name, _prompt_work(size, dtype))
+
+
+def _handler(name: str, function: Callable[..., int]) -> tuple[Any, Any]:
+    """What XLA calls, and what it has its threads run, which is known to LLVM by `name`."""
     make = partial(cfunc, FUNCTION)
-    work = cached(make, _work(size, dtype, bits))
+    work = cached(make, function)
     binding.add_symbol(name, work.address)
     run = types.ExternalFunction(name, typing.signature(types.intp, types.CPointer(types.intp)))
 
@@ -152,7 +171,7 @@ def attention_handler(name: str, size: int, dtype: str, bits: int) -> tuple[Any,
         if is_asked_for_version(frame):
             return 0
         api, context = words(frame[2]), frame[3]
-        rows = words(words(words(frame[9])[0])[5])[0]
+        rows = words(words(words(frame[14])[0])[5])[0]
         threads = np.ones(1, np.intp)
         asked = np.array((32, 0, context, threads.ctypes.data), np.intp)
         known = call(api[THREADS], asked.ctypes.data) == 0
@@ -176,7 +195,7 @@ def attention_handler(name: str, size: int, dtype: str, bits: int) -> tuple[Any,
     return cached(make, handle), work
 
 
-def _work(size: int, dtype: str, bits: int) -> Callable[..., int]:
+def _blocks_work(size: int, dtype: str, bits: int) -> Callable[..., int]:
     """What each thread runs: takes parts of the rows until all are taken. Whoever is last to let
     go of the task frees it: a thread may begin when the others are long done."""
     source, is_half = SOURCE, dtype == "float16"
@@ -235,6 +254,40 @@ def _work(size: int, dtype: str, bits: int) -> Callable[..., int]:
                 if total[i] != 0:
                     out[i] /= total[i]
                     lse[i] = peak[i] + np.log(total[i])
+            fetch_add(task + 8 * DONE, 1)
+            part = fetch_add(task + 8 * NEXT, 1)
+        if fetch_add(task + 8 * HOLDERS, -1) == 1:
+            free(task)
+        return 0
+
+    return work
+
+
+def _prompt_work(size: int, dtype: str) -> Callable[..., int]:
+    """The same for prompts."""
+    source, is_half = prompt_kernels.SOURCE, dtype == "float16"
+    stored = np.float32 if dtype == "float32" else np.uint16
+
+    def work(shared):
+        assert source
+        task, parts = address_in(shared), shared[ALL]
+        part = fetch_add(task + 8 * NEXT, 1)
+        while part < parts:
+            arguments, results = words(shared[ARGUMENTS]), words(shared[RESULTS])
+            sizes = words(words(arguments[0])[5])
+            shape, rows = (sizes[1], sizes[2]), sizes[0] * sizes[2]
+            all_ = (rows * sizes[1] * size,)
+            query = carray(pointer(words(arguments[0])[3]), all_, stored)
+            key = carray(pointer(words(arguments[1])[3]), all_, stored)
+            value = carray(pointer(words(arguments[2])[3]), all_, stored)
+            first = carray(pointer(words(arguments[3])[3]), (sizes[0],), np.int32)
+            keys = carray(pointer(words(results[0])[3]), all_, stored)
+            values = carray(pointer(words(results[1])[3]), all_, stored)
+            out = carray(pointer(words(results[2])[3]), all_, np.float32)
+            start, end = rows * part // parts, rows * (part + 1) // parts
+            attend_rows(
+                query, key, value, first, keys, values, out, shape, start, end, size, is_half
+            )
             fetch_add(task + 8 * DONE, 1)
             part = fetch_add(task + 8 * NEXT, 1)
         if fetch_add(task + 8 * HOLDERS, -1) == 1:
