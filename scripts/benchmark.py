@@ -32,7 +32,7 @@ from benchmark_suites import Case, Ours, suites
 from flexgen_jax.families import known_shape
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.policy import Policy, Workload
-from flexgen_jax.policy.roofline import roofline
+from flexgen_jax.policy.roofline import binding, bound_s, roofline
 from limits import run_limited
 
 HERE = Path(__file__).parent
@@ -166,9 +166,8 @@ class Bench:
         workload = Workload(case.prompt_len, case.gen_len, row["num_sequences"])
         config = known_shape(case.model)
         seconds = roofline(config, self.dtype, policy, workload, self.profile)
-        binding = max(seconds, key=lambda name: seconds[name])
-        share = seconds[binding] / row["total_s"]
-        return {"bound_s": seconds, "binding": binding, "of_bound": share}
+        share = bound_s(seconds) / row["total_s"]
+        return {"bound_s": seconds, "binding": binding(seconds), "of_bound": share}
 
 
 def search(run: Callable[[int], float], first: int) -> dict[int, float]:

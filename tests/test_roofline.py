@@ -11,7 +11,7 @@ from flexgen_jax.layers.spec import num_parameters
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload
-from flexgen_jax.policy.roofline import roofline
+from flexgen_jax.policy.roofline import Seconds, binding, bound_s, roofline
 from flexgen_jax.policy.search import Budgets, Problem, evaluate
 
 CONFIG = known_shape("facebook/opt-1.3b")
@@ -30,40 +30,45 @@ MACHINE = replace(
 WORK = Workload(100, 11, 40)
 
 
-def bound(*percent: float, unified: bool = False, **options: object) -> dict[str, float]:
+def bound(*percent: float, unified: bool = False, **options: object) -> Seconds:
     policy = Policy.from_percent(*percent, **{"batch_size": 10, "num_batches": 2, **options})
     machine = replace(MACHINE, unified=unified)
     return roofline(CONFIG, "bfloat16", policy, WORK, machine)
 
 
 def test_compute_is_two_flops_a_parameter_and_token() -> None:
-    flops = 2 * 40 * (110 * LAYERS * 12 * HIDDEN**2 + 11 * 50272 * HIDDEN)
-    assert bound(100, 0, 100, 0, 100, 0)["compute"] == pytest.approx(flops / 2e12)
+    found = bound(100, 0, 100, 0, 100, 0)
+    layers, head = LAYERS * 12 * HIDDEN**2, 50272 * HIDDEN
+    assert found["prefill"]["compute"] == pytest.approx(2 * 40 * (100 * layers + head) / 2e12)
+    assert found["decode"]["compute"] == pytest.approx(2 * 40 * 10 * (layers + head) / 2e12)
+    flops = 2e12 * sum(phase["compute"] for phase in found.values())
     assert flops == pytest.approx(2 * 40 * 110 * num_parameters(CONFIG), rel=0.1)
 
 
 def test_disk_reads_weights_once_a_step_of_each_block_and_the_cache_once_a_step() -> None:
-    weights = 2 * (11 * LAYERS * LAYER + ENDS)  # two blocks, eleven tokens
+    first, later = 2 * (LAYERS * LAYER + ENDS), 2 * 10 * LAYERS * LAYER  # two blocks
     cache = 40 * LAYERS * 4 * HIDDEN * sum(range(100, 110))
     found = bound(50, 0, 0, 75, 100, 0)
     # Of the generated tokens none is in a full block of 32 yet, so none is on disk.
     full = 40 * LAYERS * 4 * HIDDEN * 10 * 100
-    assert found["disk_read"] == pytest.approx((0.5 * weights + 0.25 * full) / 2e9, rel=1e-3)
-    assert found["host_to_device"] == pytest.approx(0.5 * weights / 1e10, rel=1e-3)
-    moved = bound(50, 0, 0, 75, 100, 0, attention="device")
-    both = (0.5 * weights + cache) / 1e10
-    assert moved["host_to_device"] == pytest.approx(both, rel=1e-3)
+    assert found["prefill"]["disk_read"] == pytest.approx(0.5 * first / 2e9, rel=1e-3)
+    assert found["decode"]["disk_read"] == pytest.approx((0.5 * later + 0.25 * full) / 2e9, 1e-3)
+    assert found["prefill"]["host_to_device"] == pytest.approx(0.5 * first / 1e10, rel=1e-3)
+    assert found["decode"]["host_to_device"] == pytest.approx(0.5 * later / 1e10, rel=1e-3)
+    moved = bound(50, 0, 0, 75, 100, 0, attention="device")["decode"]
+    assert moved["host_to_device"] == pytest.approx((0.5 * later + cache) / 1e10, rel=1e-3)
     assert moved["memory"] == 0
 
 
 def test_memory_of_a_unified_machine_gives_weights_and_cache_once_a_step() -> None:
-    weights = 2 * (11 * LAYERS * LAYER + ENDS)
+    first, later = 2 * (LAYERS * LAYER + ENDS), 2 * 10 * LAYERS * LAYER
     cache = 40 * LAYERS * 4 * HIDDEN * sum(range(100, 110))
     found = bound(25, 25, 100, 0, 100, 0, unified=True)
-    assert found["memory"] == pytest.approx((0.5 * weights + cache) / 2e10, rel=1e-3)
-    assert found["host_to_device"] == 0
-    sparse = bound(25, 25, 100, 0, 100, 0, unified=True, attention_sparsity=0.1)
-    assert sparse["memory"] == pytest.approx((0.5 * weights + 0.55 * cache) / 2e10, rel=1e-3)
+    assert found["prefill"]["memory"] == pytest.approx(0.5 * first / 2e10, rel=1e-3)
+    assert found["decode"]["memory"] == pytest.approx((0.5 * later + cache) / 2e10, rel=1e-3)
+    assert found["prefill"]["host_to_device"] == found["decode"]["host_to_device"] == 0
+    sparse = bound(25, 25, 100, 0, 100, 0, unified=True, attention_sparsity=0.1)["decode"]
+    assert sparse["memory"] == pytest.approx((0.5 * later + 0.55 * cache) / 2e10, rel=1e-3)
 
 
 def test_full_blocks_of_generated_tokens_come_from_disk_too() -> None:
@@ -71,7 +76,13 @@ def test_full_blocks_of_generated_tokens_come_from_disk_too() -> None:
     found = roofline(CONFIG, "bfloat16", policy, WORK, MACHINE)
     tokens = sum(100 + new // 4 * 4 for new in range(10))
     expected = 40 * LAYERS * 4 * HIDDEN * tokens / 2e9
-    assert found["disk_read"] == pytest.approx(expected, rel=1e-3)
+    assert found["decode"]["disk_read"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_each_phase_is_bound_by_its_slowest_resource() -> None:
+    seconds = {"prefill": {"compute": 3.0, "memory": 1.0}, "decode": {"compute": 2, "memory": 4.0}}
+    assert bound_s(seconds) == 7.0
+    assert binding(seconds) == "memory"
 
 
 @pytest.mark.parametrize("machine", ["t4-16gb", "h200-141gb", "generic-cpu"])
@@ -82,4 +93,4 @@ def test_no_prediction_beats_the_bound(machine: str, percent: tuple[float, ...])
     least = roofline(CONFIG, "bfloat16", policy, WORK, hw)
     budgets = Budgets(device=None, host=None, disk=None, shared=None)
     problem = Problem(CONFIG, "bfloat16", hw, budgets, hw.unified, WORK)
-    assert max(least.values()) <= evaluate(problem, policy).total_s
+    assert bound_s(least) <= evaluate(problem, policy).total_s

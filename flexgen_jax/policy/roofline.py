@@ -1,8 +1,9 @@
 """The roofline of a run: bytes over bandwidth and FLOPs over peak, nothing else.
 
 Where the cost model says what to expect, this says what could be had: every resource is as fast
-as its best measurement in the profile, and all of them work at the same time. A machine that was
-faster during the run than while it was profiled can beat it, and so can the page cache.
+as its best measurement in the profile, and all of them work at the same time, in each of the two
+phases. A machine that was faster during the run than while it was profiled can beat it, and so can
+the page cache.
 """
 
 from __future__ import annotations
@@ -14,54 +15,70 @@ from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.policy import Policy, Workload
 
+Seconds = dict[str, dict[str, float]]
+"""That each resource needs, by phase and name."""
+
 
 def roofline(
     config: ModelConfig, dtype: str, policy: Policy, workload: Workload, hw: HardwareProfile
-) -> dict[str, float]:
-    """Seconds that each resource needs at its best, by name; the largest bounds the run.
+) -> Seconds:
+    """Seconds that each resource needs at its best in "prefill" and in "decode".
 
     compute: 2 FLOPs a parameter and token. memory: weights and the KV cache that is attended to on
     the host, once a step, from RAM. disk_read: what the policy keeps there, once a step, the tables
     of both ends once a block. host_to_device: what is not on the device; 0 on a unified machine.
     """
     costs = Costs(config, dtype, policy, hw)
-    rows, tokens = workload.num_sequences, workload.gen_len
+    rows, later = workload.num_sequences, workload.gen_len - 1
     blocks = ceil(rows / (policy.batch_size * policy.num_batches))
-    layers = config.num_layers
-    # Tokens before the new one, added up over the decode steps; and those in full blocks.
-    before = (tokens - 1) * workload.prompt_len + (tokens - 1) * (tokens - 2) // 2
-    full = policy.kv_block_tokens
-    open_ = sum(new % full for new in range(tokens - 1))
-    each = layers * costs.kv_bytes(rows, 1)
-    cache, on_disk = each * before, each * (before - open_)
-    attended = cache * (1 + policy.attention_sparsity) / 2  # all keys, and some of the values
     ends = (*costs.layers[0].large, *costs.layers[-1].large)
     tables = {t.key: costs.formats.weight(t).nbytes for t in ends}  # a shared one is read once
-    weights = blocks * (tokens * layers * costs.layer_bytes() + sum(tables.values()))
-    on_host = attended * (1 - policy.cache.device) if policy.values_stay else 0
-    seconds = {
-        "compute": _flops(costs, workload) / _best(hw.linear[16]),
-        "disk_read": (policy.weights.disk * weights + policy.cache.disk * on_disk)
-        / _best(hw.disk_read),
-        "memory": on_host / _memory(hw, dtype),
-        "host_to_device": 0.0,
+    # Tokens before the new one, added up over the decode steps; and those in full blocks.
+    before = later * workload.prompt_len + later * (later - 1) // 2
+    open_ = sum(new % policy.kv_block_tokens for new in range(later))
+    each = config.num_layers * costs.kv_bytes(rows, 1)
+
+    def phase(steps: int, tokens: int, ends: float, cache: float, full: float) -> dict[str, float]:
+        decoders = tokens * config.num_layers * costs.layers[1].large_size
+        flops = 2.0 * rows * (decoders + steps * costs.layers[-1].large_size)
+        weights = blocks * (steps * config.num_layers * costs.layer_bytes() + ends)
+        seconds = {"compute": flops / _best(hw.linear[16])}
+        return seconds | _moving(policy, dtype, hw, weights, cache, full)
+
+    return {
+        "prefill": phase(1, workload.prompt_len, sum(tables.values()), 0, 0),
+        "decode": phase(later, later, 0, each * before, each * (before - open_)),
     }
+
+
+def bound_s(seconds: Seconds) -> float:
+    """The least seconds of a run: in both phases those of the slowest resource, since a block's
+    second phase begins when its first one ends."""
+    return sum(max(phase.values()) for phase in seconds.values())
+
+
+def binding(seconds: Seconds) -> str:
+    """The slowest resource of the longer phase."""
+    longer = max(seconds.values(), key=lambda phase: max(phase.values()))
+    return max(longer, key=lambda name: longer[name])
+
+
+def _moving(
+    policy: Policy, dtype: str, hw: HardwareProfile, weights: float, cache: float, full: float
+) -> dict[str, float]:
+    """Seconds for bytes of weights, of the cache before each new token, and of its full blocks."""
+    attended = cache * (1 + policy.attention_sparsity) / 2  # all keys, and some of the values
+    on_host = attended * (1 - policy.cache.device) if policy.values_stay else 0
+    read = policy.weights.disk * weights + policy.cache.disk * full
+    moved = (1 - policy.weights.device) * weights
+    moved += policy.moved_share * (1 - policy.cache.device) * cache
     if hw.unified:
-        in_ram = weights * (1 - policy.weights.disk)
-        seconds["memory"] = (in_ram + attended) / _memory(hw, dtype)
-    else:
-        moved = (1 - policy.weights.device) * weights
-        moved += policy.moved_share * (1 - policy.cache.device) * cache
-        seconds["host_to_device"] = moved / _best(hw.host_to_device)
-    return seconds
-
-
-def _flops(costs: Costs, workload: Workload) -> float:
-    """Of the products of all layers, and of the head for each new token."""
-    each = workload.prompt_len + workload.gen_len - 1
-    decoders = costs.config.num_layers * costs.layers[1].large_size * each
-    head = costs.layers[-1].large_size * workload.gen_len
-    return 2.0 * workload.num_sequences * (decoders + head)
+        on_host, moved = weights * (1 - policy.weights.disk) + attended, 0.0
+    return {
+        "disk_read": read / _best(hw.disk_read),
+        "memory": on_host / _memory(hw, dtype),
+        "host_to_device": moved / _best(hw.host_to_device),
+    }
 
 
 def _best(rate: Rate) -> float:
