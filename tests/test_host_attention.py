@@ -19,6 +19,7 @@ from flexgen_jax.offload.host_kernels import fold_for
 from tests.models import run_greedy, write_checkpoint
 from tests.numpy_quantization import dequantized
 
+LENGTHS, POSITION = (7, 5, 4), 14
 SHORT = SamplingParams(max_tokens=18, ignore_eos=True)
 FORMATS = [("float32", 16), ("bfloat16", 16), ("float16", 16), ("bfloat16", 8), ("float32", 4)]
 FORMATS += [("float16", 4)]
@@ -48,6 +49,23 @@ def kept(x: np.ndarray, dtype: str, bits: int) -> tuple[Kept, np.ndarray]:
     return quantize_as(array, storage), stands_for.astype(np.float64)
 
 
+def random_blocks(
+    seed: int, dtype: str, bits: int, tail_bits: int, head_dim: int, batch: int = 4
+) -> tuple[list[tuple[Kept, Kept]], list[np.ndarray]]:
+    """Keys and values of blocks of `LENGTHS`, the last of `tail_bits`, and what they stand for."""
+    rng = np.random.default_rng(seed)
+    blocks, sides = [], ([], [])
+    for length in LENGTHS:
+        shape, is_tail = (batch, 3, length, head_dim), length == LENGTHS[-1]
+        drawn = [rng.normal(size=shape).astype(np.float32) for _ in sides]
+        pair = [kept(x, dtype, tail_bits if is_tail else bits) for x in drawn]
+        (key, whole_key), (value, whole_value) = pair
+        blocks.append((key, value))
+        sides[0].append(whole_key)
+        sides[1].append(whole_value)
+    return blocks, [np.concatenate(side, axis=2) for side in sides]
+
+
 @pytest.fixture(scope="module")
 def host() -> Any:
     attention = HostAttention()
@@ -62,22 +80,14 @@ def test_attention_is_the_formula(
 ) -> None:
     """Three blocks, one of them the open tail, with left padding that reaches into the second;
     one sequence has a single valid token."""
-    rng = np.random.default_rng(head_dim)
-    lengths, batch, heads, position = (7, 5, 4), 4, 3, 14
-    query = rng.normal(size=(batch, heads, 1, head_dim)).astype(np.float32) * head_dim**-0.5
-    first = np.array([0, 3, 9, position - 1], np.int32)
-    blocks, sides, start = [], ([], []), 0
-    for length in lengths:
-        shape = (batch, heads, length, head_dim)
-        pair = [kept(rng.normal(size=shape).astype(np.float32), dtype, bits) for _ in range(2)]
-        blocks.append(HostBlock(start, (pair[0][0], pair[1][0])))
-        for side, (_, stands_for) in zip(sides, pair, strict=True):
-            side.append(stands_for)
-        start += length
-    key, value = (np.concatenate(side, axis=2) for side in sides)
-    at = np.arange(start)
-    valid = (at[None] >= first[:, None]) & (at[None] < position)
-    out, lse = host.attend(query, blocks, position, first)
+    pairs, (key, value) = random_blocks(head_dim, dtype, bits, bits, head_dim)
+    blocks = [HostBlock(start, pair) for start, pair in zip((0, 7, 12), pairs, strict=True)]
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(4, 3, 1, head_dim)).astype(np.float32) * head_dim**-0.5
+    first = np.array([0, 3, 9, POSITION - 1], np.int32)
+    at = np.arange(sum(LENGTHS))
+    valid = (at[None] >= first[:, None]) & (at[None] < POSITION)
+    out, lse = host.attend(query, blocks, POSITION, first)
     expected, expected_lse = numpy_attention(query, key, value, valid)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)

@@ -18,11 +18,16 @@ from flexgen_jax.layers.attention import attend_blocks
 from flexgen_jax.offload import inline_attention
 from flexgen_jax.offload.inline_attention import attend_inline
 from tests.models import run_greedy
-from tests.test_host_attention import FORMATS, SHORT, kept, numpy_attention
+from tests.test_host_attention import (
+    FORMATS,
+    LENGTHS,
+    POSITION,
+    SHORT,
+    numpy_attention,
+    random_blocks,
+)
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
-
-LENGTHS, POSITION = (7, 5, 4), 14
 
 
 @pytest.fixture(autouse=True)
@@ -35,22 +40,10 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     programs._compile.cache_clear()
 
 
-def random_cache(
-    seed: int, dtype: str, bits: int, head_dim: int, batch: int = 4
-) -> tuple[Any, list[np.ndarray]]:
+def random_cache(seed: int, dtype: str, bits: int, head_dim: int, batch: int = 4) -> Any:
     """Blocks, the last one plain as a tail is, and what their keys and values stand for."""
-    rng = np.random.default_rng(seed)
-    blocks, sides = [], ([], [])
-    for index, length in enumerate(LENGTHS):
-        found = []
-        for side in sides:
-            plain = rng.normal(size=(batch, 3, length, head_dim)).astype(np.float32)
-            is_tail = index == len(LENGTHS) - 1
-            array, stands_for = kept(plain, dtype, 16 if is_tail else bits)
-            side.append(stands_for)
-            found.append(array)
-        blocks.append(tuple(found))
-    return tuple(blocks), [np.concatenate(side, axis=2) for side in sides]
+    blocks, stands_for = random_blocks(seed, dtype, bits, 16, head_dim, batch)
+    return tuple(blocks), stands_for
 
 
 @pytest.mark.parametrize(

@@ -20,18 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
 from flexgen_jax.layers import storage
 from flexgen_jax.layers.attention import MASKED
-from flexgen_jax.offload import host_vectors, softmax_vectors
-from flexgen_jax.offload.host_vectors import LANES, add_row, add_some, score_row
-from flexgen_jax.offload.softmax_vectors import weigh
+from flexgen_jax.offload import host_vectors, softmax_vectors, vectors
+from flexgen_jax.offload.host_vectors import add_row, add_some, score_row
+from flexgen_jax.offload.softmax_vectors import exp, weigh
+from flexgen_jax.offload.vectors import FLAGS, LANES
 
-# Sums may be taken in any order; NaN and infinity are respected.
-MATH = {"reassoc", "nsz", "contract", "arcp"}
+MATH = set(FLAGS)
 
 
 def source_of(*files: str | None) -> int:
@@ -39,44 +37,13 @@ def source_of(*files: str | None) -> int:
     return zlib.crc32(b"".join(Path(str(file)).read_bytes() for file in files)) | 1
 
 
-FILES = (__file__, host_vectors.__file__, softmax_vectors.__file__, storage.__file__)
-SOURCE = source_of(*FILES)
+VECTOR_FILES = (host_vectors.__file__, softmax_vectors.__file__, storage.__file__, vectors.__file__)
+SOURCE = source_of(__file__, *VECTOR_FILES)
 """Of the code that kernels are made from, whose changes Numba's cache might not notice; what a
 kernel closes over is part of the cache's key."""
 
-LOG2_E = np.float32(1.4426950408889634)
 LEAST = np.float32(MASKED / 2)
 """Scores below are those of tokens that are not valid."""
-LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-
-
-def _as_float(_context: Any, _bits: Any) -> Any:
-    """The float32 of these bits."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
-
-
-as_float: Any = intrinsic(_as_float)
-
-
-@njit(inline="always")
-def exp(x: Any) -> Any:
-    """e^x for x <= 0, to 2 units in the last place, NaN for NaN; written out so that it
-    vectorizes."""
-    x = np.float32(-87.0) if x < np.float32(-87.0) else x
-    whole = np.floor(x * LOG2_E + np.float32(0.5))
-    x = x - whole * LN2_HIGH - whole * LN2_LOW
-    series = np.float32(1.9875691500e-4)
-    series = series * x + np.float32(1.3981999507e-3)
-    series = series * x + np.float32(8.3334519073e-3)
-    series = series * x + np.float32(4.1665795894e-2)
-    series = series * x + np.float32(1.6666665459e-1)
-    series = series * x + np.float32(5.0000001201e-1)
-    series = series * x * x + x + np.float32(1.0)
-    return series * as_float(np.uint32((np.int32(whole) + np.int32(127)) << np.int32(23)))
 
 
 @njit(inline="always")

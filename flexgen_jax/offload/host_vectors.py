@@ -26,11 +26,9 @@ from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.layers.storage import kv_storage
+from flexgen_jax.offload.vectors import FLAGS, FLOAT, INT, LANES, Vectors, arrays_of, filled
 
 cgutils: Any = untyped
-
-LANES = 16
-"""Floats in a vector; LLVM takes two of the machine's registers where they are shorter."""
 
 AHEAD = 2048
 """So many bytes ahead of its use memory is asked for: with 8 GB/s of 4-bit values read in place
@@ -38,10 +36,6 @@ of 5, and 20 of bfloat16 in place of 18."""
 
 SLOTS_AHEAD = 8
 """The same for tokens here and there, in slots."""
-
-# Sums may be taken in any order; NaN and infinity are respected.
-FLAGS = ("reassoc", "nsz", "contract", "arcp")
-FLOAT, INT = ir.FloatType(), ir.IntType(32)
 
 
 class Chunk(NamedTuple):
@@ -69,11 +63,12 @@ def chunks(size: int, bits: int) -> Iterator[Chunk]:
         start += width
 
 
-class Emitter:
+class Emitter(Vectors):
     """Emits code for heads of one size in one format."""
 
     def __init__(self, context: Any, builder: Any, size: int, is_half: bool, bits: int) -> None:
-        self.context, self.builder = context, builder
+        super().__init__(builder)
+        self.context = context
         self.is_half, self.bits = is_half, bits
         self.chunks = list(chunks(size, bits))
         self.stored = max(chunk.first + chunk.width for chunk in self.chunks)
@@ -81,10 +76,7 @@ class Emitter:
     def arrays(self, kind: Any, value: Any) -> list[Any]:
         """The arrays of a tuple of them."""
         values = cgutils.unpack_tuple(self.builder, value)
-        return [
-            self.context.make_array(each)(self.context, self.builder, item)
-            for each, item in zip(kind, values, strict=True)
-        ]
+        return arrays_of(self.context, self.builder, kind, values)
 
     def vector(self, pointer: Any, element: Any, width: int) -> Any:
         """The pointer as one to `width` elements."""
@@ -106,15 +98,12 @@ class Emitter:
     def ask(self, array: Any, index: Any) -> None:
         """Has a token's elements brought to the cache; no error if there is no such token."""
         builder, kind = self.builder, ir.IntType(8).as_pointer()
-        arguments = [kind, INT, INT, INT]
-        function = ir.FunctionType(ir.VoidType(), arguments)
-        fetch = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
         size, width = self.stored, self.element_bytes(array)
         for start in range(0, size, max(1, 64 // width)):
             pointer = builder.gep(array.data, [self.plus(index, start)])
             # To read, to keep in all caches, data.
             how = [ir.Constant(INT, flag) for flag in (0, 3, 1)]
-            builder.call(fetch, [builder.bitcast(pointer, kind), *how])
+            self.call("llvm.prefetch.p0", ir.VoidType(), builder.bitcast(pointer, kind), *how)
 
     def element_bytes(self, array: Any) -> int:
         element = array.data.type.pointee
@@ -123,53 +112,39 @@ class Emitter:
     def plus(self, index: Any, offset: int) -> Any:
         return self.builder.add(index, ir.Constant(index.type, offset))
 
-    def fill(self, value: int, width: int) -> Any:
-        return ir.Constant(ir.VectorType(INT, width), [value] * width)
-
     def widened(self, stored: Any, width: int) -> Any:
         """16-bit floats, or fp32, as fp32."""
         builder = self.builder
         if stored.type.element == FLOAT:
             return stored
-        floats = ir.VectorType(FLOAT, width)
-        wide = builder.zext(stored, ir.VectorType(INT, width))
+        floats, integers = ir.VectorType(FLOAT, width), ir.VectorType(INT, width)
+        wide = builder.zext(stored, integers)
         if not self.is_half:
-            return builder.bitcast(builder.shl(wide, self.fill(16, width)), floats)
-        sign = builder.shl(builder.and_(wide, self.fill(0x8000, width)), self.fill(16, width))
-        rest = builder.shl(builder.and_(wide, self.fill(0x7FFF, width)), self.fill(13, width))
+            return builder.bitcast(builder.shl(wide, filled(integers, 16)), floats)
+        sign = builder.shl(builder.and_(wide, filled(integers, 0x8000)), filled(integers, 16))
+        rest = builder.shl(builder.and_(wide, filled(integers, 0x7FFF)), filled(integers, 13))
         # float16's exponent counts from 15, float32's from 127.
         scale = ir.Constant(floats, [2.0**112] * width)
         product = builder.fmul(builder.bitcast(builder.or_(sign, rest), floats), scale)
         # Its largest exponent stands for infinity and NaN, as float32's does.
-        largest = self.fill(0x7C00, width)
+        largest = filled(integers, 0x7C00)
         is_finite = builder.icmp_unsigned("!=", builder.and_(wide, largest), largest)
         bits = builder.bitcast(product, wide.type)
-        special = builder.or_(bits, self.fill(0x7F800000, width))
+        special = builder.or_(bits, filled(integers, 0x7F800000))
         return builder.bitcast(builder.select(is_finite, bits, special), floats)
 
     def codes(self, stored: Any, chunk: Chunk) -> Any:
         """Packed bytes as the codes of a chunk, fp32."""
-        builder, width = self.builder, chunk.width
-        wide = builder.zext(stored, ir.VectorType(INT, width))
-        shifted = builder.lshr(wide, self.fill(self.bits * chunk.plane, width))
-        code = builder.and_(shifted, self.fill((1 << self.bits) - 1, width))
-        return builder.sitofp(code, ir.VectorType(FLOAT, width))
-
-    def spread(self, scalar: Any, width: int) -> Any:
-        """A float in all lanes."""
-        builder = self.builder
-        empty = ir.Constant(ir.VectorType(FLOAT, width), ir.Undefined)
-        one = builder.insert_element(empty, scalar, ir.Constant(INT, 0))
-        return builder.shuffle_vector(one, empty, self.fill(0, width))
+        builder, integers = self.builder, ir.VectorType(INT, chunk.width)
+        wide = builder.zext(stored, integers)
+        shifted = builder.lshr(wide, filled(integers, self.bits * chunk.plane))
+        code = builder.and_(shifted, filled(integers, (1 << self.bits) - 1))
+        return builder.sitofp(code, ir.VectorType(FLOAT, chunk.width))
 
     def scalar(self, array: Any, index: Any) -> Any:
         """A 16-bit float, or fp32, as fp32."""
         wide = self.widened(self.load(array, index, 1), 1)
         return self.builder.extract_element(wide, ir.Constant(INT, 0))
-
-    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
-        product = self.builder.fmul(a, b, flags=FLAGS)
-        return product if c is None else self.builder.fadd(product, c, flags=FLAGS)
 
     def total(self, vectors: list[Any]) -> Any:
         """The sum of all lanes."""
@@ -180,12 +155,8 @@ class Emitter:
             so_far = by_width.get(width)
             found_so_far = vector if so_far is None else self.builder.fadd(so_far, vector, FLAGS)
             by_width[width] = found_so_far
-        for width, vector in by_width.items():
-            name = f"llvm.vector.reduce.fadd.v{width}f32"
-            kind = ir.FunctionType(FLOAT, [FLOAT, vector.type])
-            reduce = cgutils.get_or_insert_function(self.builder.module, kind, name)
-            part = self.builder.call(reduce, [ir.Constant(FLOAT, 0.0), vector], fastmath=FLAGS)
-            found = self.builder.fadd(found, part, flags=FLAGS)
+        for vector in by_width.values():
+            found = self.builder.fadd(found, self.sum_lanes(vector), flags=FLAGS)
         return found
 
 
@@ -284,12 +255,7 @@ def _generated(emit_row: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit = Emitter(context, builder, *(kind.literal_value for kind in signature.args[-3:]))
         side = emit.arrays(signature.args[0], arguments[0])
-        rest = [
-            context.make_array(kind)(context, builder, value)
-            if isinstance(kind, types.Array)
-            else value
-            for kind, value in zip(signature.args[4:-3], arguments[4:-3], strict=True)
-        ]
+        rest = arrays_of(context, builder, signature.args[4:-3], arguments[4:-3])
         emit_row(emit, side, arguments[1], arguments[2:4], *rest)
         return context.get_dummy_value()
 

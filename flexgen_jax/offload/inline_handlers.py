@@ -123,10 +123,16 @@ def is_asked_for_version(frame):
 
 
 @njit(inline="always")
+def array_in(buffer, shape, kind):
+    """A buffer's content, whatever its own shape."""
+    return carray(pointer(buffer[3]), shape, kind)
+
+
+@njit(inline="always")
 def leaf(buffer, rows, kind):
     """A buffer [batch, head, token, element] as [row, token, element]."""
     sizes = words(buffer[5])
-    return carray(pointer(buffer[3]), (rows, sizes[2], sizes[3]), kind)
+    return array_in(buffer, (rows, sizes[2], sizes[3]), kind)
 
 
 @njit(inline="always")
@@ -136,6 +142,25 @@ def packed_side(arguments, at, rows):
     scale = leaf(words(arguments[at + 1]), rows, np.uint16)
     minimum = leaf(words(arguments[at + 2]), rows, np.uint16)
     return codes, scale, minimum
+
+
+@njit(inline="always")
+def next_part(shared):
+    """The next range of rows, which is nobody else's, or one that is not there any more."""
+    return fetch_add(address_in(shared) + 8 * NEXT, 1)
+
+
+@njit(inline="always")
+def finish_part(shared):
+    fetch_add(address_in(shared) + 8 * DONE, 1)
+
+
+@njit(inline="always")
+def let_go(shared):
+    """Whoever is last to let go of the task frees it: a thread may begin when the others are long
+    done."""
+    if fetch_add(address_in(shared) + 8 * HOLDERS, -1) == 1:
+        free(address_in(shared))
 
 
 @lru_cache  # XLA keeps no reference
@@ -188,33 +213,30 @@ def _handler(name: str, function: Callable[..., int]) -> tuple[Any, Any]:
         run(shared)
         while fetch_add(task + 8 * DONE, 0) < shared[ALL]:
             pass
-        if fetch_add(task + 8 * HOLDERS, -1) == 1:
-            free(task)
+        let_go(shared)
         return 0
 
     return cached(make, handle), work
 
 
 def _blocks_work(size: int, dtype: str, bits: int) -> Callable[..., int]:
-    """What each thread runs: takes parts of the rows until all are taken. Whoever is last to let
-    go of the task frees it: a thread may begin when the others are long done."""
+    """What each thread runs: takes parts of the rows until all are taken."""
     source, is_half = SOURCE, dtype == "float16"
     stored = np.float32 if dtype == "float32" else np.uint16
 
     def work(shared):
         assert source
-        task, parts = address_in(shared), shared[ALL]
-        part = fetch_add(task + 8 * NEXT, 1)
+        part, parts = next_part(shared), shared[ALL]
         while part < parts:
             arguments, results = words(shared[ARGUMENTS]), words(shared[RESULTS])
             asked, known = words(arguments[0]), words(arguments[1])
             rows, blocks, batch = words(asked[5])[0], words(known[5])[0], words(known[5])[1]
             start, end = rows * part // parts, rows * (part + 1) // parts
-            query = carray(pointer(asked[3]), (rows, size), np.float32)
-            first = carray(pointer(known[3]), (blocks, batch), np.int32)
-            stop = carray(pointer(words(arguments[2])[3]), (blocks,), np.int32)
-            out = carray(pointer(words(results[0])[3]), (rows, size), np.float32)[start:end]
-            lse = carray(pointer(words(results[1])[3]), (rows,), np.float32)[start:end]
+            query = array_in(asked, (rows, size), np.float32)
+            first = array_in(known, (blocks, batch), np.int32)
+            stop = array_in(words(arguments[2]), (blocks,), np.int32)
+            out = array_in(words(results[0]), (rows, size), np.float32)[start:end]
+            lse = array_in(words(results[1]), (rows,), np.float32)[start:end]
             out[:] = np.float32(0)
             peak = np.full(end - start, MASKED, np.float32)
             total = np.zeros(end - start, np.float32)
@@ -254,10 +276,9 @@ def _blocks_work(size: int, dtype: str, bits: int) -> Callable[..., int]:
                 if total[i] != 0:
                     out[i] /= total[i]
                     lse[i] = peak[i] + np.log(total[i])
-            fetch_add(task + 8 * DONE, 1)
-            part = fetch_add(task + 8 * NEXT, 1)
-        if fetch_add(task + 8 * HOLDERS, -1) == 1:
-            free(task)
+            finish_part(shared)
+            part = next_part(shared)
+        let_go(shared)
         return 0
 
     return work
@@ -270,28 +291,26 @@ def _prompt_work(size: int, dtype: str) -> Callable[..., int]:
 
     def work(shared):
         assert source
-        task, parts = address_in(shared), shared[ALL]
-        part = fetch_add(task + 8 * NEXT, 1)
+        part, parts = next_part(shared), shared[ALL]
         while part < parts:
             arguments, results = words(shared[ARGUMENTS]), words(shared[RESULTS])
             sizes = words(words(arguments[0])[5])
             shape, rows = (sizes[1], sizes[2]), sizes[0] * sizes[2]
             all_ = (rows * sizes[1] * size,)
-            query = carray(pointer(words(arguments[0])[3]), all_, stored)
-            key = carray(pointer(words(arguments[1])[3]), all_, stored)
-            value = carray(pointer(words(arguments[2])[3]), all_, stored)
-            first = carray(pointer(words(arguments[3])[3]), (sizes[0],), np.int32)
-            keys = carray(pointer(words(results[0])[3]), all_, stored)
-            values = carray(pointer(words(results[1])[3]), all_, stored)
-            out = carray(pointer(words(results[2])[3]), all_, np.float32)
+            query = array_in(words(arguments[0]), all_, stored)
+            key = array_in(words(arguments[1]), all_, stored)
+            value = array_in(words(arguments[2]), all_, stored)
+            first = array_in(words(arguments[3]), (sizes[0],), np.int32)
+            keys = array_in(words(results[0]), all_, stored)
+            values = array_in(words(results[1]), all_, stored)
+            out = array_in(words(results[2]), all_, np.float32)
             start, end = rows * part // parts, rows * (part + 1) // parts
             attend_rows(
                 query, key, value, first, keys, values, out, shape, start, end, size, is_half
             )
-            fetch_add(task + 8 * DONE, 1)
-            part = fetch_add(task + 8 * NEXT, 1)
-        if fetch_add(task + 8 * HOLDERS, -1) == 1:
-            free(task)
+            finish_part(shared)
+            part = next_part(shared)
+        let_go(shared)
         return 0
 
     return work

@@ -1,7 +1,7 @@
 """A prompt's attention to itself on the CPU, compiled by Numba.
 
 XLA's CPU backend transposes queries, keys and values one by one and takes products of scores at a
-tenth of the machine's FLOP/s, half of them for nothing: a quarter of a layer's prefill with 128
+tenth of the machine's FLOP/s, half of them for nothing: a sixth of a layer's prefill with 128
 tokens a prompt. Here a head's keys and values become fp32 matrices on their way into the cache's
 layout, and its scores, of `ROWS` tokens at a time, stay in the processor's first cache.
 """
@@ -12,13 +12,12 @@ import numpy as np
 from numba import njit
 
 from flexgen_jax.layers.attention import MASKED
-from flexgen_jax.offload import host_vectors, softmax_vectors, tile_vectors
-from flexgen_jax.offload.host_kernels import source_of
+from flexgen_jax.offload import tile_vectors
+from flexgen_jax.offload.host_kernels import VECTOR_FILES, source_of
 from flexgen_jax.offload.softmax_vectors import weigh
 from flexgen_jax.offload.tile_vectors import COLUMNS, ROWS, keep, multiply, widen
 
-FILES = (__file__, host_vectors.__file__, softmax_vectors.__file__, tile_vectors.__file__)
-SOURCE = source_of(*FILES)
+SOURCE = source_of(__file__, tile_vectors.__file__, *VECTOR_FILES)
 """See `host_kernels.SOURCE`."""
 
 

@@ -22,7 +22,8 @@ from numba import types
 from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
-from flexgen_jax.offload.host_vectors import FLAGS, FLOAT, INT, LANES, Emitter
+from flexgen_jax.offload.host_vectors import Emitter
+from flexgen_jax.offload.vectors import FLOAT, LANES, Vectors, arrays_of, filled
 
 cgutils: Any = untyped
 
@@ -32,12 +33,7 @@ ROWS, COLUMNS = 8, 2 * LANES
 
 def _multiply(_context, left, width, right, begin, step, out, at, pitch, count):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values = [
-            context.make_array(kind)(context, builder, value).data
-            if isinstance(kind, types.Array)
-            else value
-            for kind, value in zip(signature.args, arguments, strict=True)
-        ]
+        values = arrays_of(context, builder, signature.args, arguments)
         _emit_product(builder, *values)
         return context.get_dummy_value()
 
@@ -61,24 +57,21 @@ def _emit_product(
     zero, one = ir.Constant(index, 0), ir.Constant(index, 1)
     starts = [ir.Constant(index, start) for start in range(0, COLUMNS, LANES)]
     rows = [ir.Constant(index, row) for row in range(ROWS)]
-    empty, nothing = ir.Constant(vector, ir.Undefined), ir.Constant(vector, [0.0] * LANES)
-    all_first = ir.Constant(ir.VectorType(INT, LANES), [0] * LANES)
+    emit = Vectors(builder)
 
     def vectors(array: Any, first: Any, row: Any, apart: Any) -> list[Any]:
         base = builder.add(first, builder.mul(row, apart))
-        places = [builder.gep(array, [builder.add(base, start)]) for start in starts]
+        places = [builder.gep(array.data, [builder.add(base, start)]) for start in starts]
         return [builder.bitcast(place, vector.as_pointer()) for place in places]
 
-    sums = [[cgutils.alloca_once_value(builder, nothing) for _ in starts] for _ in rows]
+    sums = [[cgutils.alloca_once_value(builder, filled(vector, 0.0)) for _ in starts] for _ in rows]
     with cgutils.for_range_slice(builder, zero, count, one, index) as (k, _):
         taken = [builder.load(place, align=4) for place in vectors(right, begin, k, step)]
         for row, places in zip(rows, sums, strict=True):
-            factor = builder.load(builder.gep(left, [builder.add(builder.mul(row, width), k)]))
-            lone = builder.insert_element(empty, factor, ir.Constant(INT, 0))
-            spread = builder.shuffle_vector(lone, empty, all_first)
+            factor = builder.load(builder.gep(left.data, [builder.add(builder.mul(row, width), k)]))
+            spread = emit.spread(factor, LANES)
             for place, found in zip(places, taken, strict=True):
-                product = builder.fmul(spread, found, flags=FLAGS)
-                builder.store(builder.fadd(product, builder.load(place), flags=FLAGS), place)
+                builder.store(emit.multiply_add(spread, found, builder.load(place)), place)
     for row, places in zip(rows, sums, strict=True):
         for place, target in zip(places, vectors(out, at, row, pitch), strict=True):
             builder.store(builder.load(place), target, align=4)
@@ -88,14 +81,11 @@ def _moving(is_widened: bool) -> Any:
     def move(_context, stored, begin, out, at, size, is_half):
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             emit = Emitter(context, builder, size.literal_value, is_half.literal_value, 16)
-            source, target = (
-                context.make_array(signature.args[i])(context, builder, arguments[i])
-                for i in (0, 2)
-            )
+            source, first, target, to, *_ = arrays_of(context, builder, signature.args, arguments)
             for chunk in emit.chunks:
-                found = emit.load(source, emit.plus(arguments[1], chunk.start), chunk.width)
+                found = emit.load(source, emit.plus(first, chunk.start), chunk.width)
                 found = emit.widened(found, chunk.width) if is_widened else found
-                place = builder.gep(target.data, [emit.plus(arguments[3], chunk.start)])
+                place = builder.gep(target.data, [emit.plus(to, chunk.start)])
                 place = emit.vector(place, target.data.type.pointee, chunk.width)
                 builder.store(found, place, align=emit.element_bytes(target))
             return context.get_dummy_value()

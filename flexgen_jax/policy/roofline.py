@@ -38,10 +38,10 @@ def roofline(
     open_ = sum(new % policy.kv_block_tokens for new in range(later))
     each = config.num_layers * costs.kv_bytes(rows, 1)
 
-    def phase(steps: int, tokens: int, ends: float, cache: float, full: float) -> dict[str, float]:
+    def phase(steps: int, tokens: int, once: float, cache: float, full: float) -> dict[str, float]:
         decoders = tokens * config.num_layers * costs.layers[1].large_size
         flops = 2.0 * rows * (decoders + steps * costs.layers[-1].large_size)
-        weights = blocks * (steps * config.num_layers * costs.layer_bytes() + ends)
+        weights = blocks * (steps * config.num_layers * costs.layer_bytes() + once)
         seconds = {"compute": flops / _best(hw.linear[16])}
         return seconds | _moving(policy, dtype, hw, weights, cache, full)
 
