@@ -208,7 +208,7 @@ class Session:
         cache = plan_cache(self._config, self.policy, shape)
         blocks = [cache.lengths(key.batch)[key.block] for key in cache.homes]
         count = self._config.num_layers + 1
-        homes = place_activations(count, len(shape.batch_sizes), self.policy)
+        homes = place_activations(count, len(shape.batch_sizes), self.policy).homes
         return {
             "weights": realised(weights, [self._tiers[t.key] for t in tensors]),
             "cache": realised(blocks, list(cache.homes.values())),

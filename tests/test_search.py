@@ -165,3 +165,30 @@ def test_scoring_counts_the_prompts_tokens() -> None:
     )
     assert scored.total_s > 1.1 * generated.total_s
     assert scored.throughput == pytest.approx(8 * 256 / scored.total_s)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_kv_blocks_are_smaller_where_open_ones_fill_the_memory(bits: int) -> None:
+    """There is an open block of every sequence in RAM: a quarter of it makes room for more."""
+    machine = known_machine("generic-cpu")
+    asked = problem(
+        "facebook/opt-1.3b",
+        hw=machine,
+        unified=True,
+        budgets=Budgets(None, None, 60 * GB, shared=GB),
+        workload=Workload(128, 32, 0),
+        choices=Choices((bits,), (bits,), ("device",), kv_block_tokens=(32, 8)),
+    )
+    best = search(asked)[0]
+    plain = search(replace(asked, choices=replace(asked.choices, kv_block_tokens=(32,))))[0]
+    assert (best.policy.kv_block_tokens, plain.policy.kv_block_tokens) == (8, 32)
+    assert best.throughput > 1.02 * plain.throughput
+    assert not asked.budgets.shortfalls(asked.peak(best.policy))
+    roomy = replace(asked, budgets=Budgets(None, None, 60 * GB, shared=100 * GB))
+    assert search(replace(roomy, workload=Workload(128, 32, 64)))[0].policy.kv_block_tokens == 32
+
+
+def test_a_policys_kv_blocks_are_the_largest_that_are_tried() -> None:
+    assert Choices.keeping(Policy(kv_block_tokens=12)).kv_block_tokens == (12, 6, 3, 1)
+    assert Choices.keeping(Policy(kv_block_tokens=2)).kv_block_tokens == (2, 1)
+    assert Choices.keeping(Policy()) == Choices()

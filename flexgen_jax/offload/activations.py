@@ -12,17 +12,18 @@ from flexgen_jax.offload.disk import DiskArray
 from flexgen_jax.offload.transfer import Load, finish
 from flexgen_jax.offload.watching import counted
 from flexgen_jax.policy.memory import PENDING_WRITES
+from flexgen_jax.policy.placement import ActivationPlan
 from flexgen_jax.policy.policy import Tier
 
 
 class Activations:
     """The hidden state of every batch, from one layer's output to the next one's input."""
 
-    def __init__(self, runtime: Runtime, homes: dict[tuple[int, int], Tier]) -> None:
+    def __init__(self, runtime: Runtime, plan: ActivationPlan) -> None:
         self._runtime = runtime
-        self._homes = homes
+        self._plan = plan
         self._arrays: dict[int, jax.Array] = {}
-        self._files: dict[tuple[int, tuple[int, ...]], DiskArray] = {}
+        self._files: dict[int, DiskArray] = {}
         self._on_disk: dict[int, DiskArray] = {}
         self._writes: dict[int, tuple[Any, int]] = {}
         self._taken: dict[int, tuple[Tier, int]] = {}
@@ -37,7 +38,7 @@ class Activations:
 
     def put(self, token: int, layer: int, batch: int, hidden: jax.Array) -> None:
         """Takes the output of `layer`; for the disk it is written by `settle`."""
-        home = self._homes[layer, batch]
+        home = self._plan.home(token, layer, batch)
         self._forget(batch)
         self._runtime.ledger.take(home, hidden.nbytes)
         self._taken[batch] = (home, hidden.nbytes)
@@ -53,13 +54,11 @@ class Activations:
 
     def _write(self, batch: int) -> None:
         host = self._arrays[batch]
-        file = self._files.get((batch, host.shape))
+        file = self._files.get(batch)
         if file is None:
-            name = f"hidden-{batch}-{host.shape[1]}"
-            file = self._runtime.disk().scratch_array(
-                name, host.shape, host.shape, self._runtime.numpy_dtype, is_cached=True
+            file = self._files[batch] = self._runtime.disk().scratch_array(
+                f"hidden-{batch}", host.shape, host.shape, self._runtime.numpy_dtype, is_cached=True
             )
-            self._files[batch, host.shape] = file
         self._runtime.ledger.take("host", host.nbytes)
         write = file.write(np.asarray(host))
         name, metrics = _name(batch), self._runtime.metrics

@@ -103,8 +103,8 @@ class BlockRun:
         self._plan = plan
         self._cache = KVCache(runtime, plan, [batch.size for batch in batches])
         self._projected: dict[Step, tuple[jax.Array, KVBlock]] = {}
-        homes = place_activations(len(self._layers) - 1, len(batches), policy)
-        self._activations = Activations(runtime, homes)
+        waiting = place_activations(len(self._layers) - 1, len(batches), policy)
+        self._activations = Activations(runtime, waiting)
         self._ids: dict[int, Any] = {}
         self._finished: set[int] = set()
         self._depth = Ahead.of(policy)

@@ -225,8 +225,8 @@ def _decode(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear
         + Linear(AWAY_C) * (moved_share * cache)
         + asked * 2,
         "device_to_host": Linear(AWAY_H) * hidden + Linear(AWAY_C) * token + asked,
-        "disk_read": read + Linear({"cd": cache, "hd": hidden}),
-        "disk_write": Linear({"cd": token, "hd": hidden}),
+        "disk_read": read + Linear({"cd": cache}),
+        "disk_write": Linear({"cd": token}),
     }
     fixed = batches * (costs.linear_s(rows) + hw.step_s + (hw.split_s if policy.values_stay else 0))
     device = Linear({"cg": on_device}, fixed) + Linear(AWAY_C) * (moved_share * on_device)

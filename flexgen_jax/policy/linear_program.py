@@ -56,7 +56,8 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
                 (PENDING_WRITES + 1) * costs.kv_bytes(rows, prompt),
             )
             + tail,
-            "hd": (ahead.hidden_reads + PENDING_WRITES + 2) * hidden,
+            "hd": (ahead.hidden_reads + PENDING_WRITES + 2) * hidden
+            + batches * costs.hidden_bytes(rows, 1),
         }
     )
     if policy.cache_bits < 16:

@@ -176,7 +176,7 @@ class _Estimate:
 
     def add_activations(self) -> None:
         batches = range(len(self._shape.batch_sizes))
-        homes = place_activations(len(self._layers) - 1, len(batches), self._policy)
+        homes = place_activations(len(self._layers) - 1, len(batches), self._policy).homes
         sizes = [
             rows * tokens * self._config.hidden_size * self._item
             for rows, tokens in zip(self._shape.batch_sizes, self._shape.prompt_lens, strict=True)
@@ -188,11 +188,11 @@ class _Estimate:
             ]
             self.bytes[tier] += max(at)
         if "disk" in homes.values():
-            # Prompt and token buffers have different shapes, and none is freed in between.
-            small = max(self._shape.batch_sizes) * self._config.hidden_size * self._item
             count = self._ahead.hidden_reads + 1
-            self.bytes["host"] += sum(sorted(sizes)[-count:]) + count * small
-            self.bytes["host"] += (PENDING_WRITES + 1) * max(sizes)
+            self.bytes["host"] += sum(sorted(sizes)[-count:]) + (PENDING_WRITES + 1) * max(sizes)
+            # A decode step's; buffers of the prompts' are not freed before.
+            rows = sum(self._shape.batch_sizes)
+            self.bytes["host"] += rows * self._config.hidden_size * self._item
         if not self._unified and set(homes.values()) != {"device"}:
             self.bytes["device"] += (self._ahead.hidden_reads + 1) * max(sizes)
 

@@ -157,7 +157,20 @@ def place_cache(
     return plan
 
 
-def place_activations(layers: int, batches: int, policy: Policy) -> dict[tuple[int, int], Tier]:
+@dataclass(frozen=True)
+class ActivationPlan:
     """Where the hidden states of (layer, batch) wait for the next layer."""
+
+    homes: dict[tuple[int, int], Tier]
+
+    def home(self, token: int, layer: int, batch: int) -> Tier:
+        """A decode step's never go to the disk: there is one token where a prompt has all of its
+        own, and the disk would cost every step more time than the memory is worth."""
+        home = self.homes[layer, batch]
+        return "host" if token > 0 and home == "disk" else home
+
+
+def place_activations(layers: int, batches: int, policy: Policy) -> ActivationPlan:
+    """By layer and batch, as the policy's fractions say."""
     keys = [(layer, batch) for layer in range(layers) for batch in range(batches)]
-    return dict(zip(keys, split([1] * len(keys), policy.activations), strict=True))
+    return ActivationPlan(dict(zip(keys, split([1] * len(keys), policy.activations), strict=True)))

@@ -16,7 +16,14 @@ from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.linear_program import Solution, memory_terms, solve
 from flexgen_jax.policy.memory import BlockShape, peak_bytes
 from flexgen_jax.policy.placement import page_cached, place_weights
-from flexgen_jax.policy.policy import Attention, Placement, Policy, Tier, Workload
+from flexgen_jax.policy.policy import (
+    Attention,
+    Placement,
+    Policy,
+    Tier,
+    Workload,
+    generated_blocks,
+)
 from flexgen_jax.policy.simulate import Prediction, simulate
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -30,6 +37,9 @@ SAMPLED_STEPS = 4_000
 SLACK = 0.05
 """Where the number of sequences is free, a smaller block is preferred at this loss of speed."""
 
+GAIN = 1.001
+"""Smaller KV blocks are tried as long as they make more than this times the throughput."""
+
 GRAIN = 1000
 """Fractions are rounded to multiples of 1 / GRAIN."""
 
@@ -42,15 +52,19 @@ class Choices:
     cache_bits: tuple[int, ...] = (16,)
     attentions: tuple[Attention, ...] = ("host", "device")
     sparsities: tuple[float, ...] = (1.0,)
+    kv_block_tokens: tuple[int, ...] = (32, 16, 8, 4)
 
     @classmethod
     def keeping(cls, policy: Policy) -> Choices:
-        """What a policy says of bits, sparsity and, unless it is "auto", attention."""
+        """What a policy says of bits, sparsity and, unless it is "auto", attention; KV blocks may
+        be smaller than it says, down to an eighth, for there is an open one of every sequence."""
+        most = policy.kv_block_tokens
         return cls(
             weight_bits=(policy.weight_bits,),
             cache_bits=(policy.cache_bits,),
             attentions=cls.attentions if policy.attention == "auto" else (policy.attention,),
             sparsities=(policy.attention_sparsity,),
+            kv_block_tokens=tuple(most >> n for n in range(4) if most >> n),
         )
 
 
@@ -93,7 +107,7 @@ class Problem:
     """What a policy is wanted for.
 
     workload.num_sequences is how many there are, or 0 for as many as are best.
-    base: a policy with what is not searched: schedule, overlap, size of KV blocks.
+    base: a policy with what is not searched: schedule, overlap.
     max_latency: seconds that a block may take; min_throughput: token/s that are enough, so that the
     lowest latency is wanted.
     """
@@ -173,19 +187,37 @@ def candidates(problem: Problem) -> list[Candidate]:
         # What is too large for the memory stays so with more of it.
         if any(_is_no_larger(other, policy) for other in full):
             continue
-        candidate = solved(problem, policy)
-        if candidate is not None:
-            found.append(candidate)
-        elif not _smallest_fits(problem, policy):
+        answers = list(_answers(problem, policy))
+        found += answers
+        if not answers and not _smallest_fits(problem, policy):
             full.append(policy)
     tried = {candidate.policy for candidate in found}
     for near in sorted(found, key=lambda c: -c.throughput)[:3]:
         for policy in _neighbours(problem, near.policy):
             if policy not in tried:
                 tried.add(policy)
-                candidate = solved(problem, policy)
-                found += [candidate] if candidate is not None else []
+                found += _answers(problem, policy)
     return sorted(found, key=lambda candidate: -candidate.throughput)
+
+
+def _answers(problem: Problem, policy: Policy) -> Iterator[Candidate]:
+    """The program's answers with ever smaller KV blocks, as long as that brings anything: there is
+    an open block of every sequence and layer in RAM, full ones may lie on disk."""
+    best, opened = 0.0, 0
+    for tokens in problem.choices.kv_block_tokens:
+        largest = max(generated_blocks(problem.workload.gen_len, tokens), default=0)
+        if largest == opened:
+            continue
+        opened = largest
+        candidate = solved(problem, replace(policy, kv_block_tokens=tokens))
+        if candidate is None:
+            continue
+        if candidate.throughput <= GAIN * best:
+            return
+        best = candidate.throughput
+        yield candidate
+        if policy.cache_bits == 16 and not candidate.solution.fractions["cd"]:
+            return  # no open block is apart from its home
 
 
 def _is_no_larger(first: Policy, second: Policy) -> bool:
@@ -201,6 +233,7 @@ def _smallest_fits(problem: Problem, policy: Policy) -> bool:
         policy,
         weight_bits=min(problem.choices.weight_bits),
         cache_bits=min(problem.choices.cache_bits),
+        kv_block_tokens=min(problem.choices.kv_block_tokens),
     )
     return solved(replace(problem, max_latency=None), smallest) is not None
 

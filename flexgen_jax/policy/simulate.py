@@ -71,8 +71,7 @@ class Simulation:
         self._clock = Clock(costs.hw, policy.overlap, unified)
         self._tiers = place_weights(costs.layers, costs.formats.dtype, policy)
         self._plan = plan_cache(costs.config, policy, self.shape)
-        batches = len(shape.batch_sizes)
-        self._homes = place_activations(len(costs.layers) - 1, batches, policy)
+        self._states = place_activations(len(costs.layers) - 1, len(shape.batch_sizes), policy)
         kinds = ("weights", "cache", "hidden")
         self._loads: dict[str, dict[Hashable, Loading]] = {kind: {} for kind in kinds}
         self._warm: set[int] = set()
@@ -180,11 +179,12 @@ class Simulation:
     def _is_waiting(self, step: Step) -> bool:
         if self._hidden.get(step.batch) != (step.token, step.layer - 1):
             return False
-        home = self._homes.get((step.layer - 1, step.batch))
+        home = self._states.home(step.token, step.layer - 1, step.batch)
         return home != "disk" or step.batch in self._hidden_disk
 
     def _start_hidden(self, step: Step) -> Loading:
-        home, nbytes = self._homes[step.layer - 1, step.batch], self._hidden_bytes(step)
+        home = self._states.home(step.token, step.layer - 1, step.batch)
+        nbytes = self._hidden_bytes(step)
         if step.batch in self._hidden_disk and step.batch not in self._hidden_writes:  # not in RAM
             return Loading(self._clock.read(nbytes, True, "page_cache", nbytes), nbytes)
         return Loading(None, 0 if home == "device" else nbytes)
@@ -315,7 +315,7 @@ class Simulation:
         self._hidden[step.batch] = (step.token, step.layer)
         self._clock.wait(self._hidden_writes.pop(step.batch, 0.0))
         self._hidden_disk.discard(step.batch)
-        if self._homes[step.layer, step.batch] != "device":
+        if self._states.home(step.token, step.layer, step.batch) != "device":
             self._clock.move("device_to_host", self._hidden_bytes(step), done)
 
     def _retire(self, step: Step, done: float) -> None:
@@ -366,7 +366,7 @@ class Simulation:
 
     def _settle_hidden(self, step: Step) -> None:
         is_newest = self._hidden.get(step.batch) == (step.token, step.layer)
-        if self._homes[step.layer, step.batch] == "disk" and is_newest:
+        if is_newest and self._states.home(step.token, step.layer, step.batch) == "disk":
             writes = self._hidden_writes
             self._hidden_disk.add(step.batch)
             writes[step.batch] = self._clock.move("disk_write", self._hidden_bytes(step))
