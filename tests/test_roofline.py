@@ -25,7 +25,8 @@ MACHINE = replace(
     linear={16: Rate(((1.0, 1e11), (64.0, 2e12), (512.0, 1e12)))},
     disk_read=Rate(((1e6, 1e9), (1e8, 2e9))),
     host_to_device=Rate.constant(1e10),
-    host_attention={16: Rate.constant(1e10)},  # 20 GB/s of bf16
+    host_attention={16: Rate(((1e6, 3e10), (1e8, 1e10)))},  # 20 GB/s of bf16
+    device_attention={16: Rate.constant(5e9)},
 )
 WORK = Workload(100, 11, 40)
 
@@ -69,6 +70,20 @@ def test_memory_of_a_unified_machine_gives_weights_and_cache_once_a_step() -> No
     assert found["prefill"]["host_to_device"] == found["decode"]["host_to_device"] == 0
     sparse = bound(25, 25, 100, 0, 100, 0, unified=True, attention_sparsity=0.1)["decode"]
     assert sparse["memory"] == pytest.approx((0.5 * later + 0.55 * cache) / 2e10, rel=1e-3)
+
+
+def test_memory_of_a_unified_machine_is_as_fast_as_the_faster_way_to_read_it() -> None:
+    machine = replace(MACHINE, device_attention={16: Rate.constant(4e10)})
+    policy = Policy(batch_size=10)
+    slow, fast = (
+        roofline(CONFIG, "bfloat16", policy, WORK, replace(hw, unified=True))["decode"]["memory"]
+        for hw in (MACHINE, machine)
+    )
+    assert slow == pytest.approx(4 * fast)
+    away = Policy.from_percent(0, 100, 0, 100, 0, 100)
+    apart = [roofline(CONFIG, "bfloat16", away, WORK, hw) for hw in (MACHINE, machine)]
+    assert apart[0] == apart[1]
+    assert apart[0]["decode"]["memory"] > 0
 
 
 def test_full_blocks_of_generated_tokens_come_from_disk_too() -> None:

@@ -1,9 +1,9 @@
 """The roofline of a run: bytes over bandwidth and FLOPs over peak, nothing else.
 
 Where the cost model says what to expect, this says what could be had: every resource is as fast
-as its best measurement in the profile, and all of them work at the same time, in each of the two
-phases. A machine that was faster during the run than while it was profiled can beat it, and so can
-the page cache.
+as its best measurement in the profile, RAM as its largest one, and all of them work at the same
+time, in each of the two phases. A machine that was faster during the run than while it was profiled
+can beat it, and so can the page cache.
 """
 
 from __future__ import annotations
@@ -86,5 +86,8 @@ def _best(rate: Rate) -> float:
 
 
 def _memory(hw: HardwareProfile, dtype: str) -> float:
-    """Byte/s at which decode attention reads a cache of the model's dtype on the host."""
-    return DTYPES[dtype] * _best(hw.host_attention[16])
+    """Byte/s at which decode attention reads a large cache of the model's dtype on the host, by
+    the faster of the two ways where the device attends to the same memory. Small ones are read
+    from the CPU's own caches, which have nothing to do with what all layers' weights need."""
+    ways = (hw.host_attention, hw.device_attention) if hw.unified else (hw.host_attention,)
+    return DTYPES[dtype] * max(way[16].points[-1][1] for way in ways)
