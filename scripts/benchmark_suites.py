@@ -35,7 +35,7 @@ class Case:
     batch: int = 16
     is_batch_fixed: bool = False
     on_gpu: bool = False
-    timeout: float = 600
+    timeout: float = 1200
 
 
 FOUR = ("--weight-bits", "4", "--cache-bits", "4")
@@ -62,7 +62,7 @@ def cpu_full() -> list[Case]:
         Case("OPT-1.3B, 1.5 GB", SMALL, 128, 32, 15 * 10**8, BOTH),
         *(in_memory(batch) for batch in (1, 4, 32)),
         Case(
-            "OPT-6.7B, 4 GB", "facebook/opt-6.7b", 256, 16, 4 * 10**9, BOTH, batch=8, timeout=1800
+            "OPT-6.7B, 4 GB", "facebook/opt-6.7b", 256, 16, 4 * 10**9, BOTH, batch=8, timeout=5400
         ),
     ]
 

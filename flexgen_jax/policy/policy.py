@@ -99,8 +99,9 @@ class Policy:
     A block is `num_batches` batches of `batch_size` sequences. `schedule` is "zigzag" (a
     layer's weights serve the whole block) or "row" (each batch goes through all the layers
     by itself). Without `overlap`, nothing is loaded ahead of its use. Generated tokens are
-    cached in blocks of `kv_block_tokens`, which are immutable once full. Weights and full
-    blocks are kept in `weight_bits` and `cache_bits` an element (section 5); 16 is the dtype.
+    cached in blocks of `kv_block_tokens`, which are immutable once full; hidden states of single
+    tokens stay in RAM where a prompt's go to disk. Weights and full blocks are kept in
+    `weight_bits` and `cache_bits` an element (section 5); 16 is the dtype.
     `attention` says where decoding attends to KV blocks that are not on the device: on the
     "device", to which they are moved, or on the "host", where they are; "auto" is the host, but
     the device where that is the same memory, unless attention is sparse.
