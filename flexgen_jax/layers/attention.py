@@ -7,9 +7,7 @@ log-sum-exp, so that blocks can be attended to anywhere, in any order, and merge
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import reduce
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -179,14 +177,3 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
 def join_heads(x: jax.Array) -> jax.Array:
     """[batch, head, token, head_dim] -> [batch, token, hidden]."""
     return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
-
-
-class Attention(NamedTuple):
-    """How a device attends: these functions, or what takes and returns the same."""
-
-    blocks: Callable[..., Partial] = attend_blocks
-    prompt: Callable[..., tuple[jax.Array, KVPair]] = attend_prompt
-
-
-BY_XLA = Attention()
-"""What any device can do."""

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.attention import (
-    BY_XLA,
-    Attention,
     KVPair,
     Partial,
     attend_itself,
@@ -19,6 +17,7 @@ from flexgen_jax.layers.attention import (
     merge,
     split_heads,
 )
+from flexgen_jax.layers.kernels import BY_XLA, Kernels
 from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.norm import LayerNorm
@@ -34,18 +33,19 @@ class SelfAttention(nn.Module):
 
     config: ModelConfig
     dtype: jnp.dtype = jnp.float32
-    attend: Attention = BY_XLA
+    kernels: Kernels = BY_XLA
 
     def setup(self) -> None:
         hidden, bias = self.config.hidden_size, self.config.use_bias
-        self.q = Linear(hidden, bias, self.dtype)
-        self.k = Linear(hidden, bias, self.dtype)
-        self.v = Linear(hidden, bias, self.dtype)
-        self.out = Linear(hidden, bias, self.dtype)
+        how = (bias, self.dtype, self.kernels.dense)
+        self.q, self.k = Linear(hidden, *how), Linear(hidden, *how)
+        self.v, self.out = Linear(hidden, *how), Linear(hidden, *how)
 
     def prefill(self, x: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVPair]:
         """x: [batch, token, hidden] -> the same shape, and the prompt's keys and values."""
-        out, block = self.attend.prompt(*self._all_heads(x), first_valid, self.config.num_heads)
+        out, block = self.kernels.attend_prompt(
+            *self._all_heads(x), first_valid, self.config.num_heads
+        )
         return self.out(out), block
 
     def join(self, query: jax.Array, new: KVBlock, partials: list[Partial]) -> jax.Array:
@@ -69,17 +69,17 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP with residuals; layer norm before (most OPTs) or after (350m).
 
-    attend: what the layer attends with, XLA's own code or something faster for the machine.
+    kernels: what the layer computes with, XLA's own code or something faster for the machine.
     """
 
     config: ModelConfig
     dtype: jnp.dtype = jnp.float32
-    attend: Attention = BY_XLA
+    kernels: Kernels = BY_XLA
 
     def setup(self) -> None:
-        self.attention = SelfAttention(self.config, self.dtype, self.attend)
+        self.attention = SelfAttention(self.config, self.dtype, self.kernels)
         self.attention_norm = LayerNorm(self.config, self.dtype)
-        self.mlp = MLP(self.config, self.dtype)
+        self.mlp = MLP(self.config, self.dtype, self.kernels)
         self.mlp_norm = LayerNorm(self.config, self.dtype)
 
     def prefill(self, hidden: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVBlock]:
@@ -107,7 +107,7 @@ class DecoderLayer(nn.Module):
         query, new = self.project(hidden)
         starts = jnp.array([0, *accumulate(key.shape[2] for key, _ in blocks)])
         args = (query, (*blocks, tail), starts, position, first_valid)
-        here = self.attend.blocks(*args) if counts is None else attend_top(*args, counts, most)
+        here = self.kernels.attend(*args) if counts is None else attend_top(*args, counts, most)
         return self.finish(hidden, query, new, [here]), new
 
     def project(self, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -56,6 +57,11 @@ def dense(x: jax.Array, kernel: Kept, bias: jax.Array | None = None) -> jax.Arra
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
+def rounded(x: jax.Array, kernel: Kept, bias: jax.Array | None = None) -> jax.Array:
+    """`dense` in x's dtype."""
+    return dense(x, kernel, bias).astype(x.dtype)
+
+
 def _product(rows: jax.Array, kernel: jax.Array) -> jax.Array:
     """rows [n, in] @ kernel [out, in].T, fp32."""
 
@@ -83,6 +89,7 @@ class Linear(nn.Module):
     features: int
     use_bias: bool = True
     dtype: jnp.dtype = jnp.float32
+    compute: Callable[[jax.Array, Kept, jax.Array | None], jax.Array] = rounded
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -92,4 +99,4 @@ class Linear(nn.Module):
         bias = None
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), self.dtype)
-        return dense(x, kernel, bias).astype(self.dtype)
+        return self.compute(x, kernel, bias)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.config import ModelConfig
+from flexgen_jax.layers.kernels import BY_XLA, Kernels
 from flexgen_jax.layers.linear import Linear
 
 
@@ -28,11 +29,12 @@ class MLP(nn.Module):
 
     config: ModelConfig
     dtype: jnp.dtype = jnp.float32
+    kernels: Kernels = BY_XLA
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., hidden] -> the same shape."""
         config = self.config
-        up = Linear(config.ffn_size, config.use_bias, self.dtype, name="fc1")(x)
-        up = activation(config.activation)(up)
-        return Linear(config.hidden_size, config.use_bias, self.dtype, name="fc2")(up)
+        how = (config.use_bias, self.dtype, self.kernels.dense)
+        up = activation(config.activation)(Linear(config.ffn_size, *how, name="fc1")(x))
+        return Linear(config.hidden_size, *how, name="fc2")(up)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from flexgen_jax.config import ModelConfig
-from flexgen_jax.layers.attention import BY_XLA, Attention
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
 from flexgen_jax.layers.embedding import Embedding, Head
+from flexgen_jax.layers.kernels import BY_XLA, Kernels
 from flexgen_jax.layers.quantization import Kept, assemble, quantize_as
 from flexgen_jax.layers.sampling import greedy, sample
 from flexgen_jax.layers.sparse_attention import Ranked, attend_ranked, rank
@@ -47,14 +47,14 @@ def _embed(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
 
 
 def _prefill(
-    config: ModelConfig, formats: Formats, attend: Attention, cuts: tuple[int, ...]
+    config: ModelConfig, formats: Formats, kernels: Kernels, cuts: tuple[int, ...]
 ) -> Callable[..., Any]:
     dtype = jnp.dtype(formats.dtype)
 
     def some(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
         """Hidden states of some sequences, the stored leaves of their blocks, and whether each
         of the former is finite, which is told while it is in the cache."""
-        layer = DecoderLayer(config, dtype, attend)
+        layer = DecoderLayer(config, dtype, kernels)
         hidden, (key, value) = _apply(layer, weights, hidden, first_valid, method="prefill")
         blocks, start = [], 0
         for length in cuts:
@@ -124,26 +124,26 @@ def _seal(formats: Formats, block: KVBlock) -> KVBlock:
 
 
 def _decode(
-    config: ModelConfig, dtype: jnp.dtype, attend: Attention, most: int
+    config: ModelConfig, dtype: jnp.dtype, kernels: Kernels, most: int
 ) -> Callable[..., Any]:
     def decode(weights: Weights, *args: Any) -> Any:
-        layer = DecoderLayer(config, dtype, attend)
+        layer = DecoderLayer(config, dtype, kernels)
         hidden, new = _apply(layer, weights, *args, most=most, method="decode")
         return hidden, new, jnp.isfinite(hidden).all()
 
     return decode
 
 
-def _project(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
+def _project(config: ModelConfig, dtype: jnp.dtype, kernels: Kernels) -> Callable[..., Any]:
     def project(weights: Weights, hidden: jax.Array) -> Any:
-        return _apply(DecoderLayer(config, dtype), weights, hidden, method="project")
+        return _apply(DecoderLayer(config, dtype, kernels), weights, hidden, method="project")
 
     return project
 
 
-def _finish(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
+def _finish(config: ModelConfig, dtype: jnp.dtype, kernels: Kernels) -> Callable[..., Any]:
     def finish(weights: Weights, *args: Any) -> Any:
-        hidden = _apply(DecoderLayer(config, dtype), weights, *args, method="finish")
+        hidden = _apply(DecoderLayer(config, dtype, kernels), weights, *args, method="finish")
         return hidden, jnp.isfinite(hidden).all()
 
     return finish
@@ -208,14 +208,14 @@ def compiler_options(formats: Formats) -> dict[str, str | bool] | None:
 
 @lru_cache(maxsize=512)
 def _compile(
-    config: ModelConfig, formats: Formats, attend: Attention, kind: str, *shape: Any
+    config: ModelConfig, formats: Formats, kernels: Kernels, kind: str, *shape: Any
 ) -> jax.stages.Compiled:
-    lowered = _lower(config, formats, attend, kind, *shape)
+    lowered = _lower(config, formats, kernels, kind, *shape)
     return lowered.compile(compiler_options=compiler_options(formats))
 
 
 def _lower(
-    config: ModelConfig, formats: Formats, attend: Attention, kind: str, *shape: Any
+    config: ModelConfig, formats: Formats, kernels: Kernels, kind: str, *shape: Any
 ) -> jax.stages.Lowered:
     dtype = jnp.dtype(formats.dtype)
 
@@ -248,16 +248,16 @@ def _lower(
     if kind == "prefill":
         cuts = shape[1]
         args = (weights(layers[1]), array(batch, sum(cuts), config.hidden_size), _int(batch))
-        return jax.jit(_prefill(config, formats, attend, cuts)).lower(*args)
+        return jax.jit(_prefill(config, formats, kernels, cuts)).lower(*args)
     if kind == "decode":
         blocks = tuple(block(batch, tokens) for tokens in shape[1])
         hidden = array(batch, 1, config.hidden_size)
         args = (weights(layers[1]), hidden, blocks, tail(batch, shape[2]), _int(), _int(batch))
         args += (_int(batch),) if shape[3] else ()
-        return jax.jit(_decode(config, dtype, attend, shape[3])).lower(*args)
+        return jax.jit(_decode(config, dtype, kernels, shape[3])).lower(*args)
     if kind == "project":
         args = (weights(layers[1]), array(batch, 1, config.hidden_size))
-        return jax.jit(_project(config, dtype)).lower(*args)
+        return jax.jit(_project(config, dtype, kernels)).lower(*args)
     if kind in ("attend", "rank", "attend_ranked"):
         blocks = tuple(block(batch, tokens) for tokens in shape[1])
         blocks += (tail(batch, shape[2]),) if shape[2] else ()
@@ -265,7 +265,7 @@ def _lower(
         query = array(*kv_shape(batch, 1))
         where = (_int(len(blocks)), _int(), _int(batch))
         if kind == "attend":
-            return jax.jit(attend.blocks).lower(query, blocks, *where)
+            return jax.jit(kernels.attend).lower(query, blocks, *where)
         if kind == "rank":
             return jax.jit(partial(rank, most=shape[3])).lower(query, sides, *where)
         most = min(shape[3], sum(side.shape[2] for side in sides))
@@ -276,7 +276,7 @@ def _lower(
         partial_result = (_float(*kv_shape(batch, 1)), _float(*kv_shape(batch, 1)[:3]))
         asked = (array(*kv_shape(batch, 1)), tail(batch, 1), [partial_result] * shape[1])
         args = (weights(layers[1]), array(batch, 1, config.hidden_size), *asked)
-        return jax.jit(_finish(config, dtype)).lower(*args)
+        return jax.jit(_finish(config, dtype, kernels)).lower(*args)
     if kind == "append":
         args = (tail(batch, shape[1]), tail(batch, 1), _int())
         return jax.jit(_append, donate_argnums=0).lower(*args)
@@ -296,8 +296,8 @@ def _lower(
 class Programs:
     """A model's compiled functions, by kind and shape; compiled when first asked for."""
 
-    def __init__(self, config: ModelConfig, formats: Formats, attend: Attention = BY_XLA) -> None:
-        self._model = (config, formats, attend)
+    def __init__(self, config: ModelConfig, formats: Formats, kernels: Kernels = BY_XLA) -> None:
+        self._model = (config, formats, kernels)
         self._found: dict[Any, jax.stages.Compiled] = {}
         self.compile_s = 0.0
 

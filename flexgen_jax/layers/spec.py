@@ -15,7 +15,7 @@ from flexgen_jax.layers.storage import FORMAT_VERSION, Storage, kv_storage
 SCORE_BYTES = 16 << 20
 """Prefill forms the fp32 attention scores of as many heads at a time as fit in this."""
 
-PREFILL_ROWS = {16: 512, 8: 2048, 4: 2048}
+PREFILL_ROWS = {16: 1024, 8: 2048, 4: 2048}
 """Prefill takes as many sequences through a layer at a time as have so many tokens, by the bits of
 the weights, which are unpacked anew each time: enough for products at full speed, and temporaries
 so small that they stay in caches and in memory that the process already has."""

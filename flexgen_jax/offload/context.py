@@ -19,7 +19,7 @@ from flexgen_jax.layers.spec import Formats, LayerSpec, model_spec
 from flexgen_jax.metrics import Ledger, Metrics
 from flexgen_jax.offload.disk import OffloadFolder
 from flexgen_jax.offload.host_attention import HostAttention
-from flexgen_jax.offload.inline_attention import attention_of_device
+from flexgen_jax.offload.inline_kernels import kernels_of_device
 from flexgen_jax.offload.tiers import BufferPool, Memories
 from flexgen_jax.offload.watching import Watcher
 from flexgen_jax.policy.policy import Tier
@@ -65,7 +65,7 @@ class Runtime:
             metrics=metrics,
             pool=BufferPool(memories, ledger),
             watcher=watcher,
-            programs=Programs(config, formats, attention_of_device()),
+            programs=Programs(config, formats, kernels_of_device()),
             host_attention=HostAttention(),
             folder=OffloadFolder(offload_dir) if offload_dir is not None else None,
         )

@@ -26,7 +26,16 @@ from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.layers.storage import kv_storage
-from flexgen_jax.offload.vectors import FLAGS, FLOAT, INT, LANES, Vectors, arrays_of, filled
+from flexgen_jax.offload.vectors import (
+    FIRST_CACHE,
+    FLAGS,
+    FLOAT,
+    INT,
+    LANES,
+    Vectors,
+    arrays_of,
+    filled,
+)
 
 cgutils: Any = untyped
 
@@ -95,15 +104,13 @@ class Emitter(Vectors):
         _, tokens, elements = cgutils.unpack_tuple(builder, array.shape)
         return builder.mul(builder.add(builder.mul(row, tokens), token), elements)
 
-    def ask(self, array: Any, index: Any) -> None:
+    def ask_token(self, array: Any, index: Any) -> None:
         """Has a token's elements brought to the cache; no error if there is no such token."""
         builder, kind = self.builder, ir.IntType(8).as_pointer()
         size, width = self.stored, self.element_bytes(array)
         for start in range(0, size, max(1, 64 // width)):
             pointer = builder.gep(array.data, [self.plus(index, start)])
-            # To read, to keep in all caches, data.
-            how = [ir.Constant(INT, flag) for flag in (0, 3, 1)]
-            self.call("llvm.prefetch.p0", ir.VoidType(), builder.bitcast(pointer, kind), *how)
+            self.ask(builder.bitcast(pointer, kind), FIRST_CACHE)
 
     def element_bytes(self, array: Any) -> int:
         element = array.data.type.pointee
@@ -171,7 +178,7 @@ def _score(emit: Emitter, keys: list[Any], row: Any, span: Any, query: Any, scor
             summed[group] = emit.total(parts)
     with cgutils.for_range_slice(builder, *span, one, row.type) as (token, _):
         base = emit.at(keys[0], row, token)
-        emit.ask(keys[0], emit.plus(base, AHEAD // emit.element_bytes(keys[0])))
+        emit.ask_token(keys[0], emit.plus(base, AHEAD // emit.element_bytes(keys[0])))
         products = []
         low = ir.Constant(FLOAT, 0.0)
         by_group: dict[tuple[int, int], Any] = {}
@@ -220,12 +227,12 @@ def _add(
         token = token_of(slot)
         base = emit.at(values[0], row, token)
         if tokens is None:
-            emit.ask(values[0], emit.plus(base, AHEAD // emit.element_bytes(values[0])))
+            emit.ask_token(values[0], emit.plus(base, AHEAD // emit.element_bytes(values[0])))
         else:
             later = emit.plus(slot, SLOTS_AHEAD)
             last = builder.sub(span[1], one)
             later = builder.select(builder.icmp_signed("<", later, last), later, last)
-            emit.ask(values[0], emit.at(values[0], row, token_of(later)))
+            emit.ask_token(values[0], emit.at(values[0], row, token_of(later)))
         weight = builder.load(builder.gep(weights.data, [slot]))
         slopes = {}
         for group, low in lows.items():

@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.layers.attention import (
-    BY_XLA,
-    Attention,
     KVPair,
     Partial,
     attend_blocks,
@@ -75,14 +73,6 @@ def attend_prompt_inline(
     return out.reshape(query.shape).astype(dtype), (key, value)
 
 
-INLINE = Attention(attend_inline, attend_prompt_inline)
-
-
-def attention_of_device() -> Attention:
-    """What the device's programs attend with."""
-    return INLINE if jax.default_backend() == "cpu" else BY_XLA
-
-
 def _leaves(kept: Kept) -> list[jax.Array]:
     if isinstance(kept, QuantizedArray):
         return [kept.packed, kept.scale, kept.minimum]
@@ -96,7 +86,7 @@ def _target(size: int, dtype: str, bits: int) -> str:
     from flexgen_jax.offload.inline_handlers import attention_handler
 
     name = f"flexgen_jax_attend_{size}_{dtype}_{bits}"
-    return _register(name, attention_handler(name, size, dtype, bits))
+    return register(name, attention_handler(name, size, dtype, bits))
 
 
 @lru_cache
@@ -104,9 +94,10 @@ def _prompt_target(size: int, dtype: str) -> str:
     from flexgen_jax.offload.inline_handlers import prompt_handler
 
     name = f"flexgen_jax_attend_prompt_{size}_{dtype}"
-    return _register(name, prompt_handler(name, size, dtype))
+    return register(name, prompt_handler(name, size, dtype))
 
 
-def _register(name: str, handler: tuple[Any, Any]) -> str:
+def register(name: str, handler: tuple[Any, Any]) -> str:
+    """Makes a handler known to XLA; returns its name."""
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler[0].ctypes), platform="cpu")
     return name

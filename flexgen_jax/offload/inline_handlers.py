@@ -21,8 +21,10 @@ from numba.core import typing as untyped_typing
 from numba.extending import intrinsic as untyped_intrinsic
 
 from flexgen_jax.layers.attention import MASKED
-from flexgen_jax.offload import prompt_kernels
+from flexgen_jax.offload import product_kernels, prompt_kernels
+from flexgen_jax.offload.amx_tiles import PAIR
 from flexgen_jax.offload.host_kernels import SOURCE, cached, fold_rows
+from flexgen_jax.offload.product_kernels import multiply_columns
 from flexgen_jax.offload.prompt_kernels import attend_rows
 
 carray: Any = vars(numba)["carray"]
@@ -185,6 +187,16 @@ def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, Any]:
     return _handler(name, _prompt_work(size, dtype))
 
 
+@lru_cache
+def product_handler(name: str) -> tuple[Any, Any]:
+    """The handler of `dense_inline`, and what its threads run.
+
+    Its arguments: rows, bfloat16 [row, depth]; kernel, [column, depth]; bias, fp32 [column].
+    Result: bfloat16 [row, column].
+    """
+    return _handler(name, _product_work())
+
+
 def _handler(name: str, function: Callable[..., int]) -> tuple[Any, Any]:
     """What XLA calls, and what it has its threads run, which is known to LLVM by `name`."""
     make = partial(cfunc, FUNCTION)
@@ -308,6 +320,32 @@ def _prompt_work(size: int, dtype: str) -> Callable[..., int]:
             attend_rows(
                 query, key, value, first, keys, values, out, shape, start, end, size, is_half
             )
+            finish_part(shared)
+            part = next_part(shared)
+        let_go(shared)
+        return 0
+
+    return work
+
+
+def _product_work() -> Callable[..., int]:
+    """The same for products, which are shared by columns."""
+    source = product_kernels.SOURCE
+
+    def work(shared):
+        assert source
+        part, parts = next_part(shared), shared[ALL]
+        while part < parts:
+            arguments, results = words(shared[ARGUMENTS]), words(shared[RESULTS])
+            rows, columns = words(words(arguments[0])[5]), words(words(arguments[1])[5])[0]
+            count, depth = rows[0], rows[1]
+            left = array_in(words(arguments[0]), (count * depth,), np.uint16)
+            kernel = array_in(words(arguments[1]), (columns * depth,), np.uint16)
+            bias = array_in(words(arguments[2]), (columns,), np.float32)
+            out = array_in(words(results[0]), (count * columns,), np.uint16)
+            pairs = columns // PAIR
+            start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
+            multiply_columns(left, kernel, bias, out, (count, depth, columns), start, end)
             finish_part(shared)
             part = next_part(shared)
         let_go(shared)

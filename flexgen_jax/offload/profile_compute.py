@@ -22,7 +22,7 @@ from flexgen_jax.layers.quantization import Kept, quantize_as
 from flexgen_jax.layers.spec import Formats, TensorSpec, model_spec
 from flexgen_jax.layers.storage import Storage
 from flexgen_jax.offload.host_attention import HostAttention, HostBlock
-from flexgen_jax.offload.inline_attention import attention_of_device
+from flexgen_jax.offload.inline_kernels import kernels_of_device
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.policy import prompt_blocks
 
@@ -114,7 +114,7 @@ class ComputeProbe:
         return [{t.path: kept(t) for t in self._layer.tensors} for _ in range(self._copies)]
 
     def _programs(self, formats: Formats) -> Programs:
-        return Programs(self.config, formats, attention_of_device())
+        return Programs(self.config, formats, kernels_of_device())
 
     def linear(self, bits: int, rows: Sequence[int], prefills: Sequence[tuple[int, int]]) -> Rate:
         """FLOP/s of a layer's products at so many rows, norms and all."""
@@ -179,7 +179,7 @@ class ComputeProbe:
     def _timed_causal(self, rows: int, tokens: int) -> Sample:
         """The projections as they come, to the cache's keys and values."""
         sides = [self._array(rows, tokens, self.config.hidden_size) for _ in range(3)]
-        attend = partial(attention_of_device().prompt, heads=self.config.num_heads)
+        attend = partial(kernels_of_device().attend_prompt, heads=self.config.num_heads)
         program = jax.jit(attend).lower(*sides, _first(rows)).compile()
         return timed(partial(program, *sides, _first(rows)), repeat=5)
 

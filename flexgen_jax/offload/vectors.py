@@ -17,6 +17,9 @@ LANES = 16
 FLAGS = ("reassoc", "nsz", "contract", "arcp")
 FLOAT, INT = ir.FloatType(), ir.IntType(32)
 
+FIRST_CACHE, SECOND_CACHE = 3, 2
+"""Of a core, as LLVM counts them."""
+
 LOWEST = -87.0
 """e^x is not 0 yet, nor subnormal."""
 LOG2_E = 1.4426950408889634
@@ -68,6 +71,11 @@ class Vectors:
     def sum_lanes(self, vector: Any) -> Any:
         name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
         return self.call(name, FLOAT, ir.Constant(FLOAT, 0.0), vector, flags=FLAGS)
+
+    def ask(self, pointer: Any, cache: int) -> None:
+        """Has what lies there brought to a cache; no error if there is nothing."""
+        how = [ir.Constant(INT, flag) for flag in (0, cache, 1)]  # to read; data
+        self.call("llvm.prefetch.p0", ir.VoidType(), pointer, *how)
 
     def exp(self, x: Any) -> Any:
         """e^x for x <= 0, to 2 units in the last place, NaN for NaN."""

@@ -1,0 +1,262 @@
+"""Products of bfloat16 matrices in the tile registers of Intel's AMX, as LLVM instructions.
+
+A tile is 16 rows of 64 bytes; one instruction adds the product of two tiles, 16 x 32 bfloat16 and
+32 x 16 in pairs of rows, to a third, 16 x 16 fp32. All arrays are flat, matrices of 16-bit floats
+given as bits; `PAIR` rows or columns, two tiles, go together.
+
+    configure(), release()
+        around all else, in each thread
+    take_rows(rows, begin, pitch, count, steps, panel)
+        `count` rows of 32 * steps elements, at most `PAIR`, into tiles: [step][2][16][32]
+    take_columns(kernel, begin, pitch, steps, packed, at)
+        the same for `PAIR` rows of a kernel, turned for the other side of the product
+    multiply_tiles(panel, packed, at, sums, to, steps, adds, rows, later, pitch)
+        sums, fp32 [2][2][16][16] = panel @ packed, or plus that; meanwhile `AHEAD` rows from
+        `later` on, which are to be taken next, are brought to the core's second cache
+    give_rows(sums, pairs, bias, first, out, begin, pitch, count, is_aligned)
+        `count` rows of sums, [pair] of the above, plus bias, fp32, rounded to bfloat16; past the
+        caches if out begins with a cache line
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils as untyped
+from numba.extending import intrinsic
+
+from flexgen_jax.offload.vectors import (
+    FLOAT,
+    INT,
+    LANES,
+    SECOND_CACHE,
+    Vectors,
+    arrays_of,
+    filled,
+)
+
+cgutils: Any = untyped
+
+PAIR, STEP = 32, 32
+"""Rows or columns of two tiles, and elements of a tile's row."""
+TILE = 16 * STEP
+AHEAD = 4
+
+BYTE, INDEX = ir.IntType(8), ir.IntType(64)
+FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
+HALVES = ir.VectorType(ir.IntType(16), LANES)
+SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)
+"""Registers; that of sums [i][j] is 2 i + j."""
+
+
+class Tiles(Vectors):
+    """Emits instructions on tile registers and rows of 64 bytes."""
+
+    def index(self, value: int) -> Any:
+        return ir.Constant(INDEX, value)
+
+    def place(self, array: Any, index: Any, kind: Any) -> Any:
+        return self.builder.bitcast(self.builder.gep(array.data, [index]), kind.as_pointer())
+
+    def at(self, *parts: Any) -> Any:
+        """A sum of indices; of a pair, its product."""
+        total = self.index(0)
+        for part in parts:
+            if isinstance(part, tuple):
+                one, other = (self.index(x) if isinstance(x, int) else x for x in part)
+                part = self.builder.mul(one, other)
+            total = self.builder.add(total, self.index(part) if isinstance(part, int) else part)
+        return total
+
+    def do(self, name: str, *arguments: Any) -> None:
+        """An instruction on tiles, whose registers are numbers."""
+        found = (ir.Constant(BYTE, x) if isinstance(x, int) else x for x in arguments)
+        self.call(f"llvm.x86.{name}", ir.VoidType(), *found)
+
+    def load(self, register: int, array: Any, index: Any) -> None:
+        self.do("tileloadd64", register, self.place(array, index, BYTE), self.index(64))
+
+    def loop(self, count: Any) -> Any:
+        count = self.index(count) if isinstance(count, int) else count
+        return cgutils.for_range_slice(self.builder, self.index(0), count, self.index(1), INDEX)
+
+
+def _emitted(emit: Any) -> Any:
+    """What Numba asks of an intrinsic: how to generate a call without a result."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit(Tiles(builder), *arrays_of(context, builder, signature.args, arguments))
+        return context.get_dummy_value()
+
+    return generate
+
+
+def _set_up(tiles: Tiles) -> None:
+    shape = [1, 0] + 14 * [0] + 8 * [64, 0] + 16 * [0] + 8 * [16] + 8 * [0]
+    kind = ir.ArrayType(BYTE, len(shape))
+    place = cgutils.alloca_once_value(tiles.builder, ir.Constant(kind, shape))
+    tiles.do("ldtilecfg", tiles.builder.bitcast(place, BYTE.as_pointer()))
+
+
+def _take_rows(
+    tiles: Tiles, rows: Any, begin: Any, pitch: Any, count: Any, steps: Any, panel: Any
+) -> None:
+    builder = tiles.builder
+    with tiles.loop(count) as (row, _), tiles.loop(steps) as (step, _):
+        source = tiles.at(begin, (row, pitch), (step, STEP))
+        found = builder.load(tiles.place(rows, source, WORDS), align=2)
+        target = tiles.at((row, STEP), (step, 2 * TILE))
+        builder.store(found, tiles.place(panel, target, WORDS), align=2)
+
+
+def _turned(tiles: Tiles, rows: list[Any]) -> list[Any]:
+    """Columns of a square of words, by exchanging ever larger squares in it."""
+    for step in (1, 2, 4, 8):
+        lanes = range(LANES)
+        low = [j + LANES - step if j & step else j for j in lanes]
+        high = [j + LANES if j & step else j + step for j in lanes]
+        for i in (i for i in lanes if not i & step):
+            pair = rows[i], rows[i + step]
+            for row, chosen in ((i, low), (i + step, high)):
+                mask = ir.Constant(WORDS, chosen)
+                rows[row] = tiles.builder.shuffle_vector(*pair, mask)
+    return rows
+
+
+def _take_columns(
+    tiles: Tiles, kernel: Any, begin: Any, pitch: Any, steps: Any, packed: Any, at: Any
+) -> None:
+    builder = tiles.builder
+    with tiles.loop(steps) as (step, _), tiles.loop(2) as (tile, _):
+        first = tiles.at(begin, (tiles.at((tile, LANES)), pitch), (step, STEP))
+        sources = [tiles.at(first, (pitch, row)) for row in range(LANES)]
+        rows = [builder.load(tiles.place(kernel, x, WORDS), align=2) for x in sources]
+        target = tiles.at(at, (step, 2 * TILE), (tile, TILE))
+        for row, found in enumerate(_turned(tiles, rows)):
+            place = tiles.place(packed, tiles.at(target, row * STEP), WORDS)
+            builder.store(found, place, align=2)
+
+
+def _multiply_tiles(
+    tiles: Tiles,
+    panel: Any,
+    packed: Any,
+    at: Any,
+    sums: Any,
+    to: Any,
+    steps: Any,
+    adds: Any,
+    rows: Any,
+    later: Any,
+    pitch: Any,
+) -> None:
+    places = [tiles.at(to, register * LANES * LANES) for register in SUMS]
+    with tiles.builder.if_else(adds) as (then, otherwise):
+        with then:
+            for register, place in zip(SUMS, places, strict=True):
+                tiles.load(register, sums, place)
+        with otherwise:
+            for register in SUMS:
+                tiles.do("tilezero", register)
+    with tiles.loop(steps) as (step, _):
+        left = tiles.at((step, 2 * TILE))
+        right = tiles.at(at, left)
+        for row in range(AHEAD):
+            wanted = tiles.place(rows, tiles.at(later, (pitch, row), (step, STEP)), BYTE)
+            tiles.ask(wanted, SECOND_CACHE)
+        for j in range(2):
+            tiles.load(RIGHT[j], packed, tiles.at(right, j * TILE))
+        for i in range(2):
+            tiles.load(LEFT[i], panel, tiles.at(left, i * TILE))
+            for j in range(2):
+                tiles.do("tdpbf16ps", SUMS[2 * i + j], LEFT[i], RIGHT[j])
+    for register, place in zip(SUMS, places, strict=True):
+        tiles.do("tilestored64", register, tiles.place(sums, place, BYTE), tiles.index(64))
+
+
+def _rounded(tiles: Tiles, found: Any) -> Any:
+    """fp32 as the bits of the nearest bfloat16, of two the even one; NaN stays one."""
+    builder = tiles.builder
+    bits = builder.bitcast(found, WORDS)
+    upper = builder.lshr(bits, filled(WORDS, 16))
+    odd = builder.and_(upper, filled(WORDS, 1))
+    nearest = builder.add(builder.add(bits, filled(WORDS, 0x7FFF)), odd)
+    is_nan = builder.fcmp_unordered("uno", found, found)
+    quiet = builder.or_(upper, filled(WORDS, 0x40))
+    chosen = builder.select(is_nan, quiet, builder.lshr(nearest, filled(WORDS, 16)))
+    return builder.trunc(chosen, HALVES)
+
+
+def _give_rows(
+    tiles: Tiles,
+    sums: Any,
+    pairs: Any,
+    bias: Any,
+    first: Any,
+    out: Any,
+    begin: Any,
+    pitch: Any,
+    count: Any,
+    is_aligned: Any,
+) -> None:
+    builder, lanes = tiles.builder, tiles.index(LANES)
+    past = builder.module.add_metadata([ir.Constant(INT, 1)])
+    all_ = ir.Constant(ir.VectorType(INT, PAIR), list(range(PAIR)))
+    with tiles.loop(count) as (row, _):
+        inside = tiles.at((builder.udiv(row, lanes), 2 * LANES * LANES))
+        inside = tiles.at(inside, (builder.urem(row, lanes), LANES))
+        with tiles.loop(pairs) as (pair, _):
+            halves = []
+            for j in range(2):
+                source = tiles.at(inside, (pair, PAIR * PAIR), j * LANES * LANES)
+                found = builder.load(tiles.place(sums, source, FLOATS), align=4)
+                added = tiles.at(first, (pair, PAIR), j * LANES)
+                added = builder.load(tiles.place(bias, added, FLOATS), align=4)
+                halves.append(_rounded(tiles, builder.fadd(found, added)))
+            line = builder.shuffle_vector(*halves, all_)
+            target = tiles.at(begin, (row, pitch), (pair, PAIR))
+            place = tiles.place(out, target, line.type)
+            with builder.if_else(is_aligned) as (then, otherwise):
+                with then:
+                    builder.store(line, place, align=64).set_metadata("nontemporal", past)
+                with otherwise:
+                    builder.store(line, place, align=2)
+
+
+N = types.intp
+
+
+def _configure(_context):
+    return types.void(), _emitted(_set_up)
+
+
+def _release(_context):
+    return types.void(), _emitted(lambda tiles: tiles.do("tilerelease"))
+
+
+def _rows(_context, rows, begin, pitch, count, steps, panel):
+    return types.void(rows, N, N, N, N, panel), _emitted(_take_rows)
+
+
+def _columns(_context, kernel, begin, pitch, steps, packed, at):
+    return types.void(kernel, N, N, N, packed, N), _emitted(_take_columns)
+
+
+def _multiply(_context, panel, packed, at, sums, to, steps, adds, rows, later, pitch):
+    kinds = (panel, packed, N, sums, N, N, types.boolean, rows, N, N)
+    return types.void(*kinds), _emitted(_multiply_tiles)
+
+
+def _give(_context, sums, pairs, bias, first, out, begin, pitch, count, is_aligned):
+    kinds = (sums, N, bias, N, out, N, N, N, types.boolean)
+    return types.void(*kinds), _emitted(_give_rows)
+
+
+configure: Any = intrinsic(_configure)
+release: Any = intrinsic(_release)
+take_rows: Any = intrinsic(_rows)
+take_columns: Any = intrinsic(_columns)
+multiply_tiles: Any = intrinsic(_multiply)
+give_rows: Any = intrinsic(_give)

@@ -1,0 +1,84 @@
+"""Products of many rows with a kernel on CPUs that have AMX, compiled by Numba.
+
+XLA's CPU backend takes them with vector instructions, at a tenth of what the tile registers can do
+with operands in the core's second cache. So of the kernel some columns of the result at a time are
+turned into tiles that stay there, and the rows pass by, `PAIR` at a time; results get their bias
+and are rounded on the way out, in place of one more pass over them in fp32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from flexgen_jax.offload import amx_tiles, vectors
+from flexgen_jax.offload.amx_tiles import (
+    AHEAD,
+    PAIR,
+    STEP,
+    configure,
+    give_rows,
+    multiply_tiles,
+    release,
+    take_columns,
+    take_rows,
+)
+from flexgen_jax.offload.host_kernels import source_of
+
+SOURCE = source_of(__file__, amx_tiles.__file__, vectors.__file__)
+"""See `host_kernels.SOURCE`."""
+
+COLUMNS, DEPTH, CHUNK = 256, 2048, 256
+"""Of the kernel's part that stays in the second cache, 1 MiB: columns of the result and elements
+of their sums; and how many of these are summed while a panel of the rows is in the first one."""
+
+LINE = 64
+
+
+@njit(inline="always")
+def aligned(count, kind, width):
+    """An array of so many elements of `width` bytes that begins with a cache line."""
+    found = np.empty(count + LINE // width, kind)
+    return found[(LINE - found.ctypes.data % LINE) % LINE // width :]
+
+
+@njit(inline="always")
+def multiply_columns(rows, kernel, bias, out, shape, start, end):
+    """out = rows @ kernel.T + bias for the columns from start to end, which `PAIR` divides.
+
+    rows: bfloat16 [count, depth] as bits; kernel: [columns, depth], `STEP` divides depth; bias:
+    fp32 [columns]; out: bfloat16 [count, columns]; all flat. shape: count, depth and columns.
+    """
+    count, depth, columns = shape
+    block, deep = COLUMNS // PAIR, depth > DEPTH
+    panels = -(-count // PAIR) if deep else 1
+    packed = aligned(COLUMNS * min(depth, DEPTH), np.uint16, 2)
+    panel = aligned(PAIR * CHUNK, np.uint16, 2)
+    sums = aligned(panels * block * PAIR * PAIR, np.float32, 4)
+    panel[:] = 0
+    is_aligned = out.ctypes.data % LINE == 0
+    configure()
+    for first in range(start, end, COLUMNS):
+        pairs = min(COLUMNS, end - first) // PAIR
+        for top in range(0, depth, DEPTH):
+            steps = min(DEPTH, depth - top) // STEP
+            for pair in range(pairs):
+                begin = (first + pair * PAIR) * depth + top
+                take_columns(kernel, begin, depth, steps, packed, pair * steps * PAIR * STEP)
+            for row in range(0, count, PAIR):
+                some = min(PAIR, count - row)
+                at = row // PAIR * block * PAIR * PAIR if deep else 0
+                for step in range(0, steps, CHUNK // STEP):
+                    now = min(CHUNK // STEP, steps - step)
+                    take_rows(rows, row * depth + top + step * STEP, depth, some, now, panel)
+                    for pair in range(pairs):
+                        where = (pair * steps + step) * PAIR * STEP
+                        to, adds = at + pair * PAIR * PAIR, top + step > 0
+                        later = (row + PAIR + pair * AHEAD) * depth + top + step * STEP
+                        multiply_tiles(
+                            panel, packed, where, sums, to, now, adds, rows, later, depth
+                        )
+                if top + DEPTH >= depth:
+                    begin = row * columns + first
+                    give_rows(sums[at:], pairs, bias, first, out, begin, columns, some, is_aligned)
+    release()

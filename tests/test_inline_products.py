@@ -1,0 +1,165 @@
+"""Products in AMX's tile registers inside XLA's programs on the CPU, against NumPy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from flexgen_jax.families import read_config
+from flexgen_jax.layers import programs
+from flexgen_jax.layers.kernels import BY_XLA
+from flexgen_jax.layers.linear import rounded
+from flexgen_jax.layers.quantization import dequantize, quantize, quantize_as
+from flexgen_jax.layers.spec import Formats, model_spec
+from flexgen_jax.offload import inline_products
+from flexgen_jax.offload.amx_tiles import PAIR, give_rows
+from flexgen_jax.offload.inline_kernels import INLINE
+from flexgen_jax.offload.inline_products import dense_inline, has_amx
+from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH
+from tests.models import BASE
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
+with_amx = pytest.mark.skipif(not has_amx(), reason="the processor has no AMX")
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small products too."""
+    monkeypatch.setattr(inline_products, "FEW_PRODUCTS", 0)
+    monkeypatch.setattr(inline_products, "FEW_ROWS", 0)
+
+
+def numbers(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+
+
+def exact(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> np.ndarray:
+    """x @ kernel.T + bias, fp64."""
+    left, right = (np.asarray(y.astype(jnp.float32), np.float64) for y in (x, kernel))
+    out = left @ right.T
+    return out if bias is None else out + np.asarray(bias.astype(jnp.float32), np.float64)
+
+
+def assert_nearest(found: jax.Array, expected: np.ndarray) -> None:
+    """To half a unit of bfloat16's last place, and the sums' own error."""
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-3)
+
+
+@with_amx
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"),
+    [
+        (1, 32, 32),
+        (31, 64, 96),
+        (32, 288, COLUMNS),
+        (33, 320, COLUMNS + 64),
+        (70, DEPTH, 3 * COLUMNS - 32),
+        (70, DEPTH + 32, 64),
+        (129, 2 * DEPTH + 320, COLUMNS + 32),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_product_is_the_formula(rows: int, depth: int, columns: int, has_bias: bool) -> None:
+    x, kernel = numbers(rows, depth), numbers(columns, depth, seed=1)
+    bias = numbers(columns, seed=2) if has_bias else None
+    found = jax.jit(dense_inline)(x, kernel, bias)
+    assert_nearest(found, exact(x, kernel, bias))
+    stacked = jax.jit(dense_inline)(x.reshape(1, rows, depth), kernel, bias)
+    np.testing.assert_array_equal(stacked[0], found)
+
+
+@with_amx
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("columns", [64, 256, 320])
+def test_quantized_kernels_are_unpacked(bits: int, columns: int) -> None:
+    kernel = quantize(numbers(columns, 128, seed=1), bits, 64, 0)
+    x, bias = numbers(40, 128), numbers(columns, seed=2)
+    found = jax.jit(dense_inline)(x, kernel, bias)
+    assert_nearest(found, exact(x, dequantize(kernel), bias))
+
+
+@with_amx
+@pytest.mark.usefixtures("always")
+def test_nan_and_infinity_show_in_their_rows() -> None:
+    x, kernel = numbers(40, 64), numbers(64, 64, seed=1)
+    x = x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)
+    found = np.asarray(jax.jit(dense_inline)(x, kernel, None).astype(jnp.float32))
+    assert np.isnan(found[3]).all()
+    assert np.isinf(found[7]).all()
+    assert np.isfinite(np.delete(found, (3, 7), axis=0)).all()
+
+
+@with_amx
+@given(st.lists(st.floats(width=32), min_size=1, max_size=PAIR), st.booleans())
+@settings(deadline=None)
+def test_results_are_rounded_to_the_nearest(values: list[float], is_aligned: bool) -> None:
+    """As ml_dtypes rounds: ties to even, NaN stays NaN."""
+    sums = np.zeros((2, 2, 16, 16), np.float32)
+    row = np.zeros(PAIR, np.float32)
+    row[: len(values)] = values
+    sums[0, :, 0] = row.reshape(2, 16)
+    room = np.zeros(3 * PAIR, np.uint16)
+    start = (64 - room.ctypes.data % 64) % 64 // 2
+    out = room[start : start + PAIR] if is_aligned else room[start + 1 : start + 1 + PAIR]
+    _give(sums.reshape(-1), np.zeros(PAIR, np.float32), out, is_aligned)
+    found, expected = out.view(ml_dtypes.bfloat16), (row + np.float32(0)).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
+
+
+@njit
+def _give(sums, bias, out, is_aligned):  # type: ignore[no-untyped-def]
+    give_rows(sums, 1, bias, 0, out, 0, PAIR, 1, is_aligned)
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "dtype"),
+    [(40, 64, 60, "bfloat16"), (40, 60, 64, "bfloat16"), (40, 64, 64, "float32")],
+)
+@pytest.mark.usefixtures("always")
+def test_what_tiles_do_not_fit_is_left_to_xla(
+    rows: int, depth: int, columns: int, dtype: str
+) -> None:
+    x, kernel = (numbers(n, depth, seed=n).astype(dtype) for n in (rows, columns))
+    program = jax.jit(dense_inline).lower(x, kernel, None)
+    assert "flexgen_jax_multiply_rows" not in program.as_text()
+    np.testing.assert_array_equal(dense_inline(x, kernel, None), rounded(x, kernel))
+
+
+@pytest.mark.usefixtures("always")
+def test_processors_without_amx_leave_it_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inline_products, "has_amx", lambda: False)
+    program = jax.jit(dense_inline).lower(numbers(44, 64), numbers(64, 64), None)  # traced anew
+    assert "flexgen_jax_multiply_rows" not in program.as_text()
+
+
+@with_amx
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_layer_is_that_of_xla(bits: int) -> None:
+    config, formats = read_config(BASE), Formats("bfloat16", bits)
+    hidden, first = numbers(6, 20, config.hidden_size), np.arange(6, dtype=np.int32)
+    weights = {}
+    for seed, tensor in enumerate(model_spec(config)[1].tensors):
+        plain, storage = numbers(*tensor.shape, seed=seed) / 4, formats.weight(tensor)
+        weights[tensor.path] = plain if storage.bits == 16 else quantize_as(plain, storage)
+    programs._compile.cache_clear()
+    outs = []
+    for kernels in (INLINE, BY_XLA):
+        found = programs.Programs(config, formats, kernels).prefill(6, (20,))(
+            weights, hidden, first
+        )
+        outs.append([np.asarray(x, np.float32) for x in jax.tree.leaves(found)])
+    for ours, theirs in zip(*outs, strict=True):
+        valid = np.ones(ours.shape, bool)
+        if ours.ndim == 3:
+            valid[:] = (np.arange(20) >= first[:, None])[..., None]
+        np.testing.assert_allclose(ours[valid], theirs[valid], rtol=0.02, atol=0.05)
