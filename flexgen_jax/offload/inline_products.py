@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from contextlib import suppress
 from functools import lru_cache
@@ -22,6 +23,9 @@ the loading of Numba."""
 
 MULTIPLE = 32
 """Of a kernel's rows and columns, as tiles are."""
+
+NUMBA_TARGETS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
+"""Set, they may have Numba compile for a processor without tiles."""
 
 ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # of x86-64's Linux
 
@@ -61,7 +65,7 @@ def _product(rows: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
 @lru_cache
 def has_amx() -> bool:
     """Whether tiles of bfloat16 can be multiplied; asks Linux for leave to, for this process."""
-    if not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or any(map(os.environ.get, NUMBA_TARGETS)):
         return False
     with suppress(OSError, AttributeError):
         if "amx_bf16" in Path("/proc/cpuinfo").read_text():
