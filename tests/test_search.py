@@ -49,7 +49,7 @@ def test_profiles_survive_json(name: str, tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[]", "JSON object"),
         ('{"version": 99}', "version 99"),
-        ('{"version": 2}', "'name' is missing"),
+        ('{"version": 3}', "'name' is missing"),
     ],
 )
 def test_bad_profiles_are_named(text: str, said: str, tmp_path: Path) -> None:
@@ -94,6 +94,12 @@ def test_chosen_plans_fit_and_beat_plain_ones(model: str, device: int) -> None:
     assert fitting
     for policy in fitting:
         assert plans[0].throughput >= 0.97 * evaluate(asked, policy).throughput
+
+
+@pytest.mark.parametrize("head", ["score", "greedy"])
+def test_runs_without_a_cache_are_planned(head: str) -> None:
+    asked = problem("facebook/opt-1.3b", workload=Workload(256, 1, 8, head))  # type: ignore[arg-type]
+    assert search(asked)[0].policy.percent[:2] == (100, 0)
 
 
 def test_limits_are_kept() -> None:

@@ -1,6 +1,7 @@
-"""The foreign functions that XLA's CPU backend calls for `inline_attention`, compiled by Numba.
+"""The foreign functions that XLA's CPU backend calls for `inline_attention` and `inline_products`,
+compiled by Numba.
 
-A handler shares the rows of its first result among XLA's threads.
+A handler shares the rows of its first result, or a product's columns, among XLA's threads.
 
 XLA's structures are read as arrays of 8-byte words, by the layouts of `xla/ffi/api/c_api.h` 0.3,
 a stable binary interface.
@@ -37,7 +38,7 @@ API_VERSION = np.int64(3 << 32)  # major 0, minor 3
 PACKED = 6  # uint8 among XLA's types
 SCHEDULE, THREADS = 17, 18  # words of XLA_FFI_Api
 PARTS = 4
-"""Ranges of rows for each thread: the next one goes to whichever is free."""
+"""Ranges of rows, or columns, for each thread: the next one goes to whichever is free."""
 
 NEXT, DONE, HOLDERS, ALL, ARGUMENTS, RESULTS = range(6)
 """Words of the task that the threads of a call share."""
@@ -148,7 +149,7 @@ def packed_side(arguments, at, rows):
 
 @njit(inline="always")
 def next_part(shared):
-    """The next range of rows, which is nobody else's, or one that is not there any more."""
+    """The next range, which is nobody else's, or one that is not there any more."""
     return fetch_add(address_in(shared) + 8 * NEXT, 1)
 
 

@@ -36,7 +36,8 @@ def dense_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Arra
     count, (columns, depth) = rows.shape[0], kernel.shape
     is_small = count <= FEW_ROWS or count * depth * columns < FEW_PRODUCTS
     is_odd = depth % MULTIPLE or columns % MULTIPLE
-    if x.dtype != jnp.bfloat16 or is_small or is_odd or not has_amx():
+    kinds = {jnp.dtype(x.dtype), jnp.dtype(kernel.dtype)}
+    if kinds != {jnp.dtype(jnp.bfloat16)} or is_small or is_odd or not has_amx():
         return rounded(x, kernel, bias)
     added = jnp.zeros(columns, jnp.float32) if bias is None else bias.astype(jnp.float32)
     if not isinstance(kernel, QuantizedArray):

@@ -203,7 +203,7 @@ def candidates(problem: Problem) -> list[Candidate]:
 def _answers(problem: Problem, policy: Policy) -> Iterator[Candidate]:
     """The program's answers with ever smaller KV blocks, as long as that brings anything: there is
     an open block of every sequence and layer in RAM, full ones may lie on disk."""
-    best, opened = 0.0, 0
+    best, opened = 0.0, -1
     for tokens in problem.choices.kv_block_tokens:
         largest = max(generated_blocks(problem.workload.gen_len, tokens), default=0)
         if largest == opened:
