@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -25,14 +27,18 @@ from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH
 from tests.models import BASE
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
+TARGET = "flexgen_jax_multiply_rows"
 with_amx = pytest.mark.skipif(not has_amx(), reason="the processor has no AMX")
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small products too."""
     monkeypatch.setattr(inline_products, "FEW_PRODUCTS", 0)
     monkeypatch.setattr(inline_products, "FEW_ROWS", 0)
+    programs._compile.cache_clear()
+    yield
+    programs._compile.cache_clear()
 
 
 def numbers(*shape: int, seed: int = 0) -> jax.Array:
@@ -89,8 +95,9 @@ def test_quantized_kernels_are_unpacked(bits: int, columns: int) -> None:
 
 @with_amx
 @pytest.mark.usefixtures("always")
-def test_nan_and_infinity_show_in_their_rows() -> None:
-    x, kernel = numbers(40, 64), numbers(64, 64, seed=1)
+@pytest.mark.parametrize("depth", [64, DEPTH + 32])
+def test_nan_and_infinity_show_in_their_rows(depth: int) -> None:
+    x, kernel = numbers(40, depth), numbers(64, depth, seed=1)
     x = x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)
     found = np.asarray(jax.jit(dense_inline)(x, kernel, None).astype(jnp.float32))
     assert np.isnan(found[3]).all()
@@ -124,21 +131,31 @@ def _give(sums, bias, out, is_aligned):  # type: ignore[no-untyped-def]
     ("rows", "depth", "columns", "dtype"),
     [(40, 64, 60, "bfloat16"), (40, 60, 64, "bfloat16"), (40, 64, 64, "float32")],
 )
+@with_amx
 @pytest.mark.usefixtures("always")
 def test_what_tiles_do_not_fit_is_left_to_xla(
     rows: int, depth: int, columns: int, dtype: str
 ) -> None:
     x, kernel = (numbers(n, depth, seed=n).astype(dtype) for n in (rows, columns))
     program = jax.jit(dense_inline).lower(x, kernel, None)
-    assert "flexgen_jax_multiply_rows" not in program.as_text()
+    assert TARGET not in program.as_text()
     np.testing.assert_array_equal(dense_inline(x, kernel, None), rounded(x, kernel))
 
 
+@with_amx
+@pytest.mark.usefixtures("always")
+def test_a_kernel_of_another_dtype_is_left_to_xla() -> None:
+    x, kernel = numbers(40, 64), numbers(64, 64, seed=1).astype(jnp.float32)
+    program = jax.jit(dense_inline).lower(x, kernel, None)
+    assert TARGET not in program.as_text()
+
+
+@with_amx
 @pytest.mark.usefixtures("always")
 def test_processors_without_amx_leave_it_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inline_products, "has_amx", lambda: False)
     program = jax.jit(dense_inline).lower(numbers(44, 64), numbers(64, 64), None)  # traced anew
-    assert "flexgen_jax_multiply_rows" not in program.as_text()
+    assert TARGET not in program.as_text()
 
 
 @with_amx
@@ -151,12 +168,11 @@ def test_a_layer_is_that_of_xla(bits: int) -> None:
     for seed, tensor in enumerate(model_spec(config)[1].tensors):
         plain, storage = numbers(*tensor.shape, seed=seed) / 4, formats.weight(tensor)
         weights[tensor.path] = plain if storage.bits == 16 else quantize_as(plain, storage)
-    programs._compile.cache_clear()
     outs = []
     for kernels in (INLINE, BY_XLA):
-        found = programs.Programs(config, formats, kernels).prefill(6, (20,))(
-            weights, hidden, first
-        )
+        program = programs.Programs(config, formats, kernels).prefill(6, (20,))
+        assert (TARGET in program.as_text()) == (kernels is INLINE)
+        found = program(weights, hidden, first)
         outs.append([np.asarray(x, np.float32) for x in jax.tree.leaves(found)])
     for ours, theirs in zip(*outs, strict=True):
         valid = np.ones(ours.shape, bool)

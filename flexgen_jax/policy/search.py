@@ -37,8 +37,9 @@ SAMPLED_STEPS = 4_000
 SLACK = 0.05
 """Where the number of sequences is free, a smaller block is preferred at this loss of speed."""
 
-GAIN = 1.001
-"""Smaller KV blocks are tried as long as they make more than this times the throughput."""
+GAIN = 1.01
+"""Smaller KV blocks are taken as long as they make more than this times the throughput: what more
+reads and programs cost the linear program does not know."""
 
 GRAIN = 1000
 """Fractions are rounded to multiples of 1 / GRAIN."""
@@ -187,23 +188,30 @@ def candidates(problem: Problem) -> list[Candidate]:
         # What is too large for the memory stays so with more of it.
         if any(_is_no_larger(other, policy) for other in full):
             continue
-        answers = list(_answers(problem, policy))
-        found += answers
-        if not answers and not _smallest_fits(problem, policy):
+        answer = _answer(problem, policy)
+        if answer is not None:
+            found.append(answer)
+        elif not _smallest_fits(problem, policy):
             full.append(policy)
-    tried = {candidate.policy for candidate in found}
+    tried = {_batches_of(problem, candidate.policy) for candidate in found}
     for near in sorted(found, key=lambda c: -c.throughput)[:3]:
-        for policy in _neighbours(problem, near.policy):
+        for policy in _neighbours(problem, _batches_of(problem, near.policy)):
             if policy not in tried:
                 tried.add(policy)
-                found += _answers(problem, policy)
+                answer = _answer(problem, policy)
+                found += [] if answer is None else [answer]
     return sorted(found, key=lambda candidate: -candidate.throughput)
 
 
-def _answers(problem: Problem, policy: Policy) -> Iterator[Candidate]:
-    """The program's answers with ever smaller KV blocks, as long as that brings anything: there is
-    an open block of every sequence and layer in RAM, full ones may lie on disk."""
-    best, opened = 0.0, -1
+def _batches_of(problem: Problem, policy: Policy) -> Policy:
+    """The policy without what `_answer` chooses."""
+    return replace(policy, kv_block_tokens=problem.base.kv_block_tokens)
+
+
+def _answer(problem: Problem, policy: Policy) -> Candidate | None:
+    """The program's best answer with ever smaller KV blocks, as long as that brings anything: there
+    is an open block of every sequence and layer in RAM, full ones may lie on disk."""
+    best, opened = None, -1
     for tokens in problem.choices.kv_block_tokens:
         largest = max(generated_blocks(problem.workload.gen_len, tokens), default=0)
         if largest == opened:
@@ -212,12 +220,12 @@ def _answers(problem: Problem, policy: Policy) -> Iterator[Candidate]:
         candidate = solved(problem, replace(policy, kv_block_tokens=tokens))
         if candidate is None:
             continue
-        if candidate.throughput <= GAIN * best:
-            return
-        best = candidate.throughput
-        yield candidate
+        if best is not None and candidate.throughput <= GAIN * best.throughput:
+            return best
+        best = candidate
         if policy.cache_bits == 16 and not candidate.solution.fractions["cd"]:
-            return  # no open block is apart from its home
+            return best  # as a rule, smaller ones free nothing: an open block is at its home
+    return best
 
 
 def _is_no_larger(first: Policy, second: Policy) -> bool:
