@@ -15,8 +15,8 @@ import pytest
 from flexgen_jax import Policy
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.attention import attend_blocks
-from flexgen_jax.offload import inline_attention
-from flexgen_jax.offload.inline_attention import attend_inline
+from flexgen_jax.offload import inline_attention, inline_handlers
+from flexgen_jax.offload.inline_attention import attend_inline, register
 from tests.models import run_greedy
 from tests.test_host_attention import (
     FORMATS,
@@ -121,3 +121,19 @@ def test_runs_are_those_of_attention_on_the_host(
         found.append(run_greedy(checkpoint(), SHORT, policy, offload_dir=tmp_path))
     assert found[0] == found[1] == found[2]
     assert inline_attention._target.cache_info().currsize
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_part_without_memory_is_an_error() -> None:
+    """In place of a wrong result, or of waiting for it for ever."""
+
+    def compute(shared, part):  # type: ignore[no-untyped-def]
+        if part == 1:
+            raise MemoryError
+        return 1
+
+    handler = inline_handlers._handler("test_of_failing", compute)
+    target = register("test_of_failing", handler)
+    program = jax.jit(jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((4, 1), jnp.float32)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED.*no memory"):
+        jax.block_until_ready(program(jnp.zeros(4)))

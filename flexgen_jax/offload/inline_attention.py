@@ -97,7 +97,7 @@ def _prompt_target(size: int, dtype: str) -> str:
     return register(name, prompt_handler(name, size, dtype))
 
 
-def register(name: str, handler: tuple[Any, Any]) -> str:
+def register(name: str, handler: tuple[Any, ...]) -> str:
     """Makes a handler known to XLA; returns its name."""
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler[0].ctypes), platform="cpu")
     return name

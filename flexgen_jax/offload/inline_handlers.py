@@ -36,15 +36,21 @@ intrinsic: Any = untyped_intrinsic
 METADATA = 1
 API_VERSION = np.int64(3 << 32)  # major 0, minor 3
 PACKED = 6  # uint8 among XLA's types
-SCHEDULE, THREADS = 17, 18  # words of XLA_FFI_Api
+FAIL, SCHEDULE, THREADS = 6, 17, 18  # words of XLA_FFI_Api
+RESOURCE_EXHAUSTED = 8
+MESSAGE = np.frombuffer(b"a kernel of the CPU found no memory for what it works with\0", np.uint8)
 PARTS = 4
 """Ranges of rows, or columns, for each thread: the next one goes to whichever is free."""
 
-NEXT, DONE, HOLDERS, ALL, ARGUMENTS, RESULTS = range(6)
+FEWEST = 4 * PAIR
+"""Columns of a product that one part has, or all of fewer: for fewer, rows are not worth taking."""
+
+NEXT, DONE, SUCCEEDED, HOLDERS, ALL, ARGUMENTS, RESULTS = range(7)
 """Words of the task that the threads of a call share."""
 
 WORD = ir.IntType(64)
 FUNCTION: Any = types.intp(types.CPointer(types.intp))
+PART: Any = types.intp(types.CPointer(types.intp), types.intp)
 malloc: Any = types.ExternalFunction("malloc", typing.signature(types.intp, types.intp))
 free: Any = types.ExternalFunction("free", typing.signature(types.void, types.intp))
 
@@ -154,7 +160,8 @@ def next_part(shared):
 
 
 @njit(inline="always")
-def finish_part(shared):
+def finish_part(shared, succeeded):
+    fetch_add(address_in(shared) + 8 * SUCCEEDED, succeeded)
     fetch_add(address_in(shared) + 8 * DONE, 1)
 
 
@@ -167,7 +174,7 @@ def let_go(shared):
 
 
 @lru_cache  # XLA keeps no reference
-def attention_handler(name: str, size: int, dtype: str, bits: int) -> tuple[Any, Any]:
+def attention_handler(name: str, size: int, dtype: str, bits: int) -> tuple[Any, ...]:
     """The handler of `attend_blocks` for heads of this size, whose plain blocks are of `dtype` and
     whose packed ones have so many bits, and what its threads run.
 
@@ -175,49 +182,55 @@ def attention_handler(name: str, size: int, dtype: str, bits: int) -> tuple[Any,
     and of each block the arrays of keys and then of values. Results: fp32 [row, head_dim] and the
     log-sum-exp of the scores, fp32 [row].
     """
-    return _handler(name, _blocks_work(size, dtype, bits))
+    return _handler(name, _blocks_part(size, dtype, bits))
 
 
 @lru_cache
-def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, Any]:
+def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
     """The handler of `attend_prompt` for heads of this size, and what its threads run.
 
     Its arguments: query, key, value, [batch, token, head, head_dim]; first, int32 [batch]. Results:
     keys, values, [row, token, head_dim]; fp32 [batch, token, head, head_dim].
     """
-    return _handler(name, _prompt_work(size, dtype))
+    return _handler(name, _prompt_part(size, dtype))
 
 
 @lru_cache
-def product_handler(name: str) -> tuple[Any, Any]:
+def product_handler(name: str) -> tuple[Any, ...]:
     """The handler of `dense_inline`, and what its threads run.
 
     Its arguments: rows, bfloat16 [row, depth]; kernel, [column, depth]; bias, fp32 [column].
     Result: bfloat16 [row, column].
     """
-    return _handler(name, _product_work())
+    return _handler(name, _product_part(), axis=1, grain=FEWEST)
 
 
-def _handler(name: str, function: Callable[..., int]) -> tuple[Any, Any]:
-    """What XLA calls, and what it has its threads run, which is known to LLVM by `name`."""
-    make = partial(cfunc, FUNCTION)
-    work = cached(make, function)
+def _handler(
+    name: str, function: Callable[..., int], axis: int = 0, grain: int = 1
+) -> tuple[Any, ...]:
+    """What XLA calls, what it has its threads run, which is known to LLVM by `name`, and of that
+    `function`, which computes a part: (task, which) -> 1, or 0, as Numba has it, if it raises
+    (there is one reason to: no memory). Parts are ranges of at least `grain` along an axis of the
+    first result."""
+    part = cached(partial(cfunc, PART), function)
+    binding.add_symbol(f"{name}_part", part.address)
+    work = cached(partial(cfunc, FUNCTION), _taking_parts(f"{name}_part"))
     binding.add_symbol(name, work.address)
-    run = types.ExternalFunction(name, typing.signature(types.intp, types.CPointer(types.intp)))
+    run = types.ExternalFunction(name, FUNCTION)
 
     def handle(frame):
         if is_asked_for_version(frame):
             return 0
         api, context = words(frame[2]), frame[3]
-        rows = words(words(words(frame[14])[0])[5])[0]
+        size = words(words(words(frame[14])[0])[5])[axis]
         threads = np.ones(1, np.intp)
         asked = np.array((32, 0, context, threads.ctypes.data), np.intp)
         known = call(api[THREADS], asked.ctypes.data) == 0
         helpers = max(threads[0] - 1, 0) if known else 0
         task = malloc(64)
         shared = words(task)
-        shared[NEXT], shared[DONE], shared[HOLDERS] = 0, 0, helpers + 2
-        shared[ALL] = min(rows, PARTS * (helpers + 1))
+        shared[NEXT], shared[DONE], shared[SUCCEEDED], shared[HOLDERS] = 0, 0, 0, helpers + 2
+        shared[ALL] = min(max(size // grain, 1), PARTS * (helpers + 1))
         shared[ARGUMENTS], shared[RESULTS] = frame[9], frame[14]
         for _ in range(helpers):
             job = np.array((40, 0, context, address_of(name), task), np.intp)
@@ -226,70 +239,24 @@ def _handler(name: str, function: Callable[..., int]) -> tuple[Any, Any]:
         run(shared)
         while fetch_add(task + 8 * DONE, 0) < shared[ALL]:
             pass
+        failed = shared[SUCCEEDED] < shared[ALL]
         let_go(shared)
+        if failed:
+            reason = np.array((32, 0, MESSAGE.ctypes.data, RESOURCE_EXHAUSTED), np.intp)
+            return call(api[FAIL], reason.ctypes.data)
         return 0
 
-    return cached(make, handle), work
+    return cached(partial(cfunc, FUNCTION), handle), work, part
 
 
-def _blocks_work(size: int, dtype: str, bits: int) -> Callable[..., int]:
-    """What each thread runs: takes parts of the rows until all are taken."""
-    source, is_half = SOURCE, dtype == "float16"
-    stored = np.float32 if dtype == "float32" else np.uint16
+def _taking_parts(name: str) -> Callable[..., int]:
+    """What each thread runs: takes parts until all are taken."""
+    compute = types.ExternalFunction(name, PART)
 
     def work(shared):
-        assert source
-        part, parts = next_part(shared), shared[ALL]
-        while part < parts:
-            arguments, results = words(shared[ARGUMENTS]), words(shared[RESULTS])
-            asked, known = words(arguments[0]), words(arguments[1])
-            rows, blocks, batch = words(asked[5])[0], words(known[5])[0], words(known[5])[1]
-            start, end = rows * part // parts, rows * (part + 1) // parts
-            query = array_in(asked, (rows, size), np.float32)
-            first = array_in(known, (blocks, batch), np.int32)
-            stop = array_in(words(arguments[2]), (blocks,), np.int32)
-            out = array_in(words(results[0]), (rows, size), np.float32)[start:end]
-            lse = array_in(words(results[1]), (rows,), np.float32)[start:end]
-            out[:] = np.float32(0)
-            peak = np.full(end - start, MASKED, np.float32)
-            total = np.zeros(end - start, np.float32)
-            state, heads, at = (peak, total, out), rows // batch, 3
-            for block in range(blocks):
-                last, begins = np.int64(stop[block]), first[block]
-                buffer = words(arguments[at])
-                is_packed = False
-                if bits < 16:  # else this is not compiled
-                    is_packed = buffer[2] & 0xFFFFFFFF == PACKED
-                    if is_packed:
-                        keys = packed_side(arguments, at, rows)
-                        values = packed_side(arguments, at + 3, rows)
-                        at += 6
-                        fold_rows(
-                            keys,
-                            values,
-                            begins,
-                            last,
-                            heads,
-                            start,
-                            query,
-                            state,
-                            size,
-                            is_half,
-                            bits,
-                        )
-                if not is_packed:
-                    plain = (leaf(buffer, rows, stored),)
-                    mixed = (leaf(words(arguments[at + 1]), rows, stored),)
-                    at += 2
-                    fold_rows(
-                        plain, mixed, begins, last, heads, start, query, state, size, is_half, 16
-                    )
-            for i in range(end - start):
-                lse[i] = np.float32(MASKED)
-                if total[i] != 0:
-                    out[i] /= total[i]
-                    lse[i] = peak[i] + np.log(total[i])
-            finish_part(shared)
+        part = next_part(shared)
+        while part < shared[ALL]:
+            finish_part(shared, compute(shared, part))
             part = next_part(shared)
         let_go(shared)
         return 0
@@ -297,59 +264,95 @@ def _blocks_work(size: int, dtype: str, bits: int) -> Callable[..., int]:
     return work
 
 
-def _prompt_work(size: int, dtype: str) -> Callable[..., int]:
+def _blocks_part(size: int, dtype: str, bits: int) -> Callable[..., int]:
+    """Decode attention of some rows."""
+    source, is_half = SOURCE, dtype == "float16"
+    stored = np.float32 if dtype == "float32" else np.uint16
+
+    def compute(shared, part):
+        assert source
+        arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
+        asked, known = words(arguments[0]), words(arguments[1])
+        rows, blocks, batch = words(asked[5])[0], words(known[5])[0], words(known[5])[1]
+        start, end = rows * part // parts, rows * (part + 1) // parts
+        query = array_in(asked, (rows, size), np.float32)
+        first = array_in(known, (blocks, batch), np.int32)
+        stop = array_in(words(arguments[2]), (blocks,), np.int32)
+        out = array_in(words(results[0]), (rows, size), np.float32)[start:end]
+        lse = array_in(words(results[1]), (rows,), np.float32)[start:end]
+        out[:] = np.float32(0)
+        peak = np.full(end - start, MASKED, np.float32)
+        total = np.zeros(end - start, np.float32)
+        state, heads, at = (peak, total, out), rows // batch, 3
+        for block in range(blocks):
+            last, begins = np.int64(stop[block]), first[block]
+            buffer = words(arguments[at])
+            is_packed = False
+            if bits < 16:  # else this is not compiled
+                is_packed = buffer[2] & 0xFFFFFFFF == PACKED
+                if is_packed:
+                    keys = packed_side(arguments, at, rows)
+                    values = packed_side(arguments, at + 3, rows)
+                    at += 6
+                    fold_rows(
+                        keys, values, begins, last, heads, start, query, state, size, is_half, bits
+                    )
+            if not is_packed:
+                plain = (leaf(buffer, rows, stored),)
+                mixed = (leaf(words(arguments[at + 1]), rows, stored),)
+                at += 2
+                fold_rows(plain, mixed, begins, last, heads, start, query, state, size, is_half, 16)
+        for i in range(end - start):
+            lse[i] = np.float32(MASKED)
+            if total[i] != 0:
+                out[i] /= total[i]
+                lse[i] = peak[i] + np.log(total[i])
+        return 1
+
+    return compute
+
+
+def _prompt_part(size: int, dtype: str) -> Callable[..., int]:
     """The same for prompts."""
     source, is_half = prompt_kernels.SOURCE, dtype == "float16"
     stored = np.float32 if dtype == "float32" else np.uint16
 
-    def work(shared):
+    def compute(shared, part):
         assert source
-        part, parts = next_part(shared), shared[ALL]
-        while part < parts:
-            arguments, results = words(shared[ARGUMENTS]), words(shared[RESULTS])
-            sizes = words(words(arguments[0])[5])
-            shape, rows = (sizes[1], sizes[2]), sizes[0] * sizes[2]
-            all_ = (rows * sizes[1] * size,)
-            query = array_in(words(arguments[0]), all_, stored)
-            key = array_in(words(arguments[1]), all_, stored)
-            value = array_in(words(arguments[2]), all_, stored)
-            first = array_in(words(arguments[3]), (sizes[0],), np.int32)
-            keys = array_in(words(results[0]), all_, stored)
-            values = array_in(words(results[1]), all_, stored)
-            out = array_in(words(results[2]), all_, np.float32)
-            start, end = rows * part // parts, rows * (part + 1) // parts
-            attend_rows(
-                query, key, value, first, keys, values, out, shape, start, end, size, is_half
-            )
-            finish_part(shared)
-            part = next_part(shared)
-        let_go(shared)
-        return 0
+        arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
+        sizes = words(words(arguments[0])[5])
+        shape, rows = (sizes[1], sizes[2]), sizes[0] * sizes[2]
+        all_ = (rows * sizes[1] * size,)
+        query = array_in(words(arguments[0]), all_, stored)
+        key = array_in(words(arguments[1]), all_, stored)
+        value = array_in(words(arguments[2]), all_, stored)
+        first = array_in(words(arguments[3]), (sizes[0],), np.int32)
+        keys = array_in(words(results[0]), all_, stored)
+        values = array_in(words(results[1]), all_, stored)
+        out = array_in(words(results[2]), all_, np.float32)
+        start, end = rows * part // parts, rows * (part + 1) // parts
+        attend_rows(query, key, value, first, keys, values, out, shape, start, end, size, is_half)
+        return 1
 
-    return work
+    return compute
 
 
-def _product_work() -> Callable[..., int]:
-    """The same for products, which are shared by columns."""
+def _product_part() -> Callable[..., int]:
+    """Some columns of a product."""
     source = product_kernels.SOURCE
 
-    def work(shared):
+    def compute(shared, part):
         assert source
-        part, parts = next_part(shared), shared[ALL]
-        while part < parts:
-            arguments, results = words(shared[ARGUMENTS]), words(shared[RESULTS])
-            rows, columns = words(words(arguments[0])[5]), words(words(arguments[1])[5])[0]
-            count, depth = rows[0], rows[1]
-            left = array_in(words(arguments[0]), (count * depth,), np.uint16)
-            kernel = array_in(words(arguments[1]), (columns * depth,), np.uint16)
-            bias = array_in(words(arguments[2]), (columns,), np.float32)
-            out = array_in(words(results[0]), (count * columns,), np.uint16)
-            pairs = columns // PAIR
-            start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
-            multiply_columns(left, kernel, bias, out, (count, depth, columns), start, end)
-            finish_part(shared)
-            part = next_part(shared)
-        let_go(shared)
-        return 0
+        arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
+        rows, columns = words(words(arguments[0])[5]), words(words(arguments[1])[5])[0]
+        count, depth = rows[0], rows[1]
+        left = array_in(words(arguments[0]), (count * depth,), np.uint16)
+        kernel = array_in(words(arguments[1]), (columns * depth,), np.uint16)
+        bias = array_in(words(arguments[2]), (columns,), np.float32)
+        out = array_in(words(results[0]), (count * columns,), np.uint16)
+        pairs = columns // PAIR
+        start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
+        multiply_columns(left, kernel, bias, out, (count, depth, columns), start, end)
+        return 1
 
-    return work
+    return compute

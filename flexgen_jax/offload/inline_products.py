@@ -22,7 +22,7 @@ FEW_PRODUCTS = 1 << 28
 the loading of Numba."""
 
 MULTIPLE = 32
-"""Of a kernel's rows and columns, as tiles are."""
+"""Of a kernel's rows and columns, as tiles are (`amx_tiles`, which would load Numba)."""
 
 NUMBA_TARGETS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 """Set, they may have Numba compile for a processor without tiles."""
