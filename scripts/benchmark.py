@@ -4,9 +4,10 @@
 
 Every run is a process of its own that begins with a cold page cache, on a CPU in its own memory
 cgroup (page cache counted). Compilation, warm-up in memory, and placing the weights are not
-counted. First the machine is measured, for the planner and for the bound; then the reference's best
-batch is looked for, by doubling it until the run fails or slows; then all take turns (A B C A B C
-...). The suites for the CPU leave a GPU alone. Suites:
+counted. First the machine is measured, for the planner and for the bound, and again before a round
+that begins ten minutes later or more; the reference's best batch is looked for, by doubling it
+until the run fails or slows; then all take turns (A B C A B C ...). The suites for the CPU leave a
+GPU alone. Suites:
 
   cpu-quick  ten minutes            ablation   one technique less at a time (the paper's table 4)
   cpu-full   an hour and a half     latency    throughput over latency (figure 1)
@@ -22,6 +23,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,6 +45,10 @@ KEPT = (
 )
 """Of a run's report."""
 
+FRESH_S = 600.0
+"""Before a round, a profile older than this is measured anew: shared machines drift within minutes,
+and a bound from another hour says nothing."""
+
 
 class Bench:
     """The runs of one suite, which end up in one file."""
@@ -52,23 +58,36 @@ class Bench:
         self.repeat: int = args.repeat
         self.known: tuple[str, int] | None = args.reference
         self.dtype = "float16" if has_gpu else "bfloat16"
-        self.profile = self._profile(args.keep_profile)
-
-    def _profile(self, keep: bool) -> HardwareProfile:
-        """Of this machine, measured now unless it is to be kept."""
-        file = self.folder / "profile.json"
+        self.keep_profile: bool = args.keep_profile and self._profile_file.exists()
+        self.profiled_at = 0.0
+        self.profiles: list[HardwareProfile] = []
         os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")  # where runs look for it
-        if not (keep and file.exists()):
-            command = [sys.executable, "-m", "flexgen_jax.cli", "profile", "--json", str(file)]
-            command += ["--dtype", self.dtype, "--offload-dir", str(self.folder / "offload")]
-            subprocess.run(command, check=True)
-        return HardwareProfile.from_json(file.read_text())
+        self.renew_profile()
+
+    @property
+    def _profile_file(self) -> Path:
+        return self.folder / "profile.json"
+
+    def renew_profile(self) -> None:
+        """Measures this machine, unless that was done lately or its profile is to be kept."""
+        if self.profiles and (self.keep_profile or time.monotonic() - self.profiled_at < FRESH_S):
+            return
+        if not self.keep_profile:
+            self._measure_profile()
+        self.profiles.append(HardwareProfile.from_json(self._profile_file.read_text()))
+        self.profiled_at = time.monotonic()
+
+    def _measure_profile(self) -> None:
+        command = [sys.executable, "-m", "flexgen_jax.cli", "profile", "--json"]
+        command += [str(self._profile_file), "--dtype", self.dtype]
+        subprocess.run([*command, "--offload-dir", str(self.folder / "offload")], check=True)
 
     def case(self, case: Case, keep: Any) -> None:
         """Runs a case; every run's row goes to `keep`."""
         best = self._best_reference(case, keep) if self._write_checkpoint(case) else None
         chosen: dict[str, Any] | None = None
         for round_ in range(self.repeat):
+            self.renew_profile()
             for ours in case.ours:
                 row = self.ours(case, ours, chosen)
                 keep(row | {"round": round_})
@@ -165,7 +184,7 @@ class Bench:
         policy = Policy.from_json(json.dumps(row["policy"]))
         workload = Workload(case.prompt_len, case.gen_len, row["num_sequences"])
         config = known_shape(case.model)
-        seconds = roofline(config, self.dtype, policy, workload, self.profile)
+        seconds = roofline(config, self.dtype, policy, workload, self.profiles[-1])
         share = bound_s(seconds) / row["total_s"]
         return {"bound_s": seconds, "binding": binding(seconds), "of_bound": share}
 
@@ -240,7 +259,9 @@ def main() -> None:
         metavar="OFFLOAD:BATCH",
         help="Its best way, e.g. disk:16, where a run before has found it; saves the search.",
     )
-    parser.add_argument("--keep-profile", action="store_true", help="Measured by a run before.")
+    parser.add_argument(
+        "--keep-profile", action="store_true", help="Use only the one of a run before."
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.json and not args.json.absolute().parent.is_dir():
@@ -253,10 +274,11 @@ def main() -> None:
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
         if args.json:  # after every run: a suite takes long
-            args.json.write_text(json.dumps({**about, "runs": rows}, indent=1) + "\n")
+            profiles = [json.loads(profile.to_json()) for profile in bench.profiles]
+            content = {**about, "profiles": profiles, "runs": rows}
+            args.json.write_text(json.dumps(content, indent=1) + "\n")
 
     bench = Bench(args, has_gpu)
-    about["profile"] = json.loads(bench.profile.to_json())
     for case in suites(has_gpu)[args.suite]():
         if args.only is None or args.only in case.name:
             bench.case(case, keep)

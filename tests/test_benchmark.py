@@ -22,6 +22,7 @@ def fake_bench(speeds: dict[str, float], repeat: int) -> Any:
 
     bench = object.__new__(Bench)
     bench.folder, bench.repeat, bench.known, bench.dtype = Path(), repeat, None, "bfloat16"
+    bench.keep_profile, bench.profiles = True, [None]
 
     def measured(case: Any, name: str, command: list[str]) -> dict[str, Any]:
         row = {"case": case.name, "name": name, "command": " ".join(command)}
@@ -61,6 +62,33 @@ def test_reference_is_doubled_until_it_fails_or_slows(monkeypatch: pytest.Monkey
     bench.known, rows = benchmark.known_best("auto:2"), []
     bench.case(case, rows.append)
     assert [row["name"] for row in rows] == ["ours, a", "ours, b", "reference, auto, batch 2"]
+
+
+@pytest.mark.usefixtures("scripts")
+def test_old_profiles_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import benchmark
+    from benchmark_suites import Case, Ours
+    from flexgen_jax.policy.machines import known_machine
+
+    now = [0.0]
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: now[0])
+    bench, measured = fake_bench({"ours, a": 6.0}, 5), []
+    bench.keep_profile, bench.profiles, bench.folder = False, [], tmp_path
+    profile = known_machine("t4-16gb").to_json()
+
+    def measure() -> None:
+        measured.append(now[0])
+        (tmp_path / "profile.json").write_text(profile)
+
+    bench._measure_profile = measure
+    case = Case("c", "m", 8, 8, 10**9, (Ours("a"),), ())
+
+    def keep(row: dict[str, Any]) -> None:
+        now[0] += 240.0
+
+    bench.case(case, keep)
+    assert len(bench.profiles) == 2
+    assert measured == [0.0, 720.0]  # rounds begin every four minutes
 
 
 @pytest.mark.usefixtures("scripts")
