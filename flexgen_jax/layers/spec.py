@@ -6,6 +6,7 @@ This module imports no JAX, so that policies can be computed without it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
@@ -125,6 +126,7 @@ def _decoder(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
     return shapes + _norm("mlp_norm", config)
 
 
+@lru_cache(maxsize=16)  # a policy search asks for the same one hundreds of times
 def model_spec(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """The embedding, the decoder layers and the head, in the order in which they run."""
     table = (config.vocab_size, config.embed_size)

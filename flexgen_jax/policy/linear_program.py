@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
-from flexgen_jax.layers.spec import unique_tensors
+from flexgen_jax.layers.spec import Formats, LayerSpec, unique_tensors
 from flexgen_jax.policy.cost_model import FRACTIONS, BlockTerms, Costs, Linear
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.memory import PENDING_WRITES, workspace_bytes
@@ -32,9 +33,7 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     rows, batches = policy.batch_size, policy.num_batches
     ahead = Ahead.of(policy)
     prompt, cached = workload.prompt_len, workload.prompt_len + max(workload.gen_len - 1, 0)
-    tensors = unique_tensors(costs.layers).values()
-    weights = sum(costs.formats.weight(t).nbytes for t in tensors if not t.is_small)
-    small = sum(costs.formats.weight(t).nbytes for t in tensors if t.is_small)
+    weights, small = _weight_bytes(costs.layers, costs.formats)
     layer, ends = costs.layer_bytes(), costs.end_bytes()
     kv_layer = costs.kv_bytes(rows, cached) if workload.gen_len > 1 else 0
     cache = kv_layer * batches * config.num_layers
@@ -71,6 +70,14 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
             | dict.fromkeys(("hc", "hd"), (ahead.hidden_reads + 1) * hidden)
         )
     return {"device": device, "host": host, "disk": home["d"]}
+
+
+@lru_cache(maxsize=16)  # of every policy of a search the same, thousands of tensors
+def _weight_bytes(layers: tuple[LayerSpec, ...], formats: Formats) -> tuple[int, int]:
+    """Of the tensors that a policy places, and of the small ones."""
+    tensors = unique_tensors(layers).values()
+    small = sum(formats.weight(t).nbytes for t in tensors if t.is_small)
+    return sum(formats.weight(t).nbytes for t in tensors) - small, small
 
 
 def solve(
