@@ -34,8 +34,8 @@ with_amx = pytest.mark.skipif(not has_amx(), reason="the processor has no AMX")
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small products too."""
-    monkeypatch.setattr(inline_products, "FEW_PRODUCTS", 0)
-    monkeypatch.setattr(inline_products, "FEW_ROWS", 0)
+    for name in ("FEW_PRODUCTS", "FEW_ROWS", "FEW_PACKED"):
+        monkeypatch.setattr(inline_products, name, 0)
     programs._compile.cache_clear()
     yield
     programs._compile.cache_clear()
@@ -85,12 +85,29 @@ def test_product_is_the_formula(rows: int, depth: int, columns: int, has_bias: b
 @with_amx
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("columns", [64, 256, 320])
-def test_quantized_kernels_are_unpacked(bits: int, columns: int) -> None:
-    kernel = quantize(numbers(columns, 128, seed=1), bits, 64, 0)
-    x, bias = numbers(40, 128), numbers(columns, seed=2)
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"),
+    [(1, 32, 64), (40, 128, 320), (33, 320, 2 * COLUMNS), (70, DEPTH + 32, COLUMNS + 64)],
+)
+def test_quantized_kernels_are_unpacked(bits: int, rows: int, depth: int, columns: int) -> None:
+    kernel = quantize(numbers(columns, depth, seed=1), bits, 64, 0)
+    x, bias = numbers(rows, depth), numbers(columns, seed=2)
+    assert TARGET in jax.jit(dense_inline).lower(x, kernel, bias).as_text()
     found = jax.jit(dense_inline)(x, kernel, bias)
     assert_nearest(found, exact(x, dequantize(kernel), bias))
+
+
+@with_amx
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("columns", [128, 192, 640])
+def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> None:
+    kernel = quantize(numbers(columns, 96, seed=3), bits, 64, 0)
+    whole = kernel.storage.plane_length % PAIR == 0
+    unit = jnp.eye(96, dtype=jnp.bfloat16)
+    assert (TARGET in jax.jit(dense_inline).lower(unit, kernel, None).as_text()) == whole
+    found = jax.jit(dense_inline)(unit, kernel, None)
+    np.testing.assert_array_equal(found.T, dequantize(kernel))
 
 
 @with_amx
@@ -127,27 +144,27 @@ def _give(sums, bias, out, is_aligned):  # type: ignore[no-untyped-def]
     give_rows(sums, 1, bias, 0, out, 0, PAIR, 1, is_aligned)
 
 
-@pytest.mark.parametrize(
-    ("rows", "depth", "columns", "dtype"),
-    [(40, 64, 60, "bfloat16"), (40, 60, 64, "bfloat16"), (40, 64, 64, "float32")],
-)
 @with_amx
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    ("depth", "columns", "dtypes"),
+    [
+        (64, 60, ("bfloat16", "bfloat16")),
+        (60, 64, ("bfloat16", "bfloat16")),
+        (64, 64, ("float32", "float32")),
+        (64, 64, ("bfloat16", "float32")),
+    ],
+)
 def test_what_tiles_do_not_fit_is_left_to_xla(
-    rows: int, depth: int, columns: int, dtype: str
+    depth: int, columns: int, dtypes: tuple[str, str]
 ) -> None:
-    x, kernel = (numbers(n, depth, seed=n).astype(dtype) for n in (rows, columns))
+    x, kernel = (
+        numbers(n, depth, seed=n).astype(dtype)
+        for n, dtype in zip((40, columns), dtypes, strict=True)
+    )
     program = jax.jit(dense_inline).lower(x, kernel, None)
     assert TARGET not in program.as_text()
     np.testing.assert_array_equal(dense_inline(x, kernel, None), rounded(x, kernel))
-
-
-@with_amx
-@pytest.mark.usefixtures("always")
-def test_a_kernel_of_another_dtype_is_left_to_xla() -> None:
-    x, kernel = numbers(40, 64), numbers(64, 64, seed=1).astype(jnp.float32)
-    program = jax.jit(dense_inline).lower(x, kernel, None)
-    assert TARGET not in program.as_text()
 
 
 @with_amx

@@ -8,8 +8,11 @@ given as bits; `PAIR` rows or columns, two tiles, go together.
         around all else, in each thread
     take_rows(rows, begin, pitch, count, steps, panel)
         `count` rows of 32 * steps elements, at most `PAIR`, into tiles: [step][2][16][32]
-    take_columns(kernel, begin, pitch, steps, packed, at)
-        the same for `PAIR` rows of a kernel, turned for the other side of the product
+    take_columns(kernel, column, top, pitch, length, steps, packed, at, bits)
+        the same for `PAIR` rows of a kernel, from `column` on, and its elements from `top` on,
+        turned for the other side of the product. kernel: a tuple, of the matrix or, with less than
+        16 bits, of packed codes, scales and minima, grouped along its rows, of which a plane has
+        `length` (see `layers/quantization.py`); a compile-time constant, bits
     multiply_tiles(panel, packed, at, sums, to, steps, adds, rows, later, pitch)
         sums, fp32 [2][2][16][16] = panel @ packed, or plus that; meanwhile `AHEAD` rows from
         `later` on, which are to be taken next, are brought to the core's second cache
@@ -20,6 +23,7 @@ given as bits; `PAIR` rows or columns, two tiles, go together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -27,6 +31,7 @@ from numba import types
 from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
+from flexgen_jax.layers.storage import GROUP_SIZE
 from flexgen_jax.offload.vectors import (
     FLOAT,
     INT,
@@ -47,6 +52,7 @@ AHEAD = 4
 BYTE, INDEX = ir.IntType(8), ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
+UPPER = 0xFFFF0000
 SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)
 """Registers; that of sums [i][j] is 2 i + j."""
 
@@ -125,16 +131,84 @@ def _turned(tiles: Tiles, rows: list[Any]) -> list[Any]:
     return rows
 
 
+class PlainKernel:
+    """Rows of a kernel's matrix."""
+
+    def __init__(self, tiles: Tiles, arrays: list[Any], column: Any, top: Any, pitch: Any) -> None:
+        self._tiles, self._matrix = tiles, arrays[0]
+        self._begin, self._pitch = tiles.at((column, pitch), top), pitch
+
+    def rows(self, tile: Any, step: Any) -> list[Any]:
+        """Two elements a word, of a tile's rows."""
+        tiles = self._tiles
+        first = tiles.at(self._begin, (tiles.at((tile, LANES)), self._pitch), (step, STEP))
+        places = (tiles.at(first, (self._pitch, row)) for row in range(LANES))
+        return [tiles.builder.load(tiles.place(self._matrix, x, WORDS), align=2) for x in places]
+
+
+class PackedKernel:
+    """The same of one that is unpacked on the way, in registers."""
+
+    def __init__(
+        self,
+        tiles: Tiles,
+        arrays: list[Any],
+        column: Any,
+        top: Any,
+        pitch: Any,
+        length: Any,
+        bits: int,
+    ) -> None:
+        self._tiles, self._pitch, self._bits = tiles, pitch, bits
+        self._codes, self._scale, self._minimum = arrays
+        builder = tiles.builder
+        self._plane = builder.udiv(column, length)
+        self._begin = tiles.at((builder.urem(column, length), pitch), top)
+        group = builder.udiv(column, tiles.index(GROUP_SIZE))
+        self._group = tiles.at((group, pitch), top)
+
+    def rows(self, tile: Any, step: Any) -> list[Any]:
+        tiles, builder, bits = self._tiles, self._tiles.builder, self._bits
+        group = tiles.at(self._group, (step, STEP))
+        scales, minima = (self._halves(x, group) for x in (self._scale, self._minimum))
+        shift = builder.trunc(tiles.at((self._plane, bits)), INT)
+        shifts = [tiles.spread(builder.add(shift, ir.Constant(INT, n)), LANES) for n in (0, 8)]
+        first = tiles.at(self._begin, (tiles.at((tile, LANES)), self._pitch), (step, STEP))
+        found = []
+        for row in range(LANES):
+            place = tiles.place(self._codes, tiles.at(first, (self._pitch, row)), HALVES)
+            word = builder.zext(builder.load(place, align=1), WORDS)
+            halves = []
+            for by, scale, minimum in zip(shifts, scales, minima, strict=True):
+                code = builder.and_(builder.lshr(word, by), filled(WORDS, (1 << bits) - 1))
+                wide = tiles.multiply_add(builder.sitofp(code, FLOATS), scale, minimum)
+                # To the nearest, ties away from zero, as `layers.quantization` has it.
+                halves.append(builder.add(builder.bitcast(wide, WORDS), filled(WORDS, 0x8000)))
+            low = builder.lshr(halves[0], filled(WORDS, 16))
+            found.append(builder.or_(low, builder.and_(halves[1], filled(WORDS, UPPER))))
+        return found
+
+    def _halves(self, array: Any, index: Any) -> tuple[Any, Any]:
+        """Elements of even and of odd indices, which are bfloat16, as fp32."""
+        builder = self._tiles.builder
+        words = builder.load(self._tiles.place(array, index, WORDS), align=2)
+        even = builder.shl(words, filled(WORDS, 16))
+        odd = builder.and_(words, filled(WORDS, UPPER))
+        return builder.bitcast(even, FLOATS), builder.bitcast(odd, FLOATS)
+
+
 def _take_columns(
-    tiles: Tiles, kernel: Any, begin: Any, pitch: Any, steps: Any, packed: Any, at: Any
+    tiles: Tiles,
+    rows_of: Callable[[Any, Any], list[Any]],
+    steps: Any,
+    packed: Any,
+    at: Any,
 ) -> None:
     builder = tiles.builder
-    with tiles.loop(steps) as (step, _), tiles.loop(2) as (tile, _):
-        first = tiles.at(begin, (tiles.at((tile, LANES)), pitch), (step, STEP))
-        sources = [tiles.at(first, (pitch, row)) for row in range(LANES)]
-        rows = [builder.load(tiles.place(kernel, x, WORDS), align=2) for x in sources]
+    # A tile's rows step by step: cache lines of packed rows have two steps' elements.
+    with tiles.loop(2) as (tile, _), tiles.loop(steps) as (step, _):
         target = tiles.at(at, (step, 2 * TILE), (tile, TILE))
-        for row, found in enumerate(_turned(tiles, rows)):
+        for row, found in enumerate(_turned(tiles, rows_of(tile, step))):
             place = tiles.place(packed, tiles.at(target, row * STEP), WORDS)
             builder.store(found, place, align=2)
 
@@ -240,8 +314,20 @@ def _rows(_context, rows, begin, pitch, count, steps, panel):
     return types.void(rows, N, N, N, N, panel), _emitted(_take_rows)
 
 
-def _columns(_context, kernel, begin, pitch, steps, packed, at):
-    return types.void(kernel, N, N, N, packed, N), _emitted(_take_columns)
+def _columns(_context, kernel, column, top, pitch, length, steps, packed, at, bits):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        arrays = cgutils.unpack_tuple(builder, arguments[0])
+        arrays = arrays_of(context, builder, signature.args[0], arrays)
+        tiles, bits = Tiles(builder), signature.args[-1].literal_value
+        rest = arrays_of(context, builder, signature.args[1:-1], arguments[1:-1])
+        column, top, pitch, length, steps, packed, at = rest
+        rows_of = PlainKernel(tiles, arrays, column, top, pitch).rows
+        if bits < 16:
+            rows_of = PackedKernel(tiles, arrays, column, top, pitch, length, bits).rows
+        _take_columns(tiles, rows_of, steps, packed, at)
+        return context.get_dummy_value()
+
+    return types.void(kernel, N, N, N, N, N, packed, N, bits), generate
 
 
 def _multiply(_context, panel, packed, at, sums, to, steps, adds, rows, later, pitch):
@@ -257,6 +343,6 @@ def _give(_context, sums, pairs, bias, first, out, begin, pitch, count, is_align
 configure: Any = intrinsic(_configure)
 release: Any = intrinsic(_release)
 take_rows: Any = intrinsic(_rows)
-take_columns: Any = intrinsic(_columns)
+take_columns: Any = intrinsic(prefer_literal=True)(_columns)
 multiply_tiles: Any = intrinsic(_multiply)
 give_rows: Any = intrinsic(_give)

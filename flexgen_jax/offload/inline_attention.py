@@ -46,7 +46,7 @@ def attend_inline(
     starts = jnp.asarray(starts, jnp.int32)
     first = jnp.maximum(first_valid[None, :] - starts[:, None], 0)
     stop = jnp.minimum(lengths, position - starts)
-    leaves = [leaf for block in blocks for side in block for leaf in _leaves(side)]
+    leaves = [leaf for block in blocks for side in block for leaf in leaves_of(side)]
     bits = next((key.storage.bits for key, _ in blocks if isinstance(key, QuantizedArray)), 16)
     target = _target(size, str(query.dtype), bits)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, size), (rows,))]
@@ -73,7 +73,8 @@ def attend_prompt_inline(
     return out.reshape(query.shape).astype(dtype), (key, value)
 
 
-def _leaves(kept: Kept) -> list[jax.Array]:
+def leaves_of(kept: Kept) -> list[jax.Array]:
+    """The arrays that a foreign function is given for one."""
     if isinstance(kept, QuantizedArray):
         return [kept.packed, kept.scale, kept.minimum]
     return [kept]

@@ -196,13 +196,13 @@ def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
 
 
 @lru_cache
-def product_handler(name: str) -> tuple[Any, ...]:
-    """The handler of `dense_inline`, and what its threads run.
+def product_handler(name: str, bits: int) -> tuple[Any, ...]:
+    """The handler of `dense_inline` for kernels of so many bits, and what its threads run.
 
-    Its arguments: rows, bfloat16 [row, depth]; kernel, [column, depth]; bias, fp32 [column].
-    Result: bfloat16 [row, column].
+    Its arguments: rows, bfloat16 [row, depth]; bias, fp32 [column]; kernel, [column, depth], or the
+    three arrays of a packed one. Result: bfloat16 [row, column].
     """
-    return _handler(name, _product_part(), axis=1, grain=FEWEST)
+    return _handler(name, _product_part(bits), axis=1, grain=FEWEST)
 
 
 def _handler(
@@ -337,7 +337,7 @@ def _prompt_part(size: int, dtype: str) -> Callable[..., int]:
     return compute
 
 
-def _product_part() -> Callable[..., int]:
+def _product_part(bits: int) -> Callable[..., int]:
     """Some columns of a product."""
     source = product_kernels.SOURCE
 
@@ -345,14 +345,22 @@ def _product_part() -> Callable[..., int]:
         assert source
         arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
         rows, columns = words(words(arguments[0])[5]), words(words(arguments[1])[5])[0]
-        count, depth = rows[0], rows[1]
+        count, depth, length = rows[0], rows[1], words(words(arguments[2])[5])[0]
         left = array_in(words(arguments[0]), (count * depth,), np.uint16)
-        kernel = array_in(words(arguments[1]), (columns * depth,), np.uint16)
-        bias = array_in(words(arguments[2]), (columns,), np.float32)
+        bias = array_in(words(arguments[1]), (columns,), np.float32)
+        if bits == 16:  # of the two, one is compiled
+            kernel: Any = (array_in(words(arguments[2]), (columns * depth,), np.uint16),)
+        else:
+            groups = words(words(arguments[3])[5])[0]
+            kernel = (
+                array_in(words(arguments[2]), (length * depth,), np.uint8),
+                array_in(words(arguments[3]), (groups * depth,), np.uint16),
+                array_in(words(arguments[4]), (groups * depth,), np.uint16),
+            )
         out = array_in(words(results[0]), (count * columns,), np.uint16)
-        pairs = columns // PAIR
+        pairs, shape = columns // PAIR, (count, depth, columns)
         start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
-        multiply_columns(left, kernel, bias, out, (count, depth, columns), start, end)
+        multiply_columns(left, kernel, length, bias, out, shape, start, end, bits)
         return 1
 
     return compute

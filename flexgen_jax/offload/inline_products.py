@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.layers.linear import FEW_ROWS, rounded
-from flexgen_jax.layers.quantization import Kept, QuantizedArray, row_parts
-from flexgen_jax.layers.spec import part_bytes
-from flexgen_jax.offload.inline_attention import register
+from flexgen_jax.layers.quantization import Kept, QuantizedArray
+from flexgen_jax.layers.storage import GROUP_SIZE
+from flexgen_jax.offload.inline_attention import leaves_of, register
 
 FEW_PRODUCTS = 1 << 28
 """Multiplications with which XLA's own product takes no more than a millisecond, and does without
 the loading of Numba."""
+
+FEW_PACKED = 1 << 20
+"""Elements of a packed kernel that XLA unpacks in a millisecond."""
 
 MULTIPLE = 32
 """Of a kernel's rows and columns, as tiles are (`amx_tiles`, which would load Numba)."""
@@ -34,33 +37,27 @@ def dense_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Arra
     """`layers.linear.rounded`, for programs of the CPU."""
     rows = x.reshape(-1, x.shape[-1])
     count, (columns, depth) = rows.shape[0], kernel.shape
-    is_small = count <= FEW_ROWS or count * depth * columns < FEW_PRODUCTS
-    is_odd = depth % MULTIPLE or columns % MULTIPLE
     kinds = {jnp.dtype(x.dtype), jnp.dtype(kernel.dtype)}
-    if kinds != {jnp.dtype(jnp.bfloat16)} or is_small or is_odd or not has_amx():
+    is_odd = depth % MULTIPLE or columns % MULTIPLE
+    if kinds != {jnp.dtype(jnp.bfloat16)} or is_odd or not has_amx():
+        return rounded(x, kernel, bias)
+    if not _is_worth_it(count, kernel):
         return rounded(x, kernel, bias)
     added = jnp.zeros(columns, jnp.float32) if bias is None else bias.astype(jnp.float32)
-    if not isinstance(kernel, QuantizedArray):
-        return _product(rows, kernel, added).reshape(*x.shape[:-1], columns)
-    parts = row_parts(kernel, part_bytes(count, columns))
-    if any(part.shape[0] * part.shape[1] % MULTIPLE for part in parts):
-        return rounded(x, kernel, bias)
-    planes, length = parts[0].shape[0], sum(part.shape[1] for part in parts)
-    added = jnp.pad(added, (0, planes * length - columns)).reshape(planes, length)
-    found, start = [], 0
-    for part in parts:
-        stop = start + part.shape[1]
-        product = _product(rows, part.reshape(-1, depth), added[:, start:stop].reshape(-1))
-        found.append(product.reshape(count, *part.shape[:2]))
-        start = stop
-    out = jnp.concatenate(found, axis=2).reshape(count, -1)[:, :columns]
-    return out.reshape(*x.shape[:-1], columns)
+    bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
+    out = jax.ShapeDtypeStruct((count, columns), rows.dtype)
+    found: jax.Array = jax.ffi.ffi_call(_target(bits), out)(rows, added, *leaves_of(kernel))
+    return found.reshape(*x.shape[:-1], columns)
 
 
-def _product(rows: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    out = jax.ShapeDtypeStruct((rows.shape[0], kernel.shape[0]), rows.dtype)
-    found: jax.Array = jax.ffi.ffi_call(_target(), out)(rows, kernel, bias)
-    return found
+def _is_worth_it(rows: int, kernel: Kept) -> bool:
+    """Whether it is faster than XLA, which unpacks in memory; and not too short."""
+    if isinstance(kernel, QuantizedArray):
+        storage = kernel.storage
+        is_known = storage.group_size == GROUP_SIZE and storage.axis == 0
+        whole = storage.plane_length % MULTIPLE == 0
+        return is_known and whole and kernel.shape[0] * kernel.shape[1] >= FEW_PACKED
+    return rows > FEW_ROWS and rows * kernel.size >= FEW_PRODUCTS
 
 
 @lru_cache
@@ -76,8 +73,8 @@ def has_amx() -> bool:
 
 
 @lru_cache
-def _target() -> str:
+def _target(bits: int) -> str:
     from flexgen_jax.offload.inline_handlers import product_handler
 
-    name = "flexgen_jax_multiply_rows"
-    return register(name, product_handler(name))
+    name = f"flexgen_jax_multiply_rows_{bits}"
+    return register(name, product_handler(name, bits))

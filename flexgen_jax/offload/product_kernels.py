@@ -2,8 +2,9 @@
 
 XLA's CPU backend reaches a tenth to a fifth of the 2.9 TFLOP/s a core that tile registers can do.
 Here some columns of the kernel at a time are turned into tiles that stay in the core's second
-cache, and the rows pass by, `PAIR` at a time, the next ones being fetched meanwhile; results get
-their bias and are rounded on the way out, past the caches, in place of one more pass in fp32.
+cache, unpacked on the way if need be, and the rows pass by, `PAIR` at a time, the next ones being
+fetched meanwhile; results get their bias and are rounded on the way out, past the caches, in place
+of one more pass in fp32.
 
 A thread's own memory, 1 MiB of tiles and as many sums as 256 columns of the result where depth is
 over `DEPTH`, is less than the fp32 product that it replaces, which `workspace_bytes` counts.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from flexgen_jax.layers import storage
 from flexgen_jax.offload import amx_tiles, vectors
 from flexgen_jax.offload.amx_tiles import (
     AHEAD,
@@ -28,7 +30,7 @@ from flexgen_jax.offload.amx_tiles import (
 )
 from flexgen_jax.offload.host_kernels import source_of
 
-SOURCE = source_of(__file__, amx_tiles.__file__, vectors.__file__)
+SOURCE = source_of(__file__, amx_tiles.__file__, storage.__file__, vectors.__file__)
 """See `host_kernels.SOURCE`."""
 
 COLUMNS, DEPTH, CHUNK = 256, 2048, 256
@@ -46,11 +48,12 @@ def aligned(count, kind, width):
 
 
 @njit(inline="always")
-def multiply_columns(rows, kernel, bias, out, shape, start, end):
+def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits):
     """out = rows @ kernel.T + bias for the columns from start to end, which `PAIR` divides.
 
-    rows: bfloat16 [count, depth] as bits; kernel: [columns, depth], `STEP` divides depth; bias:
-    fp32 [columns]; out: bfloat16 [count, columns]; all flat. shape: count, depth and columns.
+    rows: bfloat16 [count, depth] as bits; kernel, length: [columns, depth] as `take_columns` has
+    it, `STEP` divides depth; bias: fp32 [columns]; out: bfloat16 [count, columns]; all flat. shape:
+    count, depth and columns. bits: of the kernel, a compile-time constant.
     """
     count, depth, columns = shape
     block, deep = COLUMNS // PAIR, depth > DEPTH
@@ -66,8 +69,8 @@ def multiply_columns(rows, kernel, bias, out, shape, start, end):
         for top in range(0, depth, DEPTH):
             steps = min(DEPTH, depth - top) // STEP
             for pair in range(pairs):
-                begin = (first + pair * PAIR) * depth + top
-                take_columns(kernel, begin, depth, steps, packed, pair * steps * PAIR * STEP)
+                column, at = first + pair * PAIR, pair * steps * PAIR * STEP
+                take_columns(kernel, column, top, depth, length, steps, packed, at, bits)
             for row in range(0, count, PAIR):
                 some = min(PAIR, count - row)
                 at = row // PAIR * block * PAIR * PAIR if deep else 0
