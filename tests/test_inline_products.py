@@ -22,7 +22,7 @@ from flexgen_jax.layers.spec import Formats, model_spec
 from flexgen_jax.offload import inline_products
 from flexgen_jax.offload.amx_tiles import PAIR, give_rows
 from flexgen_jax.offload.inline_kernels import INLINE
-from flexgen_jax.offload.inline_products import dense_inline, has_amx
+from flexgen_jax.offload.inline_products import dense_inline, has_amx, logits_inline
 from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH
 from tests.models import BASE
 
@@ -108,6 +108,19 @@ def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> N
     assert (TARGET in jax.jit(dense_inline).lower(unit, kernel, None).as_text()) == whole
     found = jax.jit(dense_inline)(unit, kernel, None)
     np.testing.assert_array_equal(found.T, dequantize(kernel))
+
+
+@with_amx
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("bits", [16, 4])
+def test_logits_are_not_rounded(bits: int) -> None:
+    x, table = numbers(33, 320), numbers(COLUMNS + 64, 320, seed=1)
+    kept = table if bits == 16 else quantize(table, bits, 64, 0)
+    assert TARGET in jax.jit(logits_inline).lower(x, kept).as_text()
+    found = jax.jit(logits_inline)(x, kept)
+    assert found.dtype == jnp.float32
+    plain = table if bits == 16 else dequantize(kept)
+    np.testing.assert_allclose(found, exact(x, plain, None), rtol=1e-5, atol=1e-4)
 
 
 @with_amx

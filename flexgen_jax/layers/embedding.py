@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.linear import Linear, dense, parameter
 from flexgen_jax.layers.norm import LayerNorm
-from flexgen_jax.layers.quantization import take_rows
+from flexgen_jax.layers.quantization import Kept, take_rows
 
 _init = nn.initializers.normal(0.02)
 
@@ -47,6 +49,7 @@ class Head(nn.Module):
 
     config: ModelConfig
     dtype: jnp.dtype = jnp.float32
+    compute: Callable[[jax.Array, Kept], jax.Array] = dense
 
     @nn.compact
     def __call__(self, hidden: jax.Array) -> jax.Array:
@@ -58,4 +61,4 @@ class Head(nn.Module):
             hidden = Linear(config.embed_size, False, self.dtype, name="project_out")(hidden)
         shape = (config.vocab_size, config.embed_size)
         table = parameter(self, "tokens", _init, shape, self.dtype)
-        return dense(hidden, table)
+        return self.compute(hidden, table)

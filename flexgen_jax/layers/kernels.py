@@ -18,6 +18,7 @@ class Kernels(NamedTuple):
     attend: Callable[..., Partial] = attend_blocks
     attend_prompt: Callable[..., tuple[jax.Array, KVPair]] = attend_prompt
     dense: Callable[[jax.Array, Kept, jax.Array | None], jax.Array] = rounded
+    logits: Callable[..., jax.Array] = dense
 
 
 BY_XLA = Kernels()

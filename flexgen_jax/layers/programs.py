@@ -158,9 +158,11 @@ def _append(tail: Tail, new: Tail, at: jax.Array) -> Tail:
     return key, value
 
 
-def _head(config: ModelConfig, dtype: jnp.dtype, is_greedy: bool) -> Callable[..., Any]:
+def _head(
+    config: ModelConfig, dtype: jnp.dtype, kernels: Kernels, is_greedy: bool
+) -> Callable[..., Any]:
     def head(weights: Weights, hidden: jax.Array, *sampling: jax.Array) -> Any:
-        logits = _apply(Head(config, dtype), weights, hidden[:, -1])
+        logits = _apply(Head(config, dtype, kernels.logits), weights, hidden[:, -1])
         ids = greedy(logits) if is_greedy else sample(logits, *sampling)
         return ids[:, None], jnp.isfinite(logits).all()
 
@@ -290,7 +292,7 @@ def _lower(
     sampling = (_float(batch), _int(batch), _float(batch))
     keys = jax.ShapeDtypeStruct((batch, 2), jnp.uint32)
     args = (weights(layers[-1]), hidden, *(() if is_greedy else (*sampling, keys, _int())))
-    return jax.jit(_head(config, dtype, is_greedy)).lower(*args)
+    return jax.jit(_head(config, dtype, kernels, is_greedy)).lower(*args)
 
 
 class Programs:

@@ -17,8 +17,8 @@ given as bits; `PAIR` rows or columns, two tiles, go together.
         sums, fp32 [2][2][16][16] = panel @ packed, or plus that; meanwhile `AHEAD` rows from
         `later` on, which are to be taken next, are brought to the core's second cache
     give_rows(sums, pairs, bias, first, out, begin, pitch, count, is_aligned)
-        `count` rows of sums, [pair] of the above, plus bias, fp32, rounded to bfloat16; past the
-        caches if out begins with a cache line
+        `count` rows of sums, [pair] of the above, plus bias, fp32, rounded if out is bfloat16; past
+        the caches if out begins with a cache line
 """
 
 from __future__ import annotations
@@ -276,6 +276,7 @@ def _give_rows(
     is_aligned: Any,
 ) -> None:
     builder, lanes = tiles.builder, tiles.index(LANES)
+    is_wide = out.data.type.pointee == FLOAT
     past = builder.module.add_metadata([ir.Constant(INT, 1)])
     all_ = ir.Constant(ir.VectorType(INT, PAIR), list(range(PAIR)))
     with tiles.loop(count) as (row, _):
@@ -288,7 +289,8 @@ def _give_rows(
                 found = builder.load(tiles.place(sums, source, FLOATS), align=4)
                 added = tiles.at(first, (pair, PAIR), j * LANES)
                 added = builder.load(tiles.place(bias, added, FLOATS), align=4)
-                halves.append(_rounded(tiles, builder.fadd(found, added)))
+                found = builder.fadd(found, added)
+                halves.append(found if is_wide else _rounded(tiles, found))
             line = builder.shuffle_vector(*halves, all_)
             target = tiles.at(begin, (row, pitch), (pair, PAIR))
             place = tiles.place(out, target, line.type)

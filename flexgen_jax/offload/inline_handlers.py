@@ -196,13 +196,13 @@ def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
 
 
 @lru_cache
-def product_handler(name: str, bits: int) -> tuple[Any, ...]:
-    """The handler of `dense_inline` for kernels of so many bits, and what its threads run.
+def product_handler(name: str, bits: int, is_wide: bool) -> tuple[Any, ...]:
+    """The handler of `inline_products` for kernels of so many bits, and what its threads run.
 
     Its arguments: rows, bfloat16 [row, depth]; bias, fp32 [column]; kernel, [column, depth], or the
-    three arrays of a packed one. Result: bfloat16 [row, column].
+    three arrays of a packed one. Result: [row, column], bfloat16 or, if it is to be wide, fp32.
     """
-    return _handler(name, _product_part(bits), axis=1, grain=FEWEST)
+    return _handler(name, _product_part(bits, is_wide), axis=1, grain=FEWEST)
 
 
 def _handler(
@@ -337,9 +337,9 @@ def _prompt_part(size: int, dtype: str) -> Callable[..., int]:
     return compute
 
 
-def _product_part(bits: int) -> Callable[..., int]:
+def _product_part(bits: int, is_wide: bool) -> Callable[..., int]:
     """Some columns of a product."""
-    source = product_kernels.SOURCE
+    source, stored = product_kernels.SOURCE, np.float32 if is_wide else np.uint16
 
     def compute(shared, part):
         assert source
@@ -357,7 +357,7 @@ def _product_part(bits: int) -> Callable[..., int]:
                 array_in(words(arguments[3]), (groups * depth,), np.uint16),
                 array_in(words(arguments[4]), (groups * depth,), np.uint16),
             )
-        out = array_in(words(results[0]), (count * columns,), np.uint16)
+        out = array_in(words(results[0]), (count * columns,), stored)
         pairs, shape = columns // PAIR, (count, depth, columns)
         start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
         multiply_columns(left, kernel, length, bias, out, shape, start, end, bits)

@@ -8,11 +8,12 @@ import sys
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.linear import FEW_ROWS, rounded
+from flexgen_jax.layers.linear import FEW_ROWS, dense, rounded
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.layers.storage import GROUP_SIZE
 from flexgen_jax.offload.inline_attention import leaves_of, register
@@ -35,19 +36,34 @@ ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # of x86-64's Linux
 
 def dense_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array:
     """`layers.linear.rounded`, for programs of the CPU."""
-    rows = x.reshape(-1, x.shape[-1])
-    count, (columns, depth) = rows.shape[0], kernel.shape
-    kinds = {jnp.dtype(x.dtype), jnp.dtype(kernel.dtype)}
-    is_odd = depth % MULTIPLE or columns % MULTIPLE
-    if kinds != {jnp.dtype(jnp.bfloat16)} or is_odd or not has_amx():
+    if not _fits(x, kernel):
         return rounded(x, kernel, bias)
-    if not _is_worth_it(count, kernel):
-        return rounded(x, kernel, bias)
-    added = jnp.zeros(columns, jnp.float32) if bias is None else bias.astype(jnp.float32)
+    added = None if bias is None else bias.astype(jnp.float32)
+    return _product(x, kernel, added, x.dtype)
+
+
+def logits_inline(x: jax.Array, table: Kept) -> jax.Array:
+    """`layers.linear.dense`, for programs of the CPU."""
+    return _product(x, table, None, jnp.float32) if _fits(x, table) else dense(x, table)
+
+
+def _product(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> jax.Array:
+    rows, columns = x.reshape(-1, x.shape[-1]), kernel.shape[0]
+    bias = jnp.zeros(columns, jnp.float32) if bias is None else bias
     bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
-    out = jax.ShapeDtypeStruct((count, columns), rows.dtype)
-    found: jax.Array = jax.ffi.ffi_call(_target(bits), out)(rows, added, *leaves_of(kernel))
+    out = jax.ShapeDtypeStruct((rows.shape[0], columns), dtype)
+    target = _target(bits, dtype == jnp.float32)
+    found: jax.Array = jax.ffi.ffi_call(target, out)(rows, bias, *leaves_of(kernel))
     return found.reshape(*x.shape[:-1], columns)
+
+
+def _fits(x: jax.Array, kernel: Kept) -> bool:
+    """Whether tiles can take a product, and are worth it."""
+    columns, depth = kernel.shape
+    kinds = {jnp.dtype(x.dtype), jnp.dtype(kernel.dtype)}
+    if kinds != {jnp.dtype(jnp.bfloat16)} or depth % MULTIPLE or columns % MULTIPLE:
+        return False
+    return _is_worth_it(x.size // depth, kernel) and has_amx()
 
 
 def _is_worth_it(rows: int, kernel: Kept) -> bool:
@@ -73,8 +89,8 @@ def has_amx() -> bool:
 
 
 @lru_cache
-def _target(bits: int) -> str:
+def _target(bits: int, is_wide: bool) -> str:
     from flexgen_jax.offload.inline_handlers import product_handler
 
-    name = f"flexgen_jax_multiply_rows_{bits}"
-    return register(name, product_handler(name, bits))
+    name = f"flexgen_jax_multiply_rows_{bits}{'_wide' * is_wide}"
+    return register(name, product_handler(name, bits, is_wide))

@@ -52,8 +52,8 @@ def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits):
     """out = rows @ kernel.T + bias for the columns from start to end, which `PAIR` divides.
 
     rows: bfloat16 [count, depth] as bits; kernel, length: [columns, depth] as `take_columns` has
-    it, `STEP` divides depth; bias: fp32 [columns]; out: bfloat16 [count, columns]; all flat. shape:
-    count, depth and columns. bits: of the kernel, a compile-time constant.
+    it, `STEP` divides depth; bias: fp32 [columns]; out: [count, columns], bfloat16 or fp32; all
+    flat. shape: count, depth and columns. bits: of the kernel, a compile-time constant.
     """
     count, depth, columns = shape
     block, deep = COLUMNS // PAIR, depth > DEPTH
