@@ -40,6 +40,10 @@ class Case:
 
 FOUR = ("--weight-bits", "4", "--cache-bits", "4")
 BOTH = (Ours("16 bits"), Ours("4 bits", FOUR))
+MINUTES = ("--num-sequences", "64")
+"""As many as take minutes on a CPU, where a free choice takes an hour."""
+
+BRIEF = tuple(Ours(ours.name, (*ours.flags, *MINUTES)) for ours in BOTH)
 SMALL = "facebook/opt-1.3b"
 
 
@@ -71,7 +75,9 @@ def gpu_16gb(has_gpu: bool) -> list[Case]:
     """Table 2 of the paper; without a GPU, models and memory of a tenth, by the same code."""
     models = ("facebook/opt-6.7b", "facebook/opt-30b", "facebook/opt-175b")
     offloads, limit, prompts = ("none", "cpu", "auto", "zero"), 16 * 10**9, (512, 1024)
+    ours = BOTH
     if not has_gpu:
+        ours = BRIEF
         models = ("facebook/opt-125m", "facebook/opt-1.3b", "facebook/opt-2.7b")
         offloads, limit, prompts = ("none", "disk", "auto"), 16 * 10**8, (51, 102)
     return [
@@ -82,7 +88,7 @@ def gpu_16gb(has_gpu: bool) -> list[Case]:
             32,
             limit,
             # OPT-175B in 16 bits is twice what fits into the lent machine's disk and memory.
-            BOTH[1:] if "175b" in model else BOTH,
+            ours[1:] if "175b" in model else ours,
             offloads,
             4,
             on_gpu=has_gpu,
@@ -93,18 +99,17 @@ def gpu_16gb(has_gpu: bool) -> list[Case]:
 
 
 def ablation() -> list[Case]:
-    """Tables 4 and 23: one technique less at a time, for as many sequences as take minutes."""
-    count = ("--num-sequences", "64")
-    plain = (*count, "--percent", "0", "0", "0", "100", "100", "0")
+    """Tables 4 and 23: one technique less at a time."""
+    plain = (*MINUTES, "--percent", "0", "0", "0", "100", "100", "0")
     plain += ("--batch-size", "16", "--num-batches", "1")
     row = {"schedule": "row", "batch_size": 4, "num_batches": 1}  # whose cache fits beside weights
     row |= {"cache": {"device": 1.0, "host": 0.0}, "activations": {"device": 1.0, "host": 0.0}}
     ours = (
-        Ours("all techniques", count),
+        Ours("all techniques", MINUTES),
         Ours("no policy search", plain),
-        Ours("no overlap", count, policy={"overlap": False}),
-        Ours("no attention on the host", count, policy={"attention": "device"}),
-        Ours("row by row, cache on the device", count, policy=row),
+        Ours("no overlap", MINUTES, policy={"overlap": False}),
+        Ours("no attention on the host", MINUTES, policy={"attention": "device"}),
+        Ours("row by row, cache on the device", MINUTES, policy=row),
     )
     return [Case("OPT-1.3B, 2.5 GB", SMALL, 128, 32, 25 * 10**8, ours, ())]
 
@@ -119,7 +124,7 @@ def latency() -> list[Case]:
 
 def lengths() -> list[Case]:
     return [
-        Case(f"{prompt} + {new}", SMALL, prompt, new, 25 * 10**8, BOTH, ("disk",), 16)
+        Case(f"{prompt} + {new}", SMALL, prompt, new, 25 * 10**8, BRIEF, ("disk",), 16)
         for prompt, new in ((128, 128), (512, 8), (256, 32))
     ]
 

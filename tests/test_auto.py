@@ -15,9 +15,9 @@ from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cli import main
 from flexgen_jax.config import UserError
 from flexgen_jax.families import known_shape, read_config
-from flexgen_jax.offload import profiler
+from flexgen_jax.offload import profile_compute, profiler
 from flexgen_jax.offload.executor import BlockRun
-from flexgen_jax.offload.profile_compute import ComputeProbe
+from flexgen_jax.offload.profile_compute import ComputeProbe, Sample, timed
 from flexgen_jax.policy.machines import known_machine
 from tests.models import BASE, prompts
 
@@ -192,11 +192,13 @@ def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(profiler, "COPY_SIZES", (1 << 10,))
     monkeypatch.setattr(profiler, "PREFILLS", ((1, 32), (2, 32)))
     monkeypatch.setattr(profiler, "ROWS", (1, 2))
-    monkeypatch.setattr("flexgen_jax.offload.profile_compute.PROMPTS", ((1, 32), (1, 64)))
+    monkeypatch.setattr(profile_compute, "PROMPTS", ((1, 32), (1, 64)))
     caches = ((1, 32), (2, 32), (2, 64), (2, 96))
-    monkeypatch.setattr("flexgen_jax.offload.profile_compute.CACHES", caches)
+    monkeypatch.setattr(profile_compute, "CACHES", caches)
     small = read_config({**BASE, "max_position_embeddings": 256})
     monkeypatch.setattr(profiler, "known_shape", lambda name: _small(name, small))
+    for module in (profiler, profile_compute):
+        monkeypatch.setattr(module, "timed", _timed_briefly)
     told: list[str] = []
     found = profiler.measure("float32", tmp_path, True, told.append)
     assert len(told) == profiler.stages()
@@ -205,6 +207,10 @@ def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(0 <= found.drag[name] <= times for name, times in found.slowed.items())
     assert type(known_machine("t4-16gb")).from_json(found.to_json()) == found
     assert not list(tmp_path.rglob("profile-*"))
+
+
+def _timed_briefly(run: Callable[[], object], *_: object, **__: object) -> Sample:
+    return timed(run, repeat=2, at_least=0.05, warm_up=1)
 
 
 def _small(name: str, small: object) -> object:

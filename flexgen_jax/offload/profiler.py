@@ -36,9 +36,9 @@ from flexgen_jax.policy.placement import place_weights
 from flexgen_jax.policy.policy import Policy
 
 MB = 1 << 20
-DISK_SIZES = ((1 * MB, 128 * MB), (8 * MB, 3072 * MB))
+DISK_SIZES = ((MB // 8, 64 * MB), (1 * MB, 128 * MB), (8 * MB, 3072 * MB))
 """Of an array, and of all that are written and read: a virtual disk serves what is little from the
-memory of its host, at twice the speed of the disk."""
+memory of its host, at twice the speed of the disk. KV blocks of few tokens are small."""
 
 ROOMY = 4
 """Where less than so many times that is free, a twelfth of it has to do."""

@@ -8,13 +8,13 @@ sparse attention, the place of attention, the row schedule, fixed costs of steps
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flexgen_jax.config import DTYPES, ModelConfig
 from flexgen_jax.layers.spec import Formats, LayerSpec, model_spec
 from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile
-from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.policy import Policy, Workload, generated_blocks, prompt_blocks
 
 FRACTIONS = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
 """The paper's nine variables: of weights, cache and hidden states on GPU, CPU and disk."""
@@ -119,6 +119,13 @@ class Costs:
         shape = (rows, self.config.num_heads, tokens, self.config.head_dim)
         return 2 * self.formats.kv(shape).nbytes
 
+    def kv_read_s(self, rows: int, lengths: Iterable[int]) -> float:
+        """Of one layer's sealed blocks of so many tokens, from disk, each array by itself."""
+        config, read = self.config, self.hw.disk_read
+        shapes = ((rows, config.num_heads, tokens, config.head_dim) for tokens in lengths)
+        leaves = (leaf for shape in shapes for leaf in self.formats.kv(shape).leaves)
+        return 2 * sum(read.seconds(leaf.nbytes) for leaf in leaves)
+
     def hidden_bytes(self, rows: int, tokens: int) -> int:
         return rows * tokens * self.config.hidden_size * self.item
 
@@ -189,8 +196,9 @@ def _weights(costs: Costs, reads_ends: bool) -> tuple[Linear, Linear]:
     return Linear(AWAY_W) * (moves * (layer + ends)), Linear({"wd": float(read)})
 
 
-def _prefill(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear, Linear]:
-    """Bytes of each transfer, comp^p, and what the host computes: nothing."""
+def _prefill(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear, Linear, Linear]:
+    """Bytes of each transfer, comp^p, what the host computes, and seconds of reading the cache:
+    nothing."""
     policy, tokens = costs.policy, workload.prompt_len
     rows, batches = policy.batch_size, policy.num_batches
     cache = batches * costs.kv_bytes(rows, tokens) if workload.gen_len > 1 else 0
@@ -203,10 +211,10 @@ def _prefill(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linea
         "disk_write": Linear({"cd": cache, "hd": hidden}),
     }
     seconds = batches * (costs.prefill_s(rows, tokens) + costs.hw.step_s)
-    return moved, Linear({}, seconds), Linear()
+    return moved, Linear({}, seconds), Linear(), Linear()
 
 
-def _decode(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear, Linear]:
+def _decode(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear, Linear, Linear]:
     """The same for one token, on average: with s + n/2 tokens before it."""
     policy, hw = costs.policy, costs.hw
     rows, batches = policy.batch_size, policy.num_batches
@@ -225,16 +233,25 @@ def _decode(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear
         + Linear(AWAY_C) * (moved_share * cache)
         + asked * 2,
         "device_to_host": Linear(AWAY_H) * hidden + Linear(AWAY_C) * token + asked,
-        "disk_read": read + Linear({"cd": cache}),
+        "disk_read": read,
         "disk_write": Linear({"cd": token}),
     }
+    size = policy.kv_block_tokens
+    prompt, new = prompt_blocks(workload.prompt_len, size), generated_blocks(workload.gen_len, size)
+    half = workload.gen_len / 2 / max(sum(new), 1)
+    cached = batches * (costs.kv_read_s(rows, prompt) + half * costs.kv_read_s(rows, new))
     fixed = batches * (costs.linear_s(rows) + hw.step_s + (hw.split_s if policy.values_stay else 0))
     device = Linear({"cg": on_device}, fixed) + Linear(AWAY_C) * (moved_share * on_device)
-    return moved, device, Linear(AWAY_C) * on_host
+    return moved, device, Linear(AWAY_C) * on_host, Linear({"cd": cached})
 
 
 def _combine(
-    costs: Costs, moved: dict[str, Linear], device: Linear, host: Linear, unified: bool
+    costs: Costs,
+    moved: dict[str, Linear],
+    device: Linear,
+    host: Linear,
+    cached: Linear,
+    unified: bool,
 ) -> dict[str, Linear]:
     """Seconds of each resource, one of which is the longest.
 
@@ -248,6 +265,7 @@ def _combine(
         is_free = unified and link in ("host_to_device", "device_to_host")
         size = sum(moved[link].factors.values()) / 2 or 1.0
         seconds[link] = Linear() if is_free else moved[link] * (1 / getattr(hw, link).at(size))
+    seconds["disk_read"] = seconds["disk_read"] + cached
     lost = Linear()
     for link, term in seconds.items():
         lost = lost + term * (hw.drag.get(link, 0.0) if policy.overlap else 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from flexgen_jax.config import UserError
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 """Of the JSON; a cached profile of another version is measured anew."""
 
 TRANSFERS = ("disk_read", "disk_write", "host_to_device", "device_to_host")

@@ -141,7 +141,8 @@ class Simulation:
         self._warm.add(layer)
         for nbytes, how in ((direct, "disk_read"), (cached, source)):
             if nbytes:
-                load.read = clock.read(nbytes, False, how, size)
+                seconds = getattr(self.costs.hw, how).seconds(nbytes, size)
+                load.read = clock.read(nbytes, False, how, seconds)
         return load
 
     # The KV cache
@@ -163,10 +164,8 @@ class Simulation:
         ):
             rows = self.shape.batch_sizes[step.batch]
             load.copied += 2 * self.costs.hidden_bytes(rows, cached.lengths[sealed])
-        nbytes = cached.read[sealed]
-        if nbytes:
-            blocks = 2 * sum(home == "disk" for home in cached.homes[:sealed])
-            load.read = clock.read(nbytes, True, "disk_read", nbytes / blocks)
+        if cached.read[sealed]:
+            load.read = clock.read(cached.read[sealed], True, "disk_read", cached.read_s[sealed])
         return load
 
     def _is_cached(self, step: Step) -> bool:
@@ -186,7 +185,8 @@ class Simulation:
         home = self._states.home(step.token, step.layer - 1, step.batch)
         nbytes = self._hidden_bytes(step)
         if step.batch in self._hidden_disk and step.batch not in self._hidden_writes:  # not in RAM
-            return Loading(self._clock.read(nbytes, True, "page_cache", nbytes), nbytes)
+            seconds = self.costs.hw.page_cache.seconds(nbytes)
+            return Loading(self._clock.read(nbytes, True, "page_cache", seconds), nbytes)
         return Loading(None, 0 if home == "device" else nbytes)
 
     def _hidden_bytes(self, step: Step) -> int:

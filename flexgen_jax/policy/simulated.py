@@ -69,10 +69,10 @@ class Clock:
         self._links[link] += seconds
         return max(self.now, ready) + seconds
 
-    def read(self, nbytes: int, urgent: bool, source: str, size: float) -> list[float]:
-        """Queues a read from "disk_read" or "page_cache": [seconds left, when it is done]."""
-        rate: Rate = getattr(self._hw, source)
-        seconds = self._count("disk_read", nbytes, rate.seconds(nbytes, size), source)
+    def read(self, nbytes: int, urgent: bool, source: str, seconds: float) -> list[float]:
+        """Queues a read from "disk_read" or "page_cache", of so many seconds if nothing else is
+        read: [seconds left, when it is done]."""
+        seconds = self._count("disk_read", nbytes, seconds, source)
         self._drain(self.now)
         entry = [seconds, -1.0]
         self._lanes[urgent].append(entry)
@@ -121,9 +121,11 @@ class Clock:
 @dataclass(frozen=True)
 class Cached:
     """One (layer, batch)'s cache. read, moved: bytes that a step reads from disk and moves to the
-    device, by how many blocks are sealed; there, homes, lengths: by block."""
+    device, and read_s: seconds of the reading, by how many blocks are sealed; there, homes,
+    lengths: by block."""
 
     read: tuple[int, ...]
+    read_s: tuple[float, ...]
     moved: tuple[int, ...]
     there: tuple[bool, ...]
     homes: tuple[Tier, ...]
@@ -136,6 +138,7 @@ class CacheSizes:
     def __init__(self, costs: Costs, plan: CachePlan, batch_sizes: tuple[int, ...]) -> None:
         self._costs, self._plan, self._rows = costs, plan, batch_sizes
         self._found: dict[tuple[int, int], Cached] = {}
+        self._costs_of: dict[tuple[int, int], tuple[int, float]] = {}
 
     def of(self, layer: int, batch: int) -> Cached:
         found = self._found.get((layer, batch))
@@ -147,17 +150,27 @@ class CacheSizes:
         plan = self._plan
         lengths = plan.lengths(batch)
         keys = [CacheKey(layer, batch, block) for block in range(len(lengths))]
-        sizes = [self._costs.kv_bytes(self._rows[batch], length) for length in lengths]
+        costs = [self._cost(self._rows[batch], length) for length in lengths]
         homes = tuple(plan.homes[key] for key in keys)
-        read = [n if home == "disk" else 0 for n, home in zip(sizes, homes, strict=True)]
-        moved = [int(plan.moved(key) * n) for key, n in zip(keys, sizes, strict=True)]
+        reads = [
+            cost if home == "disk" else (0, 0.0) for cost, home in zip(costs, homes, strict=True)
+        ]
+        moved = [int(plan.moved(key) * n) for key, (n, _) in zip(keys, costs, strict=True)]
         return Cached(
-            read=(0, *accumulate(read)),
+            read=(0, *accumulate(nbytes for nbytes, _ in reads)),
+            read_s=(0.0, *accumulate(seconds for _, seconds in reads)),
             moved=(0, *accumulate(moved)),
             there=tuple(plan.is_there(key) for key in keys),
             homes=homes,
             lengths=lengths,
         )
+
+    def _cost(self, rows: int, length: int) -> tuple[int, float]:
+        """Bytes of a sealed block, and seconds of reading them."""
+        if (rows, length) not in self._costs_of:
+            seconds = self._costs.kv_read_s(rows, (length,))
+            self._costs_of[rows, length] = self._costs.kv_bytes(rows, length), seconds
+        return self._costs_of[rows, length]
 
     def sealed(self, batch: int, position: int) -> int:
         """How many blocks are full when so many tokens are cached."""
