@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flexgen_jax.config import DTYPES, ModelConfig
-from flexgen_jax.layers.spec import Formats, LayerSpec, model_spec
+from flexgen_jax.layers.spec import Formats, LayerSpec, TensorSpec, model_spec
 from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile
 from flexgen_jax.policy.policy import Policy, Workload, generated_blocks, prompt_blocks
 
@@ -135,8 +135,15 @@ class Costs:
 
     def end_bytes(self) -> int:
         """Of the large tensors of embedding and head, a shared table counted twice."""
-        ends = (self.layers[0], self.layers[-1])
-        return sum(self.formats.weight(t).nbytes for end in ends for t in end.large)
+        return sum(self.formats.weight(t).nbytes for t in self._end_tensors())
+
+    def end_bytes_held(self) -> int:
+        """The same, a shared table counted once."""
+        held = {t.key: self.formats.weight(t).nbytes for t in self._end_tensors()}
+        return sum(held.values())
+
+    def _end_tensors(self) -> list[TensorSpec]:
+        return [t for end in (self.layers[0], self.layers[-1]) for t in end.large]
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     device = home["g"] + Linear({}, work)
     host = home["c"] + Linear(
         {
-            "wd": (ahead.weight_reads + 1) * layer + ends,
+            "wd": (ahead.weight_reads + 1) * layer + costs.end_bytes_held(),
             "cd": max(
                 ahead.cache_buffers * kv_layer,
                 (PENDING_WRITES + 1) * costs.kv_bytes(rows, prompt),
