@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark_report import markdown
-from benchmark_suites import Case, Ours, suites
+from benchmark_suites import Case, Ours, narrowed, suites
 from flexgen_jax.families import known_shape
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.policy import Policy, Workload
@@ -252,7 +252,12 @@ def main() -> None:
     parser.add_argument("suite", choices=suites(False))
     parser.add_argument("--folder", type=Path, required=True, help="On the disk to measure.")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--only", help="Only cases whose name contains this.")
+    parser.add_argument("--only", default="", help="Only cases whose name contains this.")
+    parser.add_argument(
+        "--ours",
+        default="",
+        help="Of our own ways, only those whose name contains this, e.g. '4 bits'.",
+    )
     parser.add_argument(
         "--reference",
         type=known_best,
@@ -279,9 +284,8 @@ def main() -> None:
             args.json.write_text(json.dumps(content, indent=1) + "\n")
 
     bench = Bench(args, has_gpu)
-    for case in suites(has_gpu)[args.suite]():
-        if args.only is None or args.only in case.name:
-            bench.case(case, keep)
+    for case in narrowed(suites(has_gpu)[args.suite](), args.only, args.ours):
+        bench.case(case, keep)
     print(markdown(rows))
 
 

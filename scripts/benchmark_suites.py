@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -138,3 +138,12 @@ def suites(has_gpu: bool) -> dict[str, Callable[[], list[Case]]]:
         "latency": latency,
         "lengths": lengths,
     }
+
+
+def narrowed(cases: list[Case], only: str, ours: str) -> list[Case]:
+    """The cases whose name contains `only`, with those of our ways whose name contains `ours`."""
+    return [
+        replace(case, ours=tuple(way for way in case.ours if ours in way.name))
+        for case in cases
+        if only in case.name
+    ]

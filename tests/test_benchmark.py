@@ -65,6 +65,16 @@ def test_reference_is_doubled_until_it_fails_or_slows(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("scripts")
+def test_a_part_of_a_suite_can_be_run() -> None:
+    from benchmark_suites import cpu_full, narrowed
+
+    (case,) = narrowed(cpu_full(), "6.7B", "4 bits")
+    assert case.name == "OPT-6.7B, 4 GB"
+    assert [way.name for way in case.ours] == ["4 bits"]
+    assert narrowed(cpu_full(), "", "") == cpu_full()
+
+
+@pytest.mark.usefixtures("scripts")
 def test_old_profiles_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import benchmark
     from benchmark_suites import Case, Ours

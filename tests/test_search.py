@@ -49,7 +49,7 @@ def test_profiles_survive_json(name: str, tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[]", "JSON object"),
         ('{"version": 99}', "version 99"),
-        ('{"version": 3}', "'name' is missing"),
+        ('{"version": 4}', "'name' is missing"),
     ],
 )
 def test_bad_profiles_are_named(text: str, said: str, tmp_path: Path) -> None:
