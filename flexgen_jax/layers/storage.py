@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from flexgen_jax.config import DTYPES
@@ -87,6 +88,7 @@ def parameter_dtype(dtype: str) -> str:
     return "float16" if dtype == "float16" else "bfloat16"
 
 
+@lru_cache(maxsize=1024)  # of every block of a search the same few
 def kv_storage(shape: tuple[int, ...], dtype: str, bits: int) -> Storage:
     """Keys or values of a sealed block, [batch, head, token, head_dim], in groups along the
     hidden dimension: equal parts of a head, of 64 or the next larger size that divides."""

@@ -8,6 +8,7 @@ sparse attention, the place of attention, the row schedule, fixed costs of steps
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -122,9 +123,12 @@ class Costs:
     def kv_read_s(self, rows: int, lengths: Iterable[int]) -> float:
         """Of one layer's sealed blocks of so many tokens, from disk, each array by itself."""
         config, read = self.config, self.hw.disk_read
-        shapes = ((rows, config.num_heads, tokens, config.head_dim) for tokens in lengths)
-        leaves = (leaf for shape in shapes for leaf in self.formats.kv(shape).leaves)
-        return 2 * sum(read.seconds(leaf.nbytes) for leaf in leaves)
+        seconds = 0.0
+        for tokens, count in Counter(lengths).items():
+            shape = (rows, config.num_heads, tokens, config.head_dim)
+            leaves = self.formats.kv(shape).leaves
+            seconds += 2 * count * sum(read.seconds(leaf.nbytes) for leaf in leaves)
+        return seconds
 
     def hidden_bytes(self, rows: int, tokens: int) -> int:
         return rows * tokens * self.config.hidden_size * self.item

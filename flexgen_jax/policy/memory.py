@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -76,7 +76,7 @@ class _Estimate:
         self._formats, self._item = policy.formats(dtype), DTYPES[dtype]
         self._layers = model_spec(config)
         self._ahead = Ahead.of(policy)
-        self._kv: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._kv: dict[tuple[int, int], tuple[int, int]] = {}
         self.bytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
 
     def add_weights(self) -> None:
@@ -119,18 +119,19 @@ class _Estimate:
 
     def _kv_bytes(self, batch: int, tokens: int) -> tuple[int, int]:
         """Of a block's keys and values: sealed, and open."""
-        config, rows = self._config, self._shape.batch_sizes[batch]
-        shape = (rows, config.num_heads, tokens, config.head_dim)
-        if shape not in self._kv:
-            self._kv[shape] = (2 * self._formats.kv(shape).nbytes, 2 * prod(shape) * self._item)
-        return self._kv[shape]
+        rows = self._shape.batch_sizes[batch]
+        if (rows, tokens) not in self._kv:
+            shape = (rows, self._config.num_heads, tokens, self._config.head_dim)
+            sizes = (2 * self._formats.kv(shape).nbytes, 2 * prod(shape) * self._item)
+            self._kv[rows, tokens] = sizes
+        return self._kv[rows, tokens]
 
     def add_cache(self) -> None:
         if self._shape.gen_len < 2:
             return
         plan = plan_cache(self._config, self._policy, self._shape)
         away: Counter[tuple[int, int]] = Counter()
-        read: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
+        read: defaultdict[tuple[int, int], Counter[tuple[int, int]]] = defaultdict(Counter)
         tails: dict[Tier, Counter[int]] = {tier: Counter() for tier in TIERS}
         pending: Counter[tuple[int, int]] = Counter()
         opened_most = 0
@@ -138,7 +139,8 @@ class _Estimate:
             length = plan.lengths(key.batch)[key.block]
             nbytes, opened_bytes = self._kv_bytes(key.batch, length)
             where = (key.layer, key.batch)
-            away[where] += int(plan.moved(key) * nbytes)
+            if not self._unified:
+                away[where] += int(plan.moved(key) * nbytes)
             opened = key.block - len(plan.prompt[key.batch])
             is_apart = opened >= 0 and (home == "disk" or self._policy.cache_bits < 16)
             if is_apart:
@@ -150,7 +152,7 @@ class _Estimate:
             self.bytes[home] += nbytes
             if home == "disk":
                 rows = self._shape.batch_sizes[key.batch]
-                read.setdefault(where, Counter())[rows, length] += nbytes
+                read[where][rows, length] += nbytes
                 if opened < 0:
                     pending[where] += nbytes
         largest: Counter[tuple[int, int]] = Counter()

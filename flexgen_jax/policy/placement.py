@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -131,7 +132,11 @@ class CachePlan:
         )
 
     def lengths(self, batch: int) -> tuple[int, ...]:
-        return self.prompt[batch] + self.generated[batch]
+        return self._lengths[batch]
+
+    @cached_property  # asked for once for every block, of which there may be 100,000
+    def _lengths(self) -> list[tuple[int, ...]]:
+        return [prompt + new for prompt, new in zip(self.prompt, self.generated, strict=True)]
 
 
 def place_cache(
