@@ -233,7 +233,7 @@ def profile(
 ) -> None:
     """Measure this machine: links, memory, products, attention, fixed costs.
 
-    Takes about a minute. The result is kept and used by `plan` and by --policy auto.
+    Takes one to three minutes. The result is kept and used by `plan` and by --policy auto.
     """
     from flexgen_jax.cli_plan import profile_text
     from flexgen_jax.profiles import measured_profile, set_up

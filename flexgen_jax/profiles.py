@@ -52,7 +52,7 @@ def cached_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:
 def measured_profile(
     dtype: str, offload_dir: Path, unified: bool, progress: Progress
 ) -> HardwareProfile:
-    """Measures this machine, in about a minute, and keeps the result for later runs."""
+    """Measures this machine, in one to three minutes, and keeps the result for later runs."""
     with progress.counting("measuring this machine", stages()) as tell:
         profile = measure(dtype, offload_dir, unified, tell)
     path = _cache_file(dtype, offload_dir)

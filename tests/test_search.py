@@ -116,7 +116,7 @@ def test_limits_are_kept() -> None:
 
 
 def test_compression_is_chosen_only_where_allowed() -> None:
-    asked = problem("facebook/opt-30b", workload=Workload(512, 32, 0))
+    asked = problem("facebook/opt-175b", workload=Workload(512, 32, 0))
     allowed = replace(asked, choices=Choices((16, 4), (16, 4)))
     plain, packed = search(asked)[0], search(allowed)[0]
     assert (plain.policy.weight_bits, plain.policy.cache_bits) == (16, 16)

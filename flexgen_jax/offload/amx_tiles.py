@@ -23,7 +23,6 @@ given as bits; `PAIR` rows or columns, two tiles, go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -132,55 +131,55 @@ def _turned(tiles: Tiles, rows: list[Any]) -> list[Any]:
 
 
 class PlainKernel:
-    """Rows of a kernel's matrix."""
+    """Rows of a kernel's matrix, from the element at `begin` on and `pitch` apart."""
 
-    def __init__(self, tiles: Tiles, arrays: list[Any], column: Any, top: Any, pitch: Any) -> None:
-        self._tiles, self._matrix = tiles, arrays[0]
-        self._begin, self._pitch = tiles.at((column, pitch), top), pitch
+    def __init__(self, tiles: Tiles, matrix: Any, begin: Any, pitch: Any) -> None:
+        self._tiles, self._matrix, self._begin, self._pitch = tiles, matrix, begin, pitch
 
     def rows(self, tile: Any, step: Any) -> list[Any]:
         """Two elements a word, of a tile's rows."""
+        return self._loaded(tile, step, WORDS, 2)
+
+    def _loaded(self, tile: Any, step: Any, kind: Any, align: int) -> list[Any]:
+        """As vectors of this kind."""
         tiles = self._tiles
         first = tiles.at(self._begin, (tiles.at((tile, LANES)), self._pitch), (step, STEP))
-        places = (tiles.at(first, (self._pitch, row)) for row in range(LANES))
-        return [tiles.builder.load(tiles.place(self._matrix, x, WORDS), align=2) for x in places]
+        indices = (tiles.at(first, (self._pitch, row)) for row in range(LANES))
+        places = (tiles.place(self._matrix, index, kind) for index in indices)
+        return [tiles.builder.load(place, align=align) for place in places]
 
 
-class PackedKernel:
-    """The same of one that is unpacked on the way, in registers."""
+class PackedKernel(PlainKernel):
+    """The same of one that is unpacked on the way, in registers. sides: scales and minima, of which
+    those of these rows begin at `group`; shift: of these rows' codes in a byte."""
 
     def __init__(
         self,
         tiles: Tiles,
-        arrays: list[Any],
-        column: Any,
-        top: Any,
+        codes: Any,
+        begin: Any,
         pitch: Any,
-        length: Any,
+        sides: list[Any],
+        group: Any,
+        shift: Any,
         bits: int,
     ) -> None:
-        self._tiles, self._pitch, self._bits = tiles, pitch, bits
-        self._codes, self._scale, self._minimum = arrays
-        builder = tiles.builder
-        self._plane = builder.udiv(column, length)
-        self._begin = tiles.at((builder.urem(column, length), pitch), top)
-        group = builder.udiv(column, tiles.index(GROUP_SIZE))
-        self._group = tiles.at((group, pitch), top)
+        super().__init__(tiles, codes, begin, pitch)
+        self._sides, self._group, self._shift, self._bits = sides, group, shift, bits
 
     def rows(self, tile: Any, step: Any) -> list[Any]:
-        tiles, builder, bits = self._tiles, self._tiles.builder, self._bits
+        tiles, builder = self._tiles, self._tiles.builder
         group = tiles.at(self._group, (step, STEP))
-        scales, minima = (self._halves(x, group) for x in (self._scale, self._minimum))
-        shift = builder.trunc(tiles.at((self._plane, bits)), INT)
+        scales, minima = (self._halves(side, group) for side in self._sides)
+        shift = builder.trunc(self._shift, INT)
         shifts = [tiles.spread(builder.add(shift, ir.Constant(INT, n)), LANES) for n in (0, 8)]
-        first = tiles.at(self._begin, (tiles.at((tile, LANES)), self._pitch), (step, STEP))
+        levels = filled(WORDS, (1 << self._bits) - 1)
         found = []
-        for row in range(LANES):
-            place = tiles.place(self._codes, tiles.at(first, (self._pitch, row)), HALVES)
-            word = builder.zext(builder.load(place, align=1), WORDS)
+        for stored in self._loaded(tile, step, HALVES, 1):
+            word = builder.zext(stored, WORDS)
             halves = []
             for by, scale, minimum in zip(shifts, scales, minima, strict=True):
-                code = builder.and_(builder.lshr(word, by), filled(WORDS, (1 << bits) - 1))
+                code = builder.and_(builder.lshr(word, by), levels)
                 wide = tiles.multiply_add(builder.sitofp(code, FLOATS), scale, minimum)
                 # To the nearest, ties away from zero, as `layers.quantization` has it.
                 halves.append(builder.add(builder.bitcast(wide, WORDS), filled(WORDS, 0x8000)))
@@ -197,18 +196,12 @@ class PackedKernel:
         return builder.bitcast(even, FLOATS), builder.bitcast(odd, FLOATS)
 
 
-def _take_columns(
-    tiles: Tiles,
-    rows_of: Callable[[Any, Any], list[Any]],
-    steps: Any,
-    packed: Any,
-    at: Any,
-) -> None:
+def _take_columns(tiles: Tiles, kernel: PlainKernel, steps: Any, packed: Any, at: Any) -> None:
     builder = tiles.builder
     # A tile's rows step by step: cache lines of packed rows have two steps' elements.
     with tiles.loop(2) as (tile, _), tiles.loop(steps) as (step, _):
         target = tiles.at(at, (step, 2 * TILE), (tile, TILE))
-        for row, found in enumerate(_turned(tiles, rows_of(tile, step))):
+        for row, found in enumerate(_turned(tiles, kernel.rows(tile, step))):
             place = tiles.place(packed, tiles.at(target, row * STEP), WORDS)
             builder.store(found, place, align=2)
 
@@ -323,10 +316,15 @@ def _columns(_context, kernel, column, top, pitch, length, steps, packed, at, bi
         tiles, bits = Tiles(builder), signature.args[-1].literal_value
         rest = arrays_of(context, builder, signature.args[1:-1], arguments[1:-1])
         column, top, pitch, length, steps, packed, at = rest
-        rows_of = PlainKernel(tiles, arrays, column, top, pitch).rows
+        codes, *sides = arrays
+        kernel = PlainKernel(tiles, codes, tiles.at((column, pitch), top), pitch)
         if bits < 16:
-            rows_of = PackedKernel(tiles, arrays, column, top, pitch, length, bits).rows
-        _take_columns(tiles, rows_of, steps, packed, at)
+            plane, row = builder.udiv(column, length), builder.urem(column, length)
+            group = builder.udiv(column, tiles.index(GROUP_SIZE))
+            begin, group = (tiles.at((line, pitch), top) for line in (row, group))
+            shift = tiles.at((plane, bits))
+            kernel = PackedKernel(tiles, codes, begin, pitch, sides, group, shift, bits)
+        _take_columns(tiles, kernel, steps, packed, at)
         return context.get_dummy_value()
 
     return types.void(kernel, N, N, N, N, N, packed, N, bits), generate

@@ -20,7 +20,7 @@ from flexgen_jax.layers.attention import (
     attend_prompt,
 )
 from flexgen_jax.layers.decoder import KVBlock
-from flexgen_jax.layers.quantization import Kept, QuantizedArray
+from flexgen_jax.layers.quantization import QuantizedArray
 
 FEW_ELEMENTS = 1 << 20
 """Of keys and values, with which XLA's own attention costs no more than a tenth of a millisecond,
@@ -46,7 +46,7 @@ def attend_inline(
     starts = jnp.asarray(starts, jnp.int32)
     first = jnp.maximum(first_valid[None, :] - starts[:, None], 0)
     stop = jnp.minimum(lengths, position - starts)
-    leaves = [leaf for block in blocks for side in block for leaf in leaves_of(side)]
+    leaves = jax.tree.leaves(blocks)
     bits = next((key.storage.bits for key, _ in blocks if isinstance(key, QuantizedArray)), 16)
     target = _target(size, str(query.dtype), bits)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, size), (rows,))]
@@ -71,13 +71,6 @@ def attend_prompt_inline(
     keys, values, out = call(*(x.reshape(shape) for x in (query, key, value)), first_valid)
     key, value = (x.reshape(batch, heads, tokens, size) for x in (keys, values))
     return out.reshape(query.shape).astype(dtype), (key, value)
-
-
-def leaves_of(kept: Kept) -> list[jax.Array]:
-    """The arrays that a foreign function is given for one."""
-    if isinstance(kept, QuantizedArray):
-        return [kept.packed, kept.scale, kept.minimum]
-    return [kept]
 
 
 @lru_cache

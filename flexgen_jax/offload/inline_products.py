@@ -1,4 +1,5 @@
-"""Products of many rows on the CPU as a part of XLA's programs, where the processor has AMX."""
+"""Products on the CPU as a part of XLA's programs, where the processor has AMX: of many rows, or of
+any number with a packed kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from flexgen_jax.layers.linear import FEW_ROWS, dense, rounded
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.layers.storage import GROUP_SIZE
-from flexgen_jax.offload.inline_attention import leaves_of, register
+from flexgen_jax.offload.inline_attention import register
 
 FEW_PRODUCTS = 1 << 28
 """Multiplications with which XLA's own product takes no more than a millisecond, and does without
@@ -36,7 +37,7 @@ ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # of x86-64's Linux
 
 def dense_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array:
     """`layers.linear.rounded`, for programs of the CPU."""
-    if not _fits(x, kernel):
+    if not _is_for_tiles(x, kernel):
         return rounded(x, kernel, bias)
     added = None if bias is None else bias.astype(jnp.float32)
     return _product(x, kernel, added, x.dtype)
@@ -44,7 +45,7 @@ def dense_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Arra
 
 def logits_inline(x: jax.Array, table: Kept) -> jax.Array:
     """`layers.linear.dense`, for programs of the CPU."""
-    return _product(x, table, None, jnp.float32) if _fits(x, table) else dense(x, table)
+    return _product(x, table, None, jnp.float32) if _is_for_tiles(x, table) else dense(x, table)
 
 
 def _product(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> jax.Array:
@@ -53,27 +54,24 @@ def _product(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> 
     bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
     out = jax.ShapeDtypeStruct((rows.shape[0], columns), dtype)
     target = _target(bits, dtype == jnp.float32)
-    found: jax.Array = jax.ffi.ffi_call(target, out)(rows, bias, *leaves_of(kernel))
+    found: jax.Array = jax.ffi.ffi_call(target, out)(rows, bias, *jax.tree.leaves(kernel))
     return found.reshape(*x.shape[:-1], columns)
 
 
-def _fits(x: jax.Array, kernel: Kept) -> bool:
-    """Whether tiles can take a product, and are worth it."""
-    columns, depth = kernel.shape
+def _is_for_tiles(x: jax.Array, kernel: Kept) -> bool:
+    """Whether tiles can take a product, and are faster than XLA."""
     kinds = {jnp.dtype(x.dtype), jnp.dtype(kernel.dtype)}
-    if kinds != {jnp.dtype(jnp.bfloat16)} or depth % MULTIPLE or columns % MULTIPLE:
-        return False
-    return _is_worth_it(x.size // depth, kernel) and has_amx()
-
-
-def _is_worth_it(rows: int, kernel: Kept) -> bool:
-    """Whether it is faster than XLA, which unpacks in memory; and not too short."""
-    if isinstance(kernel, QuantizedArray):
+    fits = kinds == {jnp.dtype(jnp.bfloat16)} and not any(n % MULTIPLE for n in kernel.shape)
+    columns, depth = kernel.shape
+    if isinstance(kernel, QuantizedArray):  # which XLA unpacks in memory
         storage = kernel.storage
-        is_known = storage.group_size == GROUP_SIZE and storage.axis == 0
-        whole = storage.plane_length % MULTIPLE == 0
-        return is_known and whole and kernel.shape[0] * kernel.shape[1] >= FEW_PACKED
-    return rows > FEW_ROWS and rows * kernel.size >= FEW_PRODUCTS
+        fits = fits and (storage.group_size, storage.axis) == (GROUP_SIZE, 0)
+        fits = fits and storage.plane_length % MULTIPLE == 0
+        is_faster = columns * depth >= FEW_PACKED
+    else:
+        rows = x.size // depth
+        is_faster = rows > FEW_ROWS and rows * columns * depth >= FEW_PRODUCTS
+    return fits and is_faster and has_amx()
 
 
 @lru_cache

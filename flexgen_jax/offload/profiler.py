@@ -55,7 +55,7 @@ def stages() -> int:
 
 
 def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> HardwareProfile:
-    """Profiles this machine for models of a dtype; in about a minute.
+    """Profiles this machine for models of a dtype; in one to three minutes.
 
     offload_dir: where the disk is measured. tell: called with what is measured next.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from flexgen_jax.config import DTYPES, ModelConfig
 from flexgen_jax.layers.spec import Formats, LayerSpec, TensorSpec, model_spec
@@ -189,8 +190,8 @@ def block_terms(costs: Costs, workload: Workload, unified: bool) -> BlockTerms:
     formed = rows * (workload.prompt_len if workload.scores_prompts else 1)
     ends = workload.gen_len * batches * (costs.head_s(formed) + 2 * costs.hw.step_s)
     return BlockTerms(
-        prefill=_combine(costs, *_prefill(costs, workload), unified),
-        decode=_combine(costs, *_decode(costs, workload), unified),
+        prefill=_combine(costs, _prefill(costs, workload), unified),
+        decode=_combine(costs, _decode(costs, workload), unified),
         layers=layers,
         tokens=workload.gen_len,
         ends=ends,
@@ -207,9 +208,18 @@ def _weights(costs: Costs, reads_ends: bool) -> tuple[Linear, Linear]:
     return Linear(AWAY_W) * (moves * (layer + ends)), Linear({"wd": float(read)})
 
 
-def _prefill(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear, Linear, Linear]:
-    """Bytes of each transfer, comp^p, what the host computes, and seconds of reading the cache:
-    nothing."""
+class Work(NamedTuple):
+    """Of one layer and all batches: bytes of each transfer, of reads all but the cache's; seconds
+    of computing on the device and on the host, and of reading the cache."""
+
+    moved: dict[str, Linear]
+    device: Linear
+    host: Linear = Linear()
+    cached: Linear = Linear()
+
+
+def _prefill(costs: Costs, workload: Workload) -> Work:
+    """Of the prompts; its computing is comp^p."""
     policy, tokens = costs.policy, workload.prompt_len
     rows, batches = policy.batch_size, policy.num_batches
     cache = batches * costs.kv_bytes(rows, tokens) if workload.gen_len > 1 else 0
@@ -222,11 +232,11 @@ def _prefill(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linea
         "disk_write": Linear({"cd": cache, "hd": hidden}),
     }
     seconds = batches * (costs.prefill_s(rows, tokens) + costs.hw.step_s)
-    return moved, Linear({}, seconds), Linear(), Linear()
+    return Work(moved, Linear({}, seconds))
 
 
-def _decode(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear, Linear, Linear]:
-    """The same for one token, on average: with s + n/2 tokens before it."""
+def _decode(costs: Costs, workload: Workload) -> Work:
+    """Of one token, on average: with s + n/2 tokens before it."""
     policy, hw = costs.policy, costs.hw
     rows, batches = policy.batch_size, policy.num_batches
     before = workload.prompt_len + workload.gen_len / 2
@@ -253,17 +263,10 @@ def _decode(costs: Costs, workload: Workload) -> tuple[dict[str, Linear], Linear
     cached = batches * (costs.kv_read_s(rows, prompt) + half * costs.kv_read_s(rows, new))
     fixed = batches * (costs.linear_s(rows) + hw.step_s + (hw.split_s if policy.values_stay else 0))
     device = Linear({"cg": on_device}, fixed) + Linear(AWAY_C) * (moved_share * on_device)
-    return moved, device, Linear(AWAY_C) * on_host, Linear({"cd": cached})
+    return Work(moved, device, Linear(AWAY_C) * on_host, Linear({"cd": cached}))
 
 
-def _combine(
-    costs: Costs,
-    moved: dict[str, Linear],
-    device: Linear,
-    host: Linear,
-    cached: Linear,
-    unified: bool,
-) -> dict[str, Linear]:
+def _combine(costs: Costs, work: Work, unified: bool) -> dict[str, Linear]:
     """Seconds of each resource, one of which is the longest.
 
     The device's next products run beside the CPU's attention within a layer: all but one
@@ -274,9 +277,10 @@ def _combine(
     seconds: dict[str, Linear] = {}
     for link in TRANSFERS:
         is_free = unified and link in ("host_to_device", "device_to_host")
-        size = sum(moved[link].factors.values()) / 2 or 1.0
-        seconds[link] = Linear() if is_free else moved[link] * (1 / getattr(hw, link).at(size))
-    seconds["disk_read"] = seconds["disk_read"] + cached
+        moved = work.moved[link]
+        size = sum(moved.factors.values()) / 2 or 1.0
+        seconds[link] = Linear() if is_free else moved * (1 / getattr(hw, link).at(size))
+    seconds["disk_read"] = seconds["disk_read"] + work.cached
     lost = Linear()
     for link, term in seconds.items():
         lost = lost + term * (hw.drag.get(link, 0.0) if policy.overlap else 1.0)
@@ -284,5 +288,5 @@ def _combine(
         seconds = {link: term * hw.slowed.get(link, 1.0) for link, term in seconds.items()}
     is_serial = unified or policy.schedule == "row" or not policy.overlap
     exposed = 1.0 if is_serial else 1 / policy.num_batches
-    together = host + device * exposed + lost
-    return seconds | {"compute": device + lost, "host_compute": together}
+    together = work.host + work.device * exposed + lost
+    return seconds | {"compute": work.device + lost, "host_compute": together}
