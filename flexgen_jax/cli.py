@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from flexgen_jax import __version__
+from flexgen_jax.caches import keep_programs
 from flexgen_jax.cli_options import (
     model_options,
     open_llm,
@@ -50,6 +51,7 @@ def main() -> None:
     Weights, KV cache and activations are kept on the device, in host memory and on disk, and
     moved to where they are needed while the device computes.
     """
+    keep_programs(os.environ)
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from flexgen_jax.batching import Request, make_blocks, pad_prompts, padded_length
+from flexgen_jax.caches import cache_folder
 from flexgen_jax.config import UserError, first_line
 from flexgen_jax.generation import Generation, RequestOutput, ScoreOutput, Scoring
 from flexgen_jax.model import open_model, resolve_dtype
@@ -20,7 +21,7 @@ from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.machine import tune_allocator
 from flexgen_jax.plan import Planner
 from flexgen_jax.policy.policy import Attention, Head, Policy, Workload
-from flexgen_jax.profiles import cache_folder, read_profile
+from flexgen_jax.profiles import read_profile
 from flexgen_jax.progress import Progress
 from flexgen_jax.sampling import SamplingParams, sampling_arrays
 from flexgen_jax.session import Session

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import uuid
 from pathlib import Path
 
+from flexgen_jax.caches import cache_folder
 from flexgen_jax.config import ModelConfig
 from flexgen_jax.model import resolve_dtype
 from flexgen_jax.offload.machine import detect_budgets, existing, tune_allocator
@@ -16,12 +16,6 @@ from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, ProfileError
 from flexgen_jax.policy.machines import MACHINES, known_machine
 from flexgen_jax.progress import Progress
-
-
-def cache_folder(name: str) -> Path:
-    """A folder of this package's in the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "flexgen_jax" / name
 
 
 def read_profile(name: str | Path) -> HardwareProfile:

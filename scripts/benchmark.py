@@ -271,8 +271,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json: there is no folder {args.json.parent}")
-    args.folder.mkdir(parents=True, exist_ok=True)
     has_gpu = find_gpu(args.suite)
+    try:
+        cases = narrowed(suites(has_gpu)[args.suite](), args.only, args.ours)
+    except ValueError as error:
+        parser.error(str(error))
+    args.folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     about = {"suite": args.suite, "command": " ".join(sys.argv), "machine": machine()}
 
@@ -284,7 +288,7 @@ def main() -> None:
             args.json.write_text(json.dumps(content, indent=1) + "\n")
 
     bench = Bench(args, has_gpu)
-    for case in narrowed(suites(has_gpu)[args.suite](), args.only, args.ours):
+    for case in cases:
         bench.case(case, keep)
     print(markdown(rows))
 

@@ -141,9 +141,17 @@ def suites(has_gpu: bool) -> dict[str, Callable[[], list[Case]]]:
 
 
 def narrowed(cases: list[Case], only: str, ours: str) -> list[Case]:
-    """The cases whose name contains `only`, with those of our ways whose name contains `ours`."""
-    return [
-        replace(case, ours=tuple(way for way in case.ours if ours in way.name))
-        for case in cases
-        if only in case.name
-    ]
+    """The cases whose name contains `only`, with those of our ways whose name contains `ours`.
+
+    Raises `ValueError` where nothing is left to run.
+    """
+    named = [case for case in cases if only in case.name]
+    if not named:
+        there = ", ".join(repr(case.name) for case in cases)
+        raise ValueError(f"--only {only!r} is in no case's name; there are {there}")
+    ways = {way.name: None for case in named for way in case.ours}
+    if not any(ours in name for name in ways):
+        there = ", ".join(map(repr, ways))
+        raise ValueError(f"--ours {ours!r} is in no name of our ways; there are {there}")
+    left = (replace(case, ours=tuple(w for w in case.ours if ours in w.name)) for case in named)
+    return [case for case in left if case.ours]

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.models import write_checkpoint
+
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+"""Tests leave the user's cache alone. One of their own saves no time: they share programs."""
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,11 @@ def test_a_part_of_a_suite_can_be_run() -> None:
     assert case.name == "OPT-6.7B, 4 GB"
     assert [way.name for way in case.ours] == ["4 bits"]
     assert narrowed(cpu_full(), "", "") == cpu_full()
+    assert [case.name for case in narrowed(cpu_full(), "", "batch 3")] == ["in memory, batch 32"]
+    with pytest.raises(ValueError, match=r"--only 'OPT-7B' .* there are 'OPT-1.3B, 1.5 GB', "):
+        narrowed(cpu_full(), "OPT-7B", "")
+    with pytest.raises(ValueError, match=r"--ours '3 bits' .* there are '16 bits', '4 bits'"):
+        narrowed(cpu_full(), "6.7B", "3 bits")
 
 
 @pytest.mark.usefixtures("scripts")

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "flexgen_jax"
 
 # Each room may import from those before it.
 ORDER = [
-    {"config", "units", "trace"},
+    {"config", "units", "trace", "caches"},
     {"layers"},
     {"families", "checkpoint", "tokenizer"},
     {"policy"},
