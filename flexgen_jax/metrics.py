@@ -123,10 +123,11 @@ class Metrics:
         key = (operation.phase, operation.resource, operation.content)
         return self._whole[operation.resource], self._parts[key]
 
-    def enter(self, phase: Phase) -> None:
-        """What begins from now on belongs to this phase."""
+    def enter(self, phase: Phase) -> bool:
+        """What begins from now on belongs to this phase; returns whether it was another before."""
         with self._lock:
-            self._phase = phase
+            before, self._phase = self._phase, phase
+        return before != phase
 
     def report(self) -> dict[str, Any]:
         """{"bytes": {link: bytes}, "decode_bytes": of transfers that began while decoding,

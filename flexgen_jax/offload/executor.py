@@ -22,6 +22,7 @@ from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.attending import Moment, Question, attend_split
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.kv_cache import KVCache, Moving, Split
+from flexgen_jax.offload.machine import trim_heap
 from flexgen_jax.offload.transfer import Stream
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.placement import CachePlan, place_activations
@@ -128,7 +129,8 @@ class BlockRun:
             self._runtime.metrics.enter("prefill")
             self._read_ahead(ahead, -1)
             for step in ahead:
-                self._runtime.metrics.enter("decode" if step.token else "prefill")
+                if self._runtime.metrics.enter("decode" if step.token else "prefill"):
+                    trim_heap()  # of what prompts took, between which the cache's open blocks lie
                 self._copy_ahead(step, ahead)
                 computed = self._compute(step, ahead)
                 self._release_weights(step, ahead)
