@@ -129,7 +129,10 @@ class BlockRun:
             self._runtime.metrics.enter("prefill")
             self._read_ahead(ahead, -1)
             for step in ahead:
-                if self._runtime.metrics.enter("decode" if step.token else "prefill"):
+                if (
+                    self._runtime.metrics.enter("decode" if step.token else "prefill")
+                    and step.token
+                ):
                     trim_heap()  # of what prompts took, between which the cache's open blocks lie
                 self._copy_ahead(step, ahead)
                 computed = self._compute(step, ahead)
