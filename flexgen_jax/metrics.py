@@ -123,11 +123,10 @@ class Metrics:
         key = (operation.phase, operation.resource, operation.content)
         return self._whole[operation.resource], self._parts[key]
 
-    def enter(self, phase: Phase) -> bool:
-        """What begins from now on belongs to this phase; returns whether it was another before."""
+    def enter(self, phase: Phase) -> None:
+        """What begins from now on belongs to this phase."""
         with self._lock:
-            before, self._phase = self._phase, phase
-        return before != phase
+            self._phase = phase
 
     def report(self) -> dict[str, Any]:
         """{"bytes": {link: bytes}, "decode_bytes": of transfers that began while decoding,

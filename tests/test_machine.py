@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flexgen_jax import Policy, SamplingParams
 from flexgen_jax.offload import executor, machine
-from tests.models import prompts, run_greedy
+from tests.models import BASE, prompts, run_greedy
 
 
 @pytest.mark.parametrize(("free", "expected"), [(1_500_000_000, 1_100_000_000), (10**8, 0)])
@@ -26,14 +25,15 @@ def test_room_is_left_for_the_runtime(
     assert (found.device, found.host, found.shared) == (7, 8, None)
 
 
-@pytest.mark.parametrize(("schedule", "count"), [("zigzag", 1), ("row", 2)])
-def test_the_heap_is_trimmed_before_decoding(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, schedule: str, count: int
+@pytest.mark.parametrize("seconds", [0.0, 1e6])
+def test_the_heap_is_trimmed_now_and_then(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    trims: list[str] = []
-    monkeypatch.setattr(executor, "trim_heap", lambda: trims.append(schedule))
+    trims: list[float] = []
+    monkeypatch.setattr(executor, "TRIM_S", seconds)
+    monkeypatch.setattr(executor, "trim_heap", lambda: trims.append(seconds))
     sequences = len(prompts())
-    options: Any = {"schedule": schedule}
-    policy = Policy(batch_size=-(-sequences // 2), num_batches=2, **options)
+    policy = Policy(batch_size=sequences, num_batches=1)
     run_greedy(checkpoint("base"), SamplingParams(max_tokens=3, ignore_eos=True), policy)
-    assert len(trims) == count
+    steps = 3 * (BASE["num_hidden_layers"] + 2)
+    assert len(trims) == (steps if not seconds else 0)

@@ -6,6 +6,7 @@ of zero and a wait after every step; nothing else differs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.placement import CachePlan, place_activations
 from flexgen_jax.policy.policy import Ahead, Head, Policy
 from flexgen_jax.policy.schedule import LookAhead, Step, steps_of
+
+TRIM_S = 10.0
+"""Between looks for free parts of the heap, which take some 25 ms for 100 MB."""
 
 
 class NonFiniteError(UserError, ArithmeticError):
@@ -102,6 +106,7 @@ class BlockRun:
         self._on_step = on_step
         self._tokens = tokens
         self._plan = plan
+        self._trimmed_at = time.monotonic()
         self._cache = KVCache(runtime, plan, [batch.size for batch in batches])
         self._projected: dict[Step, tuple[jax.Array, KVBlock]] = {}
         waiting = place_activations(len(self._layers) - 1, len(batches), policy)
@@ -129,11 +134,8 @@ class BlockRun:
             self._runtime.metrics.enter("prefill")
             self._read_ahead(ahead, -1)
             for step in ahead:
-                if (
-                    self._runtime.metrics.enter("decode" if step.token else "prefill")
-                    and step.token
-                ):
-                    trim_heap()  # of what prompts took, between which the cache's open blocks lie
+                self._runtime.metrics.enter("decode" if step.token else "prefill")
+                self._trim_now_and_then()
                 self._copy_ahead(step, ahead)
                 computed = self._compute(step, ahead)
                 self._release_weights(step, ahead)
@@ -148,6 +150,13 @@ class BlockRun:
                 self._retire(before, ahead)
         finally:
             self._close()
+
+    def _trim_now_and_then(self) -> None:
+        """Gives back the free parts of the heap, which does not shrink by itself: the cache's open
+        blocks lie between temporaries."""
+        if time.monotonic() - self._trimmed_at > TRIM_S:
+            trim_heap()
+            self._trimmed_at = time.monotonic()
 
     def _read_ahead(self, ahead: LookAhead, visit: int) -> None:
         """Starts the disk reads of the layers and batches that come next."""

@@ -136,6 +136,6 @@ def release_memory() -> None:
 
 
 def trim_heap() -> None:
-    """The same without a look for what is no longer used; takes 25 ms for some 100 MB."""
+    """The same without a look for what is no longer used."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
