@@ -149,9 +149,9 @@ def narrowed(cases: list[Case], only: str, ours: str) -> list[Case]:
     if not named:
         there = ", ".join(repr(case.name) for case in cases)
         raise ValueError(f"--only {only!r} is in no case's name; there are {there}")
-    ways = {way.name: None for case in named for way in case.ours}
-    if not any(ours in name for name in ways):
-        there = ", ".join(map(repr, ways))
-        raise ValueError(f"--ours {ours!r} is in no name of our ways; there are {there}")
     left = (replace(case, ours=tuple(w for w in case.ours if ours in w.name)) for case in named)
-    return [case for case in left if case.ours]
+    found = [case for case in left if case.ours]
+    if not found:
+        there = ", ".join(dict.fromkeys(repr(way.name) for case in named for way in case.ours))
+        raise ValueError(f"--ours {ours!r} is in no name of our ways; there are {there}")
+    return found
