@@ -235,7 +235,8 @@ def profile(
 ) -> None:
     """Measure this machine: links, memory, products, attention, fixed costs.
 
-    Takes one to three minutes. The result is kept and used by `plan` and by --policy auto.
+    Takes one to three minutes. The result is kept and used by `plan` and by --policy auto,
+    unless the machine was too busy for it to be trusted.
     """
     from flexgen_jax.cli_plan import profile_text
     from flexgen_jax.profiles import measured_profile, set_up

@@ -13,7 +13,7 @@ from flexgen_jax.model import resolve_dtype
 from flexgen_jax.offload.machine import detect_budgets, existing, tune_allocator
 from flexgen_jax.offload.profiler import machine_key, measure, stages
 from flexgen_jax.policy.fit import Budgets
-from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, ProfileError
+from flexgen_jax.policy.hardware import PROFILE_VERSION, UNSTEADY, HardwareProfile, ProfileError
 from flexgen_jax.policy.machines import MACHINES, known_machine
 from flexgen_jax.progress import Progress
 
@@ -46,9 +46,17 @@ def cached_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:
 def measured_profile(
     dtype: str, offload_dir: Path, unified: bool, progress: Progress
 ) -> HardwareProfile:
-    """Measures this machine, in one to three minutes, and keeps the result for later runs."""
+    """Measures this machine, in one to three minutes, and keeps the result for later runs, unless
+    the machine was too busy for figures that can be trusted."""
     with progress.counting("measuring this machine", stages()) as tell:
         profile = measure(dtype, offload_dir, unified, tell)
+    if profile.spread() > UNSTEADY:
+        progress.say(
+            f"flexgen-jax: this machine's speed varied by {100 * profile.spread():.0f} % while it "
+            "was measured, so plans may be bad. This profile is not kept; the next run measures "
+            "again, best with nothing else running"
+        )
+        return profile
     path = _cache_file(dtype, offload_dir)
     part = path.with_suffix(f".{uuid.uuid4().hex[:8]}.part")
     try:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax import LLM, Policy, SamplingParams, profiles
 from flexgen_jax.cli import main
 from flexgen_jax.config import UserError
 from flexgen_jax.families import known_shape, read_config
 from flexgen_jax.offload import profile_compute, profiler
 from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.offload.profile_compute import ComputeProbe, Sample, timed
+from flexgen_jax.policy.hardware import UNSTEADY, Rate
 from flexgen_jax.policy.machines import known_machine
+from flexgen_jax.progress import Progress
 from tests.models import BASE, prompts
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -255,6 +258,24 @@ def test_an_unusable_disk_is_no_reason_not_to_run(
     with LLM(checkpoint(), dtype="float32") as llm:
         assert len(tokens(llm)) == len(prompts())
     assert "no space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.4])
+def test_a_busy_machines_profile_is_not_kept(
+    spread: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its plans would be bad on every later day."""
+    rates = {bits: Rate(((1.0, 1.0),), (spread,)) for bits in (16, 8, 4)}
+    busy = replace(known_machine("t4-16gb"), linear=rates, disk_read=Rate(((1.0, 1.0),), (0.1,)))
+    monkeypatch.setattr(profiles, "measure", lambda *_: busy)
+    monkeypatch.setattr(profiles, "cache_folder", lambda name: tmp_path / name)
+    assert profiles.measured_profile("float16", tmp_path, False, Progress(False)) == busy
+    is_kept = spread < UNSTEADY
+    assert profiles.cached_profile("float16", tmp_path) == (busy if is_kept else None)
+    assert ("varied by 40 %" in capsys.readouterr().err) is not is_kept
 
 
 def test_a_misspelt_machine_is_found_at_once(checkpoint: Callable[[], Path]) -> None:

@@ -37,7 +37,8 @@ from flexgen_jax.offload.reads import PAGE, Piece, ReadQueue, read_file, whole_p
 CHUNK_BYTES = 8 << 20
 """Size of a chunk file: large enough for the disk's full speed, small enough to overlap."""
 
-READS_AT_ONCE = 4
+READS_AT_ONCE = 8
+"""KV blocks of few tokens are small: with fewer reads, the disk waits for busy cores to ask."""
 COPIES_AT_ONCE = 2
 
 

@@ -7,12 +7,16 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import exp, log
+from statistics import median
 from typing import Any
 
 from flexgen_jax.config import UserError
 
 PROFILE_VERSION = 4
 """Of the JSON; a cached profile of another version is measured anew."""
+
+UNSTEADY = 1 / 3
+"""A profile's spread is 0.1 to 0.2 even on a busy machine; beyond this its rates are luck."""
 
 TRANSFERS = ("disk_read", "disk_write", "host_to_device", "device_to_host")
 
@@ -104,6 +108,15 @@ class HardwareProfile:
     drag: dict[str, float] = field(default_factory=dict)
     slowed: dict[str, float] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
+
+    def spread(self) -> float:
+        """The median of all its rates' spreads; 0 where nothing was measured."""
+        found: list[float] = []
+        for part in fields(self):
+            value = getattr(self, part.name)
+            for rate in value.values() if isinstance(value, Mapping) else (value,):
+                found += rate.spread if isinstance(rate, Rate) else ()
+        return median(found) if found else 0.0
 
     def to_json(self) -> str:
         return json.dumps({"version": PROFILE_VERSION, **asdict(self)}, indent=1)
