@@ -76,14 +76,15 @@ class Bench:
         """Measures this machine, unless that was done lately or its profile is to be kept."""
         if self.profiles and (self.keep_profile or time.monotonic() - self.profiled_at < FRESH_S):
             return
-        for _ in range(1 if self.keep_profile else TRIES):
-            if not self.keep_profile:
-                self._measure_profile()
-            profile = HardwareProfile.from_json(self._profile_file.read_text())
-            if profile.spread() <= UNSTEADY:
+        for _ in range(0 if self.keep_profile else TRIES):
+            self._measure_profile()
+            if self._read_profile().spread() <= UNSTEADY:
                 break
-        self.profiles.append(profile)
+        self.profiles.append(self._read_profile())
         self.profiled_at = time.monotonic()
+
+    def _read_profile(self) -> HardwareProfile:
+        return HardwareProfile.from_json(self._profile_file.read_text())
 
     def _measure_profile(self) -> None:
         command = [sys.executable, "-m", "flexgen_jax.cli", "profile", "--json"]
