@@ -53,8 +53,8 @@ def measured_profile(
     if profile.spread() > UNSTEADY:
         progress.say(
             f"flexgen-jax: this machine's speed varied by {100 * profile.spread():.0f} % while it "
-            "was measured, so plans may be bad. This profile is not kept; the next run measures "
-            "again, best with nothing else running"
+            "was measured, so plans may be bad. This profile is not kept: later runs use one from "
+            "before, or measure again, best with nothing else running"
         )
         return profile
     path = _cache_file(dtype, offload_dir)

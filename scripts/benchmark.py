@@ -49,7 +49,6 @@ FRESH_S = 600.0
 """Before a round, a profile older than this is measured anew: shared machines drift within minutes,
 and a bound from another hour says nothing."""
 
-
 TRIES = 3
 """A machine too busy to be measured is measured again, so many times at most."""
 
