@@ -68,8 +68,8 @@ def assert_nearest(found: jax.Array, expected: np.ndarray) -> None:
         (32, 288, COLUMNS),
         (33, 320, COLUMNS + 64),
         (70, DEPTH, 3 * COLUMNS - 32),
-        (70, DEPTH + 32, 64),
-        (129, 2 * DEPTH + 320, COLUMNS + 32),
+        (70, 2 * DEPTH + 32, 64),
+        (129, 2 * DEPTH + 320, 8 * COLUMNS + 32),
     ],
 )
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -87,7 +87,7 @@ def test_product_is_the_formula(rows: int, depth: int, columns: int, has_bias: b
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     ("rows", "depth", "columns"),
-    [(1, 32, 64), (40, 128, 320), (33, 320, 2 * COLUMNS), (70, DEPTH + 32, COLUMNS + 64)],
+    [(1, 32, 64), (40, 128, 320), (33, 320, 8 * COLUMNS), (70, 2 * DEPTH + 32, COLUMNS + 64)],
 )
 def test_quantized_kernels_are_unpacked(bits: int, rows: int, depth: int, columns: int) -> None:
     kernel = quantize(numbers(columns, depth, seed=1), bits, 64, 0)
@@ -125,7 +125,7 @@ def test_logits_are_not_rounded(bits: int) -> None:
 
 @with_amx
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("depth", [64, DEPTH + 32])
+@pytest.mark.parametrize("depth", [64, 2 * DEPTH + 32])
 def test_nan_and_infinity_show_in_their_rows(depth: int) -> None:
     x, kernel = numbers(40, depth), numbers(64, depth, seed=1)
     x = x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)

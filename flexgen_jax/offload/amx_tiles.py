@@ -13,9 +13,10 @@ given as bits; `PAIR` rows or columns, two tiles, go together.
         turned for the other side of the product. kernel: a tuple, of the matrix or, with less than
         16 bits, of packed codes, scales and minima, grouped along its rows, of which a plane has
         `length` (see `layers/quantization.py`); a compile-time constant, bits
-    multiply_tiles(panel, packed, at, sums, to, steps, adds, rows, later, pitch)
-        sums, fp32 [2][2][16][16] = panel @ packed, or plus that; meanwhile `AHEAD` rows from
-        `later` on, which are to be taken next, are brought to the core's second cache
+    multiply_tiles(panel, packed, at, sums, to, soon, steps, adds, rows, later, pitch)
+        sums, fp32 [2][2][16][16] = panel @ packed, or plus that; meanwhile the sums from `soon` on,
+        which come next, are brought to the core's first cache, and `AHEAD` rows from `later` on,
+        which are to be taken next, to its second
     give_rows(sums, pairs, bias, first, out, begin, pitch, count, is_aligned)
         `count` rows of sums, [pair] of the above, plus bias, fp32, rounded if out is bfloat16; past
         the caches if out begins with a cache line
@@ -32,6 +33,7 @@ from numba.extending import intrinsic
 
 from flexgen_jax.layers.storage import GROUP_SIZE
 from flexgen_jax.offload.vectors import (
+    FIRST_CACHE,
     FLOAT,
     INT,
     LANES,
@@ -47,6 +49,8 @@ PAIR, STEP = 32, 32
 """Rows or columns of two tiles, and elements of a tile's row."""
 TILE = 16 * STEP
 AHEAD = 4
+LINES = 8
+"""Of sums, that are fetched in a step: in eight steps all of a pair."""
 
 BYTE, INDEX = ir.IntType(8), ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
@@ -213,6 +217,7 @@ def _multiply_tiles(
     at: Any,
     sums: Any,
     to: Any,
+    soon: Any,
     steps: Any,
     adds: Any,
     rows: Any,
@@ -233,6 +238,9 @@ def _multiply_tiles(
         for row in range(AHEAD):
             wanted = tiles.place(rows, tiles.at(later, (pitch, row), (step, STEP)), BYTE)
             tiles.ask(wanted, SECOND_CACHE)
+        for line in range(LINES):
+            wanted = tiles.at(soon, (step, LINES * LANES), line * LANES)
+            tiles.ask(tiles.place(sums, wanted, BYTE), FIRST_CACHE)
         for j in range(2):
             tiles.load(RIGHT[j], packed, tiles.at(right, j * TILE))
         for i in range(2):
@@ -330,8 +338,8 @@ def _columns(_context, kernel, column, top, pitch, length, steps, packed, at, bi
     return types.void(kernel, N, N, N, N, N, packed, N, bits), generate
 
 
-def _multiply(_context, panel, packed, at, sums, to, steps, adds, rows, later, pitch):
-    kinds = (panel, packed, N, sums, N, N, types.boolean, rows, N, N)
+def _multiply(_context, panel, packed, at, sums, to, soon, steps, adds, rows, later, pitch):
+    kinds = (panel, packed, N, sums, N, N, N, types.boolean, rows, N, N)
     return types.void(*kinds), _emitted(_multiply_tiles)
 
 

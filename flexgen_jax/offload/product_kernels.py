@@ -6,8 +6,8 @@ cache, unpacked on the way if need be, and the rows pass by, `PAIR` at a time, t
 fetched meanwhile; results get their bias and are rounded on the way out, past the caches, in place
 of one more pass in fp32.
 
-A thread's own memory, 1 MiB of tiles and as many sums as 256 columns of the result where depth is
-over `DEPTH`, is less than the fp32 product that it replaces, which `workspace_bytes` counts.
+A thread's own memory, 1 MiB of tiles and the sums of 512 columns of the result where depth is over
+`DEPTH`, is less than the fp32 product that it replaces, which `workspace_bytes` counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from numba import njit
 from flexgen_jax.layers import storage
 from flexgen_jax.offload import amx_tiles, vectors
 from flexgen_jax.offload.amx_tiles import (
-    AHEAD,
     PAIR,
     STEP,
     configure,
@@ -33,9 +32,10 @@ from flexgen_jax.offload.host_kernels import source_of
 SOURCE = source_of(__file__, amx_tiles.__file__, storage.__file__, vectors.__file__)
 """See `host_kernels.SOURCE`."""
 
-COLUMNS, DEPTH, CHUNK = 256, 2048, 256
+COLUMNS, DEPTH, CHUNK = 512, 1024, 256
 """Of the kernel's part that stays in the second cache, 1 MiB: columns of the result and elements
-of their sums; and how many of these are summed while a panel of the rows is in the first one."""
+of their sums, or half and twice of them where there are not so many columns; and how many of these
+are summed while a panel of the rows is in the first one."""
 
 LINE = 64
 
@@ -56,35 +56,42 @@ def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits):
     flat. shape: count, depth and columns. bits: of the kernel, a compile-time constant.
     """
     count, depth, columns = shape
-    block, deep = COLUMNS // PAIR, depth > DEPTH
+    width = COLUMNS if end - start >= COLUMNS else COLUMNS // 2
+    height = COLUMNS * DEPTH // width
+    block, deep, pair_sums = width // PAIR, depth > height, PAIR * PAIR
     panels = -(-count // PAIR) if deep else 1
-    packed = aligned(COLUMNS * min(depth, DEPTH), np.uint16, 2)
+    packed = aligned(width * min(depth, height), np.uint16, 2)
     panel = aligned(PAIR * CHUNK, np.uint16, 2)
-    sums = aligned(panels * block * PAIR * PAIR, np.float32, 4)
+    sums = aligned(panels * block * pair_sums, np.float32, 4)
     panel[:] = 0
     is_aligned = out.ctypes.data % LINE == 0
     configure()
-    for first in range(start, end, COLUMNS):
-        pairs = min(COLUMNS, end - first) // PAIR
-        for top in range(0, depth, DEPTH):
-            steps = min(DEPTH, depth - top) // STEP
+    for first in range(start, end, width):
+        pairs = min(width, end - first) // PAIR
+        for top in range(0, depth, height):
+            steps = min(height, depth - top) // STEP
             for pair in range(pairs):
                 column, at = first + pair * PAIR, pair * steps * PAIR * STEP
                 take_columns(kernel, column, top, depth, length, steps, packed, at, bits)
             for row in range(0, count, PAIR):
                 some = min(PAIR, count - row)
-                at = row // PAIR * block * PAIR * PAIR if deep else 0
+                at = row // PAIR * block * pair_sums if deep else 0
                 for step in range(0, steps, CHUNK // STEP):
                     now = min(CHUNK // STEP, steps - step)
                     take_rows(rows, row * depth + top + step * STEP, depth, some, now, panel)
+                    next_row, next_step, next_at = row, step + now, at
+                    if next_step == steps:
+                        next_row, next_step = row + PAIR, 0
+                        next_at = at + block * pair_sums if deep else 0
                     for pair in range(pairs):
                         where = (pair * steps + step) * PAIR * STEP
-                        to, adds = at + pair * PAIR * PAIR, top + step > 0
-                        later = (row + PAIR + pair * AHEAD) * depth + top + step * STEP
+                        to, adds = at + pair * pair_sums, top + step > 0
+                        soon = to + pair_sums if pair + 1 < pairs else next_at
+                        later = (next_row + pair * PAIR // pairs) * depth + top + next_step * STEP
                         multiply_tiles(
-                            panel, packed, where, sums, to, now, adds, rows, later, depth
+                            panel, packed, where, sums, to, soon, now, adds, rows, later, depth
                         )
-                if top + DEPTH >= depth:
+                if top + height >= depth:
                     begin = row * columns + first
                     give_rows(sums[at:], pairs, bias, first, out, begin, columns, some, is_aligned)
     release()
