@@ -3,13 +3,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.models import write_checkpoint
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 """Tests leave the user's cache alone. One of their own saves no time: they share programs."""
+
+
+class TogetherByFunction(LoadScopeScheduling):
+    """All cases of a test go to one worker: they share compiled programs, which take most of the
+    suite's time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.partition("[")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFunction:
+    return TogetherByFunction(config, log)
 
 
 @pytest.fixture(scope="session")

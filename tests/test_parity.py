@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,10 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """By variant, each made when it is first asked for: a worker may see only some."""
     root = tmp_path_factory.mktemp("transformers")
-    return {variant: Reference(root / variant, variant) for variant in VARIANTS}
+    return cache(lambda variant: Reference(root / variant, variant))
 
 
 @pytest.mark.parametrize("num_batches", [1, 4])
@@ -62,7 +65,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
 @pytest.mark.parametrize("percent", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_tokens(
-    references: dict[str, Reference],
+    references: Callable[[str], Reference],
     tmp_path: Path,
     variant: str,
     percent: tuple[int, ...],
@@ -70,7 +73,7 @@ def test_greedy_tokens(
     overlap: bool,
     num_batches: int,
 ) -> None:
-    reference = references[variant]
+    reference = references(variant)
     policy = Policy.from_percent(
         *percent, batch_size=2, num_batches=num_batches, schedule=schedule, overlap=overlap
     )
@@ -80,9 +83,9 @@ def test_greedy_tokens(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits(references: dict[str, Reference], variant: str) -> None:
+def test_logits(references: Callable[[str], Reference], variant: str) -> None:
     """Log-probabilities are the logits less a constant a row."""
-    reference = references[variant]
+    reference = references(variant)
     with LLM(reference.folder, dtype="float32") as llm:
         scores = llm.score(prompt_token_ids=prompts())
     for ids, score in zip(prompts(), scores, strict=True):
@@ -104,11 +107,11 @@ def test_shipped_model_and_tokenizer() -> None:
     assert found.token_ids == expected[0, ids.input_ids.shape[1] :].tolist()
 
 
-def test_convert(references: dict[str, Reference], tmp_path: Path) -> None:
+def test_convert(references: Callable[[str], Reference], tmp_path: Path) -> None:
     """A .bin checkpoint in two shards gives the same tokens after conversion."""
     import json
 
-    reference = references["untied"]
+    reference = references("untied")
     source = tmp_path / "bin"
     source.mkdir()
     state = reference.model.state_dict()
@@ -129,7 +132,7 @@ def test_convert(references: dict[str, Reference], tmp_path: Path) -> None:
     assert [result.token_ids for result in results] == reference.tokens
 
 
-def test_convert_refuses_code(references: dict[str, Reference], tmp_path: Path) -> None:
+def test_convert_refuses_code(references: Callable[[str], Reference], tmp_path: Path) -> None:
     """Unpickling would run code; the restricted loader does not."""
     import os
 
@@ -139,7 +142,7 @@ def test_convert_refuses_code(references: dict[str, Reference], tmp_path: Path) 
 
     source = tmp_path / "bin"
     source.mkdir()
-    folder = references["base"].folder
+    folder = references("base").folder
     (source / "config.json").write_text((folder / "config.json").read_text())
     torch.save({"x": Evil()}, source / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
