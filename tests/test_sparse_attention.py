@@ -26,6 +26,11 @@ from tests.test_host_attention import FORMATS, SPLITS, kept
 SHORT = SamplingParams(max_tokens=18, ignore_eos=True)
 BATCH, HEADS = 3, 2
 
+# Compiled whole, as in a run.
+everywhere = jax.jit(attend_top, static_argnames="most")
+ranked_by = jax.jit(rank, static_argnames="most")
+to_ranked = jax.jit(attend_ranked)
+
 
 def numpy_top(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, valid: np.ndarray, counts: np.ndarray
@@ -46,13 +51,7 @@ def numpy_top(
 
 
 class Case:
-    """A cache in blocks of some lengths, the last of which is open, and a new token.
-
-    compiled: whether what runs on the device is compiled whole, as in a run, or operation by
-    operation, which many cases of few shapes share.
-    """
-
-    compiled = True
+    """A cache in blocks of some lengths, the last of which is open, and a new token."""
 
     def __init__(
         self,
@@ -108,19 +107,15 @@ class Case:
     def on_device(self, counts: np.ndarray) -> Any:
         most = max(1, int(counts.max()))
         where = (np.array(self.starts, np.int32), self.position, self.first)
-        run = self._program(attend_top, "most")
-        found = run(jnp.asarray(self.query), tuple(self.blocks), *where, counts, most=most)
+        found = everywhere(jnp.asarray(self.query), tuple(self.blocks), *where, counts, most=most)
         return merge([attend_itself(self.query, *self.new), found])[0]
-
-    def _program(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
-        return jax.jit(function, static_argnames=static) if self.compiled else function
 
     def rank(self, chosen: list[int], most: int) -> tuple[Any, Candidates]:
         """Some blocks' ranked tokens, as they are and by their indices in the sequence."""
         keys = tuple(self.blocks[i][0] for i in chosen)
         starts = np.array([self.starts[i] for i in chosen], np.int32)
         where = (starts, self.position, self.first)
-        found = self._program(rank, "most")(jnp.asarray(self.query), keys, *where, most=most)
+        found = ranked_by(jnp.asarray(self.query), keys, *where, most=most)
         at = np.concatenate([self.starts[i] + np.arange(self.lengths[i]) for i in chosen])
         scores, tokens, lse = (np.asarray(x) for x in found)
         return found, Candidates(scores, at.astype(np.int32)[tokens], lse)
@@ -139,7 +134,7 @@ class Case:
         partials = [attend_itself(self.query, *self.new), there]
         if here:
             values = tuple(self.blocks[i][1] for i in here)
-            partials.append(self._program(attend_ranked)(values, ranked, left))
+            partials.append(to_ranked(values, ranked, left))
         else:
             assert not left.any()
         return np.asarray(merge(partials)[0])
@@ -181,7 +176,6 @@ def test_chosen_tokens_are_numpys(
     before = sum(lengths[:-1])
     position = before + round(filled * lengths[-1])
     case = Case(seed, lengths, [round(f * position) for f in first], position, values)
-    case.compiled = False
     counts = case.counts(fraction)
     expected = case.expected(counts)
     found = case.on_device(counts)
