@@ -137,3 +137,13 @@ def test_a_part_without_memory_is_an_error() -> None:
     program = jax.jit(jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((4, 1), jnp.float32)))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED.*no memory"):
         jax.block_until_ready(program(jnp.zeros(4)))
+
+
+def test_the_smallest_numbers_of_half_precision_are_not_zero() -> None:
+    """XLA's threads take subnormal numbers for zero, which is what these become on the way."""
+    small = np.float16(3e-5)
+    blocks, _ = random_cache(0, "float16", 16, 20)
+    blocks = tuple((key, jnp.asarray(np.full(value.shape, -small))) for key, value in blocks)
+    where = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
+    out, _ = jax.jit(attend_inline)(jnp.ones((4, 3, 1, 20), jnp.float16), blocks, *where)
+    np.testing.assert_allclose(out, np.full(out.shape, -np.float32(small)), rtol=1e-4)

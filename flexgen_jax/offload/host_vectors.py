@@ -131,14 +131,19 @@ class Emitter(Vectors):
         sign = builder.shl(builder.and_(wide, filled(integers, 0x8000)), filled(integers, 16))
         rest = builder.shl(builder.and_(wide, filled(integers, 0x7FFF)), filled(integers, 13))
         # float16's exponent counts from 15, float32's from 127.
-        scale = ir.Constant(floats, [2.0**112] * width)
-        product = builder.fmul(builder.bitcast(builder.or_(sign, rest), floats), scale)
-        # Its largest exponent stands for infinity and NaN, as float32's does.
+        bits = builder.add(rest, filled(integers, 112 << 23))
         largest = filled(integers, 0x7C00)
-        is_finite = builder.icmp_unsigned("!=", builder.and_(wide, largest), largest)
-        bits = builder.bitcast(product, wide.type)
+        exponent = builder.and_(wide, largest)
+        # Its largest exponent stands for infinity and NaN, as float32's does.
         special = builder.or_(bits, filled(integers, 0x7F800000))
-        return builder.bitcast(builder.select(is_finite, bits, special), floats)
+        bits = builder.select(builder.icmp_unsigned("==", exponent, largest), special, bits)
+        # The smallest has no leading one. XLA's threads take subnormal numbers, here of float32,
+        # for zero, so one is put there and subtracted.
+        begun = builder.bitcast(builder.or_(rest, filled(integers, 113 << 23)), floats)
+        small = builder.bitcast(builder.fsub(begun, filled(floats, 2.0**-14)), integers)
+        is_small = builder.icmp_unsigned("==", exponent, filled(integers, 0))
+        bits = builder.select(is_small, small, bits)
+        return builder.bitcast(builder.or_(bits, sign), floats)
 
     def codes(self, stored: Any, chunk: Chunk) -> Any:
         """Packed bytes as the codes of a chunk, fp32."""

@@ -15,23 +15,33 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import binding
 from numba import cfunc, njit, types
-from numba.core import cgutils as untyped_cgutils
 from numba.core import typing as untyped_typing
-from numba.extending import intrinsic as untyped_intrinsic
 
 from flexgen_jax.layers.attention import MASKED
-from flexgen_jax.offload import product_kernels, prompt_kernels
+from flexgen_jax.offload import foreign_calls, product_kernels, prompt_kernels
 from flexgen_jax.offload.amx_tiles import PAIR
-from flexgen_jax.offload.host_kernels import SOURCE, cached, fold_rows
+from flexgen_jax.offload.foreign_calls import (
+    address_in,
+    address_of,
+    call,
+    fetch_add,
+    pointer,
+    room,
+    run,
+    run_part,
+    words,
+)
+from flexgen_jax.offload.host_kernels import SOURCE, cached, fold_rows, source_of
 from flexgen_jax.offload.product_kernels import multiply_columns
 from flexgen_jax.offload.prompt_kernels import attend_rows
 
 carray: Any = vars(numba)["carray"]
-cgutils: Any = untyped_cgutils
 typing: Any = untyped_typing
-intrinsic: Any = untyped_intrinsic
+
+CALLS = source_of(foreign_calls.__file__)
+"""See `host_kernels.SOURCE`."""
 
 METADATA = 1
 API_VERSION = np.int64(3 << 32)  # major 0, minor 3
@@ -48,75 +58,10 @@ FEWEST = 4 * PAIR
 NEXT, DONE, SUCCEEDED, HOLDERS, ALL, ARGUMENTS, RESULTS = range(7)
 """Words of the task that the threads of a call share."""
 
-WORD = ir.IntType(64)
 FUNCTION: Any = types.intp(types.CPointer(types.intp))
 PART: Any = types.intp(types.CPointer(types.intp), types.intp)
 malloc: Any = types.ExternalFunction("malloc", typing.signature(types.intp, types.intp))
 free: Any = types.ExternalFunction("free", typing.signature(types.void, types.intp))
-
-
-def _words(_context: Any, address: Any) -> Any:
-    """What lies at an address, as 8-byte words."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], WORD.as_pointer())
-
-    return types.CPointer(types.intp)(types.intp), generate
-
-
-def _address(_context: Any, memory: Any) -> Any:
-    """Where words lie."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.ptrtoint(arguments[0], WORD)
-
-    return types.intp(memory), generate
-
-
-def _pointer(_context: Any, address: Any) -> Any:
-    """An address as a pointer to anything."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.intp), generate
-
-
-def _call(_context: Any, function: Any, argument: Any) -> Any:
-    """Calls the function of one word at an address."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(WORD, [WORD])
-        function = builder.inttoptr(arguments[0], kind.as_pointer())
-        return builder.call(function, [arguments[1]])
-
-    return types.intp(types.intp, types.intp), generate
-
-
-def _address_of(_context: Any, name: Any) -> Any:
-    """Of a function that `binding.add_symbol` has named."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        kind = ir.FunctionType(WORD, [WORD.as_pointer()])
-        found = cgutils.get_or_insert_function(builder.module, kind, name.literal_value)
-        return builder.ptrtoint(found, WORD)
-
-    return types.intp(name), generate
-
-
-def _fetch_add(_context: Any, address: Any, value: Any) -> Any:
-    """Adds to the word at an address in one step for all threads; returns what it was."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], WORD.as_pointer())
-        return builder.atomic_rmw("add", place, arguments[1], "seq_cst")
-
-    return types.intp(types.intp, types.intp), generate
-
-
-words, address_in, pointer = intrinsic(_words), intrinsic(_address), intrinsic(_pointer)
-call, fetch_add = intrinsic(_call), intrinsic(_fetch_add)
-address_of = intrinsic(prefer_literal=True)(_address_of)
 
 
 @njit(inline="always")
@@ -173,6 +118,13 @@ def let_go(shared):
         free(address_in(shared))
 
 
+@njit(inline="always")
+def fail(api, sent):
+    """XLA's error of no memory, whose arguments are put into `sent`."""
+    sent[0], sent[1], sent[2], sent[3] = 32, 0, MESSAGE.ctypes.data, RESOURCE_EXHAUSTED
+    return call(api[FAIL], address_in(sent))
+
+
 @lru_cache  # XLA keeps no reference
 def attention_handler(name: str, size: int, dtype: str, bits: int) -> tuple[Any, ...]:
     """The handler of `attend_blocks` for heads of this size, whose plain blocks are of `dtype` and
@@ -216,47 +168,49 @@ def _handler(
     binding.add_symbol(f"{name}_part", part.address)
     work = cached(partial(cfunc, FUNCTION), _taking_parts(f"{name}_part"))
     binding.add_symbol(name, work.address)
-    run = types.ExternalFunction(name, FUNCTION)
+    calls = CALLS
 
     def handle(frame):
+        assert calls
         if is_asked_for_version(frame):
             return 0
         api, context = words(frame[2]), frame[3]
         size = words(words(words(frame[14])[0])[5])[axis]
-        threads = np.ones(1, np.intp)
-        asked = np.array((32, 0, context, threads.ctypes.data), np.intp)
-        known = call(api[THREADS], asked.ctypes.data) == 0
+        threads, sent = room(1), room(5)
+        sent[0], sent[1], sent[2], sent[3] = 32, 0, context, address_in(threads)
+        threads[0] = 1
+        known = call(api[THREADS], address_in(sent)) == 0
         helpers = max(threads[0] - 1, 0) if known else 0
         task = malloc(64)
+        if task == 0:
+            return fail(api, sent)
         shared = words(task)
         shared[NEXT], shared[DONE], shared[SUCCEEDED], shared[HOLDERS] = 0, 0, 0, helpers + 2
         shared[ALL] = min(max(size // grain, 1), PARTS * (helpers + 1))
         shared[ARGUMENTS], shared[RESULTS] = frame[9], frame[14]
         for _ in range(helpers):
-            job = np.array((40, 0, context, address_of(name), task), np.intp)
-            if call(api[SCHEDULE], job.ctypes.data) != 0:
+            sent[0], sent[1], sent[2], sent[3], sent[4] = 40, 0, context, address_of(name), task
+            if call(api[SCHEDULE], address_in(sent)) != 0:
                 fetch_add(task + 8 * HOLDERS, -1)
-        run(shared)
+        run(name, shared)
         while fetch_add(task + 8 * DONE, 0) < shared[ALL]:
             pass
         failed = shared[SUCCEEDED] < shared[ALL]
         let_go(shared)
-        if failed:
-            reason = np.array((32, 0, MESSAGE.ctypes.data, RESOURCE_EXHAUSTED), np.intp)
-            return call(api[FAIL], reason.ctypes.data)
-        return 0
+        return fail(api, sent) if failed else 0
 
     return cached(partial(cfunc, FUNCTION), handle), work, part
 
 
 def _taking_parts(name: str) -> Callable[..., int]:
     """What each thread runs: takes parts until all are taken."""
-    compute = types.ExternalFunction(name, PART)
+    calls = CALLS
 
     def work(shared):
+        assert calls
         part = next_part(shared)
         while part < shared[ALL]:
-            finish_part(shared, compute(shared, part))
+            finish_part(shared, run_part(name, shared, part))
             part = next_part(shared)
         let_go(shared)
         return 0
@@ -266,7 +220,7 @@ def _taking_parts(name: str) -> Callable[..., int]:
 
 def _blocks_part(size: int, dtype: str, bits: int) -> Callable[..., int]:
     """Decode attention of some rows."""
-    source, is_half = SOURCE, dtype == "float16"
+    source, is_half = SOURCE + CALLS, dtype == "float16"
     stored = np.float32 if dtype == "float32" else np.uint16
 
     def compute(shared, part):
@@ -314,7 +268,7 @@ def _blocks_part(size: int, dtype: str, bits: int) -> Callable[..., int]:
 
 def _prompt_part(size: int, dtype: str) -> Callable[..., int]:
     """The same for prompts."""
-    source, is_half = prompt_kernels.SOURCE, dtype == "float16"
+    source, is_half = prompt_kernels.SOURCE + CALLS, dtype == "float16"
     stored = np.float32 if dtype == "float32" else np.uint16
 
     def compute(shared, part):
@@ -339,7 +293,7 @@ def _prompt_part(size: int, dtype: str) -> Callable[..., int]:
 
 def _product_part(bits: int, is_wide: bool) -> Callable[..., int]:
     """Some columns of a product."""
-    source, stored = product_kernels.SOURCE, np.float32 if is_wide else np.uint16
+    source, stored = product_kernels.SOURCE + CALLS, np.float32 if is_wide else np.uint16
 
     def compute(shared, part):
         assert source
