@@ -147,6 +147,28 @@ def test_sequences_prefilled_in_groups_are_as_alone(
         assert not programs.prefill(batch, cuts)(weights, spoilt, first)[2]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 150), (4, 128)])
+def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> None:
+    """One position, all in one go and a rest, and several groups of positions."""
+    config = read_config(BASE)
+    layer = model_spec(config)[-1]
+    weights = {t.path: jnp.asarray(normal(*t.shape), dtype) for t in layer.tensors}
+    hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
+    targets = RNG.integers(0, config.vocab_size, (batch, tokens)).astype(np.int32)
+    program = Programs(config, Formats(dtype)).score(batch, tokens)
+    found, is_finite = program(weights, hidden, targets)
+    known = {path: np.asarray(x, np.float64) for path, x in weights.items()}
+    x = np.asarray(hidden, np.float64)
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm_eps)
+    x = x * known["norm.scale"] + known["norm.bias"]
+    probability = softmax(np.asarray(jnp.asarray(x, dtype), np.float64) @ known["tokens"].T)
+    expected = np.log(np.take_along_axis(probability, targets[..., None], -1)[..., 0])
+    close = 1e-4 if dtype == "float32" else 0.1
+    assert is_finite and found.shape == (batch, tokens)
+    np.testing.assert_allclose(found, expected, close, close)
+
+
 # XLA takes subnormal numbers for zero, which would tie with zero.
 LOGIT = st.floats(-5, 5, width=32, allow_subnormal=False)
 

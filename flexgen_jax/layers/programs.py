@@ -169,17 +169,17 @@ def _head(
     return head
 
 
-def _score(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
+def _score(config: ModelConfig, dtype: jnp.dtype, kernels: Kernels) -> Callable[..., Any]:
     def score(weights: Weights, hidden: jax.Array, targets: jax.Array) -> Any:
         """Log-probability of each target at its position, fp32 [batch, token]."""
 
-        def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-            row, target = args
-            logits = _apply(Head(config, dtype), weights, row)
-            return jax.nn.log_softmax(logits)[target]
+        def some(rows: jax.Array, wanted: jax.Array) -> jax.Array:
+            logits = _apply(Head(config, dtype, kernels.logits), weights, rows)
+            found = jnp.take_along_axis(jax.nn.log_softmax(logits), wanted[:, None], axis=1)
+            return found[:, 0]
 
         rows = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
-        logprobs = jax.lax.map(one, rows, batch_size=min(SCORED_ROWS, targets.size))
+        logprobs = _in_groups(some, min(SCORED_ROWS, targets.size), *rows)
         return logprobs.reshape(targets.shape), jnp.isfinite(logprobs).all()
 
     return score
@@ -287,7 +287,7 @@ def _lower(
     hidden = array(batch, shape[1], config.hidden_size)
     if kind == "score":
         args = (weights(layers[-1]), hidden, _int(batch, shape[1]))
-        return jax.jit(_score(config, dtype)).lower(*args)
+        return jax.jit(_score(config, dtype, kernels)).lower(*args)
     is_greedy = shape[2]
     sampling = (_float(batch), _int(batch), _float(batch))
     keys = jax.ShapeDtypeStruct((batch, 2), jnp.uint32)

@@ -244,7 +244,7 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     hidden = batches * costs.hidden_bytes(rows, 1)
     token = 2 * hidden  # a key and a value are each as large
     copied, read = _weights(costs, False)
-    moved_share = policy.moved_share
+    moved_share, size = policy.moved_share, policy.kv_block_tokens
     asked = Linear(AWAY_C) * (hidden if policy.values_stay else 0)
     on_device = costs.device_attention_s(rows, before) * batches
     on_host = costs.host_attention_s(rows, before) * batches * (1 - moved_share)
@@ -255,9 +255,8 @@ def _decode(costs: Costs, workload: Workload) -> Work:
         + asked * 2,
         "device_to_host": Linear(AWAY_H) * hidden + Linear(AWAY_C) * token + asked,
         "disk_read": read,
-        "disk_write": Linear({"cd": token}),
+        "disk_write": Linear({"cd": batches * costs.kv_bytes(rows, size) / size}),
     }
-    size = policy.kv_block_tokens
     prompt, new = prompt_blocks(workload.prompt_len, size), generated_blocks(workload.gen_len, size)
     half = workload.gen_len / 2 / max(sum(new), 1)
     cached = batches * (costs.kv_read_s(rows, prompt) + half * costs.kv_read_s(rows, new))
