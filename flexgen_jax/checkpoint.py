@@ -96,7 +96,8 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = read_folder_config(folder)
-        self._files = {path: _open_shard(path) for path in _shards(folder)}
+        self._identity = {path: _identity(path) for path in _shards(folder)}
+        self._files = {path: _open_shard(path) for path in self._identity}
         where = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
         self._where = self._match(where)
 
@@ -142,10 +143,17 @@ class Checkpoint:
 
     def fingerprint(self, dtype: str) -> str:
         files = []
-        for path in sorted(self._files):
-            stat = path.stat()
-            files.append((path.name, stat.st_size, stat.st_mtime_ns, _sampled_hash(path)))
+        for path, identity in sorted(self._identity.items()):
+            if _identity(path) != identity:  # what is read is the file that was opened
+                raise CheckpointError(f"{path} was replaced since it was opened; start again")
+            _, *size_and_time = identity
+            files.append((path.name, *size_and_time, _sampled_hash(path)))
         return _digest("checkpoint", FORMAT_VERSION, self.config, files, dtype)
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _sampled_hash(path: Path) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,7 +23,12 @@ from flexgen_jax.cli_options import (
     plan_policy,
     policy_options,
 )
-from flexgen_jax.config import UserError
+from flexgen_jax.config import PromptError, UserError
+
+if TYPE_CHECKING:
+    from flexgen_jax.generation import RequestOutput
+    from flexgen_jax.sampling import SamplingParams
+    from flexgen_jax.texts import Prompt
 
 DEMO_PROMPT = "The people of the United States"
 
@@ -39,7 +46,9 @@ class Commands(click.Group):
             click.echo(f"flexgen-jax: {error or type(error).__name__}", err=True)
             sys.exit(2)
         except KeyboardInterrupt:
-            click.echo("flexgen-jax: interrupted; what is complete will be reused", err=True)
+            click.echo(
+                "flexgen-jax: interrupted; texts in --output are kept, weights too", err=True
+            )
             sys.exit(130)
 
 
@@ -52,6 +61,8 @@ def main() -> None:
     moved to where they are needed while the device computes.
     """
     keep_programs(os.environ)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,17 +75,24 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def check_json(path: Path | None) -> None:
+def check_json(path: Path | None, flag: str = "--json") -> None:
     """Refuses a file that cannot be written before the work is done, not after."""
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"cannot write --json {path}; choose another file")
+        raise UserError(f"cannot write {flag} {path}; choose another file")
 
 
 def write_json(path: Path | None, content: Any) -> None:
     if path is None:
         return
+    path = path.resolve() if path.is_file() else path  # a link stays one
+    # Whole or not at all, but where it is a pipe, a device, or in a folder of somebody else's.
+    is_whole = path.is_file() or not path.exists()
+    is_whole = is_whole and os.access(path.parent, os.W_OK)
+    part = path.with_name(path.name + ".part") if is_whole else path
     try:
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        part.write_text(json.dumps(content, indent=2) + "\n")
+        if part != path:
+            part.replace(path)
     except OSError as error:
         raise UserError(f"cannot write --json {path}: {error.strerror or error}") from None
 
@@ -84,7 +102,15 @@ def write_json(path: Path | None, content: Any) -> None:
 @click.option(
     "--prompts-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Read prompts from FILE, one a line.",
+    help='Read prompts from FILE, one a line, or of FILE.jsonl the "prompt" of each line; "-" is '
+    "standard input.",
+    metavar="FILE",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write each text to FILE as soon as it is finished, a line of JSON each, and print none. "
+    "If FILE is there already, go on with the prompts that are not in it.",
     metavar="FILE",
 )
 @click.option("--max-tokens", default=64, show_default=True, help="New tokens a prompt.")
@@ -99,6 +125,7 @@ def write_json(path: Path | None, content: Any) -> None:
 def generate(
     prompts: tuple[str, ...],
     prompts_file: Path | None,
+    output: Path | None,
     max_tokens: int,
     temperature: float,
     top_k: int,
@@ -110,17 +137,17 @@ def generate(
 ) -> None:
     """Continue each of PROMPTS and print the text.
 
-    Without --model, a small OPT model that comes with this package is used.
+    Without --model, a small OPT model that comes with this package is used. For long runs give
+    --output: the same command goes on where it was broken off.
     """
     from flexgen_jax.sampling import SamplingParams
+    from flexgen_jax.texts import Prompt, as_json, read_prompts
 
-    texts = list(prompts)
+    given = [Prompt(text, f"PROMPTS, number {n}") for n, text in enumerate(prompts, 1)]
     if prompts_file is not None:
-        texts += read_prompts(prompts_file)
-    elif not texts:
-        texts = [DEMO_PROMPT]
-    if not texts:
-        raise UserError(f"{prompts_file} has no prompts; write one a line")
+        given += read_prompts(prompts_file)
+    elif not given:
+        given = [Prompt(DEMO_PROMPT, "")]
     try:
         params = SamplingParams(
             max_tokens, temperature, top_k, top_p, stop, options["seed"], ignore_eos
@@ -128,46 +155,55 @@ def generate(
     except ValueError as error:
         raise UserError(str(error)) from None
     check_json(json_file)
-    with open_llm(default_batches=len(texts), **options) as llm:
-        results = llm.generate(texts, params)
-        report = llm.report()
-    for result in results:
+    results, report = run_prompts(given, params, output, options)
+    written = {"results": [as_json(result) for result in results], "report": report}
+    write_json(json_file, written)
+    for result in results if output is None else ():
         click.echo(f"{result.prompt}{result.text}")
         if len(results) > 1:
             click.echo("---")
-    click.echo(
-        f"{report['num_tokens']} tokens in {report['total_s']:.2f} s, "
-        f"{report['generation_throughput']:.1f} token/s",
-        err=True,
-    )
-    write_json(
-        json_file,
-        {
-            "results": [
-                {
-                    "prompt": result.prompt,
-                    "text": result.text,
-                    "token_ids": result.token_ids,
-                    "finish_reason": result.finish_reason,
-                }
-                for result in results
-            ],
-            "report": report,
-        },
-    )
+    if report:
+        click.echo(
+            f"{report['num_tokens']} tokens in {report['total_s']:.2f} s, "
+            f"{report['generation_throughput']:.1f} token/s",
+            err=True,
+        )
 
 
-def read_prompts(path: Path) -> list[str]:
-    try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read --prompts-file {path}: {error}") from None
+def run_prompts(
+    given: Sequence[Prompt], params: SamplingParams, output: Path | None, options: dict[str, Any]
+) -> tuple[list[RequestOutput], dict[str, Any]]:
+    """The results of the prompts that are not in `output` yet, and the report, empty where there
+    was nothing left to do."""
+    from flexgen_jax.texts import OutputFile, digest
+
+    texts = [prompt.text for prompt in given]
+    with ExitStack() as stack:
+        llm = stack.enter_context(open_llm(default_batches=len(texts), **options))
+        more: dict[str, Any] = {}
+        if output is not None:
+            run = digest([llm.fingerprint, asdict(params)])
+            file = stack.enter_context(OutputFile(output, run, texts))
+            if file.finished:
+                here = f"{len(file.finished)} of {len(texts)} texts"
+                click.echo(f"flexgen-jax: {here} are in {output} already", err=True)
+            if len(file.finished) == len(texts):
+                return [], {}
+            more = {"skip": frozenset(file.finished), "on_output": file.write}
+        try:
+            return llm.generate(texts, params, **more), llm.report()
+        except PromptError as error:
+            places = "; ".join(given[index].where for index in error.indices[:5])
+            etc = ", ..." if len(error.indices) > 5 else ""
+            raise UserError(f"{error} ({places}{etc})") from None
 
 
 @main.command()
 @click.option("--prompt-len", default=128, show_default=True, help="Tokens in each prompt.")
 @click.option("--gen-len", default=32, show_default=True, help="Tokens generated for each.")
-@click.option("--num-sequences", type=int, help="How many prompts; default: one block's.")
+@click.option(
+    "--num-sequences", type=click.IntRange(1), help="How many prompts; default: one block's."
+)
 @click.option(
     "--copies",
     is_flag=True,
@@ -221,7 +257,7 @@ def bench(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     default="auto",
-    help="For models of this type; auto: bfloat16.",
+    help="For models of this type; auto: bfloat16 on a CPU, float16 on a GPU.",
 )
 @click.option(
     "--offload-dir",
@@ -245,7 +281,8 @@ def profile(
     check_json(json_file)
     unified, folder = set_up(offload_dir)
     shown = Progress(sys.stderr.isatty() if progress is None else progress)
-    kind = "bfloat16" if dtype == "auto" else dtype
+    narrow = "bfloat16" if unified else "float16"  # what models are computed in by default
+    kind = narrow if dtype == "auto" else dtype
     found = measured_profile(kind, folder, unified, shown)
     click.echo(profile_text(found))
     write_json(json_file, json.loads(found.to_json()))
@@ -285,7 +322,7 @@ def plan(
     from flexgen_jax.progress import Progress
 
     check_json(json_file)
-    check_json(latency_curve)
+    check_json(latency_curve, "--latency-curve")
     base, given, choices = plan_policy(allow_compression, allow_sparsity, options)
     workload = Workload(prompt_len, gen_len, num_sequences or 0)
     problem = cli_plan.make_problem(

@@ -58,7 +58,8 @@ def model_options(command: Command) -> Command:
             click.option(
                 "--offload-dir",
                 type=click.Path(path_type=Path),
-                help="Folder on a fast disk for what does not fit; kept for the next run.",
+                help="Folder on a fast disk for what does not fit; default: "
+                "~/.cache/flexgen_jax/offload. A model's weights stay there for later runs.",
             ),
             click.option(
                 "--seed",
@@ -150,7 +151,8 @@ def policy_options(command: Command) -> Command:
                 show_default=True,
                 metavar="auto|FILE",
                 help="A policy as JSON, or what `plan --json` wrote; auto searches for the fastest "
-                "one.",
+                "one, unless a flag from --percent to --schedule, or --no-overlap, fixes it: then "
+                "what no flag places is all on the GPU, in batches of 8 or fewer.",
             ),
             click.option(
                 "--percent",

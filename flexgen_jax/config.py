@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -12,6 +13,17 @@ ACTIVATIONS = ("relu", "gelu", "gelu_new")
 
 class UserError(ValueError):
     """Something outside this package is wrong: the message says what, where and the way out."""
+
+
+class PromptError(UserError):
+    """Some prompts cannot be continued.
+
+    indices: of these prompts, of which the message names the first.
+    """
+
+    def __init__(self, message: str, indices: Sequence[int]) -> None:
+        super().__init__(message)
+        self.indices = tuple(indices)
 
 
 class ConfigError(UserError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,11 +14,12 @@ import numpy as np
 
 from flexgen_jax.batching import Request, make_blocks, pad_prompts, padded_length
 from flexgen_jax.caches import cache_folder
-from flexgen_jax.config import UserError, first_line
-from flexgen_jax.generation import Generation, RequestOutput, ScoreOutput, Scoring
+from flexgen_jax.config import PromptError, UserError, first_line
+from flexgen_jax.generation import Generation, OnOutput, RequestOutput, ScoreOutput, Scoring
 from flexgen_jax.model import open_model, resolve_dtype
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.machine import tune_allocator
+from flexgen_jax.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
 from flexgen_jax.plan import Planner
 from flexgen_jax.policy.policy import Attention, Head, Policy, Workload
 from flexgen_jax.profiles import read_profile
@@ -114,13 +115,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        skip: Container[int] = (),
+        on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
-        """Continues every prompt; the results are in the prompts' order."""
+        """Continues every prompt; the results are in the prompts' order.
+
+        skip: indices of prompts that are left out, as if these were done already: the random
+            numbers of the others stay the same.
+        on_output: called with a prompt's index and its result as soon as it is finished, which is
+            long before the last one is; what it raises ends the run.
+        """
         texts, ids = self._inputs(prompts, prompt_token_ids)
-        requests = self._requests(ids, sampling_params)
-        generation = Generation(requests, self._model.tokenizer, self.config.eos_ids)
+        requests = [r for r in self._requests(ids, sampling_params) if r.index not in skip]
+        model = self._model
+        generation = Generation(requests, texts, model.tokenizer, self.config.eos_ids, on_output)
         self._run(requests, generation)
-        return generation.outputs(texts)
+        return generation.outputs()
 
     def score(
         self,
@@ -135,9 +145,9 @@ class LLM:
         before it through the KV cache; slower, and shows what a quantized cache costs.
         """
         given, ids = self._inputs(texts, prompt_token_ids)
+        self._check_lengths(ids, 0)
         params, requests = SamplingParams(max_tokens=1), []
         for index, row in enumerate(ids):
-            self._check_length(index, len(row), 0)
             if through_cache and len(row) > 1:
                 forced = tuple(row[1:])
                 requests.append(Request(index, (row[0],), params, len(forced), forced))
@@ -158,12 +168,24 @@ class LLM:
                 self._run_blocks(self._open(policy, workload), left, workload, collector)
                 return
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
-                if not is_out_of_memory(error) or not self._planner.back_off(is_on_host(error)):
+                if not is_out_of_memory(error):
                     raise
                 what = first_line(error)
+                if not self._planner.back_off(is_on_host(error)):
+                    if isinstance(error, UserError):
+                        raise
+                    raise OutOfMemoryError(f"out of memory: {what}; {self._way_out()}") from error
                 self._progress.say(f"flexgen-jax: out of memory, going on with less: {what}")
             self._close_session()
             left = collector.restart(left)
+
+    def _way_out(self) -> str:
+        if self._planner.is_auto:
+            return "lower --device-memory or --host-memory, so that plans leave more room"
+        return (
+            "lower --batch-size or what lies in that memory, or leave out all that fixes the "
+            "policy, and one is searched that gives way"
+        )
 
     def _run_blocks(
         self,
@@ -222,6 +244,14 @@ class LLM:
         return padded_length(prompt_len, self.config.max_positions)
 
     @property
+    def fingerprint(self) -> str:
+        """Of all that texts depend on beside prompts and sampling: the weights, the dtype, and what
+        a policy keeps in fewer bits or leaves out."""
+        policy = self._planner.policy
+        lossy = f"{policy.weight_bits}-{policy.cache_bits}-{policy.attention_sparsity}"
+        return f"{self._planner.fingerprint}-{lossy}"
+
+    @property
     def policy(self) -> Policy | None:
         """The policy of the last run; None before the first one."""
         return self._session.policy if self._session else None
@@ -264,7 +294,7 @@ class LLM:
     def _open(self, policy: Policy, workload: Workload) -> Session:
         """The session with its weights in place, a new one where they must lie elsewhere."""
         if self._session is not None and self._session.suits(policy):
-            self._session.policy = policy
+            self._session.adopt(policy, workload)
             return self._session
         self._close_session()
         source, trace = self._model.source, self._trace
@@ -291,7 +321,10 @@ class LLM:
             assert prompts is not None
             strings = [prompts] if isinstance(prompts, str) else list(prompts)
             if self._model.tokenizer is None:
-                raise UserError("this model has no tokenizer; give prompt_token_ids")
+                raise UserError(
+                    "this model has no tokenizer: give prompt_token_ids, or, to measure speed, use "
+                    "`flexgen-jax bench`"
+                )
             ids = [self._model.tokenizer.encode(text) for text in strings]
             texts = [*strings]
         if not ids:
@@ -316,23 +349,32 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(ids):
             raise UserError(f"{len(ids)} prompts, but {len(params)} sampling_params")
+        self._check_lengths(ids, 1)
         requests = []
         for index, (row, choice) in enumerate(zip(ids, params, strict=True)):
             if choice.stop and self._model.tokenizer is None:
                 raise UserError("stop strings need a tokenizer, and this model has none")
-            room = self._check_length(index, len(row), 1)
+            room = self.config.max_positions - len(row)
             requests.append(Request(index, tuple(row), choice, min(choice.max_tokens, room)))
+        short = sum(request.max_tokens < request.params.max_tokens for request in requests)
+        if short:
+            self._progress.say(
+                f"flexgen-jax: {short} of {len(ids)} prompts leave room for fewer new tokens than "
+                f"asked for, in the model's context of {self.config.max_positions}"
+            )
         return requests
 
-    def _check_length(self, index: int, tokens: int, new: int) -> int:
-        """How many tokens the context has room for after a prompt."""
-        room = self.config.max_positions - tokens
-        if tokens < 1 or room < new:
-            raise UserError(
-                f"prompt {index} has {tokens} tokens; the model takes 1 to "
-                f"{self.config.max_positions - new}"
+    def _check_lengths(self, ids: Sequence[Sequence[int]], new: int) -> None:
+        """Refuses prompts that are empty or leave no room for so many new tokens."""
+        most = self.config.max_positions - new
+        bad = [index for index, row in enumerate(ids) if not 1 <= len(row) <= most]
+        if bad:
+            others = f"; {len(bad) - 1} more prompts do not fit" if len(bad) > 1 else ""
+            raise PromptError(
+                f"prompt {bad[0]} has {len(ids[bad[0]])} tokens; the model takes 1 to {most}"
+                f"{others}",
+                bad,
             )
-        return room
 
     def _workload(self, requests: Sequence[Request], is_scoring: bool) -> Workload:
         lengths = [self._padded(len(request.prompt_ids)) for request in requests]
@@ -347,17 +389,3 @@ class LLM:
             head=head,
             mean_prompt_len=mean if mean < max(lengths) else None,
         )
-
-
-def is_on_host(error: BaseException) -> bool:
-    """Whether it was the host's memory that ran out, pinned or not, and not the device's."""
-    said = str(error)
-    if isinstance(error, MemoryError):
-        return not said.startswith("device memory")
-    return "pinned" in said or "host memory" in said
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller plan may help."""
-    said = str(error)
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said or "Out of mem" in said

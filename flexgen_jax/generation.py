@@ -28,6 +28,9 @@ class RequestOutput:
     finish_reason: FinishReason
 
 
+OnOutput = Callable[[int, RequestOutput], object]
+
+
 @dataclass(frozen=True)
 class ScoreOutput:
     """Log-probabilities (natural) of a text's tokens, each given those before it; the first
@@ -47,13 +50,23 @@ class _Sequence:
 
 
 class Generation:
-    """Collects tokens until every request is finished."""
+    """Collects tokens until every request is finished.
+
+    prompts: texts by the requests' indices; on_output: see `LLM.generate`.
+    """
 
     def __init__(
-        self, requests: Sequence[Request], tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]
+        self,
+        requests: Sequence[Request],
+        prompts: Sequence[str | None],
+        tokenizer: Tokenizer | None,
+        eos_ids: tuple[int, ...],
+        on_output: OnOutput | None = None,
     ) -> None:
+        self._prompts = prompts
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
+        self._on_output = on_output
         self._sequences = {request.index: _Sequence(request) for request in requests}
 
     def receiver(self, block: Sequence[Sequence[Request]]) -> Callable[[Step, np.ndarray], bool]:
@@ -77,6 +90,8 @@ class Generation:
             sequence.text, sequence.reason = text, "stop"
         elif len(sequence.ids) >= sequence.request.max_tokens:
             sequence.reason = "length"
+        if sequence.reason is not None and self._on_output is not None:
+            self._on_output(sequence.request.index, self._output(sequence))
 
     def _until_stop(self, sequence: _Sequence) -> str | None:
         """The text before the first stop string, or None where there is none yet."""
@@ -99,22 +114,19 @@ class Generation:
             self._sequences[request.index] = _Sequence(request)
         return left
 
-    def outputs(self, prompts: Sequence[str | None]) -> list[RequestOutput]:
-        """The results in the order of the prompts."""
-        results = []
-        for index, prompt in enumerate(prompts):
-            sequence = self._sequences[index]
-            assert sequence.reason is not None, "every request is finished"
-            results.append(
-                RequestOutput(
-                    prompt=prompt,
-                    prompt_token_ids=list(sequence.request.prompt_ids),
-                    text=self._decode(sequence.ids) if sequence.text is None else sequence.text,
-                    token_ids=sequence.ids,
-                    finish_reason=sequence.reason,
-                )
-            )
-        return results
+    def outputs(self) -> list[RequestOutput]:
+        """The results in the order of the requests."""
+        return [self._output(sequence) for _, sequence in sorted(self._sequences.items())]
+
+    def _output(self, sequence: _Sequence) -> RequestOutput:
+        assert sequence.reason is not None, "the request is finished"
+        return RequestOutput(
+            prompt=self._prompts[sequence.request.index],
+            prompt_token_ids=list(sequence.request.prompt_ids),
+            text=self._decode(sequence.ids) if sequence.text is None else sequence.text,
+            token_ids=sequence.ids,
+            finish_reason=sequence.reason,
+        )
 
 
 class Scoring:

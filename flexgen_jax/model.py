@@ -48,6 +48,13 @@ def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model
         config = read_folder_config(folder) if folder.is_dir() else known_shape(str(name))
         return Model(str(name), config, DummyWeights(config, seed), None)
     folder = shipped_model() if name is None else _local_folder(str(name))
+    is_on_hub = name is not None and not Path(name).expanduser().exists()
+    if is_on_hub and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{name} has no safetensors on the hub: get its .bin files with `hf download {name} "
+            "--local-dir SRC`, install PyTorch, run `flexgen-jax convert SRC DST`, and give "
+            "--model DST"
+        )
     checkpoint = Checkpoint(folder)
     tokenizer = Tokenizer(folder, checkpoint.config.bos_id)
     return Model(str(name or folder.name), checkpoint.config, checkpoint, tokenizer)

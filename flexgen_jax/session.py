@@ -15,7 +15,13 @@ from flexgen_jax.offload.executor import Batch, BlockRun, OnResult
 from flexgen_jax.offload.machine import storage_read_bytes
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.plan import Planner
-from flexgen_jax.policy.memory import BlockShape, peak_bytes, plan_cache, workspace_bytes
+from flexgen_jax.policy.memory import (
+    BlockShape,
+    buffer_bytes,
+    peak_bytes,
+    plan_cache,
+    workspace_bytes,
+)
 from flexgen_jax.policy.placement import (
     CachePlan,
     page_cached,
@@ -45,7 +51,7 @@ class Session:
         self.policy, self.workload = policy, workload
         self._config = config
         self._dtype, self._formats = dtype, policy.formats(dtype)
-        self._unified = planner.unified
+        self._planner, self._unified = planner, planner.unified
         budgets = planner.budgets
         self._runtime = Runtime.create(
             config,
@@ -56,9 +62,8 @@ class Session:
             trace,
         )
         self._tiers = place_weights(self._runtime.layers, dtype, policy)
-        spare = planner.spare_ram(policy, workload)
-        cached = page_cached(self._runtime.layers, self._formats, self._tiers, spare)
-        self._weights = WeightStore(self._runtime, source, self._tiers, cached)
+        self._weights = WeightStore(self._runtime, source, self._tiers)
+        self.adopt(policy, workload)
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
         self._storage_read: int | None = None
         self._report: dict[str, Any] = {}
@@ -70,6 +75,12 @@ class Session:
         same_place = self.policy.weights == policy.weights
         has_disk = self._runtime.folder is not None or not policy.uses_disk
         return same_place and has_disk and self._formats == policy.formats(self._dtype)
+
+    def adopt(self, policy: Policy, workload: Workload) -> None:
+        """Runs under this policy, which `suits`, from now on."""
+        self.policy = policy
+        spare = self._planner.spare_ram(policy, workload)
+        self._weights.cached = page_cached(self._runtime.layers, self._formats, self._tiers, spare)
 
     def place(self, progress: Progress) -> None:
         """Brings the weights to their tiers."""
@@ -164,6 +175,8 @@ class Session:
         block = BlockRun(
             self._runtime, self._weights, self.policy, batches, tokens, plan, on_result, on_step
         )
+        sizes = (self._config, self._dtype, self.policy, shape, self._unified)
+        self._runtime.pool.most_bytes = buffer_bytes(*sizes)
         with self._runtime.ledger.holding("device", workspace):
             block.run()
 

@@ -40,7 +40,11 @@ def _load(folder: Path) -> FastTokenizer:
     whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:
         if whole.is_file():
-            return FastTokenizer.from_file(str(whole))
+            found = FastTokenizer.from_file(str(whole))
+            # A file may keep how it was used in training; a prompt is taken as it is.
+            found.no_truncation()
+            found.no_padding()
+            return found
         if vocab.is_file() and merges.is_file():
             # What OPT repositories ship: GPT-2's byte-level BPE, in two files.
             pair: FastTokenizer = ByteLevelBPETokenizer(str(vocab), str(merges))._tokenizer

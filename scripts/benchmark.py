@@ -1,6 +1,6 @@
 """Measures this project and the PyTorch reference in turn, under the same limits.
 
-    sudo python scripts/benchmark.py cpu-full --folder /ssd/bench --json result.json
+    sudo .venv/bin/python scripts/benchmark.py cpu-full --folder /ssd/bench --json result.json
 
 Every run is a process of its own that begins with a cold page cache, on a CPU in its own memory
 cgroup (page cache counted). Compilation, warm-up in memory, and placing the weights are not
@@ -10,7 +10,7 @@ until the run fails or slows; then all take turns (A B C A B C ...). The suites 
 GPU alone. Suites:
 
   cpu-quick  ten minutes            ablation   one technique less at a time (the paper's table 4)
-  cpu-full   an hour and a half     latency    throughput over latency (figure 1)
+  cpu-full   five hours             latency    throughput over latency (figure 1)
   gpu-16gb   the paper's table 2    lengths    other lengths of prompts and texts
 """
 

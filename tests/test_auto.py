@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -103,6 +104,14 @@ def test_a_given_policy_does_not_back_off(
     monkeypatch.setattr(BlockRun, "run", run)
     with LLM(checkpoint(), policy=Policy()) as llm, pytest.raises(MemoryError, match="no more"):
         tokens(llm)
+
+    def fail(self: BlockRun) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes\nand more")
+
+    monkeypatch.setattr(BlockRun, "run", fail)
+    with LLM(checkpoint(), policy=Policy()) as llm, pytest.raises(UserError) as caught:
+        tokens(llm)
+    assert str(caught.value).startswith("out of memory: RESOURCE_EXHAUSTED: 5 bytes; lower --batch")
 
 
 def test_other_errors_are_raised(

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer as FastTokenizer
 
 from flexgen_jax import LLM, Policy
 from flexgen_jax.checkpoint import Checkpoint, CheckpointError, DummyWeights
@@ -19,6 +20,7 @@ from flexgen_jax.config import ConfigError
 from flexgen_jax.families import known_shape, read_config
 from flexgen_jax.layers.spec import model_spec, unique_tensors
 from flexgen_jax.policy.placement import place_weights
+from flexgen_jax.tokenizer import Tokenizer
 from tests.models import BASE, write_checkpoint
 
 
@@ -197,6 +199,40 @@ def test_fingerprint_changes_with_the_file(tmp_path: Path) -> None:
     assert Checkpoint(folder).fingerprint("bfloat16") != before
     os.utime(folder / "model.safetensors", ns=(1, 1))
     assert Checkpoint(folder).fingerprint("float32") != before
+
+
+def test_a_file_that_is_replaced_is_not_taken_for_the_one_that_was_opened(tmp_path: Path) -> None:
+    """Else what is stored of the one would be found under the other's name."""
+    folder = write_checkpoint(tmp_path / "m")
+    opened = Checkpoint(folder)
+    first = opened.fingerprint("float32")
+    assert opened.fingerprint("float32") == first
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors, tmp_path / "new", metadata={"format": "pt"})
+    (tmp_path / "new").replace(file)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was replaced"):
+        opened.fingerprint("float32")
+
+
+def test_a_hub_folder_without_safetensors_says_how_to_convert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"hf download some/model .*convert SRC DST"):
+        LLM("some/model")
+
+
+def test_a_tokenizers_own_truncation_and_padding_are_left_out(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m")
+    text = "a prompt that is longer than that"
+    expected = Tokenizer(folder, None).encode(text)
+    whole = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    whole.enable_truncation(5)
+    whole.enable_padding(length=64)
+    whole.save(str(folder / "tokenizer.json"))
+    assert Tokenizer(folder, None).encode(text) == expected
 
 
 @pytest.mark.parametrize("percent", [(0, 0), (0, 100), (50, 0)])

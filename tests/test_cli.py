@@ -157,6 +157,31 @@ def test_bad_flags(tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     assert "no prompts" in refused("generate", "--prompts-file", empty)
+    assert "cannot write --json" in refused("generate", "a", "--json", tmp_path / "no" / "x")
+    assert "cannot write --latency-curve" in refused(
+        "plan", "--latency-curve", tmp_path / "no" / "x.png"
+    )
+    assert "--num-sequences" in refused("bench", "--num-sequences", 0)
+
+
+def test_results_are_in_the_file_before_they_are_printed(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that goes away, as `head` does, costs nothing but what it did not want."""
+
+    def gone(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    out = tmp_path / "out.json"
+    out.write_text("old")
+    monkeypatch.setattr("click.echo", gone)
+    with pytest.raises(BrokenPipeError):
+        main.commands["generate"].main(
+            ["a", "--model", str(checkpoint("base")), "--max-tokens", "1", "--json", str(out)],
+            standalone_mode=False,
+        )
+    assert len(json.loads(out.read_text())["results"]) == 1
+    assert list(tmp_path.glob("*.part")) == []
 
 
 def test_budgets_are_refused_with_numbers_and_a_plan(tmp_path: Path) -> None:

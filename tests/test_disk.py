@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -9,15 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.offload import disk
+from flexgen_jax.offload import disk, reads
 from flexgen_jax.offload.disk import OffloadError, OffloadFolder
 from flexgen_jax.offload.reads import Piece, read_file, whole_pages
+from flexgen_jax.out_of_memory import is_on_host, is_out_of_memory
 from tests.models import prompts
 
 SHAPE = (300, 16)
@@ -56,9 +59,9 @@ def test_round_trip_and_reuse(folder: OffloadFolder) -> None:
     assert not has(folder)
     np.testing.assert_array_equal(read(store(folder)), DATA)
     assert has(folder)
-    for is_cached in (False, True):
-        found = folder.weights("f").open("t", SHAPE, np.dtype(np.float32), is_cached)
-        np.testing.assert_array_equal(read(found), DATA)
+    found = folder.weights("f").open("t", SHAPE, np.dtype(np.float32))
+    for direct in {found.direct, False}:
+        np.testing.assert_array_equal(read(replace(found, direct=direct)), DATA)
     assert len(chunks(folder)) > 2
 
 
@@ -79,6 +82,48 @@ def test_damage_is_found_and_removed(folder: OffloadFolder, damage: str) -> None
     assert not has(folder)
     assert not (folder.root / "weights/f/t").exists()
     np.testing.assert_array_equal(read(store(folder)), DATA)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ENOMEM])
+def test_what_cannot_be_read_now_is_not_taken_for_damage(
+    folder: OffloadFolder, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    store(folder)
+
+    def fail(piece: Piece) -> None:
+        raise OSError(number, os.strerror(number), str(piece.path))
+
+    monkeypatch.setattr(disk, "read_file", fail)
+    with pytest.raises(OffloadError, match=os.strerror(number)):
+        has(folder)
+    monkeypatch.undo()
+    monkeypatch.setattr(disk, "CHUNK_BYTES", 4096)
+    assert has(folder)
+
+
+def test_a_failing_read_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "chunk"
+    path.write_bytes(bytes(8192))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match=r"Input/output error: .*chunk"):
+        read_file(Piece(path, whole_pages(8192), False))
+
+
+def test_no_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which an automatic run answers with a smaller plan."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(reads.mmap, "mmap", fail)
+    with pytest.raises(MemoryError, match="host memory: no 5 bytes") as caught:
+        whole_pages(5)
+    assert is_out_of_memory(caught.value)
+    assert is_on_host(caught.value)
 
 
 def test_missing_chunk_is_an_error_not_zeros(folder: OffloadFolder) -> None:

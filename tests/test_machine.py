@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from flexgen_jax import Policy, SamplingParams
+from flexgen_jax import LLM, Policy, SamplingParams, UserError, session
+from flexgen_jax.metrics import Ledger, Metrics
 from flexgen_jax.offload import executor, machine
-from tests.models import BASE, prompts, run_greedy
+from flexgen_jax.offload.disk import OffloadFolder
+from flexgen_jax.offload.tiers import BufferPool, Memories
+from flexgen_jax.offload.watching import Watcher
+from tests.models import BASE, prompts, run_greedy, write_checkpoint
 
 
 @pytest.mark.parametrize(("free", "expected"), [(1_500_000_000, 1_100_000_000), (10**8, 0)])
@@ -37,3 +44,105 @@ def test_the_heap_is_trimmed_now_and_then(
     run_greedy(checkpoint("base"), SamplingParams(max_tokens=3, ignore_eos=True), policy)
     steps = 3 * (BASE["num_hidden_layers"] + 2)
     assert len(trims) == (steps if not seconds else 0)
+
+
+def test_what_killed_runs_have_left_is_freed_before_the_disk_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = OffloadFolder(tmp_path)
+    dead = tmp_path / "runs" / "dead"
+    dead.mkdir()
+    dead.with_suffix(".lock").touch()
+    (dead / "blocks").write_bytes(bytes(100))
+    seen: list[bool] = []
+    real = machine._free_disk
+    monkeypatch.setattr(machine, "_free_disk", lambda *a: seen.append(dead.exists()) or real(*a))
+    machine.detect_budgets(None, None, None, tmp_path, "", unified=True)
+    assert seen == [False]
+    assert len(list((tmp_path / "runs").iterdir())) == 2  # the live one's folder and lock
+    live.close()
+
+
+def test_more_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"--host-memory .* is more than"):
+        machine.detect_budgets(None, 1 << 60, 0, tmp_path, "", unified=False)
+    stats = {"bytes_limit": 12 << 30}
+    gpu = SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(machine.jax, "devices", lambda: [gpu])
+    with pytest.raises(UserError, match=r"--device-memory 16.* XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        machine.detect_budgets(16 << 30, None, 0, tmp_path, "", unified=False)
+    assert machine.detect_budgets(12 << 30, 9, 0, tmp_path, "", unified=False).device == 12 << 30
+    assert machine.detect_budgets(None, 9, 0, tmp_path, "", unified=False).device == int(
+        machine.SAFETY * stats["bytes_limit"]
+    )
+
+
+@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 0, 0), (100, 0, 0, 0, 100, 0)], ids=str)
+def test_buffers_for_prompts_of_many_lengths_stay_within_the_plan(
+    tmp_path: Path, percent: tuple[int, ...]
+) -> None:
+    """Each length has shapes of its own, and so buffers of its own."""
+    folder = write_checkpoint(tmp_path / "m", max_position_embeddings=300)
+    ids = [[5] * length for length in range(16, 257, 16)]
+    policy = Policy.from_percent(*percent, batch_size=1, num_batches=len(ids), kv_block_tokens=32)
+    with LLM(folder, dtype="float32", policy=policy, offload_dir=tmp_path / "o") as llm:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        llm.generate(prompt_token_ids=ids, sampling_params=params)
+        report = llm.report()
+    for tier, peak in report["peak_bytes"].items():
+        assert peak <= report["computed_peak_bytes"][tier]
+
+
+class Failed:
+    """The result of a computation that failed."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def block_until_ready(self) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+
+@pytest.fixture
+def pool() -> BufferPool:
+    return BufferPool(Memories(Watcher(Metrics())), Ledger({"host": 1000}))
+
+
+def take(pool: BufferPool, count: int) -> Any:
+    return pool.take((count,), np.dtype(np.uint8))
+
+
+def test_a_failed_reader_does_not_spoil_the_pool(pool: BufferPool) -> None:
+    reader: Any = Failed()
+    first, second = take(pool, 400), take(pool, 300)
+    pool.give(first, reader)
+    pool.give(second, reader)
+    assert take(pool, 400) is first
+    pool.give(first, reader)
+    pool.trim()
+    pool.trim()
+    assert take(pool, 1000).view.nbytes == 1000  # all of the budget is free again
+
+
+def test_free_buffers_of_other_shapes_make_room(pool: BufferPool) -> None:
+    pool.most_bytes = 600
+    first, second = take(pool, 400), take(pool, 100)
+    pool.give(second, None)
+    assert take(pool, 100) is second  # nothing had to go
+    pool.give(first, None)
+    take(pool, 500)
+    assert take(pool, 400) is not first
+
+
+def test_each_run_says_anew_which_weights_the_page_cache_may_hold(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small run leaves more RAM free than a large one with the same weights."""
+    asked: list[int] = []
+    real = session.page_cached
+    monkeypatch.setattr(session, "page_cached", lambda *a: asked.append(a[-1]) or real(*a))
+    policy = Policy.from_percent(0, 0, 100, 0, 100, 0, batch_size=8)
+    with LLM(checkpoint("base"), dtype="float32", policy=policy, offload_dir=tmp_path) as llm:
+        for count in (1, 8):
+            llm.generate(prompt_token_ids=prompts()[:count], sampling_params=SamplingParams(2))
+    assert asked[0] > asked[1]

@@ -97,6 +97,16 @@ def test_scores_through_the_cache(checkpoint: Callable[[str], Path], bits: int) 
         np.testing.assert_allclose(score.logprobs, model.logprobs(ids), rtol=1e-3, atol=1e-3)
 
 
+def test_a_text_of_one_token_is_scored_beside_longer_ones(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """In a batch of its own, which ends before the others of its block do."""
+    policy = Policy(batch_size=1, num_batches=2, schedule="row")
+    with LLM(checkpoint(), dtype="float32", policy=policy) as llm:
+        scores = llm.score(prompt_token_ids=[[5], [5, 6, 7]], through_cache=True)
+    assert [len(score.logprobs) for score in scores] == [0, 2]
+
+
 @pytest.fixture(scope="module")
 def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
     policy = Policy(batch_size=2, kv_block_tokens=KV_BLOCK, weight_bits=4, cache_bits=4)

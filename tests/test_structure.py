@@ -13,13 +13,13 @@ PACKAGE = Path(__file__).parent.parent / "flexgen_jax"
 
 # Each room may import from those before it.
 ORDER = [
-    {"config", "units", "trace", "caches"},
+    {"config", "units", "trace", "caches", "out_of_memory"},
     {"layers"},
     {"families", "checkpoint", "tokenizer"},
     {"policy"},
     {"metrics"},
     {"offload"},
-    {"sampling", "batching", "model", "generation", "progress", "convert"},
+    {"sampling", "batching", "model", "generation", "texts", "progress", "convert"},
     {"profiles"},
     {"plan", "session"},
     {"engine"},

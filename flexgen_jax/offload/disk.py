@@ -13,6 +13,7 @@ used. A run's folder whose lock is free belongs to a dead process and is removed
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -119,7 +120,7 @@ class OffloadFolder:
                 f"cannot use the offload folder {root}: {error.strerror or error}; choose "
                 "another with --offload-dir"
             ) from None
-        self._remove_dead_runs()
+        remove_dead_runs(root)
         self._queue = ReadQueue(READS_AT_ONCE)
         self._direct = _has_direct_io(self._run)
         limits = {
@@ -163,18 +164,25 @@ class OffloadFolder:
         self._lock.close()
         self._queue.close()
 
-    def _remove_dead_runs(self) -> None:
-        runs = self.root / "runs"
-        for lock in runs.glob("*.lock"):
-            with contextlib.suppress(OSError), open(lock) as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails for a live run's
-                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-                if not lock.with_suffix("").exists():
-                    lock.unlink()
-        for folder in runs.iterdir():
-            # A live run's lock is there before its folder.
-            if folder.suffix != ".lock" and not folder.with_suffix(".lock").exists():
-                shutil.rmtree(folder, ignore_errors=True)
+
+def remove_dead_runs(root: Path) -> None:
+    """Frees what processes that were killed have left in an offload folder, if there is one."""
+    runs = root / "runs"
+    try:
+        _check_private(runs)
+        entries = list(runs.iterdir())
+    except OSError:
+        return  # there is none, or it is not ours
+    for lock in (path for path in entries if path.suffix == ".lock"):
+        with contextlib.suppress(OSError), open(lock) as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails for a live run's
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            if not lock.with_suffix("").exists():
+                lock.unlink()
+    for folder in entries:
+        # A live run's lock is there before its folder.
+        if folder.suffix != ".lock" and not folder.with_suffix(".lock").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start_run(runs: Path) -> tuple[IO[str], Path]:
@@ -233,16 +241,18 @@ class WeightFolder:
             is_whole = done["bytes"] == _payload_bytes(folder)
             if is_whole and done["crc32"] == _checksum(self.open(name, shape, dtype)):
                 return True
-        except (OSError, ValueError, KeyError, TypeError):
+        except OSError as error:
+            # Anything but a missing or short file says nothing of what is stored.
+            if error.errno not in (None, errno.ENOENT, errno.ENOTDIR):
+                raise OffloadError(f"cannot read {folder}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
             pass
         shutil.rmtree(folder, ignore_errors=True)
         return False
 
-    def open(
-        self, name: str, shape: tuple[int, ...], dtype: np.dtype, is_cached: bool = False
-    ) -> DiskArray:
-        """A tensor that is stored. Cached: read through the page cache."""
-        return self._array(self.path / name, shape, dtype, self._direct and not is_cached)
+    def open(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> DiskArray:
+        """A tensor that is stored."""
+        return self._array(self.path / name, shape, dtype, self._direct)
 
     def _array(
         self,

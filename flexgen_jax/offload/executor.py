@@ -284,6 +284,7 @@ class BlockRun:
         programs, tokens = self._runtime.programs, hidden.shape[1]
         if batch.targets is not None:
             result, finite = programs.score(batch.size, tokens)(weights, hidden, batch.targets)
+            self._ids[step.batch] = batch.targets[:, -1:]  # for a step that is dropped too late
             return Computed(step, finite, result)
         if batch.forced is not None:
             target = batch.forced[:, step.token : step.token + 1]

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import jax
 
-from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.config import UserError
+from flexgen_jax.offload.disk import remove_dead_runs
+from flexgen_jax.policy.fit import Budgets, human
 
 SAFETY = 0.9
 """Part of the free memory that a plan may use; the rest is what the allocator holds unused."""
@@ -81,12 +83,29 @@ def detect_budgets(
 ) -> Budgets:
     """The budgets asked for, and what the machine has where nothing is asked for.
 
-    fingerprint: of the weights; what an earlier run stored of them counts as free disk.
+    fingerprint: of the weights; what an earlier run stored of them counts as free disk, and what
+    runs that were killed have left there is removed first. Raises
+    `UserError` for more than there is, but of RAM that device and host share, whose limit is held
+    beside these.
     """
+    remove_dead_runs(offload_dir)
     ram = max(0, int(SAFETY * available_memory()) - RUNTIME_BYTES)
+    stats = None if unified else jax.devices()[0].memory_stats()
+    most = stats["bytes_limit"] if stats else None
     if device_memory is None:
-        stats = None if unified else jax.devices()[0].memory_stats()
-        device_memory = int(SAFETY * stats["bytes_limit"]) if stats else ram
+        device_memory = ram if most is None else int(SAFETY * most)
+    elif most is not None and device_memory > most:
+        raise UserError(
+            f"--device-memory {human(device_memory)} is more than the {human(most)} that JAX may "
+            "use of this GPU; ask for less, or set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 (0.75 is "
+            "its default)"
+        )
+    installed = _meminfo("MemTotal")
+    if host_memory is not None and not unified and host_memory > installed:
+        raise UserError(
+            f"--host-memory {human(host_memory)} is more than the {human(installed)} of RAM here; "
+            "ask for less, or leave it out"
+        )
     free = _free_disk(offload_dir, fingerprint)
     disk_space = free if disk_space is None else min(disk_space, free)
     return Budgets(

@@ -227,7 +227,7 @@ def step_seconds(dtype: str) -> float:
     tokens, layers = 32, config.num_layers
     try:
         tiers = place_weights(runtime.layers, dtype, policy)
-        weights = WeightStore(runtime, DummyWeights(config), tiers, frozenset())
+        weights = WeightStore(runtime, DummyWeights(config), tiers)
         weights.place(lambda _: None)
         ids = np.ones((2, 16), np.int32)
         batches = [Batch(ids, np.zeros(2, np.int32)) for _ in range(2)]

@@ -32,9 +32,13 @@ class Piece(NamedTuple):
 
 
 def whole_pages(nbytes: int) -> np.ndarray:
-    """Zeroed memory, uint8 [nbytes], that begins at a page."""
+    """Zeroed memory, uint8 [nbytes], that begins at a page; `MemoryError` if there is none."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return np.frombuffer(mmap.mmap(-1, max(1, nbytes), flags), np.uint8, nbytes)
+    try:
+        pages = mmap.mmap(-1, max(1, nbytes), flags)
+    except OSError as error:
+        raise MemoryError(f"host memory: no {nbytes} bytes: {error.strerror}") from None
+    return np.frombuffer(pages, np.uint8, nbytes)
 
 
 class ReadQueue:
@@ -104,6 +108,8 @@ def read_file(piece: Piece) -> None:
             done = _fill(descriptor, out[:whole], 0)
         if done < out.size:
             done += _fill_by_copy(descriptor, out[done:], done)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(piece.path)) from None
     finally:
         os.close(descriptor)
     if done < out.size:

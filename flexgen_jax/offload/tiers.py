@@ -8,6 +8,7 @@ is a copy. `unified=False` takes the copying path on the CPU too, which is how i
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -87,6 +88,13 @@ class Memories:
         return array
 
 
+def _wait(reader: jax.Array | None) -> None:
+    """For a computation, which may have failed: that is told where its result is used."""
+    if reader is not None:
+        with suppress(Exception):
+            reader.block_until_ready()
+
+
 def _is_ready(array: Any) -> bool:
     return array is None or bool(array.is_ready())
 
@@ -115,12 +123,18 @@ class HostBuffer:
 
 
 class BufferPool:
-    """Host buffers by shape, reused as soon as the computations that read them are done."""
+    """Host buffers by shape, reused as soon as the computations that read them are done.
+
+    most_bytes: before there are more, free buffers of other shapes are let go of. A run of equal
+    prompts never comes to that; in one of many lengths, every length has shapes of its own.
+    """
 
     def __init__(self, memories: Memories, ledger: Ledger) -> None:
         self._memories = memories
         self._ledger = ledger
         self._free: dict[Any, list[tuple[HostBuffer, jax.Array | None]]] = {}
+        self._bytes = 0
+        self.most_bytes: int | None = None
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype, may_wait: bool = True) -> HostBuffer:
         """A free buffer, once its last reader is done, or else a new one; a new one at once where
@@ -129,13 +143,19 @@ class BufferPool:
         if free and not may_wait and not _is_ready(free[0][1]):
             free = None
         if free:
-            buffer, last_reader = free.pop(0)
-            if last_reader is not None:
-                last_reader.block_until_ready()
+            _wait(free[0][1])
+            buffer, _ = free.pop(0)
             buffer.holders = 1
             return buffer
-        self._ledger.take("host", int(np.prod(shape)) * np.dtype(dtype).itemsize)
-        array = self._memories.host_array(shape, np.dtype(dtype))
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._make_room(nbytes)
+        self._ledger.take("host", nbytes)
+        try:
+            array = self._memories.host_array(shape, np.dtype(dtype))
+        except BaseException:
+            self._ledger.give("host", nbytes)
+            raise
+        self._bytes += nbytes
         return HostBuffer(array, writable_view(array))
 
     def give(self, buffer: HostBuffer, last_reader: jax.Array | None) -> None:
@@ -144,11 +164,21 @@ class BufferPool:
         if buffer.holders == 0:
             self._free.setdefault(buffer.key, []).append((buffer, last_reader))
 
+    def _make_room(self, nbytes: int) -> None:
+        """For a new buffer within `most_bytes`, as far as free ones can be let go of at once."""
+        most = float("inf") if self.most_bytes is None else self.most_bytes
+        for entries in self._free.values():
+            while entries and self._bytes + nbytes > most and _is_ready(entries[0][1]):
+                self._let_go(entries)
+
     def trim(self) -> None:
         """Lets go of the memory of all free buffers."""
         for entries in self._free.values():
-            for buffer, last_reader in entries:
-                if last_reader is not None:
-                    last_reader.block_until_ready()
-                self._ledger.give("host", buffer.view.nbytes)
-        self._free.clear()
+            while entries:
+                _wait(entries[0][1])
+                self._let_go(entries)
+
+    def _let_go(self, entries: list[tuple[HostBuffer, jax.Array | None]]) -> None:
+        buffer, _ = entries.pop(0)
+        self._bytes -= buffer.view.nbytes
+        self._ledger.give("host", buffer.view.nbytes)

@@ -24,7 +24,10 @@ def finish(futures: Sequence[Any], what: str) -> None:
         try:
             future.result()
         except (ValueError, OSError) as error:
-            raise OffloadError(f"{what}: {error}") from None
+            raise OffloadError(
+                f"{what}: {error}; if the disk is full or failing, free space there or choose "
+                "another with --offload-dir"
+            ) from None
 
 
 @dataclass(eq=False)

@@ -37,7 +37,8 @@ def _stored(tensor: TensorSpec, leaf: Leaf) -> Stored:
 class WeightStore:
     """Holds every tensor in the tier the placement gives it.
 
-    cached: keys of tensors on disk that are read through the page cache, for RAM is free.
+    cached: keys of tensors on disk that are read through the page cache, for RAM is free; may be
+        changed between blocks.
     """
 
     def __init__(
@@ -45,12 +46,11 @@ class WeightStore:
         runtime: Runtime,
         source: WeightSource,
         tiers: dict[str, Tier],
-        cached: frozenset[str] = frozenset(),
     ) -> None:
         self._runtime = runtime
         self._source = source
         self._tiers = tiers
-        self._cached = cached
+        self.cached: frozenset[str] = frozenset()
         self._arrays: dict[str, Kept] = {}
         self._files: dict[str, list[DiskArray]] = {}
         self._taken = dict.fromkeys(("device", "host", "disk"), 0)
@@ -122,8 +122,7 @@ class WeightStore:
                 missing = [not folder.has(*what) for what in stored]
                 if any(missing):
                     self._write(folder, tensor, stored, missing)
-                is_cached = tensor.key in self._cached
-                self._files[tensor.key] = [folder.open(*what, is_cached) for what in stored]
+                self._files[tensor.key] = [folder.open(*what) for what in stored]
                 progress(self._storage(tensor).nbytes)
 
     def _write(
@@ -173,6 +172,7 @@ class WeightStore:
         `reads` the bytes and the future of each that was not under way."""
         runtime, arrays = self._runtime, []
         for name, file in enumerate(self._files[key]):
+            file = replace(file, direct=False) if key in self.cached else file
             if (key, name) in self._kept:
                 buffer, read = self._kept[key, name]
                 buffer.holders += 1

@@ -46,7 +46,10 @@ class Budgets:
             if limit is not None and needed[tier] > limit:
                 flag = f"raise --{tier}-memory"
                 if tier == "disk":
-                    flag = "raise --disk-space, choose a larger disk with --offload-dir"
+                    flag = (
+                        "raise --disk-space, delete what other models left in the offload folder, "
+                        "choose a larger disk with --offload-dir"
+                    )
                 found.append(
                     f"{human(needed[tier])} needed in tier {tier}, {human(limit)} allowed; "
                     f"{flag} or move something out of that tier"

@@ -78,6 +78,7 @@ class _Estimate:
         self._ahead = Ahead.of(policy)
         self._kv: dict[tuple[int, int], tuple[int, int]] = {}
         self.bytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        self.buffers = 0
 
     def add_weights(self) -> None:
         tiers = place_weights(self._layers, self._formats.dtype, self._policy)
@@ -86,7 +87,9 @@ class _Estimate:
             if tensor.key not in seen:
                 self.bytes[tiers[tensor.key]] += self._formats.weight(tensor).nbytes
                 seen.add(tensor.key)
-        self.bytes["host"] += self._ring(tiers)
+        ring = self._ring(tiers)
+        self.bytes["host"] += ring
+        self.buffers += ring
         if not self._unified:
             window = self._ahead.weight_copies + 1
             self.bytes["device"] += max(
@@ -164,6 +167,7 @@ class _Estimate:
         # one after the other. Without overlap, writes of generated blocks may wait beside the ring.
         in_turn = self._policy.schedule == "zigzag" and self._policy.overlap
         self.bytes["host"] += max(ring, waiting) if in_turn else ring + waiting
+        self.buffers += ring
         lengths = generated_blocks(self._shape.gen_len, self._policy.kv_block_tokens)
         for tier, opened_at in tails.items():
             # Pinned tails are ring buffers, which fit others of their length only.
@@ -172,6 +176,7 @@ class _Estimate:
             for opened, nbytes in opened_at.items():
                 most |= Counter({lengths[opened] if is_ring else 0: nbytes})
             self.bytes[tier] += sum(most.values())
+            self.buffers += sum(most.values()) if is_ring else 0
         if not self._unified:
             copies = self._ahead.cache_copies + 1
             self.bytes["device"] += copies * (max(away.values(), default=0) + opened_most)
@@ -191,7 +196,9 @@ class _Estimate:
             self.bytes[tier] += max(at)
         if "disk" in homes.values():
             count = self._ahead.hidden_reads + 1
-            self.bytes["host"] += sum(sorted(sizes)[-count:]) + (PENDING_WRITES + 1) * max(sizes)
+            ring = sum(sorted(sizes)[-count:])
+            self.bytes["host"] += ring + (PENDING_WRITES + 1) * max(sizes)
+            self.buffers += ring
             # A decode step's; buffers of the prompts' are not freed before.
             rows = sum(self._shape.batch_sizes)
             self.bytes["host"] += rows * self._config.hidden_size * self._item
@@ -242,6 +249,17 @@ def workspace_bytes(
     copies = {"greedy": 1, "sample": 8, "score": 3}[head]
     formed = min(SCORED_ROWS, count) if head == "score" else rows
     return unpacked + max(prefill, copies * formed * config.vocab_size * 4)
+
+
+def buffer_bytes(
+    config: ModelConfig, dtype: str, policy: Policy, shape: BlockShape, unified: bool
+) -> int:
+    """Of `peak_bytes`, those of host buffers that are used again and again."""
+    estimate = _Estimate(config, dtype, policy, shape, unified)
+    estimate.add_weights()
+    estimate.add_cache()
+    estimate.add_activations()
+    return estimate.buffers
 
 
 def peak_bytes(

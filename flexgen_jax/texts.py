@@ -1,0 +1,164 @@
+"""Prompts from files, and finished texts to a file with which a broken-off run goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from flexgen_jax.config import UserError
+from flexgen_jax.generation import RequestOutput
+
+STANDARD_INPUT = "-"
+
+
+class Prompt(NamedTuple):
+    """A prompt, and where it stands: "prompts.txt, line 3"."""
+
+    text: str
+    where: str
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file, one a line, or of .jsonl the "prompt" of each line's object.
+
+    Blank lines are left out; "-" is standard input. Raises `UserError` with the line.
+    """
+    is_piped = str(path) == STANDARD_INPUT
+    name = "standard input" if is_piped else str(path)
+    try:
+        content = (sys.stdin.buffer.read() if is_piped else path.read_bytes()).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read --prompts-file {path}: {error}") from None
+    prompts = []
+    # Not `splitlines`, which also splits at characters that texts may have in them.
+    for number, line in enumerate(content.split("\n"), 1):
+        if line.strip():
+            where, line = f"{name}, line {number}", line.removesuffix("\r")
+            is_json = path.suffix == ".jsonl"
+            prompts.append(Prompt(_prompt_in(line, where) if is_json else line, where))
+    if not prompts:
+        raise UserError(f"{name} has no prompts; write one a line")
+    return prompts
+
+
+def _prompt_in(line: str, where: str) -> str:
+    try:
+        found = json.loads(line)
+        prompt = found["prompt"] if isinstance(found, dict) else None
+    except (ValueError, KeyError, RecursionError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise UserError(f'{where} is not an object with a text as "prompt": {{"prompt": "..."}}')
+    return prompt
+
+
+def digest(settings: Any) -> str:
+    """Short, of JSON content: differs where what texts depend on does."""
+    content = json.dumps(settings, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def as_json(result: RequestOutput) -> dict[str, Any]:
+    """What is written of a finished text."""
+    return {
+        "prompt": result.prompt,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+    }
+
+
+class OutputFile:
+    """Finished texts as lines of JSON, each of which is in the file before the next is made.
+
+    A line has the run, `digest` of what the texts depend on; the prompt's index; and `as_json`.
+    A file that is there already must be of the same run and prompts: `finished` are the indices
+    of those in it, and what follows its last whole line, which was broken off, is cut off.
+    """
+
+    def __init__(self, path: Path, run: str, prompts: Sequence[str]) -> None:
+        self._path, self._run, self._prompts = path, run, prompts
+        self.finished: set[int] = set()
+
+    def __enter__(self) -> OutputFile:
+        try:
+            self._file = open(self._path, "a+b", buffering=0)
+        except OSError as error:
+            raise UserError(f"cannot write --output {self._path}: {error.strerror}") from None
+        try:
+            if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                self._lock()
+                self._take_up()
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def write(self, index: int, result: RequestOutput) -> None:
+        """Adds the text of a prompt; raises `UserError` where it cannot be written."""
+        line = json.dumps({"run": self._run, "index": index, **as_json(result)}) + "\n"
+        rest = memoryview(line.encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise UserError(
+                f"cannot write --output {self._path}: {error.strerror}; once it can be, the same "
+                "command goes on with what is not in it"
+            ) from None
+        self.finished.add(index)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"--output {self._path} is being written by another run; choose another file"
+            ) from None
+
+    def _take_up(self) -> None:
+        self._file.seek(0)
+        content = self._file.readall()
+        *lines, rest = content.split(b"\n")
+        self.finished.update(self._index_in(line, n) for n, line in enumerate(lines, 1))
+        if rest:
+            begin = f'{{"run": "{self._run}"'.encode()
+            if not (begin.startswith(rest) or rest.startswith(begin)):
+                raise self._foreign(len(lines) + 1)
+            self._file.truncate(len(content) - len(rest))
+
+    def _index_in(self, line: bytes, number: int) -> int:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            raise self._foreign(number) from None
+        if not isinstance(found, Mapping) or found.get("run") != self._run:
+            raise self._foreign(number)
+        index = found.get("index")
+        if not isinstance(index, int) or not 0 <= index < len(self._prompts):
+            raise self._foreign(number)
+        if found.get("prompt") != self._prompts[index]:
+            raise self._foreign(number)
+        return index
+
+    def _foreign(self, number: int) -> UserError:
+        return UserError(
+            f"--output {self._path}, line {number}, is not of this run: the prompts, the model or "
+            "flags that texts depend on were others; choose another file"
+        )
