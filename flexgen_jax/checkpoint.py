@@ -49,6 +49,10 @@ class WeightSource(Protocol):
         """A name for these weights in this dtype, by which a later run finds them again."""
         ...
 
+    def content(self, dtype: str) -> str:
+        """The same without the files' times: a copy has it too."""
+        ...
+
 
 class DummyWeights:
     """Random weights of the right shapes. A tensor's numbers depend on seed and key alone."""
@@ -84,6 +88,9 @@ class DummyWeights:
 
     def fingerprint(self, dtype: str) -> str:
         return _digest("dummy", FORMAT_VERSION, self.config, self._seed, dtype)
+
+    def content(self, dtype: str) -> str:
+        return self.fingerprint(dtype)
 
 
 class Checkpoint:
@@ -149,6 +156,10 @@ class Checkpoint:
             _, *size_and_time = identity
             files.append((path.name, *size_and_time, _sampled_hash(path)))
         return _digest("checkpoint", FORMAT_VERSION, self.config, files, dtype)
+
+    def content(self, dtype: str) -> str:
+        files = [(p.name, size, _sampled_hash(p)) for p, (_, size, _) in self._identity.items()]
+        return _digest("content", FORMAT_VERSION, self.config, sorted(files), dtype)
 
 
 def _identity(path: Path) -> tuple[int, int, int]:

@@ -26,7 +26,6 @@ from flexgen_jax.cli_options import (
 from flexgen_jax.config import PromptError, UserError
 
 if TYPE_CHECKING:
-    from flexgen_jax.generation import RequestOutput
     from flexgen_jax.sampling import SamplingParams
     from flexgen_jax.texts import Prompt
 
@@ -91,9 +90,11 @@ def write_json(path: Path | None, content: Any) -> None:
     part = path.with_name(path.name + ".part") if is_whole else path
     try:
         part.write_text(json.dumps(content, indent=2) + "\n")
-        if part != path:
+        if is_whole:
             part.replace(path)
     except OSError as error:
+        if is_whole:
+            part.unlink(missing_ok=True)
         raise UserError(f"cannot write --json {path}: {error.strerror or error}") from None
 
 
@@ -141,7 +142,7 @@ def generate(
     --output: the same command goes on where it was broken off.
     """
     from flexgen_jax.sampling import SamplingParams
-    from flexgen_jax.texts import Prompt, as_json, read_prompts
+    from flexgen_jax.texts import Prompt, read_prompts
 
     given = [Prompt(text, f"PROMPTS, number {n}") for n, text in enumerate(prompts, 1)]
     if prompts_file is not None:
@@ -155,13 +156,16 @@ def generate(
     except ValueError as error:
         raise UserError(str(error)) from None
     check_json(json_file)
+    if output is not None and json_file is not None and output.resolve() == json_file.resolve():
+        raise UserError(f"--output and --json are both {output}; choose another file for one")
     results, report = run_prompts(given, params, output, options)
-    written = {"results": [as_json(result) for result in results], "report": report}
-    write_json(json_file, written)
-    for result in results if output is None else ():
-        click.echo(f"{result.prompt}{result.text}")
-        if len(results) > 1:
-            click.echo("---")
+    try:  # neither a full disk nor a reader that goes away may cost the other
+        write_json(json_file, {"results": results, "report": report})
+    finally:
+        for result in results if output is None else ():
+            click.echo(f"{result['prompt']}{result['text']}")
+            if len(results) > 1:
+                click.echo("---")
     if report:
         click.echo(
             f"{report['num_tokens']} tokens in {report['total_s']:.2f} s, "
@@ -172,10 +176,10 @@ def generate(
 
 def run_prompts(
     given: Sequence[Prompt], params: SamplingParams, output: Path | None, options: dict[str, Any]
-) -> tuple[list[RequestOutput], dict[str, Any]]:
-    """The results of the prompts that are not in `output` yet, and the report, empty where there
-    was nothing left to do."""
-    from flexgen_jax.texts import OutputFile, digest
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The results of all prompts, of which some may be in `output` already, and the report of the
+    others' run, empty where there were none."""
+    from flexgen_jax.texts import OutputFile, as_json, digest
 
     texts = [prompt.text for prompt in given]
     with ExitStack() as stack:
@@ -188,10 +192,12 @@ def run_prompts(
                 here = f"{len(file.finished)} of {len(texts)} texts"
                 click.echo(f"flexgen-jax: {here} are in {output} already", err=True)
             if len(file.finished) == len(texts):
-                return [], {}
+                return file.results(), {}
             more = {"skip": frozenset(file.finished), "on_output": file.write}
         try:
-            return llm.generate(texts, params, **more), llm.report()
+            results = llm.generate(texts, params, **more)
+            made = [as_json(result) for result in results] if output is None else file.results()
+            return made, llm.report()
         except PromptError as error:
             places = "; ".join(given[index].where for index in error.indices[:5])
             etc = ", ..." if len(error.indices) > 5 else ""

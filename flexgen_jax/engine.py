@@ -245,11 +245,12 @@ class LLM:
 
     @property
     def fingerprint(self) -> str:
-        """Of all that texts depend on beside prompts and sampling: the weights, the dtype, and what
-        a policy keeps in fewer bits or leaves out."""
+        """Of all that texts depend on beside prompts and sampling: the weights, the tokenizer, the
+        dtype, and what a policy keeps in fewer bits or leaves out. A copy's is the same."""
         policy = self._planner.policy
         lossy = f"{policy.weight_bits}-{policy.cache_bits}-{policy.attention_sparsity}"
-        return f"{self._planner.fingerprint}-{lossy}"
+        tokenizer = self._model.tokenizer.fingerprint if self._model.tokenizer else None
+        return f"{self._model.source.content(self.dtype)}-{tokenizer}-{lossy}"
 
     @property
     def policy(self) -> Policy | None:
@@ -332,9 +333,10 @@ class LLM:
         for index, row in enumerate(ids):
             bad = [token for token in row if not 0 <= token < self.config.vocab_size]
             if bad:
-                raise UserError(
+                raise PromptError(
                     f"prompt {index} has token id {bad[0]}; the vocabulary has "
-                    f"{self.config.vocab_size}"
+                    f"{self.config.vocab_size}",
+                    [index],
                 )
         return texts, ids
 

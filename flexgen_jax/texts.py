@@ -53,6 +53,8 @@ def _prompt_in(line: str, where: str) -> str:
     try:
         found = json.loads(line)
         prompt = found["prompt"] if isinstance(found, dict) else None
+        if isinstance(prompt, str):
+            prompt.encode()  # fails for half of a pair of surrogates
     except (ValueError, KeyError, RecursionError):
         prompt = None
     if not isinstance(prompt, str):
@@ -66,27 +68,25 @@ def digest(settings: Any) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
+RESULT = ("prompt", "text", "token_ids", "finish_reason")
+
+
 def as_json(result: RequestOutput) -> dict[str, Any]:
     """What is written of a finished text."""
-    return {
-        "prompt": result.prompt,
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-    }
+    return {name: getattr(result, name) for name in RESULT}
 
 
 class OutputFile:
     """Finished texts as lines of JSON, each of which is in the file before the next is made.
 
     A line has the run, `digest` of what the texts depend on; the prompt's index; and `as_json`.
-    A file that is there already must be of the same run and prompts: `finished` are the indices
-    of those in it, and what follows its last whole line, which was broken off, is cut off.
+    A file that is there already must be of the same run and prompts: `finished` are the texts in it
+    by index, and what follows its last whole line, which was broken off, is cut off.
     """
 
     def __init__(self, path: Path, run: str, prompts: Sequence[str]) -> None:
         self._path, self._run, self._prompts = path, run, prompts
-        self.finished: set[int] = set()
+        self.finished: dict[int, dict[str, Any]] = {}
 
     def __enter__(self) -> OutputFile:
         try:
@@ -112,7 +112,8 @@ class OutputFile:
 
     def write(self, index: int, result: RequestOutput) -> None:
         """Adds the text of a prompt; raises `UserError` where it cannot be written."""
-        line = json.dumps({"run": self._run, "index": index, **as_json(result)}) + "\n"
+        content = as_json(result)
+        line = json.dumps({"run": self._run, "index": index, **content}) + "\n"
         rest = memoryview(line.encode())
         try:
             while rest:
@@ -122,28 +123,36 @@ class OutputFile:
                 f"cannot write --output {self._path}: {error.strerror}; once it can be, the same "
                 "command goes on with what is not in it"
             ) from None
-        self.finished.add(index)
+        self.finished[index] = content
+
+    def results(self) -> list[dict[str, Any]]:
+        """All that is in the file, in the prompts' order, as `as_json` has it."""
+        return [content for _, content in sorted(self.finished.items())]
 
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise UserError(
                 f"--output {self._path} is being written by another run; choose another file"
             ) from None
+        except OSError:
+            pass  # a file system without locks
 
     def _take_up(self) -> None:
         self._file.seek(0)
         content = self._file.readall()
         *lines, rest = content.split(b"\n")
-        self.finished.update(self._index_in(line, n) for n, line in enumerate(lines, 1))
+        for number, line in enumerate(lines, 1):
+            found = self._read(line, number)
+            self.finished[found["index"]] = {key: found[key] for key in RESULT}
         if rest:
             begin = f'{{"run": "{self._run}"'.encode()
             if not (begin.startswith(rest) or rest.startswith(begin)):
                 raise self._foreign(len(lines) + 1)
             self._file.truncate(len(content) - len(rest))
 
-    def _index_in(self, line: bytes, number: int) -> int:
+    def _read(self, line: bytes, number: int) -> Mapping[str, Any]:
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):
@@ -153,9 +162,9 @@ class OutputFile:
         index = found.get("index")
         if not isinstance(index, int) or not 0 <= index < len(self._prompts):
             raise self._foreign(number)
-        if found.get("prompt") != self._prompts[index]:
+        if found.get("prompt") != self._prompts[index] or not found.keys() >= set(RESULT):
             raise self._foreign(number)
-        return index
+        return found
 
     def _foreign(self, number: int) -> UserError:
         return UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,12 @@ class Tokenizer:
         self._tokenizer = _load(folder)
         self._special = _special_ids(folder, self._tokenizer)
         self._bos_id = bos_id if _wants_bos(folder) else None
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs where prompts would become other tokens, or tokens another text."""
+        parts = (self._tokenizer.to_str(), self._bos_id, sorted(self._special))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         """The prompt's token ids; raises `CheckpointError` for text that is not Unicode."""

@@ -164,6 +164,22 @@ def test_bad_flags(tmp_path: Path) -> None:
     assert "--num-sequences" in refused("bench", "--num-sequences", 0)
 
 
+def test_texts_are_printed_where_the_file_cannot_be_written(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    flags = ["--model", checkpoint("base"), "--max-tokens", 1, "--json", tmp_path / "out.json"]
+    result = run("generate", "abc", *flags)
+    assert result.exit_code == 2
+    assert result.stdout.startswith("abc")
+    assert "cannot write --json" in result.stderr
+    assert "No space left" in result.stderr
+    assert list(tmp_path.glob("out*")) == []
+
+
 def test_results_are_in_the_file_before_they_are_printed(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,14 +90,25 @@ def test_what_cannot_be_read_now_is_not_taken_for_damage(
 ) -> None:
     store(folder)
 
-    def fail(piece: Piece) -> None:
-        raise OSError(number, os.strerror(number), str(piece.path))
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(disk, "read_file", fail)
-    with pytest.raises(OffloadError, match=os.strerror(number)):
-        has(folder)
-    monkeypatch.undo()
-    monkeypatch.setattr(disk, "CHUNK_BYTES", 4096)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "read_file", fail)
+        with pytest.raises(OffloadError, match=os.strerror(number)):
+            has(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fail)
+        with pytest.raises(OffloadError, match=os.strerror(number)):
+            has(folder)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("PERMISSION_DENIED: not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.ts, "open", refuse)
+        with pytest.raises(OffloadError, match="not now"):
+            has(folder)
     assert has(folder)
 
 

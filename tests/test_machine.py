@@ -146,3 +146,24 @@ def test_each_run_says_anew_which_weights_the_page_cache_may_hold(
         for count in (1, 8):
             llm.generate(prompt_token_ids=prompts()[:count], sampling_params=SamplingParams(2))
     assert asked[0] > asked[1]
+
+
+def test_pinned_open_blocks_are_a_part_of_the_plan_for_buffers(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what the disk is read into would be let go of, and had again, step by step."""
+    room: list[int] = []
+    real = BufferPool._make_room
+
+    def make_room(self: BufferPool, nbytes: int) -> None:
+        before = self._bytes
+        real(self, nbytes)
+        room.append(before - self._bytes)
+
+    monkeypatch.setattr(BufferPool, "_make_room", make_room)
+    policy = Policy.from_percent(
+        *(0, 50, 0, 100, 100, 0), batch_size=2, num_batches=4, kv_block_tokens=8
+    )
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    run_greedy(checkpoint("base"), params, policy, offload_dir=tmp_path, unified=False)
+    assert room and not any(room)

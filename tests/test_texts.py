@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,9 +54,13 @@ def test_lines_are_as_in_json(command: list[object], undisturbed: bytes, tmp_pat
     found = lines_of(out)
     assert [found[i]["prompt"] for i in range(len(PROMPTS))] == PROMPTS
     assert run(*command, "--output", tmp_path / "new.jsonl", "--json", other).exit_code == 0
-    for index, result in enumerate(json.loads(other.read_text())["results"]):
+    written = json.loads(other.read_text())
+    for index, result in enumerate(written["results"]):
         assert result == {key: found[index][key] for key in result}
         assert len(result["token_ids"]) <= 6
+    assert run(*command, "--json", other).exit_code == 0  # with nothing left to do
+    assert json.loads(other.read_text()) == {"results": written["results"], "report": {}}
+    assert "--output and --json" in run(*command, "--json", out).stderr
 
 
 def test_a_run_goes_on_wherever_it_was_broken_off(
@@ -65,9 +72,11 @@ def test_a_run_goes_on_wherever_it_was_broken_off(
     ends = [i + 1 for i, byte in enumerate(undisturbed) if byte == ord("\n")]
     for cut in (0, 1, ends[0] - 1, ends[0], ends[1] + 7, ends[2] + 60, ends[-1] - 1, ends[-1]):
         out.write_bytes(undisturbed[:cut])
-        result = run(*command)
+        result = run(*command, "--json", tmp_path / "r.json")
         assert result.exit_code == 0, result.output
         assert lines_of(out) == expected
+        written = json.loads((tmp_path / "r.json").read_text())["results"]
+        assert [result["prompt"] for result in written] == PROMPTS
         assert out.read_bytes()[: max([0, *(e for e in ends if e <= cut)])] in undisturbed
 
 
@@ -128,6 +137,29 @@ def test_an_output_of_something_else_is_refused_and_left_alone(
     assert out.read_bytes() == undisturbed
 
 
+def test_a_copy_of_the_model_goes_on_and_another_tokenizer_does_not(
+    command: list[object], undisturbed: bytes, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint("base"), copy, copy_function=shutil.copyfile)
+    os.utime(copy / "model.safetensors", (1, 1))
+    result = run(*command, "--model", copy)
+    assert result.exit_code == 0, result.output
+    (copy / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    assert "is not of this run" in run(*command, "--model", copy).stderr
+
+
+def test_a_file_system_without_locks(
+    command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(texts.fcntl, "flock", fail)
+    assert run(*command).exit_code == 0
+    assert len(lines_of(tmp_path / "out.jsonl")) == len(PROMPTS)
+
+
 def test_two_runs_do_not_write_to_one_file(
     command: list[object], undisturbed: bytes, tmp_path: Path
 ) -> None:
@@ -175,7 +207,14 @@ def test_prompts_of_json_lines(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "two\\nlines", "id": 7}\n\n{"prompt": "x"}\n')
     assert [prompt.text for prompt in texts.read_prompts(file)] == ["two\nlines", "x"]
-    for bad in ('{"text": "x"}', '"x"', '{"prompt": 1}', "{", "[" * 100_000):
+    for bad in (
+        '{"text": "x"}',
+        '"x"',
+        '{"prompt": 1}',
+        "{",
+        "[" * 100_000,
+        r'{"prompt": "\ud83d"}',
+    ):
         file.write_text(f'{{"prompt": "x"}}\n{bad}\n')
         with pytest.raises(UserError, match=r"p\.jsonl, line 2 is not an object"):
             texts.read_prompts(file)

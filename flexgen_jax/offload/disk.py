@@ -43,6 +43,10 @@ READS_AT_ONCE = 8
 COPIES_AT_ONCE = 2
 
 
+NOT_DAMAGE = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN")
+"""What TensorStore says where it could not look at a tensor."""
+
+
 class OffloadError(UserError, OSError):
     """The offload folder cannot be used, or something in it is damaged."""
 
@@ -244,7 +248,12 @@ class WeightFolder:
         except OSError as error:
             # Anything but a missing or short file says nothing of what is stored.
             if error.errno not in (None, errno.ENOENT, errno.ENOTDIR):
-                raise OffloadError(f"cannot read {folder}: {error.strerror}") from None
+                raise OffloadError(
+                    f"cannot read {folder}: {error.strerror}; mend that, or choose another folder "
+                    "with --offload-dir"
+                ) from None
+            if any(status in str(error) for status in NOT_DAMAGE):
+                raise
         except (ValueError, KeyError, TypeError):
             pass
         shutil.rmtree(folder, ignore_errors=True)
@@ -347,7 +356,11 @@ def _as_bytes(piece: np.ndarray) -> Any:
 
 
 def _payload_bytes(folder: Path) -> int:
-    files = (Path(base) / name for base, _, names in os.walk(folder) for name in names)
+    def fail(error: OSError) -> None:
+        raise error
+
+    walked = os.walk(folder, onerror=fail)
+    files = (Path(base) / name for base, _, names in walked for name in names)
     return sum(file.stat().st_size for file in files if file.name != "done.json")
 
 

@@ -153,6 +153,8 @@ class _Estimate:
             if is_apart and opened == len(plan.generated[key.batch]) - 1:
                 continue  # a generation ends before its last block is full
             self.bytes[home] += nbytes
+            if home == "host" and opened >= 0 and not is_apart and not self._unified:
+                self.buffers += nbytes  # it begins as a pinned tail, which comes from the ring
             if home == "disk":
                 rows = self._shape.batch_sizes[key.batch]
                 read[where][rows, length] += nbytes
