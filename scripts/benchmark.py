@@ -10,7 +10,7 @@ until the run fails or slows; then all take turns (A B C A B C ...). The suites 
 GPU alone. Suites:
 
   cpu-quick  ten minutes            ablation   one technique less at a time (the paper's table 4)
-  cpu-full   five hours             latency    throughput over latency (figure 1)
+  cpu-full   some hours             latency    throughput over latency (figure 1)
   gpu-16gb   the paper's table 2    lengths    other lengths of prompts and texts
 """
 
