@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import isclose
 
 import numpy as np
@@ -51,6 +52,19 @@ def machine(rng: random.Random | None = None, **changes: object) -> HardwareProf
 
 
 POLICY = Policy.from_percent(20, 30, 10, 60, 25, 50, batch_size=48, num_batches=3, attention="host")
+
+
+def test_sparse_attention_on_the_device_has_the_keys_moved_to_it() -> None:
+    config, rows, here, there = known_shape("facebook/opt-30b"), 4, 100, 300
+    policy = replace(POLICY, attention="device", attention_sparsity=0.1)
+    costs = Costs(config, "float16", policy, machine())
+    keys = rows * there * config.hidden_size
+    scores = rows * config.num_heads * there
+    device = costs.device_attention_s(rows, here) + keys / 100e9 + scores / 1e9
+    assert costs.split_attention_s(rows, here, there) == pytest.approx((device, 0.1 * keys / 10e9))
+    on_host = Costs(config, "float16", replace(policy, attention="host"), machine())
+    found = on_host.split_attention_s(rows, 0, there)
+    assert found == pytest.approx((0, 1.1 * keys / 10e9 + scores / 1e9))
 
 
 def test_terms_are_those_of_appendix_a3() -> None:

@@ -180,7 +180,7 @@ def test_a_full_disk_is_one_line(command: list[object], tmp_path: Path) -> None:
 
 def test_results_come_as_they_are_finished(checkpoint: Callable[[str], Path]) -> None:
     choices = [SamplingParams(max_tokens=1 + i, ignore_eos=True) for i in range(len(prompts()))]
-    with LLM(checkpoint("base"), dtype="float32", policy=Policy(batch_size=3)) as llm:
+    with LLM(checkpoint("base"), dtype="float32", policy=Policy(batch_size=8)) as llm:
         seen: list[tuple[int, Any]] = []
         expected = llm.generate(
             prompt_token_ids=prompts(),

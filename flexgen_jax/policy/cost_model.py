@@ -109,6 +109,17 @@ class Costs:
             seconds = seconds * self._read_share + self._rank_s(rows, tokens, on_host=True)
         return seconds
 
+    def split_attention_s(self, rows: int, here: float, there: float) -> tuple[float, float]:
+        """One layer's decode attention to tokens on the device and to those whose values stay on
+        the host, by processor. Sparse attention on the device has the keys of the latter moved."""
+        device = self.device_attention_s(rows, here) if here else 0.0
+        if self.policy.attends_on_host:
+            return device, self.host_attention_s(rows, there)
+        elements = self.kv_elements(rows, there)
+        keys = self._device.seconds(elements) / 2 + self._rank_s(rows, there, on_host=False)
+        values = self._host.seconds(elements) * self.policy.attention_sparsity / 2
+        return device + keys, values
+
     def _rank_s(self, rows: int, tokens: float, on_host: bool) -> float:
         rank = self.hw.host_rank if on_host else self.hw.device_rank
         return rank.seconds(rows * self.config.num_heads * tokens)

@@ -157,13 +157,12 @@ class Simulation:
         position = self._position(step)
         sealed = self._sizes.sealed(step.batch, position)
         load = Loading(None, cached.moved[sealed])
-        if (
-            sealed < len(cached.lengths)
-            and not cached.there[sealed]
-            and cached.homes[sealed] != "device"
-        ):
-            rows = self.shape.batch_sizes[step.batch]
-            load.copied += 2 * self.costs.hidden_bytes(rows, cached.lengths[sealed])
+        if sealed < len(cached.lengths) and cached.homes[sealed] != "device":
+            share = self._policy.moved_share if cached.there[sealed] else 1.0
+            tail = self.costs.hidden_bytes(
+                self.shape.batch_sizes[step.batch], cached.lengths[sealed]
+            )
+            load.copied += int(2 * share * tail)
         if cached.read[sealed]:
             load.read = clock.read(cached.read[sealed], True, "disk_read", cached.read_s[sealed])
         return load
@@ -295,8 +294,9 @@ class Simulation:
         projected = self._projected.pop(step, None)
         if projected is None:
             projected = clock.compute(costs.project_s(rows), ready)
-        if here:
-            clock.compute(costs.device_attention_s(rows, here), ready)
+        on_device, on_host = costs.split_attention_s(rows, here, there)
+        if on_device:
+            clock.compute(on_device, ready)
         if self._policy.overlap:
             for later in ahead.steps(1):
                 if later.visit == step.visit and self._is_waiting(later):
@@ -305,7 +305,7 @@ class Simulation:
                     at = self._take("hidden", later, None)
                     self._projected[later] = clock.compute(costs.project_s(rows), at)
         arrived = clock.pass_by("device_to_host", asked, projected)
-        clock.host_compute(costs.host_attention_s(rows, there), arrived)
+        clock.host_compute(on_host, arrived)
         partial = rows * costs.config.num_heads * (costs.config.head_dim + 1) * 4
         back = clock.pass_by("host_to_device", partial)
         rest = costs.linear_s(rows) - costs.project_s(rows) + costs.hw.split_s
