@@ -9,6 +9,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,7 +88,7 @@ class DummyWeights:
         return numbers.astype(dtype)
 
     def fingerprint(self, dtype: str) -> str:
-        return _digest("dummy", FORMAT_VERSION, self.config, self._seed, dtype)
+        return digest("dummy", FORMAT_VERSION, self.config, self._seed, dtype)
 
     def content(self, dtype: str) -> str:
         return self.fingerprint(dtype)
@@ -154,12 +155,16 @@ class Checkpoint:
             if _identity(path) != identity:  # what is read is the file that was opened
                 raise CheckpointError(f"{path} was replaced since it was opened; start again")
             _, *size_and_time = identity
-            files.append((path.name, *size_and_time, _sampled_hash(path)))
-        return _digest("checkpoint", FORMAT_VERSION, self.config, files, dtype)
+            files.append((path.name, *size_and_time, self._samples[path]))
+        return digest("checkpoint", FORMAT_VERSION, self.config, files, dtype)
 
     def content(self, dtype: str) -> str:
-        files = [(p.name, size, _sampled_hash(p)) for p, (_, size, _) in self._identity.items()]
-        return _digest("content", FORMAT_VERSION, self.config, sorted(files), dtype)
+        files = [(p.name, size, self._samples[p]) for p, (_, size, _) in self._identity.items()]
+        return digest("content", FORMAT_VERSION, self.config, sorted(files), dtype)
+
+    @cached_property
+    def _samples(self) -> dict[Path, str]:
+        return {path: _sampled_hash(path) for path in self._identity}
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
@@ -182,7 +187,8 @@ def _sampled_hash(path: Path) -> str:
     return found.hexdigest()
 
 
-def _digest(*parts: Any) -> str:
+def digest(*parts: Any) -> str:
+    """A short name for what has this `repr`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 

@@ -7,8 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +85,7 @@ def write_json(path: Path | None, content: Any) -> None:
         return
     path = path.resolve() if path.is_file() else path  # a link stays one
     # Whole or not at all, but where it is a pipe, a device, or in a folder of somebody else's.
-    is_whole = path.is_file() or not path.exists()
-    is_whole = is_whole and os.access(path.parent, os.W_OK)
+    is_whole = (path.is_file() or not path.exists()) and os.access(path.parent, os.W_OK)
     part = path.with_name(path.name + ".part") if is_whole else path
     try:
         part.write_text(json.dumps(content, indent=2) + "\n")
@@ -179,15 +178,16 @@ def run_prompts(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The results of all prompts, of which some may be in `output` already, and the report of the
     others' run, empty where there were none."""
-    from flexgen_jax.texts import OutputFile, as_json, digest
+    from flexgen_jax.checkpoint import digest
+    from flexgen_jax.texts import OutputFile, as_json
 
     texts = [prompt.text for prompt in given]
     with ExitStack() as stack:
         llm = stack.enter_context(open_llm(default_batches=len(texts), **options))
         more: dict[str, Any] = {}
         if output is not None:
-            run = digest([llm.fingerprint, asdict(params)])
-            file = stack.enter_context(OutputFile(output, run, texts))
+            run = digest(llm.fingerprint, params)
+            file = stack.enter_context(closing(OutputFile(output, run, texts)))
             if file.finished:
                 here = f"{len(file.finished)} of {len(texts)} texts"
                 click.echo(f"flexgen-jax: {here} are in {output} already", err=True)

@@ -47,14 +47,7 @@ def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model
         folder = Path(name)
         config = read_folder_config(folder) if folder.is_dir() else known_shape(str(name))
         return Model(str(name), config, DummyWeights(config, seed), None)
-    folder = shipped_model() if name is None else _local_folder(str(name))
-    is_on_hub = name is not None and not Path(name).expanduser().exists()
-    if is_on_hub and not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{name} has no safetensors on the hub: get its .bin files with `hf download {name} "
-            "--local-dir SRC`, install PyTorch, run `flexgen-jax convert SRC DST`, and give "
-            "--model DST"
-        )
+    folder = shipped_model() if name is None else _local_folder(str(name), needs_weights=True)
     checkpoint = Checkpoint(folder)
     tokenizer = Tokenizer(folder, checkpoint.config.bos_id)
     return Model(str(name or folder.name), checkpoint.config, checkpoint, tokenizer)
@@ -68,7 +61,7 @@ def shape_of(name: str | None) -> ModelConfig:
     return read_folder_config(shipped_model() if name is None else _local_folder(name))
 
 
-def _local_folder(name: str) -> Path:
+def _local_folder(name: str, needs_weights: bool = False) -> Path:
     folder = Path(name).expanduser()
     if folder.exists():
         if not folder.is_dir():
@@ -79,11 +72,18 @@ def _local_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the hub's many network errors
         raise CheckpointError(
             f"{name} is not a local folder and cannot be had from the hub: {first_line(error)}"
         ) from None
+    if needs_weights and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{name} has no safetensors on the hub: get its .bin files with `hf download {name} "
+            "--local-dir SRC`, install PyTorch, run `flexgen-jax convert SRC DST`, and give "
+            "--model DST"
+        )
+    return folder
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, on_cpu: bool) -> str:

@@ -48,10 +48,10 @@ class Session:
         source: WeightSource,
         trace: Trace | None = None,
     ) -> None:
-        self.policy, self.workload = policy, workload
+        self.workload = workload
         self._config = config
         self._dtype, self._formats = dtype, policy.formats(dtype)
-        self._planner, self._unified = planner, planner.unified
+        self._planner = planner
         budgets = planner.budgets
         self._runtime = Runtime.create(
             config,
@@ -104,7 +104,7 @@ class Session:
             for count, tail in enumerate(generated):
                 programs.embed(rows, 1)
                 self._compile_decode(plan, batch, rows, len(prompt) + count)
-                if not self._unified:
+                if not self._planner.unified:
                     programs.append(rows, tail)
                 if self._formats.cache_bits < 16:
                     programs.seal(rows, tail)
@@ -175,7 +175,7 @@ class Session:
         block = BlockRun(
             self._runtime, self._weights, self.policy, batches, tokens, plan, on_result, on_step
         )
-        sizes = (self._config, self._dtype, self.policy, shape, self._unified)
+        sizes = (self._config, self._dtype, self.policy, shape, self._planner.unified)
         self._runtime.pool.most_bytes = buffer_bytes(*sizes)
         with self._runtime.ledger.holding("device", workspace):
             block.run()
@@ -208,7 +208,7 @@ class Session:
             "storage_read_bytes": storage_read,
             "peak_bytes": self._runtime.ledger.peak,
             "computed_peak_bytes": peak_bytes(
-                self._config, self._dtype, self.policy, shape, self._unified
+                self._config, self._dtype, self.policy, shape, self._planner.unified
             ),
             "compiled_workspace_bytes": self._runtime.programs.workspace,
             "realized": self._realized(shape),

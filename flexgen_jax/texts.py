@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from flexgen_jax.config import UserError
 from flexgen_jax.generation import RequestOutput
-
-STANDARD_INPUT = "-"
 
 
 class Prompt(NamedTuple):
@@ -31,7 +27,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
     Blank lines are left out; "-" is standard input. Raises `UserError` with the line.
     """
-    is_piped = str(path) == STANDARD_INPUT
+    is_piped = str(path) == "-"
     name = "standard input" if is_piped else str(path)
     try:
         content = (sys.stdin.buffer.read() if is_piped else path.read_bytes()).decode("utf-8-sig")
@@ -62,12 +58,6 @@ def _prompt_in(line: str, where: str) -> str:
     return prompt
 
 
-def digest(settings: Any) -> str:
-    """Short, of JSON content: differs where what texts depend on does."""
-    content = json.dumps(settings, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
 RESULT = ("prompt", "text", "token_ids", "finish_reason")
 
 
@@ -79,7 +69,7 @@ def as_json(result: RequestOutput) -> dict[str, Any]:
 class OutputFile:
     """Finished texts as lines of JSON, each of which is in the file before the next is made.
 
-    A line has the run, `digest` of what the texts depend on; the prompt's index; and `as_json`.
+    A line has the run, a digest of what the texts depend on; the prompt's index; and `as_json`.
     A file that is there already must be of the same run and prompts: `finished` are the texts in it
     by index, and what follows its last whole line, which was broken off, is cut off.
     """
@@ -87,27 +77,19 @@ class OutputFile:
     def __init__(self, path: Path, run: str, prompts: Sequence[str]) -> None:
         self._path, self._run, self._prompts = path, run, prompts
         self.finished: dict[int, dict[str, Any]] = {}
-
-    def __enter__(self) -> OutputFile:
         try:
-            self._file = open(self._path, "a+b", buffering=0)
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed in `close`
         except OSError as error:
-            raise UserError(f"cannot write --output {self._path}: {error.strerror}") from None
+            raise UserError(f"cannot write --output {path}: {error.strerror}") from None
         try:
             if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
                 self._lock()
                 self._take_up()
         except BaseException:
-            self._file.close()
+            self.close()
             raise
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def write(self, index: int, result: RequestOutput) -> None:

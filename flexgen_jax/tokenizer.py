@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
-from flexgen_jax.checkpoint import CheckpointError, read_json
+from flexgen_jax.checkpoint import CheckpointError, digest, read_json
 
 
 class Tokenizer:
@@ -24,8 +23,7 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """Differs where prompts would become other tokens, or tokens another text."""
-        parts = (self._tokenizer.to_str(), self._bos_id, sorted(self._special))
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        return digest(self._tokenizer.to_str(), self._bos_id, sorted(self._special))
 
     def encode(self, text: str) -> list[int]:
         """The prompt's token ids; raises `CheckpointError` for text that is not Unicode."""

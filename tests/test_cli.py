@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -32,8 +33,8 @@ REPORT = {
 }
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+def run(*arguments: object, **options: Any) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], **options)
 
 
 def refused(*arguments: object) -> str:

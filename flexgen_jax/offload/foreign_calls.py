@@ -64,13 +64,17 @@ def _call(_context: Any, function: Any, argument: Any) -> Any:
     return types.intp(types.intp, types.intp), generate
 
 
+def _named(builder: Any, name: Any, *more: Any) -> Any:
+    """The function of a task, and of what more there is, that `binding.add_symbol` has named."""
+    kind = ir.FunctionType(WORD, [WORD.as_pointer(), *more])
+    return cgutils.get_or_insert_function(builder.module, kind, name.literal_value)
+
+
 def _address_of(_context: Any, name: Any) -> Any:
     """Of a function that `binding.add_symbol` has named."""
 
     def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        kind = ir.FunctionType(WORD, [WORD.as_pointer()])
-        found = cgutils.get_or_insert_function(builder.module, kind, name.literal_value)
-        return builder.ptrtoint(found, WORD)
+        return builder.ptrtoint(_named(builder, name), WORD)
 
     return types.intp(name), generate
 
@@ -80,9 +84,7 @@ def _run(_context: Any, name: Any, task: Any) -> Any:
     differ from process to process: what is compiled would never be found again in its cache."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(WORD, [WORD.as_pointer()])
-        function = cgutils.get_or_insert_function(builder.module, kind, name.literal_value)
-        return builder.call(function, arguments[1:])
+        return builder.call(_named(builder, name), arguments[1:])
 
     return types.intp(name, task), generate
 
@@ -91,9 +93,7 @@ def _run_part(_context: Any, name: Any, task: Any, part: Any) -> Any:
     """The same with a part's number."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(WORD, [WORD.as_pointer(), WORD])
-        function = cgutils.get_or_insert_function(builder.module, kind, name.literal_value)
-        return builder.call(function, arguments[1:])
+        return builder.call(_named(builder, name, WORD), arguments[1:])
 
     return types.intp(name, task, types.intp), generate
 

@@ -8,7 +8,7 @@ is a copy. `unified=False` takes the copying path on the CPU too, which is how i
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from flexgen_jax.metrics import Content, Ledger, Link
 from flexgen_jax.offload.reads import whole_pages
-from flexgen_jax.offload.watching import Watcher
+from flexgen_jax.offload.watching import Watcher, wait_for
 
 T = TypeVar("T")
 
@@ -88,13 +88,6 @@ class Memories:
         return array
 
 
-def _wait(reader: jax.Array | None) -> None:
-    """For a computation, which may have failed: that is told where its result is used."""
-    if reader is not None:
-        with suppress(Exception):
-            reader.block_until_ready()
-
-
 def _is_ready(array: Any) -> bool:
     return array is None or bool(array.is_ready())
 
@@ -134,7 +127,7 @@ class BufferPool:
         self._ledger = ledger
         self._free: dict[Any, list[tuple[HostBuffer, jax.Array | None]]] = {}
         self._bytes = 0
-        self.most_bytes: int | None = None
+        self.most_bytes: float = math.inf
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype, may_wait: bool = True) -> HostBuffer:
         """A free buffer, once its last reader is done, or else a new one; a new one at once where
@@ -143,7 +136,7 @@ class BufferPool:
         if free and not may_wait and not _is_ready(free[0][1]):
             free = None
         if free:
-            _wait(free[0][1])
+            wait_for(free[0][1])
             buffer, _ = free.pop(0)
             buffer.holders = 1
             return buffer
@@ -166,16 +159,15 @@ class BufferPool:
 
     def _make_room(self, nbytes: int) -> None:
         """For a new buffer within `most_bytes`, as far as free ones can be let go of at once."""
-        most = float("inf") if self.most_bytes is None else self.most_bytes
         for entries in self._free.values():
-            while entries and self._bytes + nbytes > most and _is_ready(entries[0][1]):
+            while entries and self._bytes + nbytes > self.most_bytes and _is_ready(entries[0][1]):
                 self._let_go(entries)
 
     def trim(self) -> None:
         """Lets go of the memory of all free buffers."""
         for entries in self._free.values():
             while entries:
-                _wait(entries[0][1])
+                wait_for(entries[0][1])
                 self._let_go(entries)
 
     def _let_go(self, entries: list[tuple[HostBuffer, jax.Array | None]]) -> None:

@@ -47,14 +47,15 @@ class Watcher:
     def _run(self, waiting: queue.SimpleQueue[tuple[Operation, Any, Any] | None]) -> None:
         while (item := waiting.get()) is not None:
             operation, source, result = item
-            _wait(source)
+            wait_for(source)
             self.metrics.start(operation)
-            _wait(result)
+            wait_for(result)
             self.metrics.end(operation)
             del item, source, result  # not to hold memory until the next one comes
 
 
-def _wait(tree: Any) -> None:
+def wait_for(tree: Any) -> None:
+    """Until it is computed, or its computation has failed."""
     with suppress(Exception):  # raised again wherever the result is used
         jax.block_until_ready(tree)
 

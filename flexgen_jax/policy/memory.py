@@ -253,15 +253,15 @@ def workspace_bytes(
     return unpacked + max(prefill, copies * formed * config.vocab_size * 4)
 
 
-def buffer_bytes(
+def _estimated(
     config: ModelConfig, dtype: str, policy: Policy, shape: BlockShape, unified: bool
-) -> int:
-    """Of `peak_bytes`, those of host buffers that are used again and again."""
+) -> _Estimate:
     estimate = _Estimate(config, dtype, policy, shape, unified)
     estimate.add_weights()
     estimate.add_cache()
     estimate.add_activations()
-    return estimate.buffers
+    estimate.add_workspace()
+    return estimate
 
 
 def peak_bytes(
@@ -271,9 +271,11 @@ def peak_bytes(
 
     unified: host and device are the same RAM, and nothing is copied between them.
     """
-    estimate = _Estimate(config, dtype, policy, shape, unified)
-    estimate.add_weights()
-    estimate.add_cache()
-    estimate.add_activations()
-    estimate.add_workspace()
-    return estimate.bytes
+    return _estimated(config, dtype, policy, shape, unified).bytes
+
+
+def buffer_bytes(
+    config: ModelConfig, dtype: str, policy: Policy, shape: BlockShape, unified: bool
+) -> int:
+    """Of `peak_bytes`, those of host buffers that are used again and again."""
+    return _estimated(config, dtype, policy, shape, unified).buffers
