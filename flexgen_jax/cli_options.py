@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flexgen_jax.config import UserError
-from flexgen_jax.layers.storage import BITS
+from flexgen_jax.layers.storage import BITS, MATMUL_BITS
 from flexgen_jax.policy.policy import (
     ATTENTIONS,
     SCHEDULES,
@@ -77,11 +77,15 @@ def model_options(command: Command) -> Command:
     )
 
 
+def _as_int(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
+    return int(value) if value else None
+
+
 def _bits_option(name: str, what: str) -> Callable[[Command], Command]:
     return click.option(
         f"--{name}-bits",
         type=click.Choice([str(bits) for bits in BITS]),
-        callback=lambda _context, _option, value: int(value) if value else None,
+        callback=_as_int,
         help=f"Keep {what} in so many bits a number; 16 is the dtype itself. 4 moves and stores "
         "0.28 of the bytes and costs some quality.",
     )
@@ -175,6 +179,14 @@ def policy_options(command: Command) -> Command:
             _bits_option("weight", "weights"),
             _bits_option("cache", "full blocks of the KV cache"),
             click.option(
+                "--matmul-bits",
+                type=click.Choice([str(bits) for bits in MATMUL_BITS]),
+                callback=_as_int,
+                help="8: layers multiply integers of 8 bits, to which weights and hidden states "
+                "are rounded, all but the largest of the latter. On CPUs that have AMX prompts "
+                "take two thirds of the time; costs some quality.",
+            ),
+            click.option(
                 "--attention",
                 type=click.Choice(list(ATTENTIONS)),
                 help="Where decoding attends to KV cache that is not on the GPU: on the host's "
@@ -264,6 +276,7 @@ def open_llm(
     progress: bool | None,
     weight_bits: int | None,
     cache_bits: int | None,
+    matmul_bits: int | None,
     attention: Attention | None,
     attention_sparsity: float | None,
     default_batches: int,
@@ -282,6 +295,7 @@ def open_llm(
             dtype=dtype,
             weight_bits=weight_bits,
             cache_bits=cache_bits,
+            matmul_bits=matmul_bits,
             attention=attention,
             attention_sparsity=attention_sparsity,
             device_memory=device_memory,
@@ -304,11 +318,7 @@ def plan_policy(
     """Of `plan`'s flags: what the search starts from, the policy if it is given, and what may be
     chosen."""
     placing = {name: value for name, value in flags.items() if name not in _NOT_PLACING}
-    fixed = {
-        name: flags[name]
-        for name in ("weight_bits", "cache_bits", "attention", "attention_sparsity")
-        if flags[name] is not None
-    }
+    fixed = {name: flags[name] for name in _CHANGING if flags[name] is not None}
     given = build_policy(default_batches=Policy().batch_size, **placing)
     if given is not None:
         given = replace(given, **fixed)
@@ -321,11 +331,11 @@ def plan_policy(
     return base, given, replace(Choices.keeping(base), **more)
 
 
+_CHANGING = ("weight_bits", "cache_bits", "matmul_bits", "attention", "attention_sparsity")
+"""Flags that change a policy and fix none: the search goes on with them."""
+
 _NOT_PLACING = {
-    "weight_bits",
-    "cache_bits",
-    "attention",
-    "attention_sparsity",
+    *_CHANGING,
     "dummy_weights",
     "seed",
 }

@@ -67,6 +67,10 @@ def _rates(profile: HardwareProfile) -> list[tuple[str, Rate, str, str]]:
         (f"products, {bits}-bit weights", rate, "rows", "GFLOP/s")
         for bits, rate in profile.linear.items()
     ]
+    found += [
+        (f"8-bit products, {bits}-bit weights", rate, "rows", "GFLOP/s")
+        for bits, rate in profile.linear_int8.items()
+    ]
     found.append(("attention of a prompt", profile.prefill_attention, "tokens", "GFLOP/s"))
     for where, rates in (("device", profile.device_attention), ("host", profile.host_attention)):
         found += [
@@ -233,7 +237,7 @@ def flags_of(policy: Policy) -> str:
     )
     flags += f" --attention {policy.attention}" if policy.cache.device < 1 else ""
     default = Policy()
-    for name in ("weight_bits", "cache_bits", "schedule", "attention_sparsity"):
+    for name in ("weight_bits", "cache_bits", "matmul_bits", "schedule", "attention_sparsity"):
         if getattr(policy, name) != getattr(default, name):
             flags += f" --{name.replace('_', '-')} {getattr(policy, name)}"
     return flags + ("" if policy.overlap else " --no-overlap")

@@ -43,7 +43,9 @@ class LLM:
         in place of float16).
     weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in so many bits an element;
         16 is the dtype.
-    attention, attention_sparsity: see `Policy`. Of these four, None is what the policy says.
+    matmul_bits: 8 has decoder layers multiply integers of 8 bits, at some quality; faster on CPUs
+        that have AMX.
+    attention, attention_sparsity: see `Policy`. Of these five, None is what the policy says.
     device_memory, host_memory, disk_space: budgets such as "16GB"; None is what is there.
     offload_dir: where the disk tier lies; reused by later runs.
     hardware: the profile to plan with: a file or a known machine's name; None is this machine's.
@@ -60,6 +62,7 @@ class LLM:
         dtype: str = "auto",
         weight_bits: int | None = None,
         cache_bits: int | None = None,
+        matmul_bits: int | None = None,
         attention: Attention | None = None,
         attention_sparsity: float | None = None,
         device_memory: str | int | None = None,
@@ -82,6 +85,7 @@ class LLM:
         asked: dict[str, Any] = {
             "weight_bits": weight_bits,
             "cache_bits": cache_bits,
+            "matmul_bits": matmul_bits,
             "attention": attention,
             "attention_sparsity": attention_sparsity,
         }
@@ -246,9 +250,10 @@ class LLM:
     @property
     def fingerprint(self) -> str:
         """Of all that texts depend on beside prompts and sampling: the weights, the tokenizer, the
-        dtype, and what a policy keeps in fewer bits or leaves out. A copy's is the same."""
+        dtype, and what a policy has in fewer bits or leaves out. A copy's is the same."""
         policy = self._planner.policy
         lossy = f"{policy.weight_bits}-{policy.cache_bits}-{policy.attention_sparsity}"
+        lossy += f"-{policy.matmul_bits}" if policy.matmul_bits < 16 else ""
         tokenizer = self._model.tokenizer.fingerprint if self._model.tokenizer else None
         return f"{self._model.source.content(self.dtype)}-{tokenizer}-{lossy}"
 

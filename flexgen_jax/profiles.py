@@ -48,7 +48,7 @@ def measured_profile(
 ) -> HardwareProfile:
     """Measures this machine, in one to three minutes, and keeps the result for later runs, unless
     the machine was too busy for figures that can be trusted."""
-    with progress.counting("measuring this machine", stages()) as tell:
+    with progress.counting("measuring this machine", stages(dtype)) as tell:
         profile = measure(dtype, offload_dir, unified, tell)
     if profile.spread() > UNSTEADY:
         progress.say(

@@ -50,3 +50,25 @@ def dequantized(x: np.ndarray, bits: int, group: int, axis: int) -> np.ndarray:
         return np.take(each, range(x.shape[axis]), axis=axis)
 
     return spread(minimum) + spread(scale) * codes.astype(np.float32)
+
+
+def int8_product(
+    x: np.ndarray,
+    kernel: np.ndarray,
+    largest: np.ndarray | None = None,
+    rounded_kernel: np.ndarray | None = None,
+) -> np.ndarray:
+    """x @ kernel.T by integers (LLM.int8(), sections 2.1 and 3.2), fp64. x: [row, depth]; kernel:
+    [column, depth]; largest: what 127 stands for in each of its rows, if not their largest size;
+    rounded_kernel: what outliers are multiplied with, if not the kernel itself."""
+    apart = ~(np.abs(x) < 6)
+    codes, scale = _integers(np.where(apart, 0, x), None)
+    kernel_codes, kernel_scale = _integers(kernel, largest)
+    found = (codes @ kernel_codes.T) * np.outer(scale, kernel_scale)
+    other = kernel if rounded_kernel is None else rounded_kernel
+    return found + np.where(apart, x, 0).astype(np.float64) @ other.T.astype(np.float64)
+
+
+def _integers(x: np.ndarray, largest: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    scale = (np.abs(x).max(1) if largest is None else largest).astype(np.float64) / 127
+    return np.round(x.astype(np.float64) / np.where(scale > 0, scale, 1)[:, None]), scale

@@ -19,6 +19,7 @@ from flexgen_jax.config import UserError
 from flexgen_jax.families import known_shape, read_config
 from flexgen_jax.offload import profile_compute, profiler
 from flexgen_jax.offload.executor import BlockRun
+from flexgen_jax.offload.inline_products import has_amx
 from flexgen_jax.offload.profile_compute import ComputeProbe, Sample, timed
 from flexgen_jax.policy.hardware import UNSTEADY, Rate
 from flexgen_jax.policy.machines import known_machine
@@ -198,6 +199,12 @@ def test_plan_says_what_is_wrong(flags: tuple[str, ...], said: str) -> None:
     assert "Traceback" not in result.output
 
 
+def test_a_plan_has_the_products_it_is_for() -> None:
+    result = CliRunner().invoke(main, [*PLAN, "--matmul-bits", "8"])
+    assert result.exit_code == 0, result.output
+    assert "--matmul-bits 8" in result.output
+
+
 def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every probe, at sizes that take no time."""
     monkeypatch.setattr(profiler, "DISK_SIZES", ((1 << 16, 1 << 18), (1 << 20, 1 << 22)))
@@ -212,10 +219,11 @@ def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for module in (profiler, profile_compute):
         monkeypatch.setattr(module, "timed", _timed_briefly)
     told: list[str] = []
-    found = profiler.measure("float32", tmp_path, True, told.append)
-    assert len(told) == profiler.stages()
+    found = profiler.measure("bfloat16", tmp_path, True, told.append)
+    assert len(told) == profiler.stages("bfloat16")
     assert found.unified
     assert set(found.linear) == {16, 8, 4}
+    assert set(found.linear_int8) == ({16, 4} if has_amx("int8") else set())
     assert all(0 <= found.drag[name] <= times for name, times in found.slowed.items())
     assert type(known_machine("t4-16gb")).from_json(found.to_json()) == found
     assert not list(tmp_path.rglob("profile-*"))

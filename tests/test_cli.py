@@ -68,6 +68,7 @@ def test_prompts_file_and_every_tier(checkpoint: Callable[[str], Path], tmp_path
         ["--weights", "device=30,host=40", "--cache", "device=20,host=50", "--schedule", "row"],
         ["--no-overlap", "--batch-size", 2, "--num-batches", 2],
         ["--weight-bits", 4, "--cache-bits", 8],
+        ["--matmul-bits", 8],
     ):
         out = tmp_path / "out.json"
         common = ["--model", checkpoint(), "--dtype", "float32", "--offload-dir", tmp_path / "o"]

@@ -54,6 +54,19 @@ def machine(rng: random.Random | None = None, **changes: object) -> HardwareProf
 POLICY = Policy.from_percent(20, 30, 10, 60, 25, 50, batch_size=48, num_batches=3, attention="host")
 
 
+def test_layers_may_multiply_integers_but_the_head_does_not() -> None:
+    config = known_shape("facebook/opt-30b")
+    measured = machine(linear_int8={4: Rate.constant(50e12)})
+    for bits, times in ((4, 2.5), (16, 1.0)):  # the latter was not measured
+        plain, integers = (
+            Costs(config, "float16", replace(POLICY, weight_bits=bits, matmul_bits=n), measured)
+            for n in (16, 8)
+        )
+        assert plain.linear_s(96) == pytest.approx(times * integers.linear_s(96))
+        assert plain.prefill_s(4, 64) > integers.prefill_s(4, 64) or times == 1
+        assert plain.head_s(96) == integers.head_s(96)
+
+
 def test_sparse_attention_on_the_device_has_the_keys_moved_to_it() -> None:
     config, rows, here, there = known_shape("facebook/opt-30b"), 4, 100, 300
     policy = replace(POLICY, attention="device", attention_sparsity=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -94,6 +95,15 @@ def test_policy_json_round_trip(
 def test_impossible_percentages_name_the_part(numbers: tuple[float, ...], said: str) -> None:
     with pytest.raises(PolicyError, match=said):
         Policy.from_percent(*numbers)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("weight_bits", 3), ("cache_bits", 32), ("matmul_bits", 4), ("schedule", "column")],
+)
+def test_impossible_choices_name_the_field_and_what_there_is(field: str, value: Any) -> None:
+    with pytest.raises(PolicyError, match=rf"{field} must be one of \(.*16|zigzag"):
+        Policy(**{field: value})
 
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.5, float("nan"), "0.1", True])

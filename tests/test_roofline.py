@@ -46,6 +46,17 @@ def test_compute_is_two_flops_a_parameter_and_token() -> None:
     assert flops == pytest.approx(2 * 40 * 110 * num_parameters(CONFIG), rel=0.1)
 
 
+def test_products_of_integers_have_their_own_roof() -> None:
+    faster = replace(MACHINE, linear_int8={16: Rate.constant(5e12)})
+    policy = Policy.from_percent(100, 0, 100, 0, 100, 0, batch_size=10, num_batches=2)
+    plain, integers = (
+        roofline(CONFIG, "bfloat16", replace(policy, matmul_bits=bits), WORK, faster)["prefill"]
+        for bits in (16, 8)
+    )
+    assert plain["compute"] == pytest.approx(2.5 * integers["compute"])
+    assert {**plain, "compute": 0} == {**integers, "compute": 0}
+
+
 def test_disk_reads_weights_once_a_step_of_each_block_and_the_cache_once_a_step() -> None:
     first, later = 2 * (LAYERS * LAYER + ENDS), 2 * 10 * LAYERS * LAYER  # two blocks
     cache = 40 * LAYERS * 4 * HIDDEN * sum(range(100, 110))

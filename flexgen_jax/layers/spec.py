@@ -59,11 +59,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Formats:
-    """How a run keeps weights and sealed KV blocks: bits an element, 16 for `dtype` itself."""
+    """How a run keeps weights and sealed KV blocks, and what decoder layers multiply: bits an
+    element, 16 for `dtype` itself."""
 
     dtype: str
     weight_bits: int = 16
     cache_bits: int = 16
+    matmul_bits: int = 16
 
     def weight(self, tensor: TensorSpec) -> Storage:
         return tensor.storage(self.dtype, self.weight_bits)

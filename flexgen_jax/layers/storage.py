@@ -11,6 +11,9 @@ from flexgen_jax.config import DTYPES
 BITS = (16, 8, 4)
 """What a policy may ask for; 16 stands for the compute dtype, whatever its size."""
 
+MATMUL_BITS = (16, 8)
+"""The same of what decoder layers multiply."""
+
 GROUP_SIZE = 64
 FORMAT_VERSION = 1
 """Of what is stored in few bits; another version is not read but written anew."""

@@ -24,6 +24,7 @@ given as bits; `PAIR` rows or columns, two tiles, go together.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -92,7 +93,7 @@ class Tiles(Vectors):
         return cgutils.for_range_slice(self.builder, self.index(0), count, self.index(1), INDEX)
 
 
-def _emitted(emit: Any) -> Any:
+def emitted(emit: Any) -> Any:
     """What Numba asks of an intrinsic: how to generate a call without a result."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -200,7 +201,7 @@ class PackedKernel(PlainKernel):
         return builder.bitcast(even, FLOATS), builder.bitcast(odd, FLOATS)
 
 
-def _take_columns(tiles: Tiles, kernel: PlainKernel, steps: Any, packed: Any, at: Any) -> None:
+def store_columns(tiles: Tiles, kernel: PlainKernel, steps: Any, packed: Any, at: Any) -> None:
     builder = tiles.builder
     # A tile's rows step by step: cache lines of packed rows have two steps' elements.
     with tiles.loop(2) as (tile, _), tiles.loop(steps) as (step, _):
@@ -210,7 +211,14 @@ def _take_columns(tiles: Tiles, kernel: PlainKernel, steps: Any, packed: Any, at
             builder.store(found, place, align=2)
 
 
+def multiply_pairs(instruction: str, lines: int = LINES) -> Any:
+    """Emits a product by an instruction on tiles, and the fetching of so many lines a step."""
+    return partial(_multiply_tiles, instruction, lines)
+
+
 def _multiply_tiles(
+    instruction: str,
+    lines: int,
     tiles: Tiles,
     panel: Any,
     packed: Any,
@@ -238,15 +246,15 @@ def _multiply_tiles(
         for row in range(AHEAD):
             wanted = tiles.place(rows, tiles.at(later, (pitch, row), (step, STEP)), BYTE)
             tiles.ask(wanted, SECOND_CACHE)
-        for line in range(LINES):
-            wanted = tiles.at(soon, (step, LINES * LANES), line * LANES)
+        for line in range(lines):
+            wanted = tiles.at(soon, (step, lines * LANES), line * LANES)
             tiles.ask(tiles.place(sums, wanted, BYTE), FIRST_CACHE)
         for j in range(2):
             tiles.load(RIGHT[j], packed, tiles.at(right, j * TILE))
         for i in range(2):
             tiles.load(LEFT[i], panel, tiles.at(left, i * TILE))
             for j in range(2):
-                tiles.do("tdpbf16ps", SUMS[2 * i + j], LEFT[i], RIGHT[j])
+                tiles.do(instruction, SUMS[2 * i + j], LEFT[i], RIGHT[j])
     for register, place in zip(SUMS, places, strict=True):
         tiles.do("tilestored64", register, tiles.place(sums, place, BYTE), tiles.index(64))
 
@@ -306,15 +314,15 @@ N = types.intp
 
 
 def _configure(_context):
-    return types.void(), _emitted(_set_up)
+    return types.void(), emitted(_set_up)
 
 
 def _release(_context):
-    return types.void(), _emitted(lambda tiles: tiles.do("tilerelease"))
+    return types.void(), emitted(lambda tiles: tiles.do("tilerelease"))
 
 
 def _rows(_context, rows, begin, pitch, count, steps, panel):
-    return types.void(rows, N, N, N, N, panel), _emitted(_take_rows)
+    return types.void(rows, N, N, N, N, panel), emitted(_take_rows)
 
 
 def _columns(_context, kernel, column, top, pitch, length, steps, packed, at, bits):
@@ -332,7 +340,7 @@ def _columns(_context, kernel, column, top, pitch, length, steps, packed, at, bi
             begin, group = (tiles.at((line, pitch), top) for line in (row, group))
             shift = tiles.at((plane, bits))
             kernel = PackedKernel(tiles, codes, begin, pitch, sides, group, shift, bits)
-        _take_columns(tiles, kernel, steps, packed, at)
+        store_columns(tiles, kernel, steps, packed, at)
         return context.get_dummy_value()
 
     return types.void(kernel, N, N, N, N, N, packed, N, bits), generate
@@ -340,12 +348,12 @@ def _columns(_context, kernel, column, top, pitch, length, steps, packed, at, bi
 
 def _multiply(_context, panel, packed, at, sums, to, soon, steps, adds, rows, later, pitch):
     kinds = (panel, packed, N, sums, N, N, N, types.boolean, rows, N, N)
-    return types.void(*kinds), _emitted(_multiply_tiles)
+    return types.void(*kinds), emitted(multiply_pairs("tdpbf16ps"))
 
 
 def _give(_context, sums, pairs, bias, first, out, begin, pitch, count, is_aligned):
     kinds = (sums, N, bias, N, out, N, N, N, types.boolean)
-    return types.void(*kinds), _emitted(_give_rows)
+    return types.void(*kinds), emitted(_give_rows)
 
 
 configure: Any = intrinsic(_configure)

@@ -6,9 +6,9 @@ import jax
 
 from flexgen_jax.layers.kernels import BY_XLA, Kernels
 from flexgen_jax.offload.inline_attention import attend_inline, attend_prompt_inline
-from flexgen_jax.offload.inline_products import dense_inline, logits_inline
+from flexgen_jax.offload.inline_products import dense_inline, int8_inline, logits_inline
 
-INLINE = Kernels(attend_inline, attend_prompt_inline, dense_inline, logits_inline)
+INLINE = Kernels(attend_inline, attend_prompt_inline, dense_inline, int8_inline, logits_inline)
 
 
 def kernels_of_device() -> Kernels:

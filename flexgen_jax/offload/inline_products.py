@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flexgen_jax.layers.int8_products import column_scale, rounded_int8
 from flexgen_jax.layers.linear import FEW_ROWS, dense, rounded
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.layers.storage import GROUP_SIZE
@@ -58,6 +59,39 @@ def _product(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> 
     return found.reshape(*x.shape[:-1], columns)
 
 
+def int8_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array:
+    """`layers.int8_products.rounded_int8`, for programs of the CPU."""
+    if not _is_for_integers(x, kernel):
+        return rounded_int8(x, kernel, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    count, columns = rows.shape[0], kernel.shape[0]
+    added = jnp.zeros(columns, jnp.float32) if bias is None else bias.astype(jnp.float32)
+    flags, *found = _rounded(rows)
+    bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
+    out = jax.ShapeDtypeStruct((count, columns), x.dtype)
+    arguments = (*found, column_scale(kernel), added, rows, flags.max(axis=0))
+    call = jax.ffi.ffi_call(_int8_target(bits), out)
+    product: jax.Array = call(*arguments, *jax.tree.leaves(kernel))
+    return product.reshape(*x.shape[:-1], columns)
+
+
+def _rounded(rows: jax.Array) -> list[jax.Array]:
+    """Where outliers are, uint8 [rows / 32, depth], and `layers.int8_products.round_rows`."""
+    count, depth = rows.shape
+    kinds = (
+        jax.ShapeDtypeStruct((-(-count // MULTIPLE), depth), jnp.uint8),
+        jax.ShapeDtypeStruct((count, depth), jnp.int8),
+        jax.ShapeDtypeStruct((count,), jnp.float32),
+    )
+    return list(jax.ffi.ffi_call(_rounding_target(), kinds)(rows))
+
+
+def _is_for_integers(x: jax.Array, kernel: Kept) -> bool:
+    """The same of 8-bit integers."""
+    fits = kernel.shape[1] % (2 * MULTIPLE) == 0 and _is_for_tiles(x, kernel)
+    return fits and has_amx("int8")
+
+
 def _is_for_tiles(x: jax.Array, kernel: Kept) -> bool:
     """Whether tiles can take a product, and are faster than XLA."""
     kinds = {jnp.dtype(x.dtype), jnp.dtype(kernel.dtype)}
@@ -75,12 +109,13 @@ def _is_for_tiles(x: jax.Array, kernel: Kept) -> bool:
 
 
 @lru_cache
-def has_amx() -> bool:
-    """Whether tiles of bfloat16 can be multiplied; asks Linux for leave to, for this process."""
+def has_amx(kind: str = "bf16") -> bool:
+    """Whether tiles of bfloat16, or of "int8", can be multiplied; asks Linux for leave to, for this
+    process."""
     if not sys.platform.startswith("linux") or any(map(os.environ.get, NUMBA_TARGETS)):
         return False
     with suppress(OSError, AttributeError):
-        if "amx_bf16" in Path("/proc/cpuinfo").read_text():
+        if f"amx_{kind}" in Path("/proc/cpuinfo").read_text():
             libc = ctypes.CDLL(None)
             return bool(libc.syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0)
     return False
@@ -92,3 +127,19 @@ def _target(bits: int, is_wide: bool) -> str:
 
     name = f"flexgen_jax_multiply_rows_{bits}{'_wide' * is_wide}"
     return register(name, product_handler(name, bits, is_wide))
+
+
+@lru_cache
+def _int8_target(bits: int) -> str:
+    from flexgen_jax.offload.inline_handlers import int8_handler
+
+    name = f"flexgen_jax_multiply_integers_{bits}"
+    return register(name, int8_handler(name, bits))
+
+
+@lru_cache
+def _rounding_target() -> str:
+    from flexgen_jax.offload.inline_handlers import rounding_handler
+
+    name = "flexgen_jax_round_rows"
+    return register(name, rounding_handler(name))

@@ -116,9 +116,15 @@ class ComputeProbe:
     def _programs(self, formats: Formats) -> Programs:
         return Programs(self.config, formats, kernels_of_device())
 
-    def linear(self, bits: int, rows: Sequence[int], prefills: Sequence[tuple[int, int]]) -> Rate:
+    def linear(
+        self,
+        bits: int,
+        rows: Sequence[int],
+        prefills: Sequence[tuple[int, int]],
+        matmul_bits: int = 16,
+    ) -> Rate:
         """FLOP/s of a layer's products at so many rows, norms and all."""
-        formats = Formats(self.dtype, weight_bits=bits)
+        formats = Formats(self.dtype, weight_bits=bits, matmul_bits=matmul_bits)
         programs, layers = self._programs(formats), cycle(self._weights(formats))
         points = []
         for count in rows:

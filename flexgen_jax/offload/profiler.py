@@ -25,6 +25,7 @@ from flexgen_jax.metrics import Content, Ledger, Metrics
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import DiskArray, OffloadFolder
 from flexgen_jax.offload.executor import Batch, BlockRun
+from flexgen_jax.offload.inline_products import has_amx
 from flexgen_jax.offload.machine import available_memory, detect_budgets, release_memory
 from flexgen_jax.offload.profile_compute import PREFILLS, ROWS, ComputeProbe, Sample, rate_of, timed
 from flexgen_jax.offload.tiers import BufferPool, Memories
@@ -49,9 +50,15 @@ SMALL_MEMORY = 3 << 30
 Tell = Callable[[str], object]
 
 
-def stages() -> int:
+def stages(dtype: str) -> int:
     """How many times `measure` tells what it measures."""
-    return 12
+    return 14 if multiplies_integers(dtype) else 12
+
+
+def multiplies_integers(dtype: str) -> bool:
+    """Whether products of 8-bit integers are others than those of floats that hold these."""
+    on_cpu = jax.devices()[0].platform == "cpu"
+    return on_cpu and dtype == "bfloat16" and has_amx("int8")
 
 
 def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> HardwareProfile:
@@ -75,6 +82,12 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
             # A program for few rows takes as long to compile as one for many.
             rows, prefills = (ROWS, PREFILLS) if bits != 8 else (ROWS[::2], PREFILLS[1:2])
             linear[bits] = probe.linear(bits, rows, prefills[:2] if is_small else prefills)
+        linear_int8 = {}
+        if multiplies_integers(dtype):
+            for bits in (16, 4):
+                tell(f"8-bit products with {bits}-bit weights")
+                few = (ROWS[2::2], PREFILLS[1:2] if is_small else PREFILLS[1:])
+                linear_int8[bits] = probe.linear(bits, *few, matmul_bits=8)
         tell("attention of prompts")
         prefill = probe.prefill_attention()
         device, host = {}, {}
@@ -117,6 +130,7 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
         split_s=split,
         drag=drag,
         slowed=slowed,
+        linear_int8=linear_int8,
         about={
             "source": "measured",
             "seconds": round(time.perf_counter() - started, 1),

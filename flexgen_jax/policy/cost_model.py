@@ -65,7 +65,8 @@ class Costs:
         self._products = decoder.large_size
         attention = sum(t.size for t in decoder.large if t.path.split(".")[1] in "qkv")
         self._projected = attention / self._products
-        self._linear = hw.linear[policy.weight_bits]
+        self._linear = hw.products(policy.weight_bits, policy.matmul_bits)
+        self._ends = hw.linear[policy.weight_bits]
         self._device = hw.device_attention[policy.cache_bits]
         self._host = hw.host_attention[policy.cache_bits]
         kept = policy.attention_sparsity
@@ -125,7 +126,7 @@ class Costs:
         return rank.seconds(rows * self.config.num_heads * tokens)
 
     def head_s(self, rows: int) -> float:
-        return self._linear.seconds(2.0 * rows * self.layers[-1].large_size, rows)
+        return self._ends.seconds(2.0 * rows * self.layers[-1].large_size, rows)
 
     def kv_bytes(self, rows: int, tokens: int) -> int:
         """Of one layer's sealed keys and values."""

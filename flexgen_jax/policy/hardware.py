@@ -12,7 +12,7 @@ from typing import Any
 
 from flexgen_jax.config import UserError
 
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 """Of the JSON; a cached profile of another version is measured anew."""
 
 UNSTEADY = 1 / 3
@@ -74,6 +74,7 @@ class HardwareProfile:
     disk_read, disk_write, page_cache, host_to_device, device_to_host: bytes -> byte/s;
         page_cache is reading what the operating system still has of the disk.
     linear: by bits of the weights, rows -> FLOP/s of a layer's products, norms included.
+    linear_int8: the same of products of 8-bit integers; nothing where they are no faster.
     prefill_attention: tokens of a prompt -> FLOP/s.
     device_attention, host_attention: by bits of the cache, elements of the keys and values of a
         step -> element/s of decoding, where the device, or the CPU, attends.
@@ -107,7 +108,13 @@ class HardwareProfile:
     split_s: float
     drag: dict[str, float] = field(default_factory=dict)
     slowed: dict[str, float] = field(default_factory=dict)
+    linear_int8: dict[int, Rate] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
+
+    def products(self, weight_bits: int, matmul_bits: int) -> Rate:
+        """Rows -> FLOP/s of a layer's products."""
+        linear = self.linear[weight_bits]
+        return linear if matmul_bits == 16 else self.linear_int8.get(weight_bits, linear)
 
     def spread(self) -> float:
         """The median of all its rates' spreads; 0 where nothing was measured."""

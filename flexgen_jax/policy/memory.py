@@ -243,10 +243,11 @@ def workspace_bytes(
     if group < rows:
         parts = 5 if rows % group == 0 else 8
         prefill += rows * tokens * config.hidden_size * parts * item
-    unpacked = 0
+    unpacked, largest = 0, max(config.ffn_size, config.hidden_size) * config.hidden_size * item
     if formats.weight_bits < 16:
-        largest = max(config.ffn_size, config.hidden_size) * config.hidden_size * item
         unpacked = max(PART_BYTES, min(largest, part_bytes(count, config.ffn_size)))
+    if formats.matmul_bits == 8:
+        unpacked = 2 * largest
     # Sampling sorts the logits and scoring normalises them; both keep several copies.
     copies = {"greedy": 1, "sample": 8, "score": 3}[head]
     formed = min(SCORED_ROWS, count) if head == "score" else rows

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from flexgen_jax.config import UserError
 from flexgen_jax.layers.spec import Formats
-from flexgen_jax.layers.storage import BITS
+from flexgen_jax.layers.storage import BITS, MATMUL_BITS
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -102,6 +102,8 @@ class Policy:
     cached in blocks of `kv_block_tokens`, which are immutable once full; hidden states of single
     tokens stay in RAM where a prompt's go to disk. Weights and full blocks are kept in
     `weight_bits` and `cache_bits` an element (section 5); 16 is the dtype.
+    With `matmul_bits` 8, decoder layers multiply integers of 8 bits, to which weights and hidden
+    states are rounded for that, all but the largest of the latter (LLM.int8(), section 3).
     `attention` says where decoding attends to KV blocks that are not on the device: on the
     "device", to which they are moved, or on the "host", where they are; "auto" is the host, but
     the device where that is the same memory, unless attention is sparse.
@@ -121,6 +123,7 @@ class Policy:
     attention: Attention = "auto"
     weight_bits: int = 16
     cache_bits: int = 16
+    matmul_bits: int = 16
     attention_sparsity: float = 1.0
 
     def __post_init__(self) -> None:
@@ -128,10 +131,14 @@ class Policy:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PolicyError(f"{name} must be a positive integer, not {value!r}")
-        for name in ("weight_bits", "cache_bits"):
-            if getattr(self, name) not in BITS:
-                raise PolicyError(f"{name} must be one of {BITS}, not {getattr(self, name)!r}")
-        for name, known in (("schedule", SCHEDULES), ("attention", ATTENTIONS)):
+        choices: dict[str, tuple[object, ...]] = {
+            "weight_bits": BITS,
+            "cache_bits": BITS,
+            "matmul_bits": MATMUL_BITS,
+            "schedule": SCHEDULES,
+            "attention": ATTENTIONS,
+        }
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise PolicyError(f"{name} must be one of {known}, not {getattr(self, name)!r}")
         fraction = self.attention_sparsity
@@ -170,7 +177,7 @@ class Policy:
         )
 
     def formats(self, dtype: str) -> Formats:
-        return Formats(dtype, self.weight_bits, self.cache_bits)
+        return Formats(dtype, self.weight_bits, self.cache_bits, self.matmul_bits)
 
     @property
     def attends_on_host(self) -> bool:

@@ -24,9 +24,10 @@ def roofline(
 ) -> Seconds:
     """Seconds that each resource needs at its best in "prefill" and in "decode".
 
-    compute: 2 FLOPs a parameter and token. memory: weights and the KV cache that is attended to on
-    the host, once a step, from RAM. disk_read: what the policy keeps there, once a step, the tables
-    of both ends once a block. host_to_device: what is not on the device; 0 on a unified machine.
+    compute: 2 FLOPs a parameter and token, by products of the policy's bits. memory: weights and
+    the KV cache that is attended to on the host, once a step, from RAM. disk_read: what the policy
+    keeps there, once a step, the tables of both ends once a block. host_to_device: what is not on
+    the device; 0 on a unified machine.
     """
     costs = Costs(config, dtype, policy, hw)
     rows, later = workload.num_sequences, workload.gen_len - 1
@@ -42,7 +43,7 @@ def roofline(
         decoders = tokens * config.num_layers * costs.layers[1].large_size
         flops = 2.0 * rows * (decoders + steps * costs.layers[-1].large_size)
         weights = blocks * (steps * config.num_layers * costs.layer_bytes() + once)
-        seconds = {"compute": flops / _best(hw.linear[16])}
+        seconds = {"compute": flops / _best(hw.products(16, policy.matmul_bits))}
         return seconds | _moving(policy, dtype, hw, weights, cache, full)
 
     return {

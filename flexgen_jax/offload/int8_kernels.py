@@ -1,0 +1,176 @@
+"""Products of 8-bit integers on CPUs that have AMX, compiled by Numba: `layers.int8_products`, with
+the loops and the memory of `product_kernels`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from flexgen_jax.layers import int8_products, storage
+from flexgen_jax.offload import amx_tiles, int8_tiles, product_kernels
+from flexgen_jax.offload.amx_tiles import (
+    PAIR,
+    STEP,
+    configure,
+    give_rows,
+    multiply_tiles,
+    release,
+    take_rows,
+)
+from flexgen_jax.offload.host_kernels import source_of
+from flexgen_jax.offload.int8_tiles import multiply_integers, round_row, scale_sums, take_integers
+from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH, LINE, aligned
+
+SOURCE = product_kernels.SOURCE ^ source_of(
+    __file__, int8_tiles.__file__, int8_products.__file__, amx_tiles.__file__
+)
+"""See `host_kernels.SOURCE`."""
+
+CHUNK = 512
+"""See `product_kernels`; twice of it, since half as many bytes of rows come with as many sums."""
+
+OUTLIER = np.uint16(int8_products.OUTLIER_BITS)
+MAGNITUDE = np.uint16(0x7FFF)
+GROUP_SIZE = storage.GROUP_SIZE
+
+
+@njit(inline="always")
+def single(bits):
+    """A bfloat16 as fp32."""
+    return np.uint32(np.uint32(bits) << 16).view(np.float32)
+
+
+@njit(inline="always")
+def weight_at(kernel, column, element, depth, length, bits):
+    """An element of a kernel, as the bits of a bfloat16."""
+    if bits == 16:
+        return kernel[0][column * depth + element]
+    code = kernel[0][column % length * depth + element] >> (column // length * bits)
+    at = column // GROUP_SIZE * depth + element
+    level = np.float32(code & ((1 << bits) - 1)) * single(kernel[1][at]) + single(kernel[2][at])
+    return np.uint16((np.uint64(np.float32(level).view(np.uint32)) + 0x8000) >> 16)
+
+
+@njit(inline="always")
+def round_panel(x, shape, panel, codes, scale, flags):
+    """Rounds `PAIR` rows of x: [count, depth]; flags: of their outliers, [panel, depth]."""
+    count, depth = shape
+    flags[panel * depth : (panel + 1) * depth] = 0
+    for row in range(panel * PAIR, min((panel + 1) * PAIR, count)):
+        scale[row] = round_row(x, row * depth, depth, codes, flags, panel * depth)
+
+
+@njit(inline="always")
+def outlier_columns(flags):
+    """Where flags are set."""
+    found = np.empty(flags.size, np.int64)
+    count = 0
+    for element in range(flags.size):
+        if flags[element]:
+            found[count] = element
+            count += 1
+    return found[:count]
+
+
+@njit(inline="always")
+def take_outliers(x, row, depth, count, elements, panel):
+    """The outliers of `count` rows among these elements, others as 0, as `take_rows` has it."""
+    panel[: -(-elements.size // STEP) * PAIR * STEP] = 0
+    for line in range(count):
+        for place in range(elements.size):
+            value = x[(row + line) * depth + elements[place]]
+            if value & MAGNITUDE >= OUTLIER:
+                step, inside = place // STEP, place % STEP
+                panel[(step * PAIR + line) * STEP + inside] = value
+
+
+@njit(inline="always")
+def take_weights(kernel, column, elements, depth, length, packed, at, bits):
+    """These elements of `PAIR` columns, as `take_columns` has it."""
+    packed[at : at + -(-elements.size // STEP) * PAIR * STEP] = 0
+    for place in range(elements.size):
+        step, inside = place // STEP, place % STEP
+        for line in range(PAIR):
+            found = weight_at(kernel, column + line, elements[place], depth, length, bits)
+            tile, own = line // 16, line % 16
+            target = ((step * 2 + tile) * 16 + inside // 2) * STEP + 2 * own + inside % 2
+            packed[at + target] = found
+
+
+@njit(inline="always")
+def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, end, bits):
+    """out = rows @ kernel.T + bias for the columns from start to end, which `PAIR` divides.
+
+    rows: int8 [count, depth] as words of two, and their scales, fp32 [count], and those of the
+    kernel's columns; kernel, length, bias, out, shape, bits: see `product_kernels`, where 2 * STEP
+    divides depth; outliers: bfloat16 [count, depth] as bits, and which of its columns have some,
+    uint8 [depth]. All flat.
+    """
+    codes, row_scale, scale = rows
+    x, flags = outliers
+    count, depth, columns = shape
+    words = depth // 2
+    width = COLUMNS if end - start >= COLUMNS else COLUMNS // 2
+    height = COLUMNS * DEPTH // width
+    apart = outlier_columns(flags)
+    block, pair_sums = width // PAIR, PAIR * PAIR
+    deep = words > height or apart.size > 0
+    panels = -(-count // PAIR) if deep else 1
+    packed = aligned(width * max(min(words, height), min(apart.size + STEP, CHUNK)), np.uint16, 2)
+    panel = aligned(PAIR * CHUNK, np.uint16, 2)
+    sums = aligned(panels * block * pair_sums, np.float32, 4)
+    panel[:] = 0
+    is_aligned = out.ctypes.data % LINE == 0
+    configure()
+    for first in range(start, end, width):
+        pairs = min(width, end - first) // PAIR
+        for top in range(0, words, height):
+            steps = min(height, words - top) // STEP
+            for pair in range(pairs):
+                column, at = first + pair * PAIR, pair * steps * PAIR * STEP
+                take_integers(
+                    kernel, scale, column, 2 * top, depth, length, steps, packed, at, bits
+                )
+            for row in range(0, count, PAIR):
+                some = min(PAIR, count - row)
+                at = row // PAIR * block * pair_sums if deep else 0
+                for step in range(0, steps, CHUNK // STEP):
+                    now = min(CHUNK // STEP, steps - step)
+                    take_rows(codes, row * words + top + step * STEP, words, some, now, panel)
+                    next_row, next_step, next_at = row, step + now, at
+                    if next_step == steps:
+                        next_row, next_step = row + PAIR, 0
+                        next_at = at + block * pair_sums if deep else 0
+                    for pair in range(pairs):
+                        where = (pair * steps + step) * PAIR * STEP
+                        to, adds = at + pair * pair_sums, top + step > 0
+                        soon = to + pair_sums if pair + 1 < pairs else next_at
+                        later = (next_row + pair * PAIR // pairs) * words + top + next_step * STEP
+                        multiply_integers(
+                            panel, packed, where, sums, to, soon, now, adds, codes, later, words
+                        )
+                if top + height >= words:
+                    scale_sums(sums, at, pairs, row_scale, row, scale, first, some)
+                    if apart.size == 0:
+                        begin = row * columns + first
+                        give_rows(
+                            sums[at:], pairs, bias, first, out, begin, columns, some, is_aligned
+                        )
+        for begin in range(0, apart.size, CHUNK):
+            elements = apart[begin : begin + CHUNK]
+            steps = -(-elements.size // STEP)
+            for pair in range(pairs):
+                column, at = first + pair * PAIR, pair * steps * PAIR * STEP
+                take_weights(kernel, column, elements, depth, length, packed, at, bits)
+            for row in range(0, count, PAIR):
+                take_outliers(x, row, depth, min(PAIR, count - row), elements, panel)
+                for pair in range(pairs):
+                    to = (row // PAIR * block + pair) * pair_sums
+                    where = pair * steps * PAIR * STEP
+                    multiply_tiles(panel, packed, where, sums, to, to, steps, True, x, 0, 0)
+        if apart.size > 0:
+            for row in range(0, count, PAIR):
+                at, begin = row // PAIR * block * pair_sums, row * columns + first
+                some = min(PAIR, count - row)
+                give_rows(sums[at:], pairs, bias, first, out, begin, columns, some, is_aligned)
+    release()

@@ -1,0 +1,268 @@
+"""Products of 8-bit integers in AMX's tile registers, as LLVM instructions; the rest of a product
+is that of `amx_tiles`, to which two integers are a 16-bit word.
+
+    take_integers(kernel, scales, column, top, pitch, length, steps, packed, at, bits)
+        `amx_tiles.take_columns`, rounded to integers of `scales` each, fp32 [column]; of a packed
+        kernel the first of these columns' serves all of them. top, pitch: in elements; a step has
+        two words' worth
+    multiply_integers(...)
+        `amx_tiles.multiply_tiles`, of int8; the sums are int32 in the place of fp32
+    round_row(x, begin, size, codes, flags, at) -> scale
+        `size` elements of x, bfloat16 as bits, from `begin` on, as integers of this scale to codes,
+        from `begin` on, int8; flags, uint8, are set where, from `at` on, outliers are
+    scale_sums(sums, at, pairs, rows, row, columns, first, count)
+        `count` rows of int32 sums, [pair][2][2][16][16] from `at` on, times those of `rows` from
+        `row` on and those of `columns` from `first` on, both fp32: fp32 in their place
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils as untyped
+from numba.extending import intrinsic
+
+from flexgen_jax.layers.int8_products import LEVELS, OUTLIER_BITS
+from flexgen_jax.layers.storage import GROUP_SIZE
+from flexgen_jax.offload.amx_tiles import (
+    BYTE,
+    FLOATS,
+    HALVES,
+    PAIR,
+    STEP,
+    WORDS,
+    N,
+    Tiles,
+    emitted,
+    multiply_pairs,
+    store_columns,
+)
+from flexgen_jax.offload.vectors import FLOAT, INT, LANES, arrays_of, filled
+
+cgutils: Any = untyped
+
+BYTES = 4
+"""In a word of a tile: consecutive elements of a row or column."""
+
+LINE = 2 * LANES
+LINES = ir.VectorType(ir.IntType(16), LINE)
+MAGNITUDE = 0x7FFF
+"""Of a float's bits, those of its size."""
+
+
+class Integers:
+    """Rows of a kernel as integers, `BYTES` of them a word."""
+
+    def __init__(self, tiles: Tiles, matrix: Any, begin: Any, pitch: Any) -> None:
+        self._tiles, self._matrix, self._begin, self._pitch = tiles, matrix, begin, pitch
+
+    def _places(self, tile: Any, step: Any, kind: Any) -> list[Any]:
+        """Of the step's elements in a tile's rows."""
+        tiles = self._tiles
+        first = tiles.at(self._begin, (tiles.at((tile, LANES)), self._pitch), (step, 2 * STEP))
+        indices = (tiles.at(first, (self._pitch, row)) for row in range(LANES))
+        return [tiles.place(self._matrix, index, kind) for index in indices]
+
+    def _quarters(self, place: Any) -> list[Any]:
+        """Every fourth of 64 elements, which are bfloat16, as fp32, from each of the first on."""
+        builder = self._tiles.builder
+        second = builder.gep(place, [ir.Constant(INT, 1)])
+        halves = [builder.load(x, align=2) for x in (place, second)]
+        found = []
+        for start in range(BYTES):
+            chosen = ir.Constant(WORDS, list(range(start, BYTES * LANES, BYTES)))
+            words = builder.zext(builder.shuffle_vector(*halves, chosen), WORDS)
+            found.append(builder.bitcast(builder.shl(words, filled(WORDS, 16)), FLOATS))
+        return found
+
+    def _joined(self, quarters: list[Any]) -> Any:
+        """Rounded, as bytes of words."""
+        builder, found = self._tiles.builder, filled(WORDS, 0)
+        for byte, quarter in enumerate(quarters):
+            bits = _nearest(self._tiles, quarter)
+            if byte < BYTES - 1:
+                bits = builder.and_(bits, filled(WORDS, 0xFF))
+            found = builder.or_(found, builder.shl(bits, filled(WORDS, 8 * byte)))
+        return found
+
+
+class PlainIntegers(Integers):
+    """Of bfloat16. inverse: of the scales of these rows, from one place on."""
+
+    def __init__(self, tiles: Tiles, matrix: Any, begin: Any, pitch: Any, scales: Any) -> None:
+        super().__init__(tiles, matrix, begin, pitch)
+        self._scales = scales
+
+    def rows(self, tile: Any, step: Any) -> list[Any]:
+        tiles, builder, found = self._tiles, self._tiles.builder, []
+        first = builder.gep(self._scales, [tiles.at((tile, LANES))])
+        for row, place in enumerate(self._places(tile, step, LINES)):
+            scale = builder.load(builder.gep(first, [tiles.index(row)]))
+            inverse = tiles.spread(_inverse(tiles, scale), LANES)
+            quarters = self._quarters(place)
+            found.append(self._joined([builder.fmul(x, inverse) for x in quarters]))
+        return found
+
+
+class PackedIntegers(Integers):
+    """Of one that is packed, by way of what its codes stand for. sides, group, shift, bits: see
+    `amx_tiles.PackedKernel`; inverse: of the scale."""
+
+    def __init__(
+        self,
+        tiles: Tiles,
+        codes: Any,
+        begin: Any,
+        pitch: Any,
+        sides: list[Any],
+        group: Any,
+        shift: Any,
+        bits: int,
+        inverse: Any,
+    ) -> None:
+        super().__init__(tiles, codes, begin, pitch)
+        self._sides, self._group, self._shift, self._bits = sides, group, shift, bits
+        self._inverse = tiles.spread(inverse, LANES)
+
+    def rows(self, tile: Any, step: Any) -> list[Any]:
+        tiles, builder = self._tiles, self._tiles.builder
+        group = tiles.at(self._group, (step, 2 * STEP))
+        sides = (self._quarters(tiles.place(side, group, LINES)) for side in self._sides)
+        scales, minima = ([builder.fmul(x, self._inverse) for x in side] for side in sides)
+        shift = builder.trunc(self._shift, INT)
+        shifts = [
+            tiles.spread(builder.add(shift, ir.Constant(INT, 8 * n)), LANES) for n in range(BYTES)
+        ]
+        levels = filled(WORDS, (1 << self._bits) - 1)
+        found = []
+        for place in self._places(tile, step, WORDS):
+            word = builder.load(place, align=1)
+            codes = [builder.and_(builder.lshr(word, by), levels) for by in shifts]
+            wide = [builder.sitofp(code, FLOATS) for code in codes]
+            found.append(self._joined(list(map(tiles.multiply_add, wide, scales, minima))))
+        return found
+
+
+def _nearest(tiles: Tiles, found: Any) -> Any:
+    """fp32 to the nearest integers, of two the even one."""
+    mask = ir.Constant(ir.IntType(LANES), -1)
+    how = ir.Constant(INT, 4)  # as it is set
+    name = "llvm.x86.avx512.mask.cvtps2dq.512"
+    return tiles.call(name, WORDS, found, filled(WORDS, 0), mask, how)
+
+
+def _inverse(tiles: Tiles, scale: Any) -> Any:
+    """1 / scale, or 0 of 0."""
+    builder = tiles.builder
+    is_zero = builder.fcmp_ordered("==", scale, ir.Constant(FLOAT, 0.0))
+    inverse = builder.fdiv(ir.Constant(FLOAT, 1.0), scale)
+    return builder.select(is_zero, ir.Constant(FLOAT, 0.0), inverse)
+
+
+def _round_row(tiles: Tiles, x: Any, begin: Any, size: Any, codes: Any, flags: Any, at: Any) -> Any:
+    builder = tiles.builder
+    count = builder.udiv(size, tiles.index(LINE))
+    largest = cgutils.alloca_once_value(builder, filled(LINES, 0))
+    with tiles.loop(count) as (line, _):
+        bits = builder.load(tiles.place(x, tiles.at(begin, (line, LINE)), LINES), align=2)
+        size_of = builder.and_(bits, filled(LINES, MAGNITUDE))
+        is_apart = builder.icmp_unsigned(">=", size_of, filled(LINES, OUTLIER_BITS))
+        kept = builder.select(is_apart, filled(LINES, 0), size_of)
+        before = builder.load(largest)
+        is_larger = builder.icmp_unsigned(">", kept, before)
+        builder.store(builder.select(is_larger, kept, before), largest)
+        flagged = ir.VectorType(BYTE, LINE)
+        place = tiles.place(flags, tiles.at(at, (line, LINE)), flagged)
+        found = builder.or_(builder.load(place, align=1), builder.zext(is_apart, flagged))
+        builder.store(found, place, align=1)
+    name = f"llvm.vector.reduce.umax.v{LINE}i16"
+    top = builder.zext(tiles.call(name, ir.IntType(16), builder.load(largest)), INT)
+    top = builder.bitcast(builder.shl(top, ir.Constant(INT, 16)), FLOAT)
+    scale = builder.fmul(top, ir.Constant(FLOAT, float(np.float32(1 / LEVELS))))
+    inverse = tiles.spread(_inverse(tiles, scale), LANES)
+    bytes_ = ir.VectorType(BYTE, LANES)
+    with tiles.loop(builder.udiv(size, tiles.index(LANES))) as (part, _):
+        source = tiles.at(begin, (part, LANES))
+        bits = builder.load(tiles.place(x, source, HALVES), align=2)
+        size_of = builder.and_(bits, filled(HALVES, MAGNITUDE))
+        is_apart = builder.icmp_unsigned(">=", size_of, filled(HALVES, OUTLIER_BITS))
+        bits = builder.select(is_apart, filled(HALVES, 0), bits)
+        wide = builder.shl(builder.zext(bits, WORDS), filled(WORDS, 16))
+        found = _nearest(tiles, builder.fmul(builder.bitcast(wide, FLOATS), inverse))
+        builder.store(builder.trunc(found, bytes_), tiles.place(codes, source, bytes_), align=1)
+    return scale
+
+
+def _scale_sums(
+    tiles: Tiles,
+    sums: Any,
+    at: Any,
+    pairs: Any,
+    rows: Any,
+    row: Any,
+    columns: Any,
+    first: Any,
+    count: Any,
+) -> None:
+    builder, lanes = tiles.builder, tiles.index(LANES)
+    with tiles.loop(count) as (line, _):
+        inside = tiles.at(at, (builder.udiv(line, lanes), 2 * LANES * LANES))
+        inside = tiles.at(inside, (builder.urem(line, lanes), LANES))
+        own = builder.load(builder.gep(rows.data, [builder.add(row, line)]))
+        own = tiles.spread(own, LANES)
+        with tiles.loop(pairs) as (pair, _):
+            for j in range(2):
+                source = tiles.at(inside, (pair, PAIR * PAIR), j * LANES * LANES)
+                found = builder.load(tiles.place(sums, source, WORDS), align=4)
+                column = tiles.at(first, (pair, PAIR), j * LANES)
+                scales = builder.load(tiles.place(columns, column, FLOATS), align=4)
+                wide = builder.fmul(builder.sitofp(found, FLOATS), builder.fmul(own, scales))
+                builder.store(wide, tiles.place(sums, source, FLOATS), align=4)
+
+
+def _take(_context, kernel, scales, column, top, pitch, length, steps, packed, at, bits):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        arrays = cgutils.unpack_tuple(builder, arguments[0])
+        arrays = arrays_of(context, builder, signature.args[0], arrays)
+        tiles, bits = Tiles(builder), signature.args[-1].literal_value
+        rest = arrays_of(context, builder, signature.args[1:-1], arguments[1:-1])
+        scales, column, top, pitch, length, steps, packed, at = rest
+        codes, *sides = arrays
+        own = builder.gep(scales.data, [column])
+        if bits == 16:
+            found: Any = PlainIntegers(tiles, codes, tiles.at((column, pitch), top), pitch, own)
+        else:
+            plane, row = builder.udiv(column, length), builder.urem(column, length)
+            group = builder.udiv(column, tiles.index(GROUP_SIZE))
+            begin, group = (tiles.at((line, pitch), top) for line in (row, group))
+            shift, inverse = tiles.at((plane, bits)), _inverse(tiles, builder.load(own))
+            found = PackedIntegers(tiles, codes, begin, pitch, sides, group, shift, bits, inverse)
+        store_columns(tiles, found, steps, packed, at)
+        return context.get_dummy_value()
+
+    return types.void(kernel, scales, N, N, N, N, N, packed, N, bits), generate
+
+
+def _multiply(_context, panel, packed, at, sums, to, soon, steps, adds, rows, later, pitch):
+    kinds = (panel, packed, N, sums, N, N, N, types.boolean, rows, N, N)
+    return types.void(*kinds), emitted(multiply_pairs("tdpbssd", 4))
+
+
+def _round(_context, x, begin, size, codes, flags, at):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _round_row(Tiles(builder), *arrays_of(context, builder, signature.args, arguments))
+
+    return types.float32(x, N, N, codes, flags, N), generate
+
+
+def _scale(_context, sums, at, pairs, rows, row, columns, first, count):
+    return types.void(sums, N, N, rows, N, columns, N, N), emitted(_scale_sums)
+
+
+take_integers: Any = intrinsic(prefer_literal=True)(_take)
+multiply_integers: Any = intrinsic(_multiply)
+round_row: Any = intrinsic(_round)
+scale_sums: Any = intrinsic(_scale)
