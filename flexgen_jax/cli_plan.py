@@ -293,6 +293,7 @@ def curve_text(points: Sequence[Candidate]) -> str:
         policy = point.policy
         shape = f"{policy.batch_size} x {policy.num_batches}"
         bits = f"{policy.weight_bits}/{policy.cache_bits} bits"
+        bits += "" if policy.matmul_bits == 16 else f", products of {policy.matmul_bits}"
         shares = " ".join(f"{100 * point.solution.fractions[n]:.0f}" for n in _SIX)
         lines.append(
             f"{point.solution.total_s:10.1f} {point.throughput:9.3g} {point.sequences:9d}  "

@@ -1,5 +1,5 @@
-"""Perplexity of a model in several numbers of bits, and with sparse attention, on its held-out
-text or another one.
+"""Perplexity of a model in several numbers of bits, with products of integers, and with sparse
+attention, on its held-out text or another one.
 
     python scripts/perplexity.py --json docs/benchmarks/accuracy.json
 
@@ -21,9 +21,11 @@ from typing import Any
 from flexgen_jax import LLM, Placement, Policy
 from flexgen_jax.model import open_model, shipped_model
 
-RUNS = [(16, 16, 1.0), (8, 16, 1.0), (4, 16, 1.0), (16, 8, 1.0), (16, 4, 1.0), (8, 8, 1.0)]
-RUNS += [(4, 4, 1.0), *((bits, bits, f) for bits in (16, 4) for f in (0.5, 0.2, 0.1))]
-"""Bits of weights and of the KV cache, and the fraction of tokens attended to."""
+BITS = [(16, 16), (8, 16), (4, 16), (16, 8), (16, 4), (8, 8), (4, 4)]
+RUNS = [(*bits, 16, 1.0) for bits in BITS]
+RUNS += [(16, 16, 8, 1.0), (4, 16, 8, 1.0), (4, 4, 8, 1.0)]
+RUNS += [(bits, bits, 16, f) for bits in (16, 4) for f in (0.5, 0.2, 0.1)]
+"""Bits of weights, of the KV cache and of products, and the fraction of tokens attended to."""
 
 
 def windows(model: str, text: str) -> list[list[int]]:
@@ -47,12 +49,13 @@ def perplexity(
 
 def rows(model: str, ids: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for weight_bits, cache_bits, sparsity in ((16, 16, 1.0), *RUNS):
+    for weight_bits, cache_bits, matmul_bits, sparsity in (RUNS[0], *RUNS):
         policy = Policy(
             cache=Placement(0, 1),
             batch_size=64,
             weight_bits=weight_bits,
             cache_bits=cache_bits,
+            matmul_bits=matmul_bits,
             attention_sparsity=sparsity,
         )
         through_cache = cache_bits < 16 or policy.is_sparse or len(found) == 1
@@ -62,6 +65,7 @@ def rows(model: str, ids: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
             {
                 "weight_bits": weight_bits,
                 "cache_bits": cache_bits,
+                "matmul_bits": matmul_bits,
                 "attention_sparsity": sparsity,
                 "through_cache": through_cache,
                 "perplexity": value,
@@ -74,15 +78,16 @@ def rows(model: str, ids: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
 
 
 def markdown(found: list[dict[str, Any]]) -> str:
-    lines = ["| weights | KV cache | tokens attended to | perplexity | change |"]
-    lines += ["| --- | --- | --- | --- | --- |"]
+    lines = ["| weights | KV cache | products | tokens attended to | perplexity | change |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
     names = {16: "fp32", 8: "8 bits", 4: "4 bits"}
     for row in found:
         cache = names[row["cache_bits"]]
         if row["cache_bits"] == 16:
             cache = "fp32, token by token" if row["through_cache"] else "none (whole windows)"
         attended = f"{100 * row['attention_sparsity']:.0f} %"
-        cells = [names[row["weight_bits"]], cache, attended, f"{row['perplexity']:.3f}"]
+        bits = (names[row["weight_bits"]], cache, names[row["matmul_bits"]])
+        cells = [*bits, attended, f"{row['perplexity']:.3f}"]
         lines.append("| " + " | ".join([*cells, f"{100 * row['change']:+.2f} %"]) + " |")
     return "\n".join(lines)
 

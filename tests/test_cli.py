@@ -125,9 +125,11 @@ def test_policy_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(Policy.from_percent(0, 100, 0, 100, 0, 100, batch_size=2).to_json())
     out = tmp_path / "out.json"
-    result = run("generate", "a", "--model", checkpoint(), "--policy", path, "--json", out)
+    fewer = ["--matmul-bits", 8]
+    result = run("generate", "a", "--model", checkpoint(), "--policy", path, "--json", out, *fewer)
     assert result.exit_code == 0, result.output
-    assert json.loads(out.read_text())["report"]["policy"]["weights"]["host"] == 1.0
+    policy = json.loads(out.read_text())["report"]["policy"]
+    assert (policy["weights"]["host"], policy["matmul_bits"]) == (1.0, 8)
     assert "--policy" in refused("generate", "a", "--policy", tmp_path / "missing.json")
     path.write_text("{")
     assert "not JSON" in refused("generate", "a", "--policy", path)

@@ -11,7 +11,7 @@ import pytest
 
 from flexgen_jax.families import known_shape
 from flexgen_jax.policy.fit import Budgets
-from flexgen_jax.policy.hardware import HardwareProfile, ProfileError, Rate
+from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, ProfileError, Rate
 from flexgen_jax.policy.machines import MACHINES, known_machine
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.search import Choices, Problem, evaluate, frontier, search
@@ -49,7 +49,7 @@ def test_profiles_survive_json(name: str, tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[]", "JSON object"),
         ('{"version": 99}', "version 99"),
-        ('{"version": 4}', "'name' is missing"),
+        (f'{{"version": {PROFILE_VERSION}}}', "'name' is missing"),
     ],
 )
 def test_bad_profiles_are_named(text: str, said: str, tmp_path: Path) -> None:

@@ -68,15 +68,15 @@ def round_rows(x: jax.Array) -> Rounded:
 def column_scale(kernel: Kept) -> jax.Array:
     """What 1 stands for in each row of a kernel [column, depth], fp32 [column]; in one that is
     packed, whose rows make groups, one number for all of a group."""
-    if not isinstance(kernel, QuantizedArray):
-        wide = kernel.astype(jnp.float32)
-        return jnp.max(jnp.abs(wide), axis=1) * jnp.float32(1 / LEVELS)
-    storage = kernel.storage
-    low = kernel.minimum.astype(jnp.float32)
-    high = low + ((1 << storage.bits) - 1) * kernel.scale.astype(jnp.float32)
-    largest = jnp.max(jnp.maximum(jnp.abs(low), jnp.abs(high)), axis=1) * jnp.float32(1 / LEVELS)
-    each: jax.Array = jnp.repeat(largest, storage.group_size)[: storage.shape[0]]
-    return each
+    if isinstance(kernel, QuantizedArray):
+        storage, low = kernel.storage, kernel.minimum.astype(jnp.float32)
+        high = low + ((1 << storage.bits) - 1) * kernel.scale.astype(jnp.float32)
+        largest = jnp.max(jnp.maximum(jnp.abs(low), jnp.abs(high)), axis=1)
+        largest = jnp.repeat(largest, storage.group_size)[: storage.shape[0]]
+    else:
+        largest = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=1)
+    scale: jax.Array = largest * jnp.float32(1 / LEVELS)
+    return scale
 
 
 def round_kernel(kernel: Kept, scale: jax.Array) -> jax.Array:

@@ -87,25 +87,30 @@ def _rounded(rows: jax.Array) -> list[jax.Array]:
 
 
 def _is_for_integers(x: jax.Array, kernel: Kept) -> bool:
-    """The same of 8-bit integers."""
-    fits = kernel.shape[1] % (2 * MULTIPLE) == 0 and _is_for_tiles(x, kernel)
-    return fits and has_amx("int8")
+    """The same of 8-bit integers, to which XLA would round a plain kernel in memory too."""
+    fits = _fit_tiles(x, kernel) and kernel.shape[1] % (2 * MULTIPLE) == 0
+    return fits and kernel.shape[0] * kernel.shape[1] >= FEW_PACKED and has_amx("int8")
 
 
 def _is_for_tiles(x: jax.Array, kernel: Kept) -> bool:
     """Whether tiles can take a product, and are faster than XLA."""
-    kinds = {jnp.dtype(x.dtype), jnp.dtype(kernel.dtype)}
-    fits = kinds == {jnp.dtype(jnp.bfloat16)} and not any(n % MULTIPLE for n in kernel.shape)
     columns, depth = kernel.shape
     if isinstance(kernel, QuantizedArray):  # which XLA unpacks in memory
-        storage = kernel.storage
-        fits = fits and (storage.group_size, storage.axis) == (GROUP_SIZE, 0)
-        fits = fits and storage.plane_length % MULTIPLE == 0
         is_faster = columns * depth >= FEW_PACKED
     else:
         rows = x.size // depth
         is_faster = rows > FEW_ROWS and rows * columns * depth >= FEW_PRODUCTS
-    return fits and is_faster and has_amx()
+    return _fit_tiles(x, kernel) and is_faster and has_amx()
+
+
+def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
+    kinds = {jnp.dtype(x.dtype), jnp.dtype(kernel.dtype)}
+    fits = kinds == {jnp.dtype(jnp.bfloat16)} and not any(n % MULTIPLE for n in kernel.shape)
+    if not isinstance(kernel, QuantizedArray):
+        return fits
+    storage = kernel.storage
+    is_grouped = (storage.group_size, storage.axis) == (GROUP_SIZE, 0)
+    return fits and is_grouped and storage.plane_length % MULTIPLE == 0
 
 
 @lru_cache

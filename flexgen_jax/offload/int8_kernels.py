@@ -27,7 +27,8 @@ SOURCE = product_kernels.SOURCE ^ source_of(
 """See `host_kernels.SOURCE`."""
 
 CHUNK = 512
-"""See `product_kernels`; twice of it, since half as many bytes of rows come with as many sums."""
+"""Words, of two integers each: see `product_kernels`. Twice of its elements would be as many bytes;
+so many more halve the going to and fro of sums."""
 
 OUTLIER = np.uint16(int8_products.OUTLIER_BITS)
 MAGNITUDE = np.uint16(0x7FFF)

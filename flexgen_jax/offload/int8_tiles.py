@@ -90,7 +90,7 @@ class Integers:
 
 
 class PlainIntegers(Integers):
-    """Of bfloat16. inverse: of the scales of these rows, from one place on."""
+    """Of bfloat16. scales: where those of these rows begin."""
 
     def __init__(self, tiles: Tiles, matrix: Any, begin: Any, pitch: Any, scales: Any) -> None:
         super().__init__(tiles, matrix, begin, pitch)

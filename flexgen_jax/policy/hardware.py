@@ -74,7 +74,7 @@ class HardwareProfile:
     disk_read, disk_write, page_cache, host_to_device, device_to_host: bytes -> byte/s;
         page_cache is reading what the operating system still has of the disk.
     linear: by bits of the weights, rows -> FLOP/s of a layer's products, norms included.
-    linear_int8: the same of products of 8-bit integers; nothing where they are no faster.
+    linear_int8: the same of products of 8-bit integers; what is not there counts as 16 bits.
     prefill_attention: tokens of a prompt -> FLOP/s.
     device_attention, host_attention: by bits of the cache, elements of the keys and values of a
         step -> element/s of decoding, where the device, or the CPU, attends.

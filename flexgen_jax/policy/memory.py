@@ -246,8 +246,8 @@ def workspace_bytes(
     unpacked, largest = 0, max(config.ffn_size, config.hidden_size) * config.hidden_size * item
     if formats.weight_bits < 16:
         unpacked = max(PART_BYTES, min(largest, part_bytes(count, config.ffn_size)))
-    if formats.matmul_bits == 8:
-        unpacked = 2 * largest
+    if formats.matmul_bits == 8:  # a kernel's integers, and the product of outliers
+        unpacked = max(unpacked, 2 * largest) + count * config.ffn_size * 4
     # Sampling sorts the logits and scoring normalises them; both keep several copies.
     copies = {"greedy": 1, "sample": 8, "score": 3}[head]
     formed = min(SCORED_ROWS, count) if head == "score" else rows

@@ -43,7 +43,7 @@ def roofline(
         decoders = tokens * config.num_layers * costs.layers[1].large_size
         flops = 2.0 * rows * (decoders + steps * costs.layers[-1].large_size)
         weights = blocks * (steps * config.num_layers * costs.layer_bytes() + once)
-        seconds = {"compute": flops / _best(hw.products(16, policy.matmul_bits))}
+        seconds = {"compute": flops / _peak(hw, policy.matmul_bits)}
         return seconds | _moving(policy, dtype, hw, weights, cache, full)
 
     return {
@@ -80,6 +80,12 @@ def _moving(
         "memory": on_host / _memory(hw, dtype),
         "host_to_device": moved / _best(hw.host_to_device),
     }
+
+
+def _peak(hw: HardwareProfile, matmul_bits: int) -> float:
+    """FLOP/s; integers of packed kernels can be faster than those of plain ones."""
+    integers = hw.linear_int8.values() if matmul_bits == 8 else ()
+    return max(map(_best, integers), default=_best(hw.linear[16]))
 
 
 def _best(rate: Rate) -> float:
