@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from flexgen_jax.layers import int8_products, storage
+from flexgen_jax.layers import int8_products
 from flexgen_jax.offload import amx_tiles, int8_tiles, product_kernels
 from flexgen_jax.offload.amx_tiles import (
     PAIR,
@@ -15,10 +15,17 @@ from flexgen_jax.offload.amx_tiles import (
     give_rows,
     multiply_tiles,
     release,
+    take_columns,
     take_rows,
 )
 from flexgen_jax.offload.host_kernels import source_of
-from flexgen_jax.offload.int8_tiles import multiply_integers, round_row, scale_sums, take_integers
+from flexgen_jax.offload.int8_tiles import (
+    multiply_integers,
+    round_row,
+    scale_sums,
+    take_integers,
+    take_outliers,
+)
 from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH, LINE, aligned
 
 SOURCE = product_kernels.SOURCE ^ source_of(
@@ -29,27 +36,6 @@ SOURCE = product_kernels.SOURCE ^ source_of(
 CHUNK = 512
 """Words, of two integers each: see `product_kernels`. Twice of its elements would be as many bytes;
 so many more halve the going to and fro of sums."""
-
-OUTLIER = np.uint16(int8_products.OUTLIER_BITS)
-MAGNITUDE = np.uint16(0x7FFF)
-GROUP_SIZE = storage.GROUP_SIZE
-
-
-@njit(inline="always")
-def single(bits):
-    """A bfloat16 as fp32."""
-    return np.uint32(np.uint32(bits) << 16).view(np.float32)
-
-
-@njit(inline="always")
-def weight_at(kernel, column, element, depth, length, bits):
-    """An element of a kernel, as the bits of a bfloat16."""
-    if bits == 16:
-        return kernel[0][column * depth + element]
-    code = kernel[0][column % length * depth + element] >> (column // length * bits)
-    at = column // GROUP_SIZE * depth + element
-    level = np.float32(code & ((1 << bits) - 1)) * single(kernel[1][at]) + single(kernel[2][at])
-    return np.uint16((np.uint64(np.float32(level).view(np.uint32)) + 0x8000) >> 16)
 
 
 @njit(inline="always")
@@ -62,40 +48,15 @@ def round_panel(x, shape, panel, codes, scale, flags):
 
 
 @njit(inline="always")
-def outlier_columns(flags):
-    """Where flags are set."""
-    found = np.empty(flags.size, np.int64)
+def outlier_steps(flags):
+    """Those of `STEP` elements of which one is flagged."""
+    found = np.empty(flags.size // STEP, np.int64)
     count = 0
-    for element in range(flags.size):
-        if flags[element]:
-            found[count] = element
+    for step in range(found.size):
+        if flags[step * STEP : (step + 1) * STEP].any():
+            found[count] = step
             count += 1
     return found[:count]
-
-
-@njit(inline="always")
-def take_outliers(x, row, depth, count, elements, panel):
-    """The outliers of `count` rows among these elements, others as 0, as `take_rows` has it."""
-    panel[: -(-elements.size // STEP) * PAIR * STEP] = 0
-    for line in range(count):
-        for place in range(elements.size):
-            value = x[(row + line) * depth + elements[place]]
-            if value & MAGNITUDE >= OUTLIER:
-                step, inside = place // STEP, place % STEP
-                panel[(step * PAIR + line) * STEP + inside] = value
-
-
-@njit(inline="always")
-def take_weights(kernel, column, elements, depth, length, packed, at, bits):
-    """These elements of `PAIR` columns, as `take_columns` has it."""
-    packed[at : at + -(-elements.size // STEP) * PAIR * STEP] = 0
-    for place in range(elements.size):
-        step, inside = place // STEP, place % STEP
-        for line in range(PAIR):
-            found = weight_at(kernel, column + line, elements[place], depth, length, bits)
-            tile, own = line // 16, line % 16
-            target = ((step * 2 + tile) * 16 + inside // 2) * STEP + 2 * own + inside % 2
-            packed[at + target] = found
 
 
 @njit(inline="always")
@@ -113,11 +74,12 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
     words = depth // 2
     width = COLUMNS if end - start >= COLUMNS else COLUMNS // 2
     height = COLUMNS * DEPTH // width
-    apart = outlier_columns(flags)
+    apart = outlier_steps(flags)
     block, pair_sums = width // PAIR, PAIR * PAIR
     deep = words > height or apart.size > 0
     panels = -(-count // PAIR) if deep else 1
-    packed = aligned(width * max(min(words, height), min(apart.size + STEP, CHUNK)), np.uint16, 2)
+    some = min(apart.size * STEP, CHUNK)
+    packed = aligned(width * max(min(words, height), some), np.uint16, 2)
     panel = aligned(PAIR * CHUNK, np.uint16, 2)
     sums = aligned(panels * block * pair_sums, np.float32, 4)
     panel[:] = 0
@@ -157,14 +119,18 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
                         give_rows(
                             sums[at:], pairs, bias, first, out, begin, columns, some, is_aligned
                         )
-        for begin in range(0, apart.size, CHUNK):
-            elements = apart[begin : begin + CHUNK]
-            steps = -(-elements.size // STEP)
+        for begin in range(0, apart.size, CHUNK // STEP):
+            some_steps = apart[begin : begin + CHUNK // STEP]
+            steps = some_steps.size
             for pair in range(pairs):
-                column, at = first + pair * PAIR, pair * steps * PAIR * STEP
-                take_weights(kernel, column, elements, depth, length, packed, at, bits)
+                for step in range(steps):
+                    column, at = first + pair * PAIR, (pair * steps + step) * PAIR * STEP
+                    top = some_steps[step] * STEP
+                    take_columns(kernel, column, top, depth, length, 1, packed, at, bits)
             for row in range(0, count, PAIR):
-                take_outliers(x, row, depth, min(PAIR, count - row), elements, panel)
+                for step in range(steps):
+                    source = row * depth + some_steps[step] * STEP
+                    take_outliers(x, source, depth, min(PAIR, count - row), panel, step)
                 for pair in range(pairs):
                     to = (row // PAIR * block + pair) * pair_sums
                     where = pair * steps * PAIR * STEP

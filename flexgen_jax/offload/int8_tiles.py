@@ -10,6 +10,8 @@ is that of `amx_tiles`, to which two integers are a 16-bit word.
     round_row(x, begin, size, codes, flags, at) -> scale
         `size` elements of x, bfloat16 as bits, from `begin` on, as integers of this scale to codes,
         from `begin` on, int8; flags, uint8, are set where, from `at` on, outliers are
+    take_outliers(x, begin, pitch, count, panel, step)
+        `amx_tiles.take_rows` of one step, others than outliers as 0
     scale_sums(sums, at, pairs, rows, row, columns, first, count)
         `count` rows of int32 sums, [pair][2][2][16][16] from `at` on, times those of `rows` from
         `row` on and those of `columns` from `first` on, both fp32: fp32 in their place
@@ -168,9 +170,9 @@ def _round_row(tiles: Tiles, x: Any, begin: Any, size: Any, codes: Any, flags: A
     largest = cgutils.alloca_once_value(builder, filled(LINES, 0))
     with tiles.loop(count) as (line, _):
         bits = builder.load(tiles.place(x, tiles.at(begin, (line, LINE)), LINES), align=2)
-        size_of = builder.and_(bits, filled(LINES, MAGNITUDE))
-        is_apart = builder.icmp_unsigned(">=", size_of, filled(LINES, OUTLIER_BITS))
-        kept = builder.select(is_apart, filled(LINES, 0), size_of)
+        is_apart = _is_outlier(tiles, bits)
+        kept = builder.and_(bits, filled(LINES, MAGNITUDE))
+        kept = builder.select(is_apart, filled(LINES, 0), kept)
         before = builder.load(largest)
         is_larger = builder.icmp_unsigned(">", kept, before)
         builder.store(builder.select(is_larger, kept, before), largest)
@@ -187,13 +189,29 @@ def _round_row(tiles: Tiles, x: Any, begin: Any, size: Any, codes: Any, flags: A
     with tiles.loop(builder.udiv(size, tiles.index(LANES))) as (part, _):
         source = tiles.at(begin, (part, LANES))
         bits = builder.load(tiles.place(x, source, HALVES), align=2)
-        size_of = builder.and_(bits, filled(HALVES, MAGNITUDE))
-        is_apart = builder.icmp_unsigned(">=", size_of, filled(HALVES, OUTLIER_BITS))
-        bits = builder.select(is_apart, filled(HALVES, 0), bits)
+        bits = builder.select(_is_outlier(tiles, bits), filled(HALVES, 0), bits)
         wide = builder.shl(builder.zext(bits, WORDS), filled(WORDS, 16))
         found = _nearest(tiles, builder.fmul(builder.bitcast(wide, FLOATS), inverse))
         builder.store(builder.trunc(found, bytes_), tiles.place(codes, source, bytes_), align=1)
     return scale
+
+
+def _take_outliers(
+    tiles: Tiles, x: Any, begin: Any, pitch: Any, count: Any, panel: Any, step: Any
+) -> None:
+    builder = tiles.builder
+    with tiles.loop(count) as (row, _):
+        bits = builder.load(tiles.place(x, tiles.at(begin, (row, pitch)), LINES), align=2)
+        kept = builder.select(_is_outlier(tiles, bits), bits, filled(LINES, 0))
+        target = tiles.at((row, STEP), (step, PAIR * STEP))
+        builder.store(kept, tiles.place(panel, target, LINES), align=2)
+
+
+def _is_outlier(tiles: Tiles, bits: Any) -> Any:
+    """Of bfloat16s as bits."""
+    builder, kind = tiles.builder, bits.type
+    size = builder.and_(bits, filled(kind, MAGNITUDE))
+    return builder.icmp_unsigned(">=", size, filled(kind, OUTLIER_BITS))
 
 
 def _scale_sums(
@@ -258,6 +276,10 @@ def _round(_context, x, begin, size, codes, flags, at):
     return types.float32(x, N, N, codes, flags, N), generate
 
 
+def _apart(_context, x, begin, pitch, count, panel, step):
+    return types.void(x, N, N, N, panel, N), emitted(_take_outliers)
+
+
 def _scale(_context, sums, at, pairs, rows, row, columns, first, count):
     return types.void(sums, N, N, rows, N, columns, N, N), emitted(_scale_sums)
 
@@ -265,4 +287,5 @@ def _scale(_context, sums, at, pairs, rows, row, columns, first, count):
 take_integers: Any = intrinsic(prefer_literal=True)(_take)
 multiply_integers: Any = intrinsic(_multiply)
 round_row: Any = intrinsic(_round)
+take_outliers: Any = intrinsic(_apart)
 scale_sums: Any = intrinsic(_scale)
