@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +37,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return folder if folder.exists() else write_checkpoint(folder, variant)
 
     return get
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small products in tiles too."""
+    from flexgen_jax.layers import programs
+    from flexgen_jax.offload import inline_products
+
+    for name in ("FEW_PRODUCTS", "FEW_ROWS", "FEW_PACKED"):
+        monkeypatch.setattr(inline_products, name, 0)
+    programs._compile.cache_clear()
+    yield
+    programs._compile.cache_clear()

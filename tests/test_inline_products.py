@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -29,16 +27,6 @@ from tests.models import BASE
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
 TARGET = "flexgen_jax_multiply_rows"
 with_amx = pytest.mark.skipif(not has_amx(), reason="the processor has no AMX")
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small products too."""
-    for name in ("FEW_PRODUCTS", "FEW_ROWS", "FEW_PACKED"):
-        monkeypatch.setattr(inline_products, name, 0)
-    programs._compile.cache_clear()
-    yield
-    programs._compile.cache_clear()
 
 
 def numbers(*shape: int, seed: int = 0) -> jax.Array:

@@ -138,6 +138,9 @@ def _turned(tiles: Tiles, rows: list[Any]) -> list[Any]:
 class PlainKernel:
     """Rows of a kernel's matrix, from the element at `begin` on and `pitch` apart."""
 
+    ELEMENTS = STEP
+    """Of a row, in a step."""
+
     def __init__(self, tiles: Tiles, matrix: Any, begin: Any, pitch: Any) -> None:
         self._tiles, self._matrix, self._begin, self._pitch = tiles, matrix, begin, pitch
 
@@ -147,11 +150,17 @@ class PlainKernel:
 
     def _loaded(self, tile: Any, step: Any, kind: Any, align: int) -> list[Any]:
         """As vectors of this kind."""
+        return [
+            self._tiles.builder.load(place, align=align) for place in self._places(tile, step, kind)
+        ]
+
+    def _places(self, tile: Any, step: Any, kind: Any) -> list[Any]:
+        """Where the step's elements in a tile's rows begin."""
         tiles = self._tiles
-        first = tiles.at(self._begin, (tiles.at((tile, LANES)), self._pitch), (step, STEP))
+        row = (tiles.at((tile, LANES)), self._pitch)
+        first = tiles.at(self._begin, row, (step, self.ELEMENTS))
         indices = (tiles.at(first, (self._pitch, row)) for row in range(LANES))
-        places = (tiles.place(self._matrix, index, kind) for index in indices)
-        return [tiles.builder.load(place, align=align) for place in places]
+        return [tiles.place(self._matrix, index, kind) for index in indices]
 
 
 class PackedKernel(PlainKernel):
@@ -325,6 +334,17 @@ def _rows(_context, rows, begin, pitch, count, steps, panel):
     return types.void(rows, N, N, N, N, panel), emitted(_take_rows)
 
 
+def packed_place(
+    tiles: Tiles, arrays: Any, column: Any, top: Any, pitch: Any, length: Any, bits: int
+) -> tuple[Any, ...]:
+    """What a `PackedKernel` is made of, from this column and element on."""
+    builder, (codes, *sides) = tiles.builder, arrays
+    plane, row = builder.udiv(column, length), builder.urem(column, length)
+    group = builder.udiv(column, tiles.index(GROUP_SIZE))
+    begin, group = (tiles.at((line, pitch), top) for line in (row, group))
+    return tiles, codes, begin, pitch, sides, group, tiles.at((plane, bits)), bits
+
+
 def _columns(_context, kernel, column, top, pitch, length, steps, packed, at, bits):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         arrays = cgutils.unpack_tuple(builder, arguments[0])
@@ -332,14 +352,10 @@ def _columns(_context, kernel, column, top, pitch, length, steps, packed, at, bi
         tiles, bits = Tiles(builder), signature.args[-1].literal_value
         rest = arrays_of(context, builder, signature.args[1:-1], arguments[1:-1])
         column, top, pitch, length, steps, packed, at = rest
-        codes, *sides = arrays
-        kernel = PlainKernel(tiles, codes, tiles.at((column, pitch), top), pitch)
-        if bits < 16:
-            plane, row = builder.udiv(column, length), builder.urem(column, length)
-            group = builder.udiv(column, tiles.index(GROUP_SIZE))
-            begin, group = (tiles.at((line, pitch), top) for line in (row, group))
-            shift = tiles.at((plane, bits))
-            kernel = PackedKernel(tiles, codes, begin, pitch, sides, group, shift, bits)
+        if bits == 16:
+            kernel = PlainKernel(tiles, arrays[0], tiles.at((column, pitch), top), pitch)
+        else:
+            kernel = PackedKernel(*packed_place(tiles, arrays, column, top, pitch, length, bits))
         store_columns(tiles, kernel, steps, packed, at)
         return context.get_dummy_value()
 

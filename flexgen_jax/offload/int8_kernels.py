@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit
 
 from flexgen_jax.layers import int8_products
-from flexgen_jax.offload import amx_tiles, int8_tiles, product_kernels
+from flexgen_jax.offload import int8_tiles, product_kernels
 from flexgen_jax.offload.amx_tiles import (
     PAIR,
     STEP,
@@ -28,9 +28,7 @@ from flexgen_jax.offload.int8_tiles import (
 )
 from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH, LINE, aligned
 
-SOURCE = product_kernels.SOURCE ^ source_of(
-    __file__, int8_tiles.__file__, int8_products.__file__, amx_tiles.__file__
-)
+SOURCE = product_kernels.SOURCE + source_of(__file__, int8_tiles.__file__, int8_products.__file__)
 """See `host_kernels.SOURCE`."""
 
 CHUNK = 512
@@ -78,8 +76,8 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
     block, pair_sums = width // PAIR, PAIR * PAIR
     deep = words > height or apart.size > 0
     panels = -(-count // PAIR) if deep else 1
-    some = min(apart.size * STEP, CHUNK)
-    packed = aligned(width * max(min(words, height), some), np.uint16, 2)
+    most = max(min(words, height), min(apart.size * STEP, CHUNK))
+    packed = aligned(width * most, np.uint16, 2)
     panel = aligned(PAIR * CHUNK, np.uint16, 2)
     sums = aligned(panels * block * pair_sums, np.float32, 4)
     panel[:] = 0

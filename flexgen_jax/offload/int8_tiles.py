@@ -28,7 +28,6 @@ from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.layers.int8_products import LEVELS, OUTLIER_BITS
-from flexgen_jax.layers.storage import GROUP_SIZE
 from flexgen_jax.offload.amx_tiles import (
     BYTE,
     FLOATS,
@@ -37,9 +36,12 @@ from flexgen_jax.offload.amx_tiles import (
     STEP,
     WORDS,
     N,
+    PackedKernel,
+    PlainKernel,
     Tiles,
     emitted,
     multiply_pairs,
+    packed_place,
     store_columns,
 )
 from flexgen_jax.offload.vectors import FLOAT, INT, LANES, arrays_of, filled
@@ -55,18 +57,10 @@ MAGNITUDE = 0x7FFF
 """Of a float's bits, those of its size."""
 
 
-class Integers:
+class Integers(PlainKernel):
     """Rows of a kernel as integers, `BYTES` of them a word."""
 
-    def __init__(self, tiles: Tiles, matrix: Any, begin: Any, pitch: Any) -> None:
-        self._tiles, self._matrix, self._begin, self._pitch = tiles, matrix, begin, pitch
-
-    def _places(self, tile: Any, step: Any, kind: Any) -> list[Any]:
-        """Of the step's elements in a tile's rows."""
-        tiles = self._tiles
-        first = tiles.at(self._begin, (tiles.at((tile, LANES)), self._pitch), (step, 2 * STEP))
-        indices = (tiles.at(first, (self._pitch, row)) for row in range(LANES))
-        return [tiles.place(self._matrix, index, kind) for index in indices]
+    ELEMENTS = 2 * STEP
 
     def _quarters(self, place: Any) -> list[Any]:
         """Every fourth of 64 elements, which are bfloat16, as fp32, from each of the first on."""
@@ -109,29 +103,17 @@ class PlainIntegers(Integers):
         return found
 
 
-class PackedIntegers(Integers):
-    """Of one that is packed, by way of what its codes stand for. sides, group, shift, bits: see
-    `amx_tiles.PackedKernel`; inverse: of the scale."""
+class PackedIntegers(Integers, PackedKernel):
+    """Of one that is packed, by way of what its codes stand for. place: see
+    `amx_tiles.packed_place`; scale: of all of these rows."""
 
-    def __init__(
-        self,
-        tiles: Tiles,
-        codes: Any,
-        begin: Any,
-        pitch: Any,
-        sides: list[Any],
-        group: Any,
-        shift: Any,
-        bits: int,
-        inverse: Any,
-    ) -> None:
-        super().__init__(tiles, codes, begin, pitch)
-        self._sides, self._group, self._shift, self._bits = sides, group, shift, bits
-        self._inverse = tiles.spread(inverse, LANES)
+    def __init__(self, place: tuple[Any, ...], scale: Any) -> None:
+        super().__init__(*place)
+        self._inverse = self._tiles.spread(_inverse(self._tiles, scale), LANES)
 
     def rows(self, tile: Any, step: Any) -> list[Any]:
         tiles, builder = self._tiles, self._tiles.builder
-        group = tiles.at(self._group, (step, 2 * STEP))
+        group = tiles.at(self._group, (step, self.ELEMENTS))
         sides = (self._quarters(tiles.place(side, group, LINES)) for side in self._sides)
         scales, minima = ([builder.fmul(x, self._inverse) for x in side] for side in sides)
         shift = builder.trunc(self._shift, INT)
@@ -140,8 +122,7 @@ class PackedIntegers(Integers):
         ]
         levels = filled(WORDS, (1 << self._bits) - 1)
         found = []
-        for place in self._places(tile, step, WORDS):
-            word = builder.load(place, align=1)
+        for word in self._loaded(tile, step, WORDS, 1):
             codes = [builder.and_(builder.lshr(word, by), levels) for by in shifts]
             wide = [builder.sitofp(code, FLOATS) for code in codes]
             found.append(self._joined(list(map(tiles.multiply_add, wide, scales, minima))))
@@ -248,16 +229,12 @@ def _take(_context, kernel, scales, column, top, pitch, length, steps, packed, a
         tiles, bits = Tiles(builder), signature.args[-1].literal_value
         rest = arrays_of(context, builder, signature.args[1:-1], arguments[1:-1])
         scales, column, top, pitch, length, steps, packed, at = rest
-        codes, *sides = arrays
         own = builder.gep(scales.data, [column])
         if bits == 16:
-            found: Any = PlainIntegers(tiles, codes, tiles.at((column, pitch), top), pitch, own)
+            found: Any = PlainIntegers(tiles, arrays[0], tiles.at((column, pitch), top), pitch, own)
         else:
-            plane, row = builder.udiv(column, length), builder.urem(column, length)
-            group = builder.udiv(column, tiles.index(GROUP_SIZE))
-            begin, group = (tiles.at((line, pitch), top) for line in (row, group))
-            shift, inverse = tiles.at((plane, bits)), _inverse(tiles, builder.load(own))
-            found = PackedIntegers(tiles, codes, begin, pitch, sides, group, shift, bits, inverse)
+            place = packed_place(tiles, arrays, column, top, pitch, length, bits)
+            found = PackedIntegers(place, builder.load(own))
         store_columns(tiles, found, steps, packed, at)
         return context.get_dummy_value()
 
