@@ -16,7 +16,6 @@ from flexgen_jax.offload.amx_tiles import (
     multiply_tiles,
     release,
     take_columns,
-    take_rows,
 )
 from flexgen_jax.offload.host_kernels import source_of
 from flexgen_jax.offload.int8_tiles import (
@@ -26,7 +25,7 @@ from flexgen_jax.offload.int8_tiles import (
     take_integers,
     take_outliers,
 )
-from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH, LINE, aligned
+from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH, LINE, add_panel, aligned
 
 SOURCE = product_kernels.SOURCE + source_of(__file__, int8_tiles.__file__, int8_products.__file__)
 """See `host_kernels.SOURCE`."""
@@ -95,21 +94,11 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
             for row in range(0, count, PAIR):
                 some = min(PAIR, count - row)
                 at = row // PAIR * block * pair_sums if deep else 0
-                for step in range(0, steps, CHUNK // STEP):
-                    now = min(CHUNK // STEP, steps - step)
-                    take_rows(codes, row * words + top + step * STEP, words, some, now, panel)
-                    next_row, next_step, next_at = row, step + now, at
-                    if next_step == steps:
-                        next_row, next_step = row + PAIR, 0
-                        next_at = at + block * pair_sums if deep else 0
-                    for pair in range(pairs):
-                        where = (pair * steps + step) * PAIR * STEP
-                        to, adds = at + pair * pair_sums, top + step > 0
-                        soon = to + pair_sums if pair + 1 < pairs else next_at
-                        later = (next_row + pair * PAIR // pairs) * words + top + next_step * STEP
-                        multiply_integers(
-                            panel, packed, where, sums, to, soon, now, adds, codes, later, words
-                        )
+                after = at + block * pair_sums if deep else 0
+                part, where = (top, steps, CHUNK // STEP), (row, some, words)
+                add_panel(
+                    multiply_integers, codes, where, part, panel, packed, pairs, sums, at, after
+                )
                 if top + height >= words:
                     scale_sums(sums, at, pairs, row_scale, row, scale, first, some)
                     if apart.size == 0:

@@ -48,6 +48,30 @@ def aligned(count, kind, width):
 
 
 @njit(inline="always")
+def add_panel(multiply, rows, where, part, panel, packed, pairs, sums, at, after):
+    """Adds a panel's product with a part of some columns, which is packed, to the sums from `at`
+    on, by `multiply_tiles` or what has its arguments; meanwhile what comes next is fetched.
+
+    where: the panel's first row, how many it has, and how far apart rows are; part: the first
+    element, and steps in all and in a chunk; after: where the sums of the next panel begin.
+    """
+    row, count, pitch = where
+    top, steps, chunk = part
+    for step in range(0, steps, chunk):
+        now = min(chunk, steps - step)
+        take_rows(rows, row * pitch + top + step * STEP, pitch, count, now, panel)
+        next_row, next_step, next_at = row, step + now, at
+        if next_step == steps:
+            next_row, next_step, next_at = row + PAIR, 0, after
+        for pair in range(pairs):
+            tile = (pair * steps + step) * PAIR * STEP
+            to, adds = at + pair * PAIR * PAIR, top + step > 0
+            soon = to + PAIR * PAIR if pair + 1 < pairs else next_at
+            later = (next_row + pair * PAIR // pairs) * pitch + top + next_step * STEP
+            multiply(panel, packed, tile, sums, to, soon, now, adds, rows, later, pitch)
+
+
+@njit(inline="always")
 def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits):
     """out = rows @ kernel.T + bias for the columns from start to end, which `PAIR` divides.
 
@@ -76,21 +100,9 @@ def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits):
             for row in range(0, count, PAIR):
                 some = min(PAIR, count - row)
                 at = row // PAIR * block * pair_sums if deep else 0
-                for step in range(0, steps, CHUNK // STEP):
-                    now = min(CHUNK // STEP, steps - step)
-                    take_rows(rows, row * depth + top + step * STEP, depth, some, now, panel)
-                    next_row, next_step, next_at = row, step + now, at
-                    if next_step == steps:
-                        next_row, next_step = row + PAIR, 0
-                        next_at = at + block * pair_sums if deep else 0
-                    for pair in range(pairs):
-                        where = (pair * steps + step) * PAIR * STEP
-                        to, adds = at + pair * pair_sums, top + step > 0
-                        soon = to + pair_sums if pair + 1 < pairs else next_at
-                        later = (next_row + pair * PAIR // pairs) * depth + top + next_step * STEP
-                        multiply_tiles(
-                            panel, packed, where, sums, to, soon, now, adds, rows, later, depth
-                        )
+                after = at + block * pair_sums if deep else 0
+                part, where = (top, steps, CHUNK // STEP), (row, some, depth)
+                add_panel(multiply_tiles, rows, where, part, panel, packed, pairs, sums, at, after)
                 if top + height >= depth:
                     begin = row * columns + first
                     give_rows(sums[at:], pairs, bias, first, out, begin, columns, some, is_aligned)
