@@ -61,8 +61,9 @@ def products(dense: Dense, x: jax.Array, weights: Layer) -> jax.Array:
     """The layer's six products, one depending on the other as in a model, with numbers of the size
     that layer norms give them: then products of integers have next to no outliers."""
     q, k, v = (dense(x, kernel, None) for kernel in weights[:3])
-    x = dense((q + k + v) / 4, weights[3], None)
-    return dense(jax.nn.relu(dense(x, weights[4], None)), weights[5], None)
+    x = dense(jax.nn.standardize(q + k + v), weights[3], None)
+    x = dense(jax.nn.standardize(x), weights[4], None)
+    return dense(jax.nn.relu(x), weights[5], None)
 
 
 def compiled(x: jax.Array, layer: Layer, formats: Formats) -> jax.stages.Compiled:

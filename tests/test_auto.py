@@ -19,7 +19,7 @@ from flexgen_jax.config import UserError
 from flexgen_jax.families import known_shape, read_config
 from flexgen_jax.offload import profile_compute, profiler
 from flexgen_jax.offload.executor import BlockRun
-from flexgen_jax.offload.inline_products import has_amx
+from flexgen_jax.offload.inline_products import tile_unit
 from flexgen_jax.offload.profile_compute import ComputeProbe, Sample, timed
 from flexgen_jax.policy.hardware import UNSTEADY, Rate
 from flexgen_jax.policy.machines import known_machine
@@ -223,7 +223,7 @@ def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(told) == profiler.stages("bfloat16")
     assert found.unified
     assert set(found.linear) == {16, 8, 4}
-    assert set(found.linear_int8) == ({16, 4} if has_amx("int8") else set())
+    assert set(found.linear_int8) == ({16, 4} if tile_unit("int8") else set())
     assert all(0 <= found.drag[name] <= times for name, times in found.slowed.items())
     assert type(known_machine("t4-16gb")).from_json(found.to_json()) == found
     assert not list(tmp_path.rglob("profile-*"))

@@ -18,15 +18,15 @@ from flexgen_jax.layers.linear import rounded
 from flexgen_jax.layers.quantization import dequantize, quantize, quantize_as
 from flexgen_jax.layers.spec import Formats, model_spec
 from flexgen_jax.offload import inline_products
-from flexgen_jax.offload.amx_tiles import PAIR, give_rows
 from flexgen_jax.offload.inline_kernels import INLINE
-from flexgen_jax.offload.inline_products import dense_inline, has_amx, logits_inline
+from flexgen_jax.offload.inline_products import dense_inline, logits_inline, tile_unit
 from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH
+from flexgen_jax.offload.tiles import PAIR, give_rows
 from tests.models import BASE
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
 TARGET = "flexgen_jax_multiply_rows"
-with_amx = pytest.mark.skipif(not has_amx(), reason="the processor has no AMX")
+with_amx = pytest.mark.skipif(tile_unit() is None, reason="the processor has no AMX")
 
 
 def numbers(*shape: int, seed: int = 0) -> jax.Array:
@@ -171,7 +171,7 @@ def test_what_tiles_do_not_fit_is_left_to_xla(
 @with_amx
 @pytest.mark.usefixtures("always")
 def test_processors_without_amx_leave_it_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inline_products, "has_amx", lambda: False)
+    monkeypatch.setattr(inline_products, "tile_unit", lambda: None)
     program = jax.jit(dense_inline).lower(numbers(44, 64), numbers(64, 64), None)  # traced anew
     assert TARGET not in program.as_text()
 

@@ -32,7 +32,7 @@ from flexgen_jax.layers.quantization import QuantizedArray, dequantize, quantize
 from flexgen_jax.layers.spec import Formats, model_spec
 from flexgen_jax.model import shipped_model
 from flexgen_jax.offload.inline_kernels import INLINE
-from flexgen_jax.offload.inline_products import has_amx, int8_inline
+from flexgen_jax.offload.inline_products import int8_inline, tile_unit
 from flexgen_jax.offload.int8_kernels import CHUNK
 from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH
 from flexgen_jax.policy.memory import workspace_bytes
@@ -44,7 +44,7 @@ from tests.test_inline_products import numbers
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 TARGET = "flexgen_jax_multiply_integers"
 with_tiles = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or not has_amx("int8"), reason="no AMX with integers"
+    jax.default_backend() != "cpu" or tile_unit("int8") is None, reason="no AMX with integers"
 )
 BY_TILES = pytest.param(int8_inline, marks=with_tiles, id="tiles")
 BOTH = pytest.mark.parametrize("multiply", [pytest.param(rounded_int8, id="XLA"), BY_TILES])

@@ -21,7 +21,6 @@ from numba.core import typing as untyped_typing
 
 from flexgen_jax.layers.attention import MASKED
 from flexgen_jax.offload import foreign_calls, int8_kernels, product_kernels, prompt_kernels
-from flexgen_jax.offload.amx_tiles import PAIR
 from flexgen_jax.offload.foreign_calls import (
     address_in,
     address_of,
@@ -37,6 +36,7 @@ from flexgen_jax.offload.host_kernels import SOURCE, cached, fold_rows, source_o
 from flexgen_jax.offload.int8_kernels import multiply_rounded, round_panel
 from flexgen_jax.offload.product_kernels import multiply_columns
 from flexgen_jax.offload.prompt_kernels import attend_rows
+from flexgen_jax.offload.tiles import PAIR
 
 carray: Any = vars(numba)["carray"]
 typing: Any = untyped_typing
@@ -159,13 +159,13 @@ def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
 
 
 @lru_cache
-def product_handler(name: str, bits: int, is_wide: bool) -> tuple[Any, ...]:
+def product_handler(name: str, bits: int, is_wide: bool, by_amx: bool) -> tuple[Any, ...]:
     """The handler of `inline_products` for kernels of so many bits, and what its threads run.
 
     Its arguments: rows, bfloat16 [row, depth]; bias, fp32 [column]; kernel, [column, depth], or the
     three arrays of a packed one. Result: [row, column], bfloat16 or, if it is to be wide, fp32.
     """
-    return _handler(name, _product_part(bits, is_wide), axis=1, grain=FEWEST)
+    return _handler(name, _product_part(bits, is_wide, by_amx), axis=1, grain=FEWEST)
 
 
 @lru_cache
@@ -179,14 +179,14 @@ def rounding_handler(name: str) -> tuple[Any, ...]:
 
 
 @lru_cache
-def int8_handler(name: str, bits: int) -> tuple[Any, ...]:
+def int8_handler(name: str, bits: int, by_amx: bool) -> tuple[Any, ...]:
     """The same of products of 8-bit integers.
 
     Its arguments: rows, int8 [row, depth], their scales, fp32 [row], and the kernel's, fp32
     [column]; bias; what the rows were rounded from, bfloat16, and which of its columns have
     outliers, uint8 [depth]; the kernel. Result: bfloat16 [row, column].
     """
-    return _handler(name, _int8_part(bits), axis=1, grain=FEWEST)
+    return _handler(name, _int8_part(bits, by_amx), axis=1, grain=FEWEST)
 
 
 def _handler(
@@ -323,7 +323,7 @@ def _prompt_part(size: int, dtype: str) -> Callable[..., int]:
     return compute
 
 
-def _product_part(bits: int, is_wide: bool) -> Callable[..., int]:
+def _product_part(bits: int, is_wide: bool, by_amx: bool) -> Callable[..., int]:
     """Some columns of a product."""
     source, stored = product_kernels.SOURCE + CALLS, np.float32 if is_wide else np.uint16
 
@@ -341,7 +341,7 @@ def _product_part(bits: int, is_wide: bool) -> Callable[..., int]:
         out = array_in(words(results[0]), (count * columns,), stored)
         pairs, shape = columns // PAIR, (count, depth, columns)
         start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
-        multiply_columns(left, kernel, length, bias, out, shape, start, end, bits)
+        multiply_columns(left, kernel, length, bias, out, shape, start, end, bits, by_amx)
         return 1
 
     return compute
@@ -367,7 +367,7 @@ def _rounding_part() -> Callable[..., int]:
     return compute
 
 
-def _int8_part(bits: int) -> Callable[..., int]:
+def _int8_part(bits: int, by_amx: bool) -> Callable[..., int]:
     """The same of products of 8-bit integers."""
     source = int8_kernels.SOURCE + CALLS
 
@@ -390,7 +390,7 @@ def _int8_part(bits: int) -> Callable[..., int]:
         pairs, shape = columns // PAIR, (count, depth, columns)
         start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
         left, outliers = (codes, row_scale, scale), (x, flags)
-        multiply_rounded(left, kernel, length, bias, outliers, out, shape, start, end, bits)
+        multiply_rounded(left, kernel, length, bias, outliers, out, shape, start, end, bits, by_amx)
         return 1
 
     return compute

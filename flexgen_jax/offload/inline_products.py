@@ -1,11 +1,10 @@
-"""Products on the CPU as a part of XLA's programs, where the processor has AMX: of many rows, or of
-any number with a packed kernel."""
+"""Products on the CPU as a part of XLA's programs, where the processor has AMX, or AVX-512 with
+bfloat16: of many rows, or of any number with a packed kernel."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +31,12 @@ MULTIPLE = 32
 
 NUMBA_TARGETS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 """Set, they may have Numba compile for a processor without tiles."""
+
+WITH_VECTORS = {"avx512f", "avx512_bf16", "avx512_vnni"}
+"""What Linux calls the instructions of the "avx512" unit."""
+
+FOR_VECTORS = {"avx512f", "avx512_bf16", "avx512_vnni"}
+"""Flags of processors with AVX-512's products of pairs of bfloat16 and of four integers."""
 
 ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # of x86-64's Linux
 
@@ -89,7 +94,9 @@ def _rounded(rows: jax.Array) -> list[jax.Array]:
 def _is_for_integers(x: jax.Array, kernel: Kept) -> bool:
     """The same of 8-bit integers, to which XLA would round a plain kernel in memory too."""
     fits = _fit_tiles(x, kernel) and kernel.shape[1] % (2 * MULTIPLE) == 0
-    return fits and kernel.shape[0] * kernel.shape[1] >= FEW_PACKED and has_amx("int8")
+    return (
+        fits and kernel.shape[0] * kernel.shape[1] >= FEW_PACKED and tile_unit("int8") is not None
+    )
 
 
 def _is_for_tiles(x: jax.Array, kernel: Kept) -> bool:
@@ -100,7 +107,7 @@ def _is_for_tiles(x: jax.Array, kernel: Kept) -> bool:
     else:
         rows = x.size // depth
         is_faster = rows > FEW_ROWS and rows * columns * depth >= FEW_PRODUCTS
-    return _fit_tiles(x, kernel) and is_faster and has_amx()
+    return _fit_tiles(x, kernel) and is_faster and tile_unit() is not None
 
 
 def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
@@ -114,15 +121,29 @@ def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
 
 
 @lru_cache
-def has_amx(kind: str = "bf16") -> bool:
-    """Whether tiles of bfloat16, or of "int8", can be multiplied; asks Linux for leave to, for this
-    process."""
-    if not sys.platform.startswith("linux") or any(map(os.environ.get, NUMBA_TARGETS)):
-        return False
+def tile_unit(kind: str = "bf16") -> str | None:
+    """The unit of the processor for tiles of bfloat16, or of "int8": "amx", which Linux is asked to
+    let this process use, "avx512", or none."""
+    if any(map(os.environ.get, NUMBA_TARGETS)):
+        return None
+    flags = _processor_flags()
+    if f"amx_{kind}" in flags and _may_use_amx():
+        return "amx"
+    return "avx512" if flags >= FOR_VECTORS else None
+
+
+def _processor_flags() -> set[str]:
+    """As Linux names them."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return set(line.split())
+    return set()
+
+
+def _may_use_amx() -> bool:
     with suppress(OSError, AttributeError):
-        if f"amx_{kind}" in Path("/proc/cpuinfo").read_text():
-            libc = ctypes.CDLL(None)
-            return bool(libc.syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0)
+        return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0)
     return False
 
 
@@ -130,16 +151,18 @@ def has_amx(kind: str = "bf16") -> bool:
 def _target(bits: int, is_wide: bool) -> str:
     from flexgen_jax.offload.inline_handlers import product_handler
 
-    name = f"flexgen_jax_multiply_rows_{bits}{'_wide' * is_wide}"
-    return register(name, product_handler(name, bits, is_wide))
+    unit = tile_unit()
+    name = f"flexgen_jax_multiply_rows_{bits}{'_wide' * is_wide}_{unit}"
+    return register(name, product_handler(name, bits, is_wide, unit == "amx"))
 
 
 @lru_cache
 def _int8_target(bits: int) -> str:
     from flexgen_jax.offload.inline_handlers import int8_handler
 
-    name = f"flexgen_jax_multiply_integers_{bits}"
-    return register(name, int8_handler(name, bits))
+    unit = tile_unit("int8")
+    name = f"flexgen_jax_multiply_integers_{bits}_{unit}"
+    return register(name, int8_handler(name, bits, unit == "amx"))
 
 
 @lru_cache

@@ -1,5 +1,5 @@
-"""Products of 8-bit integers on CPUs that have AMX, compiled by Numba: `layers.int8_products`, with
-the loops and the memory of `product_kernels`."""
+"""Products of 8-bit integers on CPUs that have AMX or AVX-512 for them, compiled by Numba:
+`layers.int8_products`, with the loops and the memory of `product_kernels`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from numba import njit
 
 from flexgen_jax.layers import int8_products
 from flexgen_jax.offload import int8_tiles, product_kernels
-from flexgen_jax.offload.amx_tiles import (
-    PAIR,
-    STEP,
-    configure,
-    give_rows,
-    multiply_tiles,
-    release,
-    take_columns,
-)
 from flexgen_jax.offload.host_kernels import source_of
 from flexgen_jax.offload.int8_tiles import (
-    multiply_integers,
     round_row,
     scale_sums,
     take_integers,
     take_outliers,
 )
 from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH, LINE, add_panel, aligned
+from flexgen_jax.offload.tile_products import (
+    UNSIGNED,
+    add_integers,
+    configure,
+    multiply_integers,
+    multiply_tiles,
+    release,
+)
+from flexgen_jax.offload.tiles import PAIR, STEP, give_rows, take_columns
 
 SOURCE = product_kernels.SOURCE + source_of(__file__, int8_tiles.__file__, int8_products.__file__)
 """See `host_kernels.SOURCE`."""
@@ -57,13 +56,13 @@ def outlier_steps(flags):
 
 
 @njit(inline="always")
-def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, end, bits):
+def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, end, bits, by_amx):
     """out = rows @ kernel.T + bias for the columns from start to end, which `PAIR` divides.
 
     rows: int8 [count, depth] as words of two, and their scales, fp32 [count], and those of the
-    kernel's columns; kernel, length, bias, out, shape, bits: see `product_kernels`, where 2 * STEP
-    divides depth; outliers: bfloat16 [count, depth] as bits, and which of its columns have some,
-    uint8 [depth]. All flat.
+    kernel's columns; kernel, length, bias, out, shape, bits, by_amx: see `product_kernels`, where
+    2 * STEP divides depth; outliers: bfloat16 [count, depth] as bits, and which of its columns have
+    some, uint8 [depth]. All flat.
     """
     codes, row_scale, scale = rows
     x, flags = outliers
@@ -80,8 +79,12 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
     panel = aligned(PAIR * CHUNK, np.uint16, 2)
     sums = aligned(panels * block * pair_sums, np.float32, 4)
     panel[:] = 0
+    offsets = np.zeros(count, np.int32)
+    if not by_amx:
+        for row in range(count):
+            offsets[row] = -UNSIGNED * add_integers(codes, row * words, words // STEP)
     is_aligned = out.ctypes.data % LINE == 0
-    configure()
+    configure(by_amx)
     for first in range(start, end, width):
         pairs = min(width, end - first) // PAIR
         for top in range(0, words, height):
@@ -89,7 +92,7 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
             for pair in range(pairs):
                 column, at = first + pair * PAIR, pair * steps * PAIR * STEP
                 take_integers(
-                    kernel, scale, column, 2 * top, depth, length, steps, packed, at, bits
+                    kernel, scale, column, 2 * top, depth, length, steps, packed, at, bits, by_amx
                 )
             for row in range(0, count, PAIR):
                 some = min(PAIR, count - row)
@@ -97,10 +100,20 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
                 after = at + block * pair_sums if deep else 0
                 part, where = (top, steps, CHUNK // STEP), (row, some, words)
                 add_panel(
-                    multiply_integers, codes, where, part, panel, packed, pairs, sums, at, after
+                    multiply_integers,
+                    codes,
+                    where,
+                    part,
+                    panel,
+                    packed,
+                    pairs,
+                    sums,
+                    at,
+                    after,
+                    by_amx,
                 )
                 if top + height >= words:
-                    scale_sums(sums, at, pairs, row_scale, row, scale, first, some)
+                    scale_sums(sums, at, pairs, row_scale, offsets, row, scale, first, some)
                     if apart.size == 0:
                         begin = row * columns + first
                         give_rows(
@@ -115,16 +128,19 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
                     top = some_steps[step] * STEP
                     take_columns(kernel, column, top, depth, length, 1, packed, at, bits)
             for row in range(0, count, PAIR):
+                some = min(PAIR, count - row)
                 for step in range(steps):
                     source = row * depth + some_steps[step] * STEP
-                    take_outliers(x, source, depth, min(PAIR, count - row), panel, step)
+                    take_outliers(x, source, depth, some, panel, step)
                 for pair in range(pairs):
                     to = (row // PAIR * block + pair) * pair_sums
                     where = pair * steps * PAIR * STEP
-                    multiply_tiles(panel, packed, where, sums, to, to, steps, True, x, 0, 0)
+                    multiply_tiles(
+                        panel, packed, where, sums, to, to, steps, True, some, x, 0, 0, by_amx
+                    )
         if apart.size > 0:
             for row in range(0, count, PAIR):
                 at, begin = row // PAIR * block * pair_sums, row * columns + first
                 some = min(PAIR, count - row)
                 give_rows(sums[at:], pairs, bias, first, out, begin, columns, some, is_aligned)
-    release()
+    release(by_amx)

@@ -1,20 +1,19 @@
-"""Products of 8-bit integers in AMX's tile registers, as LLVM instructions; the rest of a product
-is that of `amx_tiles`, to which two integers are a 16-bit word.
+"""Matrices of 8-bit integers as tiles, as LLVM instructions; the rest of a product is that of
+`tiles`, to which two integers are a 16-bit word.
 
-    take_integers(kernel, scales, column, top, pitch, length, steps, packed, at, bits)
-        `amx_tiles.take_columns`, rounded to integers of `scales` each, fp32 [column]; of a packed
-        kernel the first of these columns' serves all of them. top, pitch: in elements; a step has
-        two words' worth
-    multiply_integers(...)
-        `amx_tiles.multiply_tiles`, of int8; the sums are int32 in the place of fp32
+    take_integers(kernel, scales, column, top, pitch, length, steps, packed, at, bits, by_amx)
+        `tiles.take_columns`, rounded to integers of `scales` each, fp32 [column], as
+        `tile_products.multiply_integers` takes them; of a packed kernel the first of these columns'
+        serves all of them. top, pitch: in elements; a step has two words' worth
     round_row(x, begin, size, codes, flags, at) -> scale
         `size` elements of x, bfloat16 as bits, from `begin` on, as integers of this scale to codes,
         from `begin` on, int8; flags, uint8, are set where, from `at` on, outliers are
     take_outliers(x, begin, pitch, count, panel, step)
-        `amx_tiles.take_rows` of one step, others than outliers as 0
-    scale_sums(sums, at, pairs, rows, row, columns, first, count)
-        `count` rows of int32 sums, [pair][2][2][16][16] from `at` on, times those of `rows` from
-        `row` on and those of `columns` from `first` on, both fp32: fp32 in their place
+        `tiles.take_rows` of one step, others than outliers as 0
+    scale_sums(sums, at, pairs, rows, offsets, row, columns, first, count)
+        `count` rows of int32 sums, [pair][2][2][16][16] from `at` on, plus those of `offsets`,
+        int32, times those of `rows`, both from `row` on, and those of `columns` from `first` on,
+        both fp32: fp32 in their place
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.layers.int8_products import LEVELS, OUTLIER_BITS
-from flexgen_jax.offload.amx_tiles import (
+from flexgen_jax.offload.tile_products import UNSIGNED
+from flexgen_jax.offload.tiles import (
     BYTE,
     FLOATS,
     HALVES,
@@ -40,7 +40,6 @@ from flexgen_jax.offload.amx_tiles import (
     PlainKernel,
     Tiles,
     emitted,
-    multiply_pairs,
     packed_place,
     store_columns,
 )
@@ -62,6 +61,9 @@ class Integers(PlainKernel):
 
     ELEMENTS = 2 * STEP
 
+    added = 0
+    """To each, by which it becomes a uint8."""
+
     def _quarters(self, place: Any) -> list[Any]:
         """Every fourth of 64 elements, which are bfloat16, as fp32, from each of the first on."""
         builder = self._tiles.builder
@@ -82,7 +84,7 @@ class Integers(PlainKernel):
             if byte < BYTES - 1:
                 bits = builder.and_(bits, filled(WORDS, 0xFF))
             found = builder.or_(found, builder.shl(bits, filled(WORDS, 8 * byte)))
-        return found
+        return builder.xor(found, filled(WORDS, self.added * 0x01010101))
 
 
 class PlainIntegers(Integers):
@@ -105,7 +107,7 @@ class PlainIntegers(Integers):
 
 class PackedIntegers(Integers, PackedKernel):
     """Of one that is packed, by way of what its codes stand for. place: see
-    `amx_tiles.packed_place`; scale: of all of these rows."""
+    `tiles.packed_place`; scale: of all of these rows."""
 
     def __init__(self, place: tuple[Any, ...], scale: Any) -> None:
         super().__init__(*place)
@@ -201,6 +203,7 @@ def _scale_sums(
     at: Any,
     pairs: Any,
     rows: Any,
+    offsets: Any,
     row: Any,
     columns: Any,
     first: Any,
@@ -210,24 +213,27 @@ def _scale_sums(
     with tiles.loop(count) as (line, _):
         inside = tiles.at(at, (builder.udiv(line, lanes), 2 * LANES * LANES))
         inside = tiles.at(inside, (builder.urem(line, lanes), LANES))
-        own = builder.load(builder.gep(rows.data, [builder.add(row, line)]))
-        own = tiles.spread(own, LANES)
+        own, offset = (
+            tiles.spread(builder.load(builder.gep(x.data, [builder.add(row, line)])), LANES)
+            for x in (rows, offsets)
+        )
         with tiles.loop(pairs) as (pair, _):
             for j in range(2):
                 source = tiles.at(inside, (pair, PAIR * PAIR), j * LANES * LANES)
                 found = builder.load(tiles.place(sums, source, WORDS), align=4)
+                found = builder.add(found, offset)
                 column = tiles.at(first, (pair, PAIR), j * LANES)
                 scales = builder.load(tiles.place(columns, column, FLOATS), align=4)
                 wide = builder.fmul(builder.sitofp(found, FLOATS), builder.fmul(own, scales))
                 builder.store(wide, tiles.place(sums, source, FLOATS), align=4)
 
 
-def _take(_context, kernel, scales, column, top, pitch, length, steps, packed, at, bits):
+def _take(_context, kernel, scales, column, top, pitch, length, steps, packed, at, bits, by_amx):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         arrays = cgutils.unpack_tuple(builder, arguments[0])
         arrays = arrays_of(context, builder, signature.args[0], arrays)
-        tiles, bits = Tiles(builder), signature.args[-1].literal_value
-        rest = arrays_of(context, builder, signature.args[1:-1], arguments[1:-1])
+        tiles, bits = Tiles(builder), signature.args[-2].literal_value
+        rest = arrays_of(context, builder, signature.args[1:-2], arguments[1:-2])
         scales, column, top, pitch, length, steps, packed, at = rest
         own = builder.gep(scales.data, [column])
         if bits == 16:
@@ -235,15 +241,11 @@ def _take(_context, kernel, scales, column, top, pitch, length, steps, packed, a
         else:
             place = packed_place(tiles, arrays, column, top, pitch, length, bits)
             found = PackedIntegers(place, builder.load(own))
+        found.added = 0 if by_amx.literal_value else UNSIGNED
         store_columns(tiles, found, steps, packed, at)
         return context.get_dummy_value()
 
-    return types.void(kernel, scales, N, N, N, N, N, packed, N, bits), generate
-
-
-def _multiply(_context, panel, packed, at, sums, to, soon, steps, adds, rows, later, pitch):
-    kinds = (panel, packed, N, sums, N, N, N, types.boolean, rows, N, N)
-    return types.void(*kinds), emitted(multiply_pairs("tdpbssd", 4))
+    return types.void(kernel, scales, N, N, N, N, N, packed, N, bits, by_amx), generate
 
 
 def _round(_context, x, begin, size, codes, flags, at):
@@ -257,12 +259,11 @@ def _apart(_context, x, begin, pitch, count, panel, step):
     return types.void(x, N, N, N, panel, N), emitted(_take_outliers)
 
 
-def _scale(_context, sums, at, pairs, rows, row, columns, first, count):
-    return types.void(sums, N, N, rows, N, columns, N, N), emitted(_scale_sums)
+def _scale(_context, sums, at, pairs, rows, offsets, row, columns, first, count):
+    return types.void(sums, N, N, rows, offsets, N, columns, N, N), emitted(_scale_sums)
 
 
 take_integers: Any = intrinsic(prefer_literal=True)(_take)
-multiply_integers: Any = intrinsic(_multiply)
 round_row: Any = intrinsic(_round)
 take_outliers: Any = intrinsic(_apart)
 scale_sums: Any = intrinsic(_scale)

@@ -1,10 +1,11 @@
-"""Products of many rows with a kernel on CPUs that have AMX, compiled by Numba.
+"""Products of many rows with a kernel on CPUs that have AMX, or AVX-512 with bfloat16, compiled by
+Numba.
 
-XLA's CPU backend reaches a tenth to a fifth of the 2.9 TFLOP/s a core that tile registers can do.
-Here some columns of the kernel at a time are turned into tiles that stay in the core's second
-cache, unpacked on the way if need be, and the rows pass by, `PAIR` at a time, the next ones being
-fetched meanwhile; results get their bias and are rounded on the way out, past the caches, in place
-of one more pass in fp32.
+XLA's CPU backend reaches a tenth to a fifth of the 2.9 TFLOP/s a core that AMX can do. Here some
+columns of the kernel at a time are turned into tiles that stay in the core's second cache, unpacked
+on the way if need be, and the rows pass by, `PAIR` at a time, the next ones being fetched
+meanwhile; results get their bias and are rounded on the way out, past the caches, in place of one
+more pass in fp32.
 
 A thread's own memory, 1 MiB of tiles and the sums of 512 columns of the result where depth is over
 `DEPTH`, is less than the fp32 product that it replaces, which `workspace_bytes` counts.
@@ -16,20 +17,13 @@ import numpy as np
 from numba import njit
 
 from flexgen_jax.layers import storage
-from flexgen_jax.offload import amx_tiles, vectors
-from flexgen_jax.offload.amx_tiles import (
-    PAIR,
-    STEP,
-    configure,
-    give_rows,
-    multiply_tiles,
-    release,
-    take_columns,
-    take_rows,
-)
+from flexgen_jax.offload import tile_products, tiles, vectors
 from flexgen_jax.offload.host_kernels import source_of
+from flexgen_jax.offload.tile_products import configure, multiply_tiles, release
+from flexgen_jax.offload.tiles import PAIR, STEP, give_rows, take_columns, take_rows
 
-SOURCE = source_of(__file__, amx_tiles.__file__, storage.__file__, vectors.__file__)
+_FILES = (__file__, tile_products.__file__, tiles.__file__, storage.__file__, vectors.__file__)
+SOURCE = source_of(*_FILES)
 """See `host_kernels.SOURCE`."""
 
 COLUMNS, DEPTH, CHUNK = 512, 1024, 256
@@ -48,7 +42,7 @@ def aligned(count, kind, width):
 
 
 @njit(inline="always")
-def add_panel(multiply, rows, where, part, panel, packed, pairs, sums, at, after):
+def add_panel(multiply, rows, where, part, panel, packed, pairs, sums, at, after, by_amx):
     """Adds a panel's product with a part of some columns, which is packed, to the sums from `at`
     on, by `multiply_tiles` or what has its arguments; meanwhile what comes next is fetched.
 
@@ -68,16 +62,18 @@ def add_panel(multiply, rows, where, part, panel, packed, pairs, sums, at, after
             to, adds = at + pair * PAIR * PAIR, top + step > 0
             soon = to + PAIR * PAIR if pair + 1 < pairs else next_at
             later = (next_row + pair * PAIR // pairs) * pitch + top + next_step * STEP
-            multiply(panel, packed, tile, sums, to, soon, now, adds, rows, later, pitch)
+            multiply(
+                panel, packed, tile, sums, to, soon, now, adds, count, rows, later, pitch, by_amx
+            )
 
 
 @njit(inline="always")
-def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits):
+def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits, by_amx):
     """out = rows @ kernel.T + bias for the columns from start to end, which `PAIR` divides.
 
     rows: bfloat16 [count, depth] as bits; kernel, length: [columns, depth] as `take_columns` has
     it, `STEP` divides depth; bias: fp32 [columns]; out: [count, columns], bfloat16 or fp32; all
-    flat. shape: count, depth and columns. bits: of the kernel, a compile-time constant.
+    flat. shape: count, depth and columns. bits: of the kernel, and by_amx: compile-time constants.
     """
     count, depth, columns = shape
     width = COLUMNS if end - start >= COLUMNS else COLUMNS // 2
@@ -89,7 +85,7 @@ def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits):
     sums = aligned(panels * block * pair_sums, np.float32, 4)
     panel[:] = 0
     is_aligned = out.ctypes.data % LINE == 0
-    configure()
+    configure(by_amx)
     for first in range(start, end, width):
         pairs = min(width, end - first) // PAIR
         for top in range(0, depth, height):
@@ -102,8 +98,20 @@ def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits):
                 at = row // PAIR * block * pair_sums if deep else 0
                 after = at + block * pair_sums if deep else 0
                 part, where = (top, steps, CHUNK // STEP), (row, some, depth)
-                add_panel(multiply_tiles, rows, where, part, panel, packed, pairs, sums, at, after)
+                add_panel(
+                    multiply_tiles,
+                    rows,
+                    where,
+                    part,
+                    panel,
+                    packed,
+                    pairs,
+                    sums,
+                    at,
+                    after,
+                    by_amx,
+                )
                 if top + height >= depth:
                     begin = row * columns + first
                     give_rows(sums[at:], pairs, bias, first, out, begin, columns, some, is_aligned)
-    release()
+    release(by_amx)

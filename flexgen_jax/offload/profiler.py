@@ -25,7 +25,7 @@ from flexgen_jax.metrics import Content, Ledger, Metrics
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import DiskArray, OffloadFolder
 from flexgen_jax.offload.executor import Batch, BlockRun
-from flexgen_jax.offload.inline_products import has_amx
+from flexgen_jax.offload.inline_products import tile_unit
 from flexgen_jax.offload.machine import available_memory, detect_budgets, release_memory
 from flexgen_jax.offload.profile_compute import PREFILLS, ROWS, ComputeProbe, Sample, rate_of, timed
 from flexgen_jax.offload.tiers import BufferPool, Memories
@@ -58,7 +58,7 @@ def stages(dtype: str) -> int:
 def multiplies_integers(dtype: str) -> bool:
     """Whether products of 8-bit integers are others than those of floats that hold these."""
     on_cpu = jax.devices()[0].platform == "cpu"
-    return on_cpu and dtype == "bfloat16" and has_amx("int8")
+    return on_cpu and dtype == "bfloat16" and tile_unit("int8") is not None
 
 
 def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> HardwareProfile:

@@ -1,11 +1,9 @@
-"""Products of bfloat16 matrices in the tile registers of Intel's AMX, as LLVM instructions.
+"""Matrices of bfloat16 as tiles, for products with them (`tile_products`), as LLVM instructions.
 
-A tile is 16 rows of 64 bytes; one instruction adds the product of two tiles, 16 x 32 bfloat16 and
-32 x 16 in pairs of rows, to a third, 16 x 16 fp32. All arrays are flat, matrices of 16-bit floats
-given as bits; `PAIR` rows or columns, two tiles, go together.
+A tile is 16 rows of 64 bytes: of one operand 16 rows of 32 elements, of the other 32 rows of 16, in
+pairs of rows; their product, 16 x 16 fp32, is four times as long. All arrays are flat, matrices of
+16-bit floats given as bits; `PAIR` rows or columns, two tiles, go together.
 
-    configure(), release()
-        around all else, in each thread
     take_rows(rows, begin, pitch, count, steps, panel)
         `count` rows of 32 * steps elements, at most `PAIR`, into tiles: [step][2][16][32]
     take_columns(kernel, column, top, pitch, length, steps, packed, at, bits)
@@ -13,18 +11,13 @@ given as bits; `PAIR` rows or columns, two tiles, go together.
         turned for the other side of the product. kernel: a tuple, of the matrix or, with less than
         16 bits, of packed codes, scales and minima, grouped along its rows, of which a plane has
         `length` (see `layers/quantization.py`); a compile-time constant, bits
-    multiply_tiles(panel, packed, at, sums, to, soon, steps, adds, rows, later, pitch)
-        sums, fp32 [2][2][16][16] = panel @ packed, or plus that; meanwhile the sums from `soon` on,
-        which come next, are brought to the core's first cache, and `AHEAD` rows from `later` on,
-        which are to be taken next, to its second
     give_rows(sums, pairs, bias, first, out, begin, pitch, count, is_aligned)
-        `count` rows of sums, [pair] of the above, plus bias, fp32, rounded if out is bfloat16; past
-        the caches if out begins with a cache line
+        `count` rows of sums, [pair][2][2][16][16], plus bias, fp32, rounded if out is bfloat16;
+        past the caches if out begins with a cache line
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -34,11 +27,9 @@ from numba.extending import intrinsic
 
 from flexgen_jax.layers.storage import GROUP_SIZE
 from flexgen_jax.offload.vectors import (
-    FIRST_CACHE,
     FLOAT,
     INT,
     LANES,
-    SECOND_CACHE,
     Vectors,
     arrays_of,
     filled,
@@ -49,20 +40,15 @@ cgutils: Any = untyped
 PAIR, STEP = 32, 32
 """Rows or columns of two tiles, and elements of a tile's row."""
 TILE = 16 * STEP
-AHEAD = 4
-LINES = 8
-"""Of sums, that are fetched in a step: in eight steps all of a pair."""
 
 BYTE, INDEX = ir.IntType(8), ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
 UPPER = 0xFFFF0000
-SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)
-"""Registers; that of sums [i][j] is 2 i + j."""
 
 
 class Tiles(Vectors):
-    """Emits instructions on tile registers and rows of 64 bytes."""
+    """Emits instructions on rows of 64 bytes."""
 
     def index(self, value: int) -> Any:
         return ir.Constant(INDEX, value)
@@ -80,14 +66,6 @@ class Tiles(Vectors):
             total = self.builder.add(total, self.index(part) if isinstance(part, int) else part)
         return total
 
-    def do(self, name: str, *arguments: Any) -> None:
-        """An instruction on tiles, whose registers are numbers."""
-        found = (ir.Constant(BYTE, x) if isinstance(x, int) else x for x in arguments)
-        self.call(f"llvm.x86.{name}", ir.VoidType(), *found)
-
-    def load(self, register: int, array: Any, index: Any) -> None:
-        self.do("tileloadd64", register, self.place(array, index, BYTE), self.index(64))
-
     def loop(self, count: Any) -> Any:
         count = self.index(count) if isinstance(count, int) else count
         return cgutils.for_range_slice(self.builder, self.index(0), count, self.index(1), INDEX)
@@ -101,13 +79,6 @@ def emitted(emit: Any) -> Any:
         return context.get_dummy_value()
 
     return generate
-
-
-def _set_up(tiles: Tiles) -> None:
-    shape = [1, 0] + 14 * [0] + 8 * [64, 0] + 16 * [0] + 8 * [16] + 8 * [0]
-    kind = ir.ArrayType(BYTE, len(shape))
-    place = cgutils.alloca_once_value(tiles.builder, ir.Constant(kind, shape))
-    tiles.do("ldtilecfg", tiles.builder.bitcast(place, BYTE.as_pointer()))
 
 
 def _take_rows(
@@ -220,54 +191,6 @@ def store_columns(tiles: Tiles, kernel: PlainKernel, steps: Any, packed: Any, at
             builder.store(found, place, align=2)
 
 
-def multiply_pairs(instruction: str, lines: int = LINES) -> Any:
-    """Emits a product by an instruction on tiles, and the fetching of so many lines a step."""
-    return partial(_multiply_tiles, instruction, lines)
-
-
-def _multiply_tiles(
-    instruction: str,
-    lines: int,
-    tiles: Tiles,
-    panel: Any,
-    packed: Any,
-    at: Any,
-    sums: Any,
-    to: Any,
-    soon: Any,
-    steps: Any,
-    adds: Any,
-    rows: Any,
-    later: Any,
-    pitch: Any,
-) -> None:
-    places = [tiles.at(to, register * LANES * LANES) for register in SUMS]
-    with tiles.builder.if_else(adds) as (then, otherwise):
-        with then:
-            for register, place in zip(SUMS, places, strict=True):
-                tiles.load(register, sums, place)
-        with otherwise:
-            for register in SUMS:
-                tiles.do("tilezero", register)
-    with tiles.loop(steps) as (step, _):
-        left = tiles.at((step, 2 * TILE))
-        right = tiles.at(at, left)
-        for row in range(AHEAD):
-            wanted = tiles.place(rows, tiles.at(later, (pitch, row), (step, STEP)), BYTE)
-            tiles.ask(wanted, SECOND_CACHE)
-        for line in range(lines):
-            wanted = tiles.at(soon, (step, lines * LANES), line * LANES)
-            tiles.ask(tiles.place(sums, wanted, BYTE), FIRST_CACHE)
-        for j in range(2):
-            tiles.load(RIGHT[j], packed, tiles.at(right, j * TILE))
-        for i in range(2):
-            tiles.load(LEFT[i], panel, tiles.at(left, i * TILE))
-            for j in range(2):
-                tiles.do(instruction, SUMS[2 * i + j], LEFT[i], RIGHT[j])
-    for register, place in zip(SUMS, places, strict=True):
-        tiles.do("tilestored64", register, tiles.place(sums, place, BYTE), tiles.index(64))
-
-
 def _rounded(tiles: Tiles, found: Any) -> Any:
     """fp32 as the bits of the nearest bfloat16, of two the even one; NaN stays one."""
     builder = tiles.builder
@@ -322,14 +245,6 @@ def _give_rows(
 N = types.intp
 
 
-def _configure(_context):
-    return types.void(), emitted(_set_up)
-
-
-def _release(_context):
-    return types.void(), emitted(lambda tiles: tiles.do("tilerelease"))
-
-
 def _rows(_context, rows, begin, pitch, count, steps, panel):
     return types.void(rows, N, N, N, N, panel), emitted(_take_rows)
 
@@ -362,19 +277,11 @@ def _columns(_context, kernel, column, top, pitch, length, steps, packed, at, bi
     return types.void(kernel, N, N, N, N, N, packed, N, bits), generate
 
 
-def _multiply(_context, panel, packed, at, sums, to, soon, steps, adds, rows, later, pitch):
-    kinds = (panel, packed, N, sums, N, N, N, types.boolean, rows, N, N)
-    return types.void(*kinds), emitted(multiply_pairs("tdpbf16ps"))
-
-
 def _give(_context, sums, pairs, bias, first, out, begin, pitch, count, is_aligned):
     kinds = (sums, N, bias, N, out, N, N, N, types.boolean)
     return types.void(*kinds), emitted(_give_rows)
 
 
-configure: Any = intrinsic(_configure)
-release: Any = intrinsic(_release)
 take_rows: Any = intrinsic(_rows)
 take_columns: Any = intrinsic(prefer_literal=True)(_columns)
-multiply_tiles: Any = intrinsic(_multiply)
 give_rows: Any = intrinsic(_give)
