@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.models import write_checkpoint
+from tests.models import use_unit, write_checkpoint
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 """Tests leave the user's cache alone. One of their own saves no time: they share programs."""
@@ -50,3 +50,10 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     programs._compile.cache_clear()
     yield
     programs._compile.cache_clear()
+
+
+@pytest.fixture(params=["amx", "avx512"])
+def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, always: None) -> str:
+    """Small products in tiles, by each unit that the processor has."""
+    use_unit(request.param, monkeypatch)
+    return str(request.param)

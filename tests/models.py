@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from flexgen_jax import LLM, Policy, SamplingParams
@@ -129,3 +131,12 @@ def byte_tokenizer() -> dict[str, Any]:
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }
+
+
+def use_unit(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has products in tiles made by this unit, where the processor has it."""
+    from flexgen_jax.offload import inline_products
+
+    if jax.default_backend() != "cpu" or unit not in inline_products.tile_units("int8"):
+        pytest.skip(f"the processor has no {unit} with integers")
+    monkeypatch.setattr(inline_products, "tile_unit", lambda _kind="bf16": unit)

@@ -1,4 +1,4 @@
-"""Products in AMX's tile registers inside XLA's programs on the CPU, against NumPy."""
+"""Products in tiles inside XLA's programs on the CPU, against NumPy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.models import BASE
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
 TARGET = "flexgen_jax_multiply_rows"
-with_amx = pytest.mark.skipif(tile_unit() is None, reason="the processor has no AMX")
+with_tiles = pytest.mark.skipif(tile_unit() is None, reason="no unit of the processor for tiles")
 
 
 def numbers(*shape: int, seed: int = 0) -> jax.Array:
@@ -46,8 +46,7 @@ def assert_nearest(found: jax.Array, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-3)
 
 
-@with_amx
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize(
     ("rows", "depth", "columns"),
     [
@@ -70,8 +69,7 @@ def test_product_is_the_formula(rows: int, depth: int, columns: int, has_bias: b
     np.testing.assert_array_equal(stacked[0], found)
 
 
-@with_amx
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     ("rows", "depth", "columns"),
@@ -85,8 +83,7 @@ def test_quantized_kernels_are_unpacked(bits: int, rows: int, depth: int, column
     assert_nearest(found, exact(x, dequantize(kernel), bias))
 
 
-@with_amx
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("columns", [128, 192, 640])
 def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> None:
@@ -98,8 +95,7 @@ def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> N
     np.testing.assert_array_equal(found.T, dequantize(kernel))
 
 
-@with_amx
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize("bits", [16, 4])
 def test_logits_are_not_rounded(bits: int) -> None:
     x, table = numbers(33, 320), numbers(COLUMNS + 64, 320, seed=1)
@@ -111,8 +107,7 @@ def test_logits_are_not_rounded(bits: int) -> None:
     np.testing.assert_allclose(found, exact(x, plain, None), rtol=1e-5, atol=1e-4)
 
 
-@with_amx
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize("depth", [64, 2 * DEPTH + 32])
 def test_nan_and_infinity_show_in_their_rows(depth: int) -> None:
     x, kernel = numbers(40, depth), numbers(64, depth, seed=1)
@@ -123,7 +118,7 @@ def test_nan_and_infinity_show_in_their_rows(depth: int) -> None:
     assert np.isfinite(np.delete(found, (3, 7), axis=0)).all()
 
 
-@with_amx
+@with_tiles
 @given(st.lists(st.floats(width=32), min_size=1, max_size=PAIR), st.booleans())
 @settings(deadline=None)
 def test_results_are_rounded_to_the_nearest(values: list[float], is_aligned: bool) -> None:
@@ -145,7 +140,7 @@ def _give(sums, bias, out, is_aligned):  # type: ignore[no-untyped-def]
     give_rows(sums, 1, bias, 0, out, 0, PAIR, 1, is_aligned)
 
 
-@with_amx
+@with_tiles
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     ("depth", "columns", "dtypes"),
@@ -168,16 +163,15 @@ def test_what_tiles_do_not_fit_is_left_to_xla(
     np.testing.assert_array_equal(dense_inline(x, kernel, None), rounded(x, kernel))
 
 
-@with_amx
+@with_tiles
 @pytest.mark.usefixtures("always")
-def test_processors_without_amx_leave_it_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_without_a_unit_leave_it_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inline_products, "tile_unit", lambda: None)
     program = jax.jit(dense_inline).lower(numbers(44, 64), numbers(64, 64), None)  # traced anew
     assert TARGET not in program.as_text()
 
 
-@with_amx
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_layer_is_that_of_xla(bits: int) -> None:
     config, formats = read_config(BASE), Formats("bfloat16", bits)

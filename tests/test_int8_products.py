@@ -1,4 +1,4 @@
-"""Products of 8-bit integers, by XLA and in AMX's tile registers, against NumPy."""
+"""Products of 8-bit integers, by XLA and in tiles, against NumPy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from flexgen_jax.offload.inline_products import int8_inline, tile_unit
 from flexgen_jax.offload.int8_kernels import CHUNK
 from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH
 from flexgen_jax.policy.memory import workspace_bytes
-from tests.models import BASE, PLACEMENTS, prompts, run_greedy
+from tests.models import BASE, PLACEMENTS, prompts, run_greedy, use_unit
 from tests.numpy_opt import NumpyOpt
 from tests.numpy_quantization import int8_product
 from tests.test_inline_products import numbers
@@ -44,10 +44,20 @@ from tests.test_inline_products import numbers
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 TARGET = "flexgen_jax_multiply_integers"
 with_tiles = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or tile_unit("int8") is None, reason="no AMX with integers"
+    jax.default_backend() != "cpu" or tile_unit("int8") is None, reason="no unit for such tiles"
 )
-BY_TILES = pytest.param(int8_inline, marks=with_tiles, id="tiles")
-BOTH = pytest.mark.parametrize("multiply", [pytest.param(rounded_int8, id="XLA"), BY_TILES])
+BY_EACH = pytest.mark.parametrize("multiply", ["XLA", "amx", "avx512"], indirect=True)
+
+
+@pytest.fixture
+def multiply(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, always: None
+) -> Callable[..., jax.Array]:
+    """Products by XLA, or in tiles by a unit of the processor, however small."""
+    if request.param == "XLA":
+        return rounded_int8
+    use_unit(request.param, monkeypatch)
+    return int8_inline
 
 
 def with_outliers(x: jax.Array, count: int) -> jax.Array:
@@ -103,8 +113,7 @@ def test_kernels_use_their_levels(bits: int) -> None:
     assert (codes.reshape(192 // each, -1).max(1) >= (127 if bits == 16 else 120)).all()
 
 
-@BOTH
-@pytest.mark.usefixtures("always")
+@BY_EACH
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "outliers"),
     [
@@ -141,8 +150,7 @@ def test_product_is_the_formula(
     assert np.mean(np.abs(single(found) - expected)) < halfway / 4 + 2**-9 * np.abs(expected).mean()
 
 
-@BOTH
-@pytest.mark.usefixtures("always")
+@BY_EACH
 def test_outliers_cost_the_others_nothing(multiply: Any) -> None:
     """Beside numbers a hundred times as large, the rest of a row keeps its levels."""
     x, kernel = numbers(64, 512) / 4, numbers(256, 512, seed=1)
@@ -156,8 +164,7 @@ def test_outliers_cost_the_others_nothing(multiply: Any) -> None:
     assert errors[1] < errors[0]
 
 
-@BOTH
-@pytest.mark.usefixtures("always")
+@BY_EACH
 def test_a_row_does_not_depend_on_others(multiply: Any) -> None:
     x, kernel = with_outliers(numbers(70, 512), 40), numbers(256, 512, seed=1)
     together = single(jax.jit(multiply)(x, kernel, None))
@@ -165,8 +172,7 @@ def test_a_row_does_not_depend_on_others(multiply: Any) -> None:
     np.testing.assert_allclose(together[4:5], alone, rtol=2**-7, atol=1e-2)
 
 
-@BOTH
-@pytest.mark.usefixtures("always")
+@BY_EACH
 def test_nan_and_infinity_show_in_their_rows(multiply: Any) -> None:
     x, kernel = numbers(40, 128), numbers(64, 128, seed=1)
     x = x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)
@@ -179,8 +185,7 @@ def test_nan_and_infinity_show_in_their_rows(multiply: Any) -> None:
     assert np.isfinite(np.delete(broken, 9, axis=1)).all()
 
 
-@BOTH
-@pytest.mark.usefixtures("always")
+@BY_EACH
 def test_nothing_but_zeros(multiply: Any) -> None:
     x, kernel, bias = jnp.zeros((5, 64), jnp.bfloat16), numbers(64, 64), numbers(64, seed=2)
     for left, right in ((x, kernel), (numbers(5, 64), kernel * 0)):

@@ -43,30 +43,35 @@ ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # of x86-64's Linux
 
 def dense_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array:
     """`layers.linear.rounded`, for programs of the CPU."""
-    if not _is_for_tiles(x, kernel):
+    unit = _unit_for(x, kernel)
+    if unit is None:
         return rounded(x, kernel, bias)
     added = None if bias is None else bias.astype(jnp.float32)
-    return _product(x, kernel, added, x.dtype)
+    return _product(unit, x, kernel, added, x.dtype)
 
 
 def logits_inline(x: jax.Array, table: Kept) -> jax.Array:
     """`layers.linear.dense`, for programs of the CPU."""
-    return _product(x, table, None, jnp.float32) if _is_for_tiles(x, table) else dense(x, table)
+    unit = _unit_for(x, table)
+    return _product(unit, x, table, None, jnp.float32) if unit else dense(x, table)
 
 
-def _product(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> jax.Array:
+def _product(
+    unit: str, x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any
+) -> jax.Array:
     rows, columns = x.reshape(-1, x.shape[-1]), kernel.shape[0]
     bias = jnp.zeros(columns, jnp.float32) if bias is None else bias
     bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
     out = jax.ShapeDtypeStruct((rows.shape[0], columns), dtype)
-    target = _target(bits, dtype == jnp.float32)
+    target = _target(bits, dtype == jnp.float32, unit)
     found: jax.Array = jax.ffi.ffi_call(target, out)(rows, bias, *jax.tree.leaves(kernel))
     return found.reshape(*x.shape[:-1], columns)
 
 
 def int8_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array:
     """`layers.int8_products.rounded_int8`, for programs of the CPU."""
-    if not _is_for_integers(x, kernel):
+    unit = _unit_for_integers(x, kernel)
+    if unit is None:
         return rounded_int8(x, kernel, bias)
     rows = x.reshape(-1, x.shape[-1])
     count, columns = rows.shape[0], kernel.shape[0]
@@ -75,7 +80,7 @@ def int8_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
     bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
     out = jax.ShapeDtypeStruct((count, columns), x.dtype)
     arguments = (*found, column_scale(kernel), added, rows, flags.max(axis=0))
-    call = jax.ffi.ffi_call(_int8_target(bits), out)
+    call = jax.ffi.ffi_call(_int8_target(bits, unit), out)
     product: jax.Array = call(*arguments, *jax.tree.leaves(kernel))
     return product.reshape(*x.shape[:-1], columns)
 
@@ -91,23 +96,22 @@ def _rounded(rows: jax.Array) -> list[jax.Array]:
     return list(jax.ffi.ffi_call(_rounding_target(), kinds)(rows))
 
 
-def _is_for_integers(x: jax.Array, kernel: Kept) -> bool:
+def _unit_for_integers(x: jax.Array, kernel: Kept) -> str | None:
     """The same of 8-bit integers, to which XLA would round a plain kernel in memory too."""
     fits = _fit_tiles(x, kernel) and kernel.shape[1] % (2 * MULTIPLE) == 0
-    return (
-        fits and kernel.shape[0] * kernel.shape[1] >= FEW_PACKED and tile_unit("int8") is not None
-    )
+    is_large = kernel.shape[0] * kernel.shape[1] >= FEW_PACKED
+    return tile_unit("int8") if fits and is_large else None
 
 
-def _is_for_tiles(x: jax.Array, kernel: Kept) -> bool:
-    """Whether tiles can take a product, and are faster than XLA."""
+def _unit_for(x: jax.Array, kernel: Kept) -> str | None:
+    """Which unit takes a product in tiles, if one can, and is faster than XLA."""
     columns, depth = kernel.shape
     if isinstance(kernel, QuantizedArray):  # which XLA unpacks in memory
         is_faster = columns * depth >= FEW_PACKED
     else:
         rows = x.size // depth
         is_faster = rows > FEW_ROWS and rows * columns * depth >= FEW_PRODUCTS
-    return _fit_tiles(x, kernel) and is_faster and tile_unit() is not None
+    return tile_unit() if _fit_tiles(x, kernel) and is_faster else None
 
 
 def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
@@ -120,16 +124,20 @@ def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
     return fits and is_grouped and storage.plane_length % MULTIPLE == 0
 
 
-@lru_cache
 def tile_unit(kind: str = "bf16") -> str | None:
-    """The unit of the processor for tiles of bfloat16, or of "int8": "amx", which Linux is asked to
-    let this process use, "avx512", or none."""
+    """The best of `tile_units`."""
+    return next(iter(tile_units(kind)), None)
+
+
+@lru_cache
+def tile_units(kind: str = "bf16") -> tuple[str, ...]:
+    """The processor's units for tiles of bfloat16, or of "int8": "amx", which Linux is asked to let
+    this process use, and "avx512"."""
     if any(map(os.environ.get, NUMBA_TARGETS)):
-        return None
+        return ()
     flags = _processor_flags()
-    if f"amx_{kind}" in flags and _may_use_amx():
-        return "amx"
-    return "avx512" if flags >= FOR_VECTORS else None
+    has_amx = f"amx_{kind}" in flags and _may_use_amx()
+    return ("amx",) * has_amx + ("avx512",) * (flags >= FOR_VECTORS)
 
 
 def _processor_flags() -> set[str]:
@@ -148,19 +156,17 @@ def _may_use_amx() -> bool:
 
 
 @lru_cache
-def _target(bits: int, is_wide: bool) -> str:
+def _target(bits: int, is_wide: bool, unit: str) -> str:
     from flexgen_jax.offload.inline_handlers import product_handler
 
-    unit = tile_unit()
     name = f"flexgen_jax_multiply_rows_{bits}{'_wide' * is_wide}_{unit}"
     return register(name, product_handler(name, bits, is_wide, unit == "amx"))
 
 
 @lru_cache
-def _int8_target(bits: int) -> str:
+def _int8_target(bits: int, unit: str) -> str:
     from flexgen_jax.offload.inline_handlers import int8_handler
 
-    unit = tile_unit("int8")
     name = f"flexgen_jax_multiply_integers_{bits}_{unit}"
     return register(name, int8_handler(name, bits, unit == "amx"))
 

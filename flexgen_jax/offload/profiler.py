@@ -58,7 +58,7 @@ def stages(dtype: str) -> int:
 def multiplies_integers(dtype: str) -> bool:
     """Whether products of 8-bit integers are others than those of floats that hold these."""
     on_cpu = jax.devices()[0].platform == "cpu"
-    return on_cpu and dtype == "bfloat16" and tile_unit("int8") is not None
+    return on_cpu and dtype == "bfloat16" and bool(tile_unit("int8"))
 
 
 def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> HardwareProfile:

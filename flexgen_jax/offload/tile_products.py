@@ -11,33 +11,22 @@ AMX, whose registers hold tiles, or AVX-512's, whose hold rows of them.
     multiply_integers(...)
         the same of int8, two of them in the place of a bfloat16; sums are int32 in that of fp32.
         AVX-512's takes those of `packed` plus `UNSIGNED`, as uint8
-    add_integers(panel, begin, lines) -> int32
-        the sum of 64 * lines int8 from `begin` on, which counts two; by AVX-512
+    add_integers(codes, begin, lines) -> int32
+        the sum of `lines` cache lines of int8, from the word of two at `begin` on; by AVX-512
 
 by_amx: a compile-time constant.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
-from flexgen_jax.offload.tiles import (
-    BYTE,
-    FLOATS,
-    PAIR,
-    STEP,
-    TILE,
-    WORDS,
-    N,
-    Tiles,
-    emitted,
-)
+from flexgen_jax.offload.tiles import BYTE, FLOATS, PAIR, STEP, TILE, WORDS, N, Tiles, emitted
 from flexgen_jax.offload.vectors import FIRST_CACHE, INT, LANES, SECOND_CACHE, arrays_of, filled
 
 cgutils: Any = untyped
@@ -73,130 +62,115 @@ def _load(tiles: Tiles, register: int, array: Any, index: Any) -> None:
     _do(tiles, "tileloadd64", register, tiles.place(array, index, BYTE), tiles.index(64))
 
 
-def _by_amx(
-    instruction: str,
-    lines: int,
-    tiles: Tiles,
-    panel: Any,
-    packed: Any,
-    at: Any,
-    sums: Any,
-    to: Any,
-    soon: Any,
-    steps: Any,
-    adds: Any,
-    _count: Any,
-    rows: Any,
-    later: Any,
-    pitch: Any,
-) -> None:
-    places = [tiles.at(to, register * SQUARE) for register in SUMS]
-    with tiles.builder.if_else(adds) as (then, otherwise):
+class Product(NamedTuple):
+    """The arguments of `multiply_tiles`."""
+
+    panel: Any
+    packed: Any
+    at: Any
+    sums: Any
+    to: Any
+    soon: Any
+    steps: Any
+    adds: Any
+    count: Any
+    rows: Any
+    later: Any
+    pitch: Any
+
+    def fetch_row(self, tiles: Tiles, row: Any, step: Any) -> None:
+        place = tiles.at(self.later, (self.pitch, row), (step, STEP))
+        tiles.ask(tiles.place(self.rows, place, BYTE), SECOND_CACHE)
+
+    def fetch_sums(self, tiles: Tiles, line: Any) -> None:
+        place = tiles.at(self.soon, (line, LANES))
+        tiles.ask(tiles.place(self.sums, place, BYTE), FIRST_CACHE)
+
+
+def _by_amx(tiles: Tiles, instruction: str, lines: int, of: Product) -> None:
+    places = [tiles.at(of.to, register * SQUARE) for register in SUMS]
+    with tiles.builder.if_else(of.adds) as (then, otherwise):
         with then:
             for register, place in zip(SUMS, places, strict=True):
-                _load(tiles, register, sums, place)
+                _load(tiles, register, of.sums, place)
         with otherwise:
             for register in SUMS:
                 _do(tiles, "tilezero", register)
-    with tiles.loop(steps) as (step, _):
+    with tiles.loop(of.steps) as (step, _):
         left = tiles.at((step, 2 * TILE))
-        right = tiles.at(at, left)
+        right = tiles.at(of.at, left)
         for row in range(AHEAD):
-            _fetch_row(tiles, rows, later, pitch, row, step)
-        _fetch_sums(tiles, sums, soon, step, lines, range(lines))
+            of.fetch_row(tiles, row, step)
+        for line in range(lines):
+            of.fetch_sums(tiles, tiles.at((step, lines), line))
         for j in range(2):
-            _load(tiles, RIGHT[j], packed, tiles.at(right, j * TILE))
+            _load(tiles, RIGHT[j], of.packed, tiles.at(right, j * TILE))
         for i in range(2):
-            _load(tiles, LEFT[i], panel, tiles.at(left, i * TILE))
+            _load(tiles, LEFT[i], of.panel, tiles.at(left, i * TILE))
             for j in range(2):
                 _do(tiles, instruction, SUMS[2 * i + j], LEFT[i], RIGHT[j])
     for register, place in zip(SUMS, places, strict=True):
-        _do(tiles, "tilestored64", register, tiles.place(sums, place, BYTE), tiles.index(64))
+        _do(tiles, "tilestored64", register, tiles.place(of.sums, place, BYTE), tiles.index(64))
 
 
-def _fetch_row(tiles: Tiles, rows: Any, later: Any, pitch: Any, row: Any, step: Any) -> None:
-    wanted = tiles.place(rows, tiles.at(later, (pitch, row), (step, STEP)), BYTE)
-    tiles.ask(wanted, SECOND_CACHE)
-
-
-def _fetch_sums(tiles: Tiles, sums: Any, soon: Any, step: Any, lines: int, some: Any) -> None:
-    """Some of so many lines a step."""
-    for line in some:
-        wanted = tiles.at(soon, (step, lines * LANES), (line, LANES))
-        tiles.ask(tiles.place(sums, wanted, BYTE), FIRST_CACHE)
-
-
-def _by_vectors(
-    instruction: str,
-    lines: int,
-    tiles: Tiles,
-    panel: Any,
-    packed: Any,
-    at: Any,
-    sums: Any,
-    to: Any,
-    soon: Any,
-    steps: Any,
-    adds: Any,
-    count: Any,
-    rows: Any,
-    later: Any,
-    pitch: Any,
-) -> None:
+def _by_vectors(tiles: Tiles, instruction: str, lines: int, of: Product) -> None:
     """`ROWS` rows at a time, whose sums stay in registers."""
     builder, kind = tiles.builder, FLOATS if instruction == DOT else WORDS
-    groups = builder.udiv(tiles.at(count, ROWS - 1), tiles.index(ROWS))
-    of_tile = tiles.index(LANES // ROWS)
+    groups = builder.udiv(tiles.at(of.count, ROWS - 1), tiles.index(ROWS))
+    in_tile, some = tiles.index(LANES // ROWS), lines // (PAIR // ROWS)
     with tiles.loop(groups) as (group, _):
-        first = tiles.at(to, (builder.udiv(group, of_tile), 2 * SQUARE))
-        first = tiles.at(first, (builder.urem(group, of_tile), ROWS * LANES))
+        first = tiles.at(of.to, (builder.udiv(group, in_tile), 2 * SQUARE))
+        first = tiles.at(first, (builder.urem(group, in_tile), ROWS * LANES))
         offsets = [j * SQUARE + row * LANES for row in range(ROWS) for j in range(2)]
-        places = [tiles.place(sums, tiles.at(first, offset), kind) for offset in offsets]
+        places = [tiles.place(of.sums, tiles.at(first, offset), kind) for offset in offsets]
         found = [cgutils.alloca_once_value(builder, filled(kind, 0)) for _ in places]
-        with builder.if_else(adds) as (then, otherwise):
+        with builder.if_else(of.adds) as (then, otherwise):
             with then:
                 for own, place in zip(found, places, strict=True):
                     builder.store(builder.load(place, align=4), own)
             with otherwise:
                 for own in found:
                     builder.store(filled(kind, 0), own)
-        with tiles.loop(steps) as (step, _):
-            _fetch_row(tiles, rows, later, pitch, group, step)
-            each = lines // (PAIR // ROWS)
-            some = [tiles.at((group, each), line) for line in range(each)]
-            _fetch_sums(tiles, sums, soon, step, lines, some)
+        with tiles.loop(of.steps) as (step, _):
+            of.fetch_row(tiles, group, step)
+            for line in range(some):
+                of.fetch_sums(tiles, tiles.at((step, lines), (group, some), line))
             left = tiles.at((step, 2 * TILE), (group, ROWS * STEP))
-            right = tiles.at(at, (step, 2 * TILE))
+            right = tiles.at(of.at, (step, 2 * TILE))
             for word in range(LANES):
-                columns = [
-                    builder.load(
-                        tiles.place(packed, tiles.at(right, j * TILE + word * STEP), WORDS), align=2
-                    )
-                    for j in range(2)
-                ]
-                for row in range(ROWS):
-                    place = tiles.place(panel, tiles.at(left, row * STEP + 2 * word), INT)
-                    spread = tiles.spread(builder.load(place, align=2), LANES)
-                    for own, column in zip(found[2 * row : 2 * row + 2], columns, strict=True):
-                        total = _dot(tiles, instruction, builder.load(own), column, spread)
-                        builder.store(total, own)
+                _add_word(tiles, instruction, of, word, left, right, found)
         for own, place in zip(found, places, strict=True):
             builder.store(builder.load(own), place, align=4)
 
 
+def _add_word(
+    tiles: Tiles, instruction: str, of: Product, word: int, left: Any, right: Any, found: list[Any]
+) -> None:
+    """Of one word of each of these rows, times those of all columns."""
+    builder = tiles.builder
+    offsets = [j * TILE + word * STEP for j in range(2)]
+    places = [tiles.place(of.packed, tiles.at(right, offset), WORDS) for offset in offsets]
+    columns = [builder.load(place, align=2) for place in places]
+    for row in range(ROWS):
+        place = tiles.place(of.panel, tiles.at(left, row * STEP + 2 * word), INT)
+        spread = tiles.spread(builder.load(place, align=2), LANES)
+        for own, column in zip(found[2 * row :], columns, strict=False):
+            builder.store(_dot(tiles, instruction, builder.load(own), column, spread), own)
+
+
 def _dot(tiles: Tiles, instruction: str, total: Any, *sides: Any) -> Any:
-    """Plus, of each word, the product of what is in it."""
+    """Plus, for each word, the products of what is in it."""
     return tiles.call(f"llvm.x86.{instruction}", total.type, total, *sides)
 
 
-def _add(tiles: Tiles, panel: Any, begin: Any, lines: Any) -> Any:
+def _add(tiles: Tiles, codes: Any, begin: Any, lines: Any) -> Any:
     builder = tiles.builder
     total = cgutils.alloca_once_value(builder, filled(WORDS, 0))
     builder.store(filled(WORDS, 0), total)
     with tiles.loop(lines) as (line, _):
-        place = tiles.place(panel, tiles.at(begin, (line, 2 * LANES)), WORDS)
-        ones, codes = filled(WORDS, 0x01010101), builder.load(place, align=2)
-        builder.store(_dot(tiles, DOT_INTEGERS, builder.load(total), ones, codes), total)
+        place = tiles.place(codes, tiles.at(begin, (line, 2 * LANES)), WORDS)
+        found, ones = builder.load(place, align=2), filled(WORDS, 0x01010101)
+        builder.store(_dot(tiles, DOT_INTEGERS, builder.load(total), ones, found), total)
     return tiles.call(f"llvm.vector.reduce.add.v{LANES}i32", INT, builder.load(total))
 
 
@@ -205,9 +179,12 @@ def _multiplying(on_tiles: str, on_vectors: str, lines: int) -> Any:
         _context, panel, packed, at, sums, to, soon, steps, adds, count, rows, later, pitch, by_amx
     ):
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            ways = partial(_by_vectors, on_vectors), partial(_by_amx, on_tiles)
-            values = arrays_of(context, builder, signature.args[:-1], arguments[:-1])
-            ways[by_amx.literal_value](lines, Tiles(builder), *values)
+            tiles = Tiles(builder)
+            of = Product(*arrays_of(context, builder, signature.args[:-1], arguments[:-1]))
+            if by_amx.literal_value:
+                _by_amx(tiles, on_tiles, lines, of)
+            else:
+                _by_vectors(tiles, on_vectors, lines, of)
             return context.get_dummy_value()
 
         kinds = (panel, packed, N, sums, N, N, N, types.boolean, N, rows, N, N, by_amx)
@@ -231,11 +208,11 @@ def _around(emit: Any) -> Any:
     return around
 
 
-def _sum(_context, panel, begin, lines):
+def _sum(_context, codes, begin, lines):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return _add(Tiles(builder), *arrays_of(context, builder, signature.args, arguments))
 
-    return types.int32(panel, N, N), generate
+    return types.int32(codes, N, N), generate
 
 
 configure: Any = intrinsic(prefer_literal=True)(_around(_set_up))
