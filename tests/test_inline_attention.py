@@ -132,7 +132,7 @@ def test_a_part_without_memory_is_an_error() -> None:
             raise MemoryError
         return 1
 
-    handler = inline_handlers._handler("test_of_failing", compute)
+    handler = inline_handlers.handler("test_of_failing", compute)
     target = register("test_of_failing", handler)
     program = jax.jit(jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((4, 1), jnp.float32)))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED.*no memory"):

@@ -18,6 +18,7 @@ from flexgen_jax.layers.linear import rounded
 from flexgen_jax.layers.quantization import dequantize, quantize, quantize_as
 from flexgen_jax.layers.spec import Formats, model_spec
 from flexgen_jax.offload import inline_products
+from flexgen_jax.offload.few_rows import MOST
 from flexgen_jax.offload.inline_kernels import INLINE
 from flexgen_jax.offload.inline_products import dense_inline, logits_inline, tile_unit
 from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH
@@ -27,6 +28,11 @@ from tests.models import BASE
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
 TARGET = "flexgen_jax_multiply_rows"
 with_tiles = pytest.mark.skipif(tile_unit() is None, reason="no unit of the processor for tiles")
+
+
+def test_few_rows_are_as_many_as_their_kernel_takes() -> None:
+    """A number apart, since the other module loads Numba."""
+    assert inline_products.MOST_AT_ONCE == MOST
 
 
 def numbers(*shape: int, seed: int = 0) -> jax.Array:
@@ -51,6 +57,10 @@ def assert_nearest(found: jax.Array, expected: np.ndarray) -> None:
     ("rows", "depth", "columns"),
     [
         (1, 32, 32),
+        (2, 96, COLUMNS + 32),
+        (3, 288, 64),
+        (MOST, 2 * DEPTH + 32, 160),
+        (MOST + 1, 320, 96),
         (31, 64, 96),
         (32, 288, COLUMNS),
         (33, 320, COLUMNS + 64),
@@ -97,8 +107,9 @@ def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> N
 
 @pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize("bits", [16, 4])
-def test_logits_are_not_rounded(bits: int) -> None:
-    x, table = numbers(33, 320), numbers(COLUMNS + 64, 320, seed=1)
+@pytest.mark.parametrize("rows", [5, 33])
+def test_logits_are_not_rounded(rows: int, bits: int) -> None:
+    x, table = numbers(rows, 320), numbers(COLUMNS + 64, 320, seed=1)
     kept = table if bits == 16 else quantize(table, bits, 64, 0)
     assert TARGET in jax.jit(logits_inline).lower(x, kept).as_text()
     found = jax.jit(logits_inline)(x, kept)
@@ -108,9 +119,9 @@ def test_logits_are_not_rounded(bits: int) -> None:
 
 
 @pytest.mark.usefixtures("unit")
-@pytest.mark.parametrize("depth", [64, 2 * DEPTH + 32])
-def test_nan_and_infinity_show_in_their_rows(depth: int) -> None:
-    x, kernel = numbers(40, depth), numbers(64, depth, seed=1)
+@pytest.mark.parametrize(("rows", "depth"), [(8, 64), (40, 64), (40, 2 * DEPTH + 32)])
+def test_nan_and_infinity_show_in_their_rows(rows: int, depth: int) -> None:
+    x, kernel = numbers(rows, depth), numbers(64, depth, seed=1)
     x = x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)
     found = np.asarray(jax.jit(dense_inline)(x, kernel, None).astype(jnp.float32))
     assert np.isnan(found[3]).all()

@@ -29,6 +29,9 @@ FEW_PACKED = 1 << 20
 MULTIPLE = 32
 """Of a kernel's rows and columns, as tiles are (`amx_tiles`, which would load Numba)."""
 
+MOST_AT_ONCE = 8
+"""Rows that AVX-512 multiplies with a kernel as it comes from memory (`few_rows.MOST`)."""
+
 NUMBA_TARGETS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 """Set, they may have Numba compile for a processor without tiles."""
 
@@ -111,6 +114,8 @@ def _unit_for(x: jax.Array, kernel: Kept) -> str | None:
     else:
         rows = x.size // depth
         is_faster = rows > FEW_ROWS and rows * columns * depth >= FEW_PRODUCTS
+        if tile_unit() == "avx512" and rows <= MOST_AT_ONCE:
+            is_faster = columns * depth >= FEW_PACKED
     return tile_unit() if _fit_tiles(x, kernel) and is_faster else None
 
 
@@ -157,7 +162,7 @@ def _may_use_amx() -> bool:
 
 @lru_cache
 def _target(bits: int, is_wide: bool, unit: str) -> str:
-    from flexgen_jax.offload.inline_handlers import product_handler
+    from flexgen_jax.offload.product_handlers import product_handler
 
     name = f"flexgen_jax_multiply_rows_{bits}{'_wide' * is_wide}_{unit}"
     return register(name, product_handler(name, bits, is_wide, unit == "amx"))
@@ -165,7 +170,7 @@ def _target(bits: int, is_wide: bool, unit: str) -> str:
 
 @lru_cache
 def _int8_target(bits: int, unit: str) -> str:
-    from flexgen_jax.offload.inline_handlers import int8_handler
+    from flexgen_jax.offload.product_handlers import int8_handler
 
     name = f"flexgen_jax_multiply_integers_{bits}_{unit}"
     return register(name, int8_handler(name, bits, unit == "amx"))
@@ -173,7 +178,7 @@ def _int8_target(bits: int, unit: str) -> str:
 
 @lru_cache
 def _rounding_target() -> str:
-    from flexgen_jax.offload.inline_handlers import rounding_handler
+    from flexgen_jax.offload.product_handlers import rounding_handler
 
     name = "flexgen_jax_round_rows"
     return register(name, rounding_handler(name))

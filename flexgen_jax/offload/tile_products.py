@@ -155,10 +155,10 @@ def _add_word(
         place = tiles.place(of.panel, tiles.at(left, row * STEP + 2 * word), INT)
         spread = tiles.spread(builder.load(place, align=2), LANES)
         for own, column in zip(found[2 * row :], columns, strict=False):
-            builder.store(_dot(tiles, instruction, builder.load(own), column, spread), own)
+            builder.store(dot(tiles, instruction, builder.load(own), column, spread), own)
 
 
-def _dot(tiles: Tiles, instruction: str, total: Any, *sides: Any) -> Any:
+def dot(tiles: Tiles, instruction: str, total: Any, *sides: Any) -> Any:
     """Plus, for each word, the products of what is in it."""
     return tiles.call(f"llvm.x86.{instruction}", total.type, total, *sides)
 
@@ -170,7 +170,7 @@ def _add(tiles: Tiles, codes: Any, begin: Any, lines: Any) -> Any:
     with tiles.loop(lines) as (line, _):
         place = tiles.place(codes, tiles.at(begin, (line, 2 * LANES)), WORDS)
         found, ones = builder.load(place, align=2), filled(WORDS, 0x01010101)
-        builder.store(_dot(tiles, DOT_INTEGERS, builder.load(total), ones, found), total)
+        builder.store(dot(tiles, DOT_INTEGERS, builder.load(total), ones, found), total)
     return tiles.call(f"llvm.vector.reduce.add.v{LANES}i32", INT, builder.load(total))
 
 
