@@ -184,8 +184,8 @@ def policy_options(command: Command) -> Command:
                 callback=_as_int,
                 help="8: layers multiply integers of 8 bits, to which weights and hidden states "
                 "are rounded, all but the largest of the latter. Costs some quality. Made for "
-                "4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16, where prompts take "
-                "0.6 to 0.75 of the time; elsewhere it is slower.",
+                "4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, where "
+                "prompts take 0.6 to 0.75 of the time; elsewhere it is slower.",
             ),
             click.option(
                 "--attention",

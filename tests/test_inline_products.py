@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -20,7 +23,14 @@ from flexgen_jax.layers.spec import Formats, model_spec
 from flexgen_jax.offload import inline_products
 from flexgen_jax.offload.few_rows import MOST
 from flexgen_jax.offload.inline_kernels import INLINE
-from flexgen_jax.offload.inline_products import dense_inline, logits_inline, tile_unit
+from flexgen_jax.offload.inline_products import (
+    FOR_VECTORS,
+    NUMBA_TARGETS,
+    dense_inline,
+    logits_inline,
+    tile_unit,
+    tile_units,
+)
 from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH
 from flexgen_jax.offload.tiles import PAIR, give_rows
 from tests.models import BASE
@@ -33,6 +43,34 @@ with_tiles = pytest.mark.skipif(tile_unit() is None, reason="no unit of the proc
 def test_few_rows_are_as_many_as_their_kernel_takes() -> None:
     """A number apart, since the other module loads Numba."""
     assert inline_products.MOST_AT_ONCE == MOST
+
+
+def anew(function: Callable[..., jax.Array]) -> Any:
+    """Jitted, and traced for this test alone: what is traced keeps the unit that it had."""
+    return jax.jit(lambda *args: function(*args))
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_granted", "units"),
+    [
+        (FOR_VECTORS | {"amx_bf16", "amx_int8"}, True, ("amx", "avx512")),
+        (FOR_VECTORS | {"amx_bf16", "amx_int8"}, False, ("avx512",)),
+        (FOR_VECTORS - {"avx512_vnni"}, True, ()),
+        ({"amx_bf16", "avx512f"}, True, ("amx",)),
+        (set(), True, ()),
+    ],
+)
+def test_units_are_those_that_may_be_used(
+    flags: set[str], is_granted: bool, units: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NUMBA_TARGETS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(inline_products, "_processor_flags", lambda: flags)
+    monkeypatch.setattr(inline_products, "_may_use_amx", lambda: is_granted)
+    assert tile_units.__wrapped__() == units
+    assert ("amx" in tile_units.__wrapped__("int8")) == ("amx_int8" in flags and is_granted)
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert tile_units.__wrapped__() == ()
 
 
 def numbers(*shape: int, seed: int = 0) -> jax.Array:
@@ -73,9 +111,9 @@ def assert_nearest(found: jax.Array, expected: np.ndarray) -> None:
 def test_product_is_the_formula(rows: int, depth: int, columns: int, has_bias: bool) -> None:
     x, kernel = numbers(rows, depth), numbers(columns, depth, seed=1)
     bias = numbers(columns, seed=2) if has_bias else None
-    found = jax.jit(dense_inline)(x, kernel, bias)
+    found = anew(dense_inline)(x, kernel, bias)
     assert_nearest(found, exact(x, kernel, bias))
-    stacked = jax.jit(dense_inline)(x.reshape(1, rows, depth), kernel, bias)
+    stacked = anew(dense_inline)(x.reshape(1, rows, depth), kernel, bias)
     np.testing.assert_array_equal(stacked[0], found)
 
 
@@ -88,8 +126,9 @@ def test_product_is_the_formula(rows: int, depth: int, columns: int, has_bias: b
 def test_quantized_kernels_are_unpacked(bits: int, rows: int, depth: int, columns: int) -> None:
     kernel = quantize(numbers(columns, depth, seed=1), bits, 64, 0)
     x, bias = numbers(rows, depth), numbers(columns, seed=2)
-    assert TARGET in jax.jit(dense_inline).lower(x, kernel, bias).as_text()
-    found = jax.jit(dense_inline)(x, kernel, bias)
+    target = f"{TARGET}_{bits}_{inline_products.tile_unit()}"
+    assert target in anew(dense_inline).lower(x, kernel, bias).as_text()
+    found = anew(dense_inline)(x, kernel, bias)
     assert_nearest(found, exact(x, dequantize(kernel), bias))
 
 
@@ -100,8 +139,8 @@ def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> N
     kernel = quantize(numbers(columns, 96, seed=3), bits, 64, 0)
     whole = kernel.storage.plane_length % PAIR == 0
     unit = jnp.eye(96, dtype=jnp.bfloat16)
-    assert (TARGET in jax.jit(dense_inline).lower(unit, kernel, None).as_text()) == whole
-    found = jax.jit(dense_inline)(unit, kernel, None)
+    assert (TARGET in anew(dense_inline).lower(unit, kernel, None).as_text()) == whole
+    found = anew(dense_inline)(unit, kernel, None)
     np.testing.assert_array_equal(found.T, dequantize(kernel))
 
 
@@ -111,8 +150,9 @@ def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> N
 def test_logits_are_not_rounded(rows: int, bits: int) -> None:
     x, table = numbers(rows, 320), numbers(COLUMNS + 64, 320, seed=1)
     kept = table if bits == 16 else quantize(table, bits, 64, 0)
-    assert TARGET in jax.jit(logits_inline).lower(x, kept).as_text()
-    found = jax.jit(logits_inline)(x, kept)
+    target = f"{TARGET}_{bits}_wide_{inline_products.tile_unit()}"
+    assert target in anew(logits_inline).lower(x, kept).as_text()
+    found = anew(logits_inline)(x, kept)
     assert found.dtype == jnp.float32
     plain = table if bits == 16 else dequantize(kept)
     np.testing.assert_allclose(found, exact(x, plain, None), rtol=1e-5, atol=1e-4)
@@ -123,7 +163,7 @@ def test_logits_are_not_rounded(rows: int, bits: int) -> None:
 def test_nan_and_infinity_show_in_their_rows(rows: int, depth: int) -> None:
     x, kernel = numbers(rows, depth), numbers(64, depth, seed=1)
     x = x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)
-    found = np.asarray(jax.jit(dense_inline)(x, kernel, None).astype(jnp.float32))
+    found = np.asarray(anew(dense_inline)(x, kernel, None).astype(jnp.float32))
     assert np.isnan(found[3]).all()
     assert np.isinf(found[7]).all()
     assert np.isfinite(np.delete(found, (3, 7), axis=0)).all()
@@ -169,7 +209,7 @@ def test_what_tiles_do_not_fit_is_left_to_xla(
         numbers(n, depth, seed=n).astype(dtype)
         for n, dtype in zip((40, columns), dtypes, strict=True)
     )
-    program = jax.jit(dense_inline).lower(x, kernel, None)
+    program = anew(dense_inline).lower(x, kernel, None)
     assert TARGET not in program.as_text()
     np.testing.assert_array_equal(dense_inline(x, kernel, None), rounded(x, kernel))
 
@@ -178,7 +218,7 @@ def test_what_tiles_do_not_fit_is_left_to_xla(
 @pytest.mark.usefixtures("always")
 def test_processors_without_a_unit_leave_it_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inline_products, "tile_unit", lambda: None)
-    program = jax.jit(dense_inline).lower(numbers(44, 64), numbers(64, 64), None)  # traced anew
+    program = anew(dense_inline).lower(numbers(44, 64), numbers(64, 64), None)
     assert TARGET not in program.as_text()
 
 

@@ -31,6 +31,7 @@ from flexgen_jax.layers.kernels import BY_XLA
 from flexgen_jax.layers.quantization import QuantizedArray, dequantize, quantize, quantize_as
 from flexgen_jax.layers.spec import Formats, model_spec
 from flexgen_jax.model import shipped_model
+from flexgen_jax.offload import inline_products
 from flexgen_jax.offload.inline_kernels import INLINE
 from flexgen_jax.offload.inline_products import int8_inline, tile_unit
 from flexgen_jax.offload.int8_kernels import CHUNK
@@ -39,7 +40,7 @@ from flexgen_jax.policy.memory import workspace_bytes
 from tests.models import BASE, PLACEMENTS, prompts, run_greedy, use_unit
 from tests.numpy_opt import NumpyOpt
 from tests.numpy_quantization import int8_product
-from tests.test_inline_products import numbers
+from tests.test_inline_products import anew, numbers
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 TARGET = "flexgen_jax_multiply_integers"
@@ -133,10 +134,9 @@ def test_product_is_the_formula(
     plain, bias = numbers(columns, depth, seed=1), numbers(columns, seed=2)
     x = with_outliers(numbers(rows, depth), outliers)
     kernel = plain if bits == 16 else quantize(plain, bits, 64, 0)
-    assert (TARGET in jax.jit(multiply).lower(x, kernel, bias).as_text()) == (
-        multiply is int8_inline
-    )
-    found = jax.jit(multiply)(x, kernel, bias)
+    target = f"{TARGET}_{bits}_{inline_products.tile_unit('int8')}"
+    assert (target in anew(multiply).lower(x, kernel, bias).as_text()) == (multiply is int8_inline)
+    found = anew(multiply)(x, kernel, bias)
     assert found.dtype == jnp.bfloat16
     rounded_kernel = wide = single(plain) if bits == 16 else single(dequantize(kernel))
     if bits < 16 and multiply is int8_inline:  # which takes them as they are unpacked
@@ -158,7 +158,7 @@ def test_outliers_cost_the_others_nothing(multiply: Any) -> None:
     errors = []
     for left in (x, large):
         exact = single(left).astype(np.float64) @ single(kernel).T.astype(np.float64)
-        off = single(jax.jit(multiply)(left, kernel, None)) - exact
+        off = single(anew(multiply)(left, kernel, None)) - exact
         errors.append(np.sqrt(np.mean(off**2)) / np.sqrt(np.mean(exact**2)))
     assert 0 < errors[0] < 0.02
     assert errors[1] < errors[0]
@@ -167,8 +167,8 @@ def test_outliers_cost_the_others_nothing(multiply: Any) -> None:
 @BY_EACH
 def test_a_row_does_not_depend_on_others(multiply: Any) -> None:
     x, kernel = with_outliers(numbers(70, 512), 40), numbers(256, 512, seed=1)
-    together = single(jax.jit(multiply)(x, kernel, None))
-    alone = single(jax.jit(multiply)(x[4:5], kernel, None))
+    together = single(anew(multiply)(x, kernel, None))
+    alone = single(anew(multiply)(x[4:5], kernel, None))
     np.testing.assert_allclose(together[4:5], alone, rtol=2**-7, atol=1e-2)
 
 
@@ -176,11 +176,11 @@ def test_a_row_does_not_depend_on_others(multiply: Any) -> None:
 def test_nan_and_infinity_show_in_their_rows(multiply: Any) -> None:
     x, kernel = numbers(40, 128), numbers(64, 128, seed=1)
     x = x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)
-    found = single(jax.jit(multiply)(x, kernel, None))
+    found = single(anew(multiply)(x, kernel, None))
     assert np.isnan(found[3]).all()
     assert np.isinf(found[7]).all()
     assert np.isfinite(np.delete(found, (3, 7), axis=0)).all()
-    broken = single(jax.jit(multiply)(numbers(40, 128), kernel.at[9, 0].set(jnp.inf), None))
+    broken = single(anew(multiply)(numbers(40, 128), kernel.at[9, 0].set(jnp.inf), None))
     assert not np.isfinite(broken[:, 9]).any()
     assert np.isfinite(np.delete(broken, 9, axis=1)).all()
 
@@ -189,7 +189,7 @@ def test_nan_and_infinity_show_in_their_rows(multiply: Any) -> None:
 def test_nothing_but_zeros(multiply: Any) -> None:
     x, kernel, bias = jnp.zeros((5, 64), jnp.bfloat16), numbers(64, 64), numbers(64, seed=2)
     for left, right in ((x, kernel), (numbers(5, 64), kernel * 0)):
-        found = single(jax.jit(multiply)(left, right, bias))
+        found = single(anew(multiply)(left, right, bias))
         np.testing.assert_array_equal(found, np.broadcast_to(single(bias), found.shape))
 
 

@@ -38,7 +38,7 @@ from flexgen_jax.offload.prompt_kernels import attend_rows
 carray: Any = vars(numba)["carray"]
 typing: Any = untyped_typing
 
-CALLS = source_of(foreign_calls.__file__)
+CALLS = source_of(__file__, foreign_calls.__file__)
 """See `host_kernels.SOURCE`."""
 
 METADATA = 1

@@ -1,5 +1,5 @@
 """Products on the CPU as a part of XLA's programs, where the processor has AMX, or AVX-512 with
-bfloat16: of many rows, or of any number with a packed kernel."""
+bfloat16: of many rows, of any number with a packed kernel, and by AVX-512 of very few."""
 
 from __future__ import annotations
 
@@ -27,16 +27,13 @@ FEW_PACKED = 1 << 20
 """Elements of a packed kernel that XLA unpacks in a millisecond."""
 
 MULTIPLE = 32
-"""Of a kernel's rows and columns, as tiles are (`amx_tiles`, which would load Numba)."""
+"""Of a kernel's rows and columns, as tiles are (`tiles`, which would load Numba)."""
 
 MOST_AT_ONCE = 8
 """Rows that AVX-512 multiplies with a kernel as it comes from memory (`few_rows.MOST`)."""
 
 NUMBA_TARGETS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 """Set, they may have Numba compile for a processor without tiles."""
-
-WITH_VECTORS = {"avx512f", "avx512_bf16", "avx512_vnni"}
-"""What Linux calls the instructions of the "avx512" unit."""
 
 FOR_VECTORS = {"avx512f", "avx512_bf16", "avx512_vnni"}
 """Flags of processors with AVX-512's products of pairs of bfloat16 and of four integers."""

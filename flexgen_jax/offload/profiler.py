@@ -25,7 +25,7 @@ from flexgen_jax.metrics import Content, Ledger, Metrics
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk import DiskArray, OffloadFolder
 from flexgen_jax.offload.executor import Batch, BlockRun
-from flexgen_jax.offload.inline_products import tile_unit
+from flexgen_jax.offload.inline_products import tile_unit, tile_units
 from flexgen_jax.offload.machine import available_memory, detect_budgets, release_memory
 from flexgen_jax.offload.profile_compute import PREFILLS, ROWS, ComputeProbe, Sample, rate_of, timed
 from flexgen_jax.offload.tiers import BufferPool, Memories
@@ -152,6 +152,7 @@ def machine_key(dtype: str) -> dict[str, str]:
             f"{name} {version(name)}" for name in ("jax", "numba", "tensorstore", "flexgen-jax")
         ),
         "dtype": dtype,
+        "tiles": " ".join(tile_units() + tile_units("int8")),
     }
 
 

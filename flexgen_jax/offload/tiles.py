@@ -1,7 +1,7 @@
 """Matrices of bfloat16 as tiles, for products with them (`tile_products`), as LLVM instructions.
 
 A tile is 16 rows of 64 bytes: of one operand 16 rows of 32 elements, of the other 32 rows of 16, in
-pairs of rows; their product, 16 x 16 fp32, is four times as long. All arrays are flat, matrices of
+pairs of rows, or of their product 16 x 16 fp32. All arrays are flat, matrices of
 16-bit floats given as bits; `PAIR` rows or columns, two tiles, go together.
 
     take_rows(rows, begin, pitch, count, steps, panel)
