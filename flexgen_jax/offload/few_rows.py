@@ -2,7 +2,7 @@
 
 They take as long as the kernel takes to come from memory. So each thread reads its part of it from
 one end to the other: two cores of AMD's Zen 5 read one such stream each at 35 to 41 GB/s together,
-and 22 to 26 where they take four rows of 4 KiB at a time, or sixteen, as tiles need them.
+and 22 to 28 where they take four rows of 4 KiB at a time, or sixteen, as tiles need them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numba import njit, types
 from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
-from flexgen_jax.offload import tile_products, tiles, vectors
+from flexgen_jax.offload import product_kernels
 from flexgen_jax.offload.host_kernels import source_of
 from flexgen_jax.offload.product_kernels import aligned
 from flexgen_jax.offload.tile_products import DOT, dot
@@ -23,7 +23,7 @@ from flexgen_jax.offload.vectors import FIRST_CACHE, LANES, arrays_of, filled
 
 cgutils: Any = untyped
 
-SOURCE = source_of(__file__, tile_products.__file__, tiles.__file__, vectors.__file__)
+SOURCE = product_kernels.SOURCE + source_of(__file__)
 """See `host_kernels.SOURCE`."""
 
 MOST = 8

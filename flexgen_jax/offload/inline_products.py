@@ -86,12 +86,14 @@ def int8_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
 
 
 def _rounded(rows: jax.Array) -> list[jax.Array]:
-    """Where outliers are, uint8 [rows / 32, depth], and `layers.int8_products.round_rows`."""
+    """Where outliers are, uint8 [rows / 32, depth], `layers.int8_products.round_rows`, and the sums
+    of its rows, int32."""
     count, depth = rows.shape
     kinds = (
         jax.ShapeDtypeStruct((-(-count // MULTIPLE), depth), jnp.uint8),
         jax.ShapeDtypeStruct((count, depth), jnp.int8),
         jax.ShapeDtypeStruct((count,), jnp.float32),
+        jax.ShapeDtypeStruct((count,), jnp.int32),
     )
     return list(jax.ffi.ffi_call(_rounding_target(), kinds)(rows))
 

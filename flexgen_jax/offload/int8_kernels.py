@@ -17,8 +17,6 @@ from flexgen_jax.offload.int8_tiles import (
 )
 from flexgen_jax.offload.product_kernels import COLUMNS, DEPTH, LINE, add_panel, aligned
 from flexgen_jax.offload.tile_products import (
-    UNSIGNED,
-    add_integers,
     configure,
     multiply_integers,
     multiply_tiles,
@@ -35,12 +33,12 @@ so many more halve the going to and fro of sums."""
 
 
 @njit(inline="always")
-def round_panel(x, shape, panel, codes, scale, flags):
+def round_panel(x, shape, panel, codes, scale, totals, flags):
     """Rounds `PAIR` rows of x: [count, depth]; flags: of their outliers, [panel, depth]."""
     count, depth = shape
     flags[panel * depth : (panel + 1) * depth] = 0
     for row in range(panel * PAIR, min((panel + 1) * PAIR, count)):
-        scale[row] = round_row(x, row * depth, depth, codes, flags, panel * depth)
+        scale[row] = round_row(x, row * depth, depth, codes, flags, panel * depth, totals, row)
 
 
 @njit(inline="always")
@@ -59,12 +57,12 @@ def outlier_steps(flags):
 def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, end, bits, by_amx):
     """out = rows @ kernel.T + bias for the columns from start to end, which `PAIR` divides.
 
-    rows: int8 [count, depth] as words of two, and their scales, fp32 [count], and those of the
-    kernel's columns; kernel, length, bias, out, shape, bits, by_amx: see `product_kernels`, where
-    2 * STEP divides depth; outliers: bfloat16 [count, depth] as bits, and which of its columns have
-    some, uint8 [depth]. All flat.
+    rows: int8 [count, depth] as words of two, their scales, fp32 [count], and sums, int32 [count],
+    and the scales of the kernel's columns; kernel, length, bias, out, shape, bits, by_amx: see
+    `product_kernels`, where 2 * STEP divides depth; outliers: bfloat16 [count, depth] as bits, and
+    which of its columns have some, uint8 [depth]. All flat.
     """
-    codes, row_scale, scale = rows
+    codes, row_scale, totals, scale = rows
     x, flags = outliers
     count, depth, columns = shape
     words = depth // 2
@@ -79,10 +77,6 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
     panel = aligned(PAIR * CHUNK, np.uint16, 2)
     sums = aligned(panels * block * pair_sums, np.float32, 4)
     panel[:] = 0
-    offsets = np.zeros(count, np.int32)
-    if not by_amx:
-        for row in range(count):
-            offsets[row] = -UNSIGNED * add_integers(codes, row * words, words // STEP)
     is_aligned = out.ctypes.data % LINE == 0
     configure(by_amx)
     for first in range(start, end, width):
@@ -113,7 +107,7 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
                     by_amx,
                 )
                 if top + height >= words:
-                    scale_sums(sums, at, pairs, row_scale, offsets, row, scale, first, some)
+                    scale_sums(sums, at, pairs, row_scale, totals, row, scale, first, some, by_amx)
                     if apart.size == 0:
                         begin = row * columns + first
                         give_rows(

@@ -5,15 +5,16 @@
         `tiles.take_columns`, rounded to integers of `scales` each, fp32 [column], as
         `tile_products.multiply_integers` takes them; of a packed kernel the first of these columns'
         serves all of them. top, pitch: in elements; a step has two words' worth
-    round_row(x, begin, size, codes, flags, at) -> scale
+    round_row(x, begin, size, codes, flags, at, totals, row) -> scale
         `size` elements of x, bfloat16 as bits, from `begin` on, as integers of this scale to codes,
-        from `begin` on, int8; flags, uint8, are set where, from `at` on, outliers are
+        from `begin` on, int8, and their sum to totals[row], int32; flags, uint8, are set where,
+        from `at` on, outliers are
     take_outliers(x, begin, pitch, count, panel, step)
         `tiles.take_rows` of one step, others than outliers as 0
-    scale_sums(sums, at, pairs, rows, offsets, row, columns, first, count)
-        `count` rows of int32 sums, [pair][2][2][16][16] from `at` on, plus those of `offsets`,
-        int32, times those of `rows`, both from `row` on, and those of `columns` from `first` on,
-        both fp32: fp32 in their place
+    scale_sums(sums, at, pairs, rows, totals, row, columns, first, count, by_amx)
+        `count` rows of int32 sums, [pair][2][2][16][16] from `at` on, less what a kernel as uint8
+        adds to them, by the totals of its rows, int32, times those of `rows`, both from `row` on,
+        and those of `columns` from `first` on, both fp32: fp32 in their place
 """
 
 from __future__ import annotations
@@ -147,7 +148,17 @@ def _inverse(tiles: Tiles, scale: Any) -> Any:
     return builder.select(is_zero, ir.Constant(FLOAT, 0.0), inverse)
 
 
-def _round_row(tiles: Tiles, x: Any, begin: Any, size: Any, codes: Any, flags: Any, at: Any) -> Any:
+def _round_row(
+    tiles: Tiles,
+    x: Any,
+    begin: Any,
+    size: Any,
+    codes: Any,
+    flags: Any,
+    at: Any,
+    totals: Any,
+    row: Any,
+) -> Any:
     builder = tiles.builder
     count = builder.udiv(size, tiles.index(LINE))
     largest = cgutils.alloca_once_value(builder, filled(LINES, 0))
@@ -169,6 +180,8 @@ def _round_row(tiles: Tiles, x: Any, begin: Any, size: Any, codes: Any, flags: A
     scale = builder.fmul(top, ir.Constant(FLOAT, float(np.float32(1 / LEVELS))))
     inverse = tiles.spread(_inverse(tiles, scale), LANES)
     bytes_ = ir.VectorType(BYTE, LANES)
+    total = cgutils.alloca_once_value(builder, filled(WORDS, 0))
+    builder.store(filled(WORDS, 0), total)
     with tiles.loop(builder.udiv(size, tiles.index(LANES))) as (part, _):
         source = tiles.at(begin, (part, LANES))
         bits = builder.load(tiles.place(x, source, HALVES), align=2)
@@ -176,6 +189,9 @@ def _round_row(tiles: Tiles, x: Any, begin: Any, size: Any, codes: Any, flags: A
         wide = builder.shl(builder.zext(bits, WORDS), filled(WORDS, 16))
         found = _nearest(tiles, builder.fmul(builder.bitcast(wide, FLOATS), inverse))
         builder.store(builder.trunc(found, bytes_), tiles.place(codes, source, bytes_), align=1)
+        builder.store(builder.add(builder.load(total), found), total)
+    added = tiles.call(f"llvm.vector.reduce.add.v{LANES}i32", INT, builder.load(total))
+    builder.store(added, builder.gep(totals.data, [row]))
     return scale
 
 
@@ -198,12 +214,13 @@ def _is_outlier(tiles: Tiles, bits: Any) -> Any:
 
 
 def _scale_sums(
+    by_amx: bool,
     tiles: Tiles,
     sums: Any,
     at: Any,
     pairs: Any,
     rows: Any,
-    offsets: Any,
+    totals: Any,
     row: Any,
     columns: Any,
     first: Any,
@@ -213,15 +230,17 @@ def _scale_sums(
     with tiles.loop(count) as (line, _):
         inside = tiles.at(at, (builder.udiv(line, lanes), 2 * LANES * LANES))
         inside = tiles.at(inside, (builder.urem(line, lanes), LANES))
-        own, offset = (
+        own, total = (
             tiles.spread(builder.load(builder.gep(x.data, [builder.add(row, line)])), LANES)
-            for x in (rows, offsets)
+            for x in (rows, totals)
         )
+        excess = builder.mul(total, filled(WORDS, UNSIGNED))
         with tiles.loop(pairs) as (pair, _):
             for j in range(2):
                 source = tiles.at(inside, (pair, PAIR * PAIR), j * LANES * LANES)
                 found = builder.load(tiles.place(sums, source, WORDS), align=4)
-                found = builder.add(found, offset)
+                if not by_amx:
+                    found = builder.sub(found, excess)
                 column = tiles.at(first, (pair, PAIR), j * LANES)
                 scales = builder.load(tiles.place(columns, column, FLOATS), align=4)
                 wide = builder.fmul(builder.sitofp(found, FLOATS), builder.fmul(own, scales))
@@ -248,22 +267,27 @@ def _take(_context, kernel, scales, column, top, pitch, length, steps, packed, a
     return types.void(kernel, scales, N, N, N, N, N, packed, N, bits, by_amx), generate
 
 
-def _round(_context, x, begin, size, codes, flags, at):
+def _round(_context, x, begin, size, codes, flags, at, totals, row):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return _round_row(Tiles(builder), *arrays_of(context, builder, signature.args, arguments))
 
-    return types.float32(x, N, N, codes, flags, N), generate
+    return types.float32(x, N, N, codes, flags, N, totals, N), generate
 
 
 def _apart(_context, x, begin, pitch, count, panel, step):
     return types.void(x, N, N, N, panel, N), emitted(_take_outliers)
 
 
-def _scale(_context, sums, at, pairs, rows, offsets, row, columns, first, count):
-    return types.void(sums, N, N, rows, offsets, N, columns, N, N), emitted(_scale_sums)
+def _scale(_context, sums, at, pairs, rows, totals, row, columns, first, count, by_amx):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values = arrays_of(context, builder, signature.args[:-1], arguments[:-1])
+        _scale_sums(by_amx.literal_value, Tiles(builder), *values)
+        return context.get_dummy_value()
+
+    return types.void(sums, N, N, rows, totals, N, columns, N, N, by_amx), generate
 
 
 take_integers: Any = intrinsic(prefer_literal=True)(_take)
 round_row: Any = intrinsic(_round)
 take_outliers: Any = intrinsic(_apart)
-scale_sums: Any = intrinsic(_scale)
+scale_sums: Any = intrinsic(prefer_literal=True)(_scale)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from flexgen_jax.offload import few_rows, int8_kernels, product_kernels
+from flexgen_jax.offload import few_rows, int8_kernels
 from flexgen_jax.offload.few_rows import MOST, multiply_few
 from flexgen_jax.offload.foreign_calls import words
 from flexgen_jax.offload.inline_handlers import ALL, ARGUMENTS, CALLS, RESULTS, array_in, handler
@@ -47,7 +47,7 @@ def rounding_handler(name: str) -> tuple[Any, ...]:
     """The handler of `layers.int8_products.round_rows`.
 
     Its argument: bfloat16 [row, depth]. Results: where outliers are, uint8 [panel, depth], a panel
-    being `PAIR` rows; int8 [row, depth] and their scales, fp32 [row].
+    being `PAIR` rows; int8 [row, depth], their scales, fp32 [row], and sums, int32 [row].
     """
     return handler(name, _rounding_part())
 
@@ -56,16 +56,16 @@ def rounding_handler(name: str) -> tuple[Any, ...]:
 def int8_handler(name: str, bits: int, by_amx: bool) -> tuple[Any, ...]:
     """The same of products of 8-bit integers.
 
-    Its arguments: rows, int8 [row, depth], their scales, fp32 [row], and the kernel's, fp32
-    [column]; bias; what the rows were rounded from, bfloat16, and which of its columns have
-    outliers, uint8 [depth]; the kernel. Result: bfloat16 [row, column].
+    Its arguments: rows, int8 [row, depth], their scales, fp32 [row], and sums, int32 [row]; the
+    kernel's scales, fp32 [column]; bias; what the rows were rounded from, bfloat16, and which of
+    its columns have outliers, uint8 [depth]; the kernel. Result: bfloat16 [row, column].
     """
     return handler(name, _int8_part(bits, by_amx), axis=1, grain=FEWEST)
 
 
 def _product_part(bits: int, is_wide: bool, by_amx: bool) -> Callable[..., int]:
     """Some columns of a product."""
-    source = product_kernels.SOURCE + few_rows.SOURCE + CALLS
+    source = few_rows.SOURCE + CALLS
     stored = np.float32 if is_wide else np.uint16
 
     def compute(shared, part):
@@ -104,8 +104,9 @@ def _rounding_part() -> Callable[..., int]:
         flags = array_in(words(results[0]), (panels * depth,), np.uint8)
         codes = array_in(words(results[1]), (count * depth,), np.int8)
         scale = array_in(words(results[2]), (count,), np.float32)
+        totals = array_in(words(results[3]), (count,), np.int32)
         for panel in range(panels * part // parts, panels * (part + 1) // parts):
-            round_panel(x, (count, depth), panel, codes, scale, flags)
+            round_panel(x, (count, depth), panel, codes, scale, totals, flags)
         return 1
 
     return compute
@@ -118,22 +119,23 @@ def _int8_part(bits: int, by_amx: bool) -> Callable[..., int]:
     def compute(shared, part):
         assert source
         arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
-        rows, columns = words(words(arguments[0])[5]), words(words(arguments[2])[5])[0]
-        count, depth, length = rows[0], rows[1], words(words(arguments[6])[5])[0]
+        rows, columns = words(words(arguments[0])[5]), words(words(arguments[3])[5])[0]
+        count, depth, length = rows[0], rows[1], words(words(arguments[7])[5])[0]
         codes = array_in(words(arguments[0]), (count * depth // 2,), np.uint16)
         row_scale = array_in(words(arguments[1]), (count,), np.float32)
-        scale = array_in(words(arguments[2]), (columns,), np.float32)
-        bias = array_in(words(arguments[3]), (columns,), np.float32)
-        x = array_in(words(arguments[4]), (count * depth,), np.uint16)
-        flags = array_in(words(arguments[5]), (depth,), np.uint8)
+        totals = array_in(words(arguments[2]), (count,), np.int32)
+        scale = array_in(words(arguments[3]), (columns,), np.float32)
+        bias = array_in(words(arguments[4]), (columns,), np.float32)
+        x = array_in(words(arguments[5]), (count * depth,), np.uint16)
+        flags = array_in(words(arguments[6]), (depth,), np.uint8)
         if bits == 16:  # of the two, one is compiled
-            kernel: Any = (array_in(words(arguments[6]), (columns * depth,), np.uint16),)
+            kernel: Any = (array_in(words(arguments[7]), (columns * depth,), np.uint16),)
         else:
-            kernel = packed_kernel(arguments, 6)
+            kernel = packed_kernel(arguments, 7)
         out = array_in(words(results[0]), (count * columns,), np.uint16)
         pairs, shape = columns // PAIR, (count, depth, columns)
         start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
-        left, outliers = (codes, row_scale, scale), (x, flags)
+        left, outliers = (codes, row_scale, totals, scale), (x, flags)
         multiply_rounded(left, kernel, length, bias, outliers, out, shape, start, end, bits, by_amx)
         return 1
 

@@ -11,8 +11,6 @@ AMX, whose registers hold tiles, or AVX-512's, whose hold rows of them.
     multiply_integers(...)
         the same of int8, two of them in the place of a bfloat16; sums are int32 in that of fp32.
         AVX-512's takes those of `packed` plus `UNSIGNED`, as uint8
-    add_integers(codes, begin, lines) -> int32
-        the sum of `lines` cache lines of int8, from the word of two at `begin` on; by AVX-512
 
 by_amx: a compile-time constant.
 """
@@ -163,17 +161,6 @@ def dot(tiles: Tiles, instruction: str, total: Any, *sides: Any) -> Any:
     return tiles.call(f"llvm.x86.{instruction}", total.type, total, *sides)
 
 
-def _add(tiles: Tiles, codes: Any, begin: Any, lines: Any) -> Any:
-    builder = tiles.builder
-    total = cgutils.alloca_once_value(builder, filled(WORDS, 0))
-    builder.store(filled(WORDS, 0), total)
-    with tiles.loop(lines) as (line, _):
-        place = tiles.place(codes, tiles.at(begin, (line, 2 * LANES)), WORDS)
-        found, ones = builder.load(place, align=2), filled(WORDS, 0x01010101)
-        builder.store(dot(tiles, DOT_INTEGERS, builder.load(total), ones, found), total)
-    return tiles.call(f"llvm.vector.reduce.add.v{LANES}i32", INT, builder.load(total))
-
-
 def _multiplying(on_tiles: str, on_vectors: str, lines: int) -> Any:
     def multiply(
         _context, panel, packed, at, sums, to, soon, steps, adds, count, rows, later, pitch, by_amx
@@ -208,15 +195,7 @@ def _around(emit: Any) -> Any:
     return around
 
 
-def _sum(_context, codes, begin, lines):
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _add(Tiles(builder), *arrays_of(context, builder, signature.args, arguments))
-
-    return types.int32(codes, N, N), generate
-
-
 configure: Any = intrinsic(prefer_literal=True)(_around(_set_up))
 release: Any = intrinsic(prefer_literal=True)(_around(lambda tiles: _do(tiles, "tilerelease")))
 multiply_tiles: Any = intrinsic(prefer_literal=True)(_multiplying("tdpbf16ps", DOT, LINES))
 multiply_integers: Any = intrinsic(prefer_literal=True)(_multiplying("tdpbssd", DOT_INTEGERS, 4))
-add_integers: Any = intrinsic(_sum)
