@@ -99,8 +99,10 @@ class Session:
         for batch, rows in enumerate(shape.batch_sizes):
             prompt, generated = plan.prompt[batch], plan.generated[batch]
             programs.embed(rows, workload.prompt_len)
-            programs.prefill(rows, prompt)
-            programs.head(rows, workload.prompt_len, True)
+            programs.prefill(rows, prompt, only_last=True)
+            if self._config.num_layers > 1:
+                programs.prefill(rows, prompt)
+            programs.head(rows, True)
             for count, tail in enumerate(generated):
                 programs.embed(rows, 1)
                 self._compile_decode(plan, batch, rows, len(prompt) + count)
@@ -108,7 +110,6 @@ class Session:
                     programs.append(rows, tail)
                 if self._formats.cache_bits < 16:
                     programs.seal(rows, tail)
-                programs.head(rows, 1, True)
         if any(plan.generated) and plan.values_stay and set(plan.homes.values()) != {"device"}:
             started = time.perf_counter()
             self._runtime.prepare_host(self.policy.is_sparse, not plan.keys_stay)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from math import isclose
+from math import inf, isclose
 
 import numpy as np
 import pytest
@@ -111,6 +111,20 @@ def test_terms_are_those_of_appendix_a3() -> None:
             assert ours[name].at(f) == pytest.approx(seconds, rel=0.05), name
 
 
+def test_the_last_layer_makes_keys_and_values_of_a_prompt_and_one_token_more() -> None:
+    config, rate = known_shape("facebook/opt-30b"), 20e12
+    hw = replace(machine(), device_attention={16: Rate.constant(inf)})
+    costs = Costs(config, "float16", POLICY, hw)
+    h1, rows, tokens = config.hidden_size, 8, 256
+    kept, rest = 2 * 2 * h1**2 * rows * tokens, 2 * 10 * h1**2 * rows
+    last = costs.prefill_s(rows, tokens, only_last=True)
+    assert last == pytest.approx((kept + rest) / rate)
+    mean = (47 * costs.prefill_s(rows, tokens) + last) / 48
+    assert costs.mean_prefill_s(rows, tokens, scores_prompts=False) == pytest.approx(mean)
+    whole = costs.prefill_s(rows, tokens)
+    assert costs.mean_prefill_s(rows, tokens, scores_prompts=True) == pytest.approx(whole)
+
+
 def test_no_overlap_is_the_sum() -> None:
     config = known_shape("facebook/opt-1.3b")
     serial = Policy.from_percent(0, 50, 0, 50, 0, 50, overlap=False)
@@ -119,7 +133,9 @@ def test_no_overlap_is_the_sum() -> None:
     at = fractions_of(serial)
     parts = [terms[link].at(at) for link in ("host_to_device", "device_to_host", "disk_read")]
     parts.append(terms["disk_write"].at(at))
-    assert terms["compute"].at(at) == pytest.approx(costs.prefill_s(8, 128) + sum(parts))
+    assert terms["compute"].at(at) == pytest.approx(
+        costs.mean_prefill_s(8, 128, scores_prompts=False) + sum(parts)
+    )
 
 
 def random_model(rng: random.Random) -> ModelConfig:

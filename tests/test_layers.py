@@ -14,10 +14,12 @@ from flexgen_jax.families import read_config
 from flexgen_jax.layers.attention import attend, causal_attention, merge
 from flexgen_jax.layers.decoder import DecoderLayer
 from flexgen_jax.layers.embedding import Embedding, Head
+from flexgen_jax.layers.kernels import BY_XLA, Kernels
 from flexgen_jax.layers.linear import dense
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.sampling import keep_top, sample
 from flexgen_jax.layers.spec import Formats, model_spec, prefilled, scored_heads
+from flexgen_jax.offload.inline_kernels import INLINE
 from tests.models import BASE, VARIANTS
 
 RNG = np.random.default_rng(0)
@@ -145,6 +147,27 @@ def test_sequences_prefilled_in_groups_are_as_alone(
     for row in (0, batch - 1):
         spoilt = hidden.at[row, tokens - 1, 0].set(np.nan)
         assert not programs.prefill(batch, cuts)(weights, spoilt, first)[2]
+
+
+@pytest.mark.parametrize("kernels", [BY_XLA, INLINE], ids=["xla", "inline"])
+@pytest.mark.parametrize("variant", ["base", "350m"])
+def test_the_last_token_alone_is_as_among_all(variant: str, kernels: Kernels) -> None:
+    wide = {"hidden_size": 128, "word_embed_proj_dim": 128, "max_position_embeddings": 160}
+    config = read_config(BASE | VARIANTS[variant] | wide)
+    batch, tokens, cuts = 33, 128, (64, 64)
+    programs = Programs(config, Formats("float32"), kernels)
+    tensors = model_spec(config)[1].tensors
+    weights = {t.path: jnp.asarray(normal(*t.shape) / 8) for t in tensors}
+    hidden = jnp.asarray(normal(batch, tokens, config.hidden_size))
+    first = np.arange(batch, dtype=np.int32) * 3
+    whole, blocks, _ = programs.prefill(batch, cuts)(weights, hidden, first)
+    last, others, is_finite = programs.prefill(batch, cuts, only_last=True)(weights, hidden, first)
+    assert is_finite and last.shape == (batch, 1, config.hidden_size)
+    np.testing.assert_allclose(last, whole[:, -1:], 2e-4, 2e-4)
+    for sides in zip(jax.tree.leaves(blocks), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(*sides, 2e-4, 2e-4)
+    spoilt = hidden.at[5, tokens - 2, 0].set(np.nan)
+    assert not programs.prefill(batch, cuts, only_last=True)(weights, spoilt, first)[2]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

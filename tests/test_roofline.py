@@ -40,10 +40,21 @@ def bound(*percent: float, unified: bool = False, **options: object) -> Seconds:
 def test_compute_is_two_flops_a_parameter_and_token() -> None:
     found = bound(100, 0, 100, 0, 100, 0)
     layers, head = LAYERS * 12 * HIDDEN**2, 50272 * HIDDEN
-    assert found["prefill"]["compute"] == pytest.approx(2 * 40 * (100 * layers + head) / 2e12)
+    skipped = 99 * 10 * HIDDEN**2  # of the last layer all but keys and values, but for one token
+    prompt = 100 * layers - skipped
+    assert found["prefill"]["compute"] == pytest.approx(2 * 40 * (prompt + head) / 2e12)
     assert found["decode"]["compute"] == pytest.approx(2 * 40 * 10 * (layers + head) / 2e12)
     flops = 2e12 * sum(phase["compute"] for phase in found.values())
-    assert flops == pytest.approx(2 * 40 * 110 * num_parameters(CONFIG), rel=0.1)
+    usual = 2 * 40 * (110 * num_parameters(CONFIG) - skipped)
+    assert flops == pytest.approx(usual, rel=0.1)
+    scored = roofline(
+        CONFIG,
+        "bfloat16",
+        Policy.from_percent(100, 0, 100, 0, 100, 0, batch_size=10, num_batches=2),
+        replace(WORK, gen_len=1, head="score"),
+        MACHINE,
+    )
+    assert scored["prefill"]["compute"] == pytest.approx(2 * 40 * 100 * (layers + head) / 2e12)
 
 
 def test_products_of_integers_have_their_own_roof() -> None:

@@ -48,6 +48,14 @@ class SelfAttention(nn.Module):
         )
         return self.out(out), block
 
+    def prefill_last(self, x: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVPair]:
+        """The same for the last token only: [batch, 1, hidden], and all keys and values."""
+        heads, last = self.config.num_heads, jnp.int32(x.shape[1])
+        query = split_heads(self._query(x[:, -1:]), heads)
+        block = split_heads(self.k(x), heads), split_heads(self.v(x), heads)
+        out, _ = self.kernels.attend(query, (block,), jnp.zeros(1, jnp.int32), last, first_valid)
+        return self.out(join_heads(out.astype(self.dtype))), block
+
     def join(self, query: jax.Array, new: KVBlock, partials: list[Partial]) -> jax.Array:
         """The new token's attention to itself, and what it found wherever the cache is -> [batch,
         1, hidden]."""
@@ -62,8 +70,11 @@ class SelfAttention(nn.Module):
 
     def _all_heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query (scaled), key and value, each [batch, token, hidden]."""
-        scale = jnp.asarray(self.config.head_dim**-0.5, self.dtype)
-        return self.q(x) * scale, self.k(x), self.v(x)
+        return self._query(x), self.k(x), self.v(x)
+
+    def _query(self, x: jax.Array) -> jax.Array:
+        query: jax.Array = self.q(x) * jnp.asarray(self.config.head_dim**-0.5, self.dtype)
+        return query
 
 
 class DecoderLayer(nn.Module):
@@ -82,9 +93,20 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(self.config, self.dtype, self.kernels)
         self.mlp_norm = LayerNorm(self.config, self.dtype)
 
-    def prefill(self, hidden: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVBlock]:
-        """hidden: [batch, token, hidden] -> the same, and keys and values of the prompt."""
-        out, block = self.attention.prefill(self._before(hidden, self.attention_norm), first_valid)
+    def prefill(
+        self, hidden: jax.Array, first_valid: jax.Array, only_last: bool = False
+    ) -> tuple[jax.Array, KVBlock]:
+        """hidden: [batch, token, hidden] -> the same, and keys and values of the prompt.
+
+        only_last: of the result just the last token's, [batch, 1, hidden], as the last layer's
+        is used; keys and values are all.
+        """
+        x = self._before(hidden, self.attention_norm)
+        if only_last:
+            out, block = self.attention.prefill_last(x, first_valid)
+            hidden = hidden[:, -1:]
+        else:
+            out, block = self.attention.prefill(x, first_valid)
         hidden = self._after(hidden + out, self.attention_norm)
         return self._feed_forward(hidden), block
 

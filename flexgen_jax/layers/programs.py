@@ -47,7 +47,11 @@ def _embed(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
 
 
 def _prefill(
-    config: ModelConfig, formats: Formats, kernels: Kernels, cuts: tuple[int, ...]
+    config: ModelConfig,
+    formats: Formats,
+    kernels: Kernels,
+    cuts: tuple[int, ...],
+    only_last: bool,
 ) -> Callable[..., Any]:
     dtype = jnp.dtype(formats.dtype)
 
@@ -55,7 +59,9 @@ def _prefill(
         """Hidden states of some sequences, the stored leaves of their blocks, and whether each
         of the former is finite, which is told while it is in the cache."""
         layer = DecoderLayer(config, dtype, kernels)
-        hidden, (key, value) = _apply(layer, weights, hidden, first_valid, method="prefill")
+        hidden, (key, value) = _apply(
+            layer, weights, hidden, first_valid, only_last=only_last, method="prefill"
+        )
         blocks, start = [], 0
         for length in cuts:
             part = (slice(None), slice(None), slice(start, start + length))
@@ -248,9 +254,9 @@ def _lower(
         args = (weights(layers[0]), _int(batch, tokens), _int(), _int(batch))
         return jax.jit(_embed(config, dtype)).lower(*args)
     if kind == "prefill":
-        cuts = shape[1]
+        cuts, only_last = shape[1:]
         args = (weights(layers[1]), array(batch, sum(cuts), config.hidden_size), _int(batch))
-        return jax.jit(_prefill(config, formats, kernels, cuts)).lower(*args)
+        return jax.jit(_prefill(config, formats, kernels, cuts, only_last)).lower(*args)
     if kind == "decode":
         blocks = tuple(block(batch, tokens) for tokens in shape[1])
         hidden = array(batch, 1, config.hidden_size)
@@ -284,11 +290,11 @@ def _lower(
         return jax.jit(_append, donate_argnums=0).lower(*args)
     if kind == "seal":
         return jax.jit(partial(_seal, formats)).lower(tail(batch, shape[1]))
-    hidden = array(batch, shape[1], config.hidden_size)
     if kind == "score":
+        hidden = array(batch, shape[1], config.hidden_size)
         args = (weights(layers[-1]), hidden, _int(batch, shape[1]))
         return jax.jit(_score(config, dtype, kernels)).lower(*args)
-    is_greedy = shape[2]
+    is_greedy, hidden = shape[1], array(batch, 1, config.hidden_size)
     sampling = (_float(batch), _int(batch), _float(batch))
     keys = jax.ShapeDtypeStruct((batch, 2), jnp.uint32)
     args = (weights(layers[-1]), hidden, *(() if is_greedy else (*sampling, keys, _int())))
@@ -316,9 +322,12 @@ class Programs:
         """(weights, ids [batch, token], start, first_valid) -> hidden, all finite."""
         return self._get("embed", batch, tokens)
 
-    def prefill(self, batch: int, cuts: tuple[int, ...]) -> jax.stages.Compiled:
-        """(weights, hidden, first_valid) -> hidden, blocks of `cuts` tokens, all finite."""
-        return self._get("prefill", batch, cuts)
+    def prefill(
+        self, batch: int, cuts: tuple[int, ...], only_last: bool = False
+    ) -> jax.stages.Compiled:
+        """(weights, hidden, first_valid) -> hidden, of all tokens or `only_last`, blocks of `cuts`
+        tokens, all finite."""
+        return self._get("prefill", batch, cuts, only_last)
 
     def decode(
         self, batch: int, blocks: tuple[int, ...], tail: int, most: int
@@ -361,9 +370,10 @@ class Programs:
         """(a full tail) -> the block as it is kept."""
         return self._get("seal", batch, tail)
 
-    def head(self, batch: int, tokens: int, is_greedy: bool) -> jax.stages.Compiled:
-        """(weights, hidden, and unless greedy the arguments of `sample`) -> ids, all finite."""
-        return self._get("head", batch, tokens, is_greedy)
+    def head(self, batch: int, is_greedy: bool) -> jax.stages.Compiled:
+        """(weights, hidden [batch, 1, hidden], and unless greedy the arguments of `sample`) ->
+        ids, all finite."""
+        return self._get("head", batch, is_greedy)
 
     def score(self, batch: int, tokens: int) -> jax.stages.Compiled:
         """(weights, hidden, targets [batch, token]) -> log-probabilities, all finite."""

@@ -38,7 +38,7 @@ class Activations:
 
     def put(self, token: int, layer: int, batch: int, hidden: jax.Array) -> None:
         """Takes the output of `layer`; for the disk it is written by `settle`."""
-        home = self._plan.home(token, layer, batch)
+        home = self._plan.home(hidden.shape[1], layer, batch)
         self._forget(batch)
         self._runtime.ledger.take(home, hidden.nbytes)
         self._taken[batch] = (home, hidden.nbytes)

@@ -233,7 +233,10 @@ class BlockRun:
     def _prefill(self, step: Step, weights: Any) -> tuple[Computed, jax.Array]:
         batch = self._batches[step.batch]
         hidden = self._hidden_loads.take(step)
-        program = self._runtime.programs.prefill(batch.size, self._plan.prompt[step.batch])
+        # The head needs the last token only, unless it scores the prompt.
+        only_last = self._layers[step.layer + 1].kind == "head" and batch.targets is None
+        cuts = self._plan.prompt[step.batch]
+        program = self._runtime.programs.prefill(batch.size, cuts, only_last)
         hidden, blocks, finite = program(weights, hidden, batch.first_valid)
         return Computed(step, finite, blocks), hidden
 
@@ -281,18 +284,19 @@ class BlockRun:
     def _head(self, step: Step, weights: Any) -> Computed:
         batch = self._batches[step.batch]
         hidden = self._hidden_loads.take(step)
-        programs, tokens = self._runtime.programs, hidden.shape[1]
+        programs = self._runtime.programs
         if batch.targets is not None:
-            result, finite = programs.score(batch.size, tokens)(weights, hidden, batch.targets)
+            program = programs.score(batch.size, batch.prompt_len)
+            result, finite = program(weights, hidden, batch.targets)
             self._ids[step.batch] = batch.targets[:, -1:]  # for a step that is dropped too late
             return Computed(step, finite, result)
         if batch.forced is not None:
             target = batch.forced[:, step.token : step.token + 1]
             program = programs.score(batch.size, 1)
-            result, finite = program(weights, hidden[:, -1:], target)
+            result, finite = program(weights, hidden, target)
             self._ids[step.batch] = target
             return Computed(step, finite, result)
-        program = programs.head(batch.size, tokens, not batch.sampling)
+        program = programs.head(batch.size, not batch.sampling)
         sampling = (*batch.sampling, np.int32(step.token)) if batch.sampling else ()
         ids, finite = program(weights, hidden, *sampling)
         self._ids[step.batch] = ids

@@ -80,14 +80,34 @@ class Costs:
         """The part of `linear_s` that comes before attention."""
         return self._projected * self.linear_s(rows)
 
-    def prefill_s(self, rows: int, tokens: int) -> float:
-        """One layer's prefill, comp^p: products, attention 4 s^2 h1 a sequence, quantization."""
-        scores = 4.0 * rows * tokens**2 * self.config.hidden_size
-        seconds = self.linear_s(rows * tokens)
-        seconds += self.hw.prefill_attention.seconds(scores, tokens)
+    def prefill_s(self, rows: int, tokens: int, only_last: bool = False) -> float:
+        """One layer's prefill, comp^p: products, attention 4 s^2 h1 a sequence, quantization.
+
+        only_last: the last layer's, of all tokens keys and values and of one the rest.
+        """
+        if only_last:
+            kept = self.kept_share
+            seconds = kept * self.linear_s(rows * tokens) + (1 - kept) * self.linear_s(rows)
+            attention = self.hw.device_attention[16]
+            seconds += attention.seconds(self.kv_elements(rows, tokens))
+        else:
+            scores = 4.0 * rows * tokens**2 * self.config.hidden_size
+            seconds = self.linear_s(rows * tokens)
+            seconds += self.hw.prefill_attention.seconds(scores, tokens)
         if self.policy.cache_bits < 16:
             seconds += self.quantize_s(self.kv_elements(rows, tokens))
         return seconds
+
+    def mean_prefill_s(self, rows: int, tokens: int, scores_prompts: bool) -> float:
+        """`prefill_s` of a layer on average."""
+        layers = self.config.num_layers
+        last = self.prefill_s(rows, tokens, only_last=not scores_prompts)
+        return ((layers - 1) * self.prefill_s(rows, tokens) + last) / layers
+
+    @property
+    def kept_share(self) -> float:
+        """Of a layer's products, those that make keys and values."""
+        return 2 / 3 * self._projected
 
     def quantize_s(self, elements: float) -> float:
         return self.hw.quantize.seconds(elements)
@@ -243,7 +263,8 @@ def _prefill(costs: Costs, workload: Workload) -> Work:
         "disk_read": read + Linear({"hd": hidden}),
         "disk_write": Linear({"cd": cache, "hd": hidden}),
     }
-    seconds = batches * (costs.prefill_s(rows, tokens) + costs.hw.step_s)
+    computing = costs.mean_prefill_s(rows, tokens, workload.scores_prompts)
+    seconds = batches * (computing + costs.hw.step_s)
     return Work(moved, Linear({}, seconds))
 
 

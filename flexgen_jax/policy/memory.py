@@ -49,6 +49,11 @@ class BlockShape:
     gen_len: int
     head: Head = "greedy"
 
+    @property
+    def scores_prompts(self) -> bool:
+        """As `Workload.scores_prompts`."""
+        return self.head == "score" and self.gen_len == 1
+
     @classmethod
     def of(cls, policy: Policy, workload: Workload) -> BlockShape:
         """The largest block that the policy makes of a workload of equal prompts."""

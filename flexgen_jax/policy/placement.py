@@ -168,11 +168,11 @@ class ActivationPlan:
 
     homes: dict[tuple[int, int], Tier]
 
-    def home(self, token: int, layer: int, batch: int) -> Tier:
-        """A decode step's never go to the disk: there is one token where a prompt has all of its
-        own, and the disk would cost every step more time than the memory is worth."""
+    def home(self, tokens: int, layer: int, batch: int) -> Tier:
+        """Of a hidden state of so many tokens a sequence. One token's never goes to the disk: that
+        would cost every decode step more time than the memory is worth."""
         home = self.homes[layer, batch]
-        return "host" if token > 0 and home == "disk" else home
+        return "host" if tokens == 1 and home == "disk" else home
 
 
 def place_activations(layers: int, batches: int, policy: Policy) -> ActivationPlan:

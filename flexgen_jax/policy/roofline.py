@@ -24,31 +24,38 @@ def roofline(
 ) -> Seconds:
     """Seconds that each resource needs at its best in "prefill" and in "decode".
 
-    compute: 2 FLOPs a parameter and token, by products of the policy's bits. memory: weights and
-    the KV cache that is attended to on the host, once a step, from RAM. disk_read: what the policy
-    keeps there, once a step, the tables of both ends once a block. host_to_device: what is not on
-    the device; 0 on a unified machine.
+    compute: 2 FLOPs a parameter and token, by products of the policy's bits; of a prompt that is
+    not scored, the head and all of the last layer but its keys and values take one token. memory:
+    weights and the KV cache that is attended to on the host, once a step, from RAM. disk_read: what
+    the policy keeps there, once a step, the tables of both ends once a block. host_to_device: what
+    is not on the device; 0 on a unified machine.
     """
     costs = Costs(config, dtype, policy, hw)
     rows, later = workload.num_sequences, workload.gen_len - 1
     blocks = ceil(rows / (policy.batch_size * policy.num_batches))
+    layers = config.num_layers
     ends = (*costs.layers[0].large, *costs.layers[-1].large)
     tables = {t.key: costs.formats.weight(t).nbytes for t in ends}  # a shared one is read once
     # Tokens before the new one, added up over the decode steps; and those in full blocks.
     before = later * workload.prompt_len + later * (later - 1) // 2
     open_ = sum(new % policy.kv_block_tokens for new in range(later))
-    each = config.num_layers * costs.kv_bytes(rows, 1)
+    each = layers * costs.kv_bytes(rows, 1)
+    prompt, kept = workload.prompt_len, costs.kept_share
+    asked = prompt if workload.scores_prompts else 1
+    prefilled = (layers - 1 + kept) * prompt + (1 - kept) * asked  # tokens times layers
 
-    def phase(steps: int, tokens: int, once: float, cache: float, full: float) -> dict[str, float]:
-        decoders = tokens * config.num_layers * costs.layers[1].large_size
-        flops = 2.0 * rows * (decoders + steps * costs.layers[-1].large_size)
-        weights = blocks * (steps * config.num_layers * costs.layer_bytes() + once)
+    def phase(
+        steps: int, computed: float, formed: int, once: float, cache: float, full: float
+    ) -> dict[str, float]:
+        sizes = (costs.layers[1].large_size, costs.layers[-1].large_size)
+        flops = 2.0 * rows * (computed * sizes[0] + formed * sizes[1])
+        weights = blocks * (steps * layers * costs.layer_bytes() + once)
         seconds = {"compute": flops / _peak(hw, policy.matmul_bits)}
         return seconds | _moving(policy, dtype, hw, weights, cache, full)
 
     return {
-        "prefill": phase(1, workload.prompt_len, sum(tables.values()), 0, 0),
-        "decode": phase(later, later, 0, each * before, each * (before - open_)),
+        "prefill": phase(1, prefilled, asked, sum(tables.values()), 0, 0),
+        "decode": phase(later, later * layers, later, 0, each * before, each * (before - open_)),
     }
 
 

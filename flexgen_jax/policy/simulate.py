@@ -16,9 +16,9 @@ from itertools import pairwise
 from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.memory import PENDING_WRITES, BlockShape, plan_cache
 from flexgen_jax.policy.placement import place_activations, place_weights
-from flexgen_jax.policy.policy import Ahead
+from flexgen_jax.policy.policy import Ahead, Tier
 from flexgen_jax.policy.schedule import LookAhead, Step, steps_of
-from flexgen_jax.policy.simulated import Cached, CacheSizes, Clock
+from flexgen_jax.policy.simulated import Cached, CacheSizes, Clock, Loading
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,6 @@ class Prediction:
     def binding(self) -> str:
         """The resource that is busy for the longest time."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
-
-
-@dataclass
-class Loading:
-    """A load in flight: its read, the bytes that have to be copied, when they are there."""
-
-    read: list[float] | None = None
-    copied: int = 0
-    size: float | None = None
-    ready: float = -1.0
 
 
 class Simulation:
@@ -177,20 +167,26 @@ class Simulation:
     def _is_waiting(self, step: Step) -> bool:
         if self._hidden.get(step.batch) != (step.token, step.layer - 1):
             return False
-        home = self._states.home(step.token, step.layer - 1, step.batch)
+        home, _ = self._state(step, step.layer - 1)
         return home != "disk" or step.batch in self._hidden_disk
 
     def _start_hidden(self, step: Step) -> Loading:
-        home = self._states.home(step.token, step.layer - 1, step.batch)
-        nbytes = self._hidden_bytes(step)
+        home, nbytes = self._state(step, step.layer - 1)
         if step.batch in self._hidden_disk and step.batch not in self._hidden_writes:  # not in RAM
             seconds = self.costs.hw.page_cache.seconds(nbytes)
             return Loading(self._clock.read(nbytes, True, "page_cache", seconds), nbytes)
         return Loading(None, 0 if home == "device" else nbytes)
 
-    def _hidden_bytes(self, step: Step) -> int:
-        tokens = self.shape.prompt_lens[step.batch] if step.token == 0 else 1
-        return self.costs.hidden_bytes(self.shape.batch_sizes[step.batch], tokens)
+    def _state(self, step: Step, layer: int) -> tuple[Tier, int]:
+        """Home and bytes of the hidden state that a layer makes of the step's tokens."""
+        is_one = step.token > 0 or self._only_last(layer)
+        tokens = 1 if is_one else self.shape.prompt_lens[step.batch]
+        nbytes = self.costs.hidden_bytes(self.shape.batch_sizes[step.batch], tokens)
+        return self._states.home(tokens, layer, step.batch), nbytes
+
+    def _only_last(self, layer: int) -> bool:
+        """Whether a prompt's last token is all that is needed of the layer."""
+        return layer == len(self.costs.layers) - 2 and not self.shape.scores_prompts
 
     # Loads ahead
 
@@ -256,11 +252,12 @@ class Simulation:
             ready = max(ready, self._take("hidden", step, start))
             self._loads["hidden"].pop(step)
             if kind == "head":
-                scored = self.shape.head == "score" and self.shape.gen_len == 1
+                scored = self.shape.scores_prompts
                 formed = rows * (self.shape.prompt_lens[step.batch] if scored else 1)
                 done = clock.compute(fixed + costs.head_s(formed), ready)
             elif step.token == 0:
-                seconds = costs.prefill_s(rows, self.shape.prompt_lens[step.batch])
+                tokens = self.shape.prompt_lens[step.batch]
+                seconds = costs.prefill_s(rows, tokens, self._only_last(step.layer))
                 done = clock.compute(fixed + seconds, ready)
             else:
                 done = self._decode(step, ahead, ready, fixed)
@@ -315,8 +312,9 @@ class Simulation:
         self._hidden[step.batch] = (step.token, step.layer)
         self._clock.wait(self._hidden_writes.pop(step.batch, 0.0))
         self._hidden_disk.discard(step.batch)
-        if self._states.home(step.token, step.layer, step.batch) != "device":
-            self._clock.move("device_to_host", self._hidden_bytes(step), done)
+        home, nbytes = self._state(step, step.layer)
+        if home != "device":
+            self._clock.move("device_to_host", nbytes, done)
 
     def _retire(self, step: Step, done: float) -> None:
         """Waits for a step and stores its results."""
@@ -365,11 +363,11 @@ class Simulation:
                 self._clock.wait(self._pending[0])
 
     def _settle_hidden(self, step: Step) -> None:
-        is_newest = self._hidden.get(step.batch) == (step.token, step.layer)
-        if is_newest and self._states.home(step.token, step.layer, step.batch) == "disk":
+        home, nbytes = self._state(step, step.layer)
+        if self._hidden.get(step.batch) == (step.token, step.layer) and home == "disk":
             writes = self._hidden_writes
             self._hidden_disk.add(step.batch)
-            writes[step.batch] = self._clock.move("disk_write", self._hidden_bytes(step))
+            writes[step.batch] = self._clock.move("disk_write", nbytes)
             if len(writes) > PENDING_WRITES:
                 self._clock.wait(writes.pop(next(iter(writes))))
 

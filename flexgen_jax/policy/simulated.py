@@ -15,6 +15,16 @@ from flexgen_jax.policy.policy import Tier
 RESOURCES = (*TRANSFERS, "compute", "host_compute")
 
 
+@dataclass
+class Loading:
+    """A load in flight: its read, the bytes that have to be copied, when they are there."""
+
+    read: list[float] | None = None
+    copied: int = 0
+    size: float | None = None
+    ready: float = -1.0
+
+
 class Clock:
     """The executor's thread: what it waits for, and what it keeps busy."""
 
