@@ -17,7 +17,7 @@ from numba import njit
 from flexgen_jax.families import read_config
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.kernels import BY_XLA
-from flexgen_jax.layers.linear import rounded
+from flexgen_jax.layers.linear import FEW_ROWS, rounded
 from flexgen_jax.layers.quantization import dequantize, quantize, quantize_as
 from flexgen_jax.layers.spec import Formats, model_spec
 from flexgen_jax.offload import inline_products
@@ -42,7 +42,7 @@ with_tiles = pytest.mark.skipif(tile_unit() is None, reason="no unit of the proc
 
 def test_few_rows_are_as_many_as_their_kernel_takes() -> None:
     """A number apart, since the other module loads Numba."""
-    assert inline_products.MOST_AT_ONCE == MOST
+    assert FEW_ROWS == MOST
 
 
 def anew(function: Callable[..., jax.Array]) -> Any:
@@ -97,6 +97,7 @@ def assert_nearest(found: jax.Array, expected: np.ndarray) -> None:
         (1, 32, 32),
         (2, 96, COLUMNS + 32),
         (3, 288, 64),
+        (7, 4 * DEPTH + 64, 96),
         (MOST, 2 * DEPTH + 32, 160),
         (MOST + 1, 320, 96),
         (31, 64, 96),

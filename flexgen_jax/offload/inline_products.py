@@ -1,5 +1,5 @@
 """Products on the CPU as a part of XLA's programs, where the processor has AMX, or AVX-512 with
-bfloat16: of many rows, of any number with a packed kernel, and by AVX-512 of very few."""
+bfloat16: of many rows, of any number with a packed kernel, and by AVX-512 of few."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ FEW_PACKED = 1 << 20
 
 MULTIPLE = 32
 """Of a kernel's rows and columns, as tiles are (`tiles`, which would load Numba)."""
-
-MOST_AT_ONCE = 8
-"""Rows that AVX-512 multiplies with a kernel as it comes from memory (`few_rows.MOST`)."""
 
 NUMBA_TARGETS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 """Set, they may have Numba compile for a processor without tiles."""
@@ -113,7 +110,7 @@ def _unit_for(x: jax.Array, kernel: Kept) -> str | None:
     else:
         rows = x.size // depth
         is_faster = rows > FEW_ROWS and rows * columns * depth >= FEW_PRODUCTS
-        if tile_unit() == "avx512" and rows <= MOST_AT_ONCE:
+        if tile_unit() == "avx512" and rows <= FEW_ROWS:  # as the kernel comes from memory
             is_faster = columns * depth >= FEW_PACKED
     return tile_unit() if _fit_tiles(x, kernel) and is_faster else None
 
