@@ -22,7 +22,19 @@ from flexgen_jax.offload import product_kernels
 from flexgen_jax.offload.host_kernels import source_of
 from flexgen_jax.offload.product_kernels import aligned
 from flexgen_jax.offload.tile_products import DOT, dot
-from flexgen_jax.offload.tiles import BYTE, FLOATS, PAIR, STEP, WORDS, N, Tiles, emitted, give_rows
+from flexgen_jax.offload.tiles import (
+    BYTE,
+    FLOATS,
+    PAIR,
+    STEP,
+    WORDS,
+    N,
+    PackedKernel,
+    Tiles,
+    emitted,
+    give_rows,
+    packed_place,
+)
 from flexgen_jax.offload.vectors import INT, LANES, SECOND_CACHE, arrays_of, filled
 
 cgutils: Any = untyped
@@ -162,6 +174,29 @@ def _lay(
         tiles.builder.store(tiles.builder.load(source, align=2), target, align=2)
 
 
+class FewPacked(PackedKernel):
+    """`SIDE` rows of a packed kernel."""
+
+    ROWS = SIDE
+
+
+def _unpack(_context, kernel, column, top, pitch, length, steps, plain, apart, bits):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        arrays = cgutils.unpack_tuple(builder, arguments[0])
+        arrays = arrays_of(context, builder, signature.args[0], arrays)
+        rest = arrays_of(context, builder, signature.args[1:-1], arguments[1:-1])
+        column, top, pitch, length, steps, plain, apart = rest
+        tiles, bits = Tiles(builder), signature.args[-1].literal_value
+        few = FewPacked(*packed_place(tiles, arrays, column, top, pitch, length, bits))
+        with tiles.loop(steps) as (step, _):
+            for row, found in enumerate(few.rows(tiles.index(0), step)):
+                place = tiles.at((row, apart), (step, STEP))
+                builder.store(found, tiles.place(plain, place, WORDS), align=2)
+        return context.get_dummy_value()
+
+    return types.void(kernel, N, N, N, N, N, plain, N, bits), generate
+
+
 def _laying(_context, rows, begin, steps, left, first, apart):
     return types.void(rows, N, N, left, N, N), emitted(_lay)
 
@@ -176,6 +211,10 @@ apart from `soon` on, are brought to the second cache. wide, many: compile-time 
 
 totals: Any = intrinsic(prefer_literal=True)(_totals)
 """Adds up the lanes of such sums: [row][column] from `to` on, rows `LANES` apart."""
+
+unpack: Any = intrinsic(prefer_literal=True)(_unpack)
+"""Puts `SIDE` rows of a packed kernel, from `column` on and the element at `top`, to plain, `apart`
+from each other; the rest is as `tiles.take_columns` has it."""
 
 lay: Any = intrinsic(_laying)
 """Copies steps of a row from `begin` on to left, `apart` from each other from `first` on."""
@@ -193,21 +232,11 @@ def multiply_few(rows, kernel, bias, out, shape, start, end):
 @njit(inline="always")
 def multiply_streams(rows, kernel, bias, out, shape, start, end, most, wide, many):
     """The same of `many` rows and `wide` columns at a time, and of so many elements at most."""
-    count, depth, columns = shape
-    turns, height, panels = -(-count // many), min(depth, most), -(-count // PAIR)
-    left = aligned(turns * many * depth, np.uint16, 2)
-    left[:] = 0
-    for row in range(count):
-        for top in range(0, depth, height):
-            steps = min(height, depth - top) // STEP
-            first = (top * turns + row // many * steps * STEP) * many + row % many * STEP
-            lay(rows, row * depth + top, steps, left, first, many * STEP)
-    each = many * wide * LANES
-    lanes = aligned(PAIR // wide * turns * each, np.float32, 4)
-    sums = np.zeros(panels * PAIR * PAIR, np.float32)
+    depth, height, turns = shape[1], min(shape[1], most), -(-shape[0] // many)
+    left, lanes, sums = memory(rows, shape, height, wide, many)
     for first in range(start, end, PAIR):
         for top in range(0, depth, height):
-            steps, after = min(height, depth - top) // STEP, first * depth + top + height
+            after = first * depth + top + height
             if top + height >= depth:
                 after = (first + PAIR) * depth
             for column in range(0, PAIR, wide):
@@ -215,30 +244,85 @@ def multiply_streams(rows, kernel, bias, out, shape, start, end, most, wide, man
                 soon = begin + wide * depth if column + wide < PAIR else after
                 if wide == 1:
                     soon = begin + AHEAD
-                for turn in range(turns):
-                    dots(
-                        left,
-                        (top * turns + turn * steps * STEP) * many,
-                        kernel,
-                        begin,
-                        depth,
-                        steps,
-                        lanes,
-                        (column // wide * turns + turn) * each,
-                        top > 0,
-                        soon + turn * depth,
-                        turns * depth,
-                        (wide - turn + turns - 1) // turns,
-                        wide,
-                        many,
-                    )
-        for column in range(0, PAIR, wide):
-            inside = column // LANES * LANES * LANES + column % LANES
-            for turn in range(turns):
-                row = turn * many
-                panel = row // PAIR * PAIR * PAIR + row % PAIR // LANES * PAIR * LANES
-                to = panel + row % LANES * LANES + inside
-                totals(lanes, (column // wide * turns + turn) * each, sums, to, wide, many)
-        for row in range(0, count, PAIR):
-            begin, some = row * columns + first, min(PAIR, count - row)
-            give_rows(sums[row * PAIR :], 1, bias, first, out, begin, columns, some, False)
+                part = (top, min(height, depth - top) // STEP, column)
+                multiply_part(
+                    left, kernel, begin, depth, lanes, part, turns, soon, wide, wide, many
+                )
+        give_sums(lanes, sums, bias, out, shape, first, wide, many)
+
+
+@njit(inline="always")
+def multiply_few_packed(rows, kernel, length, bias, out, shape, start, end, bits):
+    """The same with a packed kernel, `SIDE` rows of which are unpacked at a time."""
+    depth, height, turns = shape[1], min(shape[1], DEPTH), -(-shape[0] // SIDE)
+    left, lanes, sums = memory(rows, shape, height, SIDE, SIDE)
+    plain = aligned(SIDE * height, np.uint16, 2)
+    for first in range(start, end, PAIR):
+        for top in range(0, depth, height):
+            steps = min(height, depth - top) // STEP
+            for column in range(0, PAIR, SIDE):
+                unpack(kernel, first + column, top, depth, length, steps, plain, height, bits)
+                part = (top, steps, column)
+                multiply_part(left, plain, 0, height, lanes, part, turns, 0, 0, SIDE, SIDE)
+        give_sums(lanes, sums, bias, out, shape, first, SIDE, SIDE)
+
+
+@njit(inline="always")
+def memory(rows, shape, height, wide, many):
+    """The rows as `dots` has them, `height` elements of all of them after the other; lanes of the
+    sums of `PAIR` columns; and those as `give_rows` has them."""
+    count, depth, _ = shape
+    turns = -(-count // many)
+    left = aligned(turns * many * depth, np.uint16, 2)
+    left[:] = 0
+    for row in range(count):
+        for top in range(0, depth, height):
+            steps = min(height, depth - top) // STEP
+            first = (top * turns + row // many * steps * STEP) * many + row % many * STEP
+            lay(rows, row * depth + top, steps, left, first, many * STEP)
+    lanes = aligned(PAIR * turns * many * LANES, np.float32, 4)
+    return left, lanes, np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
+
+
+@njit(inline="always")
+def multiply_part(left, kernel, begin, pitch, lanes, part, turns, soon, ahead, wide, many):
+    """`dots` of all rows and some elements of `wide` columns; meanwhile those of `ahead` rows of
+    the kernel, `pitch` apart from `soon` on, are fetched.
+
+    part: the first element, steps, and the first of these columns among `PAIR`.
+    """
+    top, steps, column = part
+    for turn in range(turns):
+        dots(
+            left,
+            (top * turns + turn * steps * STEP) * many,
+            kernel,
+            begin,
+            pitch,
+            steps,
+            lanes,
+            (column * turns + turn * wide) * many * LANES,
+            top > 0,
+            soon + turn * pitch,
+            turns * pitch,
+            (ahead - turn + turns - 1) // turns,
+            wide,
+            many,
+        )
+
+
+@njit(inline="always")
+def give_sums(lanes, sums, bias, out, shape, first, wide, many):
+    """Adds up the lanes of `PAIR` columns, and gives all rows' results."""
+    count, _, columns = shape
+    turns = -(-count // many)
+    for column in range(0, PAIR, wide):
+        inside = column // LANES * LANES * LANES + column % LANES
+        for turn in range(turns):
+            row = turn * many
+            panel = row // PAIR * PAIR * PAIR + row % PAIR // LANES * PAIR * LANES
+            to = panel + row % LANES * LANES + inside
+            totals(lanes, (column * turns + turn * wide) * many * LANES, sums, to, wide, many)
+    for row in range(0, count, PAIR):
+        begin, some = row * columns + first, min(PAIR, count - row)
+        give_rows(sums[row * PAIR :], 1, bias, first, out, begin, columns, some, False)

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from flexgen_jax.offload import few_rows, int8_kernels
-from flexgen_jax.offload.few_rows import MOST, multiply_few
+from flexgen_jax.offload.few_rows import MOST, multiply_few, multiply_few_packed
 from flexgen_jax.offload.foreign_calls import words
 from flexgen_jax.offload.inline_handlers import ALL, ARGUMENTS, CALLS, RESULTS, array_in, handler
 from flexgen_jax.offload.int8_kernels import multiply_rounded, round_panel
@@ -82,8 +82,11 @@ def _product_part(bits: int, is_wide: bool, by_amx: bool) -> Callable[..., int]:
         out = array_in(words(results[0]), (count * columns,), stored)
         pairs, shape = columns // PAIR, (count, depth, columns)
         start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
-        if bits == 16 and not by_amx and count <= MOST:
-            multiply_few(left, kernel[0], bias, out, shape, start, end)
+        if not by_amx and count <= MOST:
+            if bits == 16:
+                multiply_few(left, kernel[0], bias, out, shape, start, end)
+            else:
+                multiply_few_packed(left, kernel, length, bias, out, shape, start, end, bits)
         else:
             multiply_columns(left, kernel, length, bias, out, shape, start, end, bits, by_amx)
         return 1

@@ -110,14 +110,14 @@ def _turned(tiles: Tiles, rows: list[Any]) -> list[Any]:
 class PlainKernel:
     """Rows of a kernel's matrix, from the element at `begin` on and `pitch` apart."""
 
-    ELEMENTS = STEP
-    """Of a row, in a step."""
+    ELEMENTS, ROWS = STEP, LANES
+    """Of a row, in a step; and rows at a time."""
 
     def __init__(self, tiles: Tiles, matrix: Any, begin: Any, pitch: Any) -> None:
         self._tiles, self._matrix, self._begin, self._pitch = tiles, matrix, begin, pitch
 
     def rows(self, tile: Any, step: Any) -> list[Any]:
-        """Two elements a word, of a tile's rows."""
+        """Two elements a word, of these rows."""
         return self._loaded(tile, step, WORDS, 2)
 
     def _loaded(self, tile: Any, step: Any, kind: Any, align: int) -> list[Any]:
@@ -127,15 +127,15 @@ class PlainKernel:
         ]
 
     def _places(self, tile: Any, step: Any, kind: Any) -> list[Any]:
-        """Where the step's elements in a tile's rows begin; the next tile's are brought nearer:
+        """Where the step's elements in these rows begin; those of the next ones are brought nearer:
         processors see no pattern in so many rows."""
         tiles = self._tiles
-        row = (tiles.at((tile, LANES)), self._pitch)
+        row = (tiles.at((tile, self.ROWS)), self._pitch)
         first = tiles.at(self._begin, row, (step, self.ELEMENTS))
-        indices = [tiles.at(first, (self._pitch, row)) for row in range(2 * LANES)]
-        for index in indices[LANES:]:
+        indices = [tiles.at(first, (self._pitch, row)) for row in range(2 * self.ROWS)]
+        for index in indices[self.ROWS :]:
             tiles.ask(tiles.place(self._matrix, index, BYTE), SECOND_CACHE)
-        return [tiles.place(self._matrix, index, kind) for index in indices[:LANES]]
+        return [tiles.place(self._matrix, index, kind) for index in indices[: self.ROWS]]
 
 
 class PackedKernel(PlainKernel):
