@@ -45,6 +45,26 @@ def test_few_rows_are_as_many_as_their_kernel_takes() -> None:
     assert FEW_ROWS == MOST
 
 
+@pytest.mark.parametrize(
+    ("unit", "rows", "columns", "is_tiled"),
+    [
+        ("avx512", 1, 1024, True),
+        ("avx512", MOST, 1024, True),
+        ("avx512", MOST + 1, 1024, False),  # XLA takes a millisecond
+        ("avx512", MOST + 1, 4096, True),
+        ("avx512", MOST, 512, False),
+        ("amx", MOST, 4096, False),
+        ("amx", MOST + 1, 4096, True),
+    ],
+)
+def test_what_is_faster_decides(
+    unit: str, rows: int, columns: int, is_tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inline_products, "tile_unit", lambda kind="bf16": unit)
+    x, kernel = (jnp.zeros((n, 1024), jnp.bfloat16) for n in (rows, columns))
+    assert inline_products._unit_for(x, kernel) == (unit if is_tiled else None)
+
+
 def anew(function: Callable[..., jax.Array]) -> Any:
     """Jitted, and traced for this test alone: what is traced keeps the unit that it had."""
     return jax.jit(lambda *args: function(*args))
@@ -122,7 +142,14 @@ def test_product_is_the_formula(rows: int, depth: int, columns: int, has_bias: b
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     ("rows", "depth", "columns"),
-    [(1, 32, 64), (40, 128, 320), (33, 320, 8 * COLUMNS), (70, 2 * DEPTH + 32, COLUMNS + 64)],
+    [
+        (1, 32, 64),
+        (40, 128, 320),
+        (33, 320, 8 * COLUMNS),
+        (5, 4 * DEPTH + 64, 320),
+        (MOST, 2 * DEPTH + 32, 320),
+        (70, 2 * DEPTH + 32, COLUMNS + 64),
+    ],
 )
 def test_quantized_kernels_are_unpacked(bits: int, rows: int, depth: int, columns: int) -> None:
     kernel = quantize(numbers(columns, depth, seed=1), bits, 64, 0)
@@ -141,8 +168,9 @@ def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> N
     whole = kernel.storage.plane_length % PAIR == 0
     unit = jnp.eye(96, dtype=jnp.bfloat16)
     assert (TARGET in anew(dense_inline).lower(unit, kernel, None).as_text()) == whole
-    found = anew(dense_inline)(unit, kernel, None)
-    np.testing.assert_array_equal(found.T, dequantize(kernel))
+    for rows in (unit, unit[:MOST]):
+        found = anew(dense_inline)(rows, kernel, None)
+        np.testing.assert_array_equal(found.T, dequantize(kernel)[:, : len(rows)])
 
 
 @pytest.mark.usefixtures("unit")

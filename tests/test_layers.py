@@ -19,6 +19,7 @@ from flexgen_jax.layers.linear import dense
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.sampling import keep_top, sample
 from flexgen_jax.layers.spec import Formats, model_spec, prefilled, scored_heads
+from flexgen_jax.offload import inline_attention
 from flexgen_jax.offload.inline_kernels import INLINE
 from tests.models import BASE, VARIANTS
 
@@ -149,23 +150,40 @@ def test_sequences_prefilled_in_groups_are_as_alone(
         assert not programs.prefill(batch, cuts)(weights, spoilt, first)[2]
 
 
-@pytest.mark.parametrize("kernels", [BY_XLA, INLINE], ids=["xla", "inline"])
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "cache_bits"),
+    [(BY_XLA, "float32", 16), (INLINE, "float32", 16), (INLINE, "bfloat16", 4)],
+    ids=["xla", "inline", "inline-bf16"],
+)
 @pytest.mark.parametrize("variant", ["base", "350m"])
-def test_the_last_token_alone_is_as_among_all(variant: str, kernels: Kernels) -> None:
+def test_the_last_token_alone_is_as_among_all(
+    variant: str,
+    kernels: Kernels,
+    dtype: str,
+    cache_bits: int,
+    always: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("FEW_ELEMENTS", "FEW_OF_A_PROMPT"):
+        monkeypatch.setattr(inline_attention, name, 0)
     wide = {"hidden_size": 128, "word_embed_proj_dim": 128, "max_position_embeddings": 160}
     config = read_config(BASE | VARIANTS[variant] | wide)
     batch, tokens, cuts = 33, 128, (64, 64)
-    programs = Programs(config, Formats("float32"), kernels)
-    tensors = model_spec(config)[1].tensors
-    weights = {t.path: jnp.asarray(normal(*t.shape) / 8) for t in tensors}
-    hidden = jnp.asarray(normal(batch, tokens, config.hidden_size))
+    programs = Programs(config, Formats(dtype, 16, cache_bits), kernels)
+    close = 2e-4 if dtype == "float32" else 5e-2
+    weights = {
+        t.path: jnp.asarray(normal(*t.shape) / 8, dtype) for t in model_spec(config)[1].tensors
+    }
+    hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     first = np.arange(batch, dtype=np.int32) * 3
     whole, blocks, _ = programs.prefill(batch, cuts)(weights, hidden, first)
     last, others, is_finite = programs.prefill(batch, cuts, only_last=True)(weights, hidden, first)
     assert is_finite and last.shape == (batch, 1, config.hidden_size)
-    np.testing.assert_allclose(last, whole[:, -1:], 2e-4, 2e-4)
-    for sides in zip(jax.tree.leaves(blocks), jax.tree.leaves(others), strict=True):
-        np.testing.assert_allclose(*sides, 2e-4, 2e-4)
+    sides = (np.asarray(x, np.float32) for x in (last, whole[:, -1:]))
+    np.testing.assert_allclose(*sides, close, close)
+    for leaf, other in zip(jax.tree.leaves(blocks), jax.tree.leaves(others), strict=True):
+        sides = (np.asarray(x, np.float32) for x in (leaf, other))
+        np.testing.assert_allclose(*sides, close, close)
     spoilt = hidden.at[5, tokens - 2, 0].set(np.nan)
     assert not programs.prefill(batch, cuts, only_last=True)(weights, spoilt, first)[2]
 

@@ -60,6 +60,25 @@ def test_bytes_are_those_of_a_run(
         assert predicted[link] == pytest.approx(nbytes, rel=0.02), link
 
 
+def test_bytes_of_scoring_are_those_of_a_run(
+    checkpoint: Callable[[], Path], tmp_path: Path
+) -> None:
+    """Of a scored prompt, the last layer's hidden states are all there, and on disk as others."""
+    policy = Policy.from_percent(0, 100, 0, 0, 0, 0, batch_size=2, num_batches=2)
+    with LLM(
+        checkpoint(), dtype="float32", policy=policy, offload_dir=tmp_path, unified=False
+    ) as llm:
+        llm.score(prompt_token_ids=[[5] * 16] * 4)
+        report, config = llm.report(), llm.config
+    costs = Costs(config, "float32", policy, machine())
+    shape = BlockShape((2, 2), (report["prompt_len"],) * 2, 1, "score")
+    predicted = simulate(costs, shape, False).bytes
+    for link, nbytes in report["bytes"].items():
+        assert predicted[link] == pytest.approx(nbytes, rel=0.02), link
+    states = 2 * costs.hidden_bytes(2, report["prompt_len"]) * (config.num_layers + 1)
+    assert report["bytes"]["disk_write"] == states
+
+
 def run(policy: Policy, hw_changes: dict[str, object], gen: int = 6) -> tuple[Prediction, Costs]:
     config = known_shape("facebook/opt-1.3b")
     costs = Costs(config, "float16", policy, machine(**hw_changes))

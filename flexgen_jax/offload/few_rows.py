@@ -4,7 +4,8 @@ by Numba.
 With so few they take about as long as the kernel takes to come from memory, so it is read as
 processors fetch best: each thread takes its part from one end to the other. One or two rows are
 multiplied by one row of the kernel at a time; more, `SIDE` at a time, by `SIDE` of the kernel's,
-which are in the first cache while all pass by, as the next ones are fetched in their order.
+`DEPTH` elements of which stay in the first cache while all rows pass by. Meanwhile the next ones
+are fetched in their order. Packed kernels are unpacked there first.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ SOURCE = product_kernels.SOURCE + source_of(__file__)
 
 MOST = 64
 SIDE = 4
-"""Sums of its square are in half of the registers, and in one at the end."""
+"""The sums of so many rows and columns take half of the registers; added up, they fill one."""
 TWO = 2
 """Rows that wait for the kernel even if all their elements are read again for each of its own."""
 
 DEPTH = 2048
-"""Elements of `SIDE` rows of the kernel, and of as many to come, that are in the first cache."""
+"""So many elements of `SIDE` rows of the kernel, and of the same of the others, take 32 KiB."""
 
 AHEAD = 1024
 """Elements of a row of the kernel that are asked for before they are needed, since processors do
@@ -68,7 +69,7 @@ def _dots(
     at,
     adds,
     soon,
-    apart,
+    by,
     some,
     wide,
     many,
@@ -233,7 +234,7 @@ def multiply_few(rows, kernel, bias, out, shape, start, end):
 def multiply_streams(rows, kernel, bias, out, shape, start, end, most, wide, many):
     """The same of `many` rows and `wide` columns at a time, and of so many elements at most."""
     depth, height, turns = shape[1], min(shape[1], most), -(-shape[0] // many)
-    left, lanes, sums = memory(rows, shape, height, wide, many)
+    left, lanes, sums = prepared(rows, shape, height, many)
     for first in range(start, end, PAIR):
         for top in range(0, depth, height):
             after = first * depth + top + height
@@ -253,9 +254,10 @@ def multiply_streams(rows, kernel, bias, out, shape, start, end, most, wide, man
 
 @njit(inline="always")
 def multiply_few_packed(rows, kernel, length, bias, out, shape, start, end, bits):
-    """The same with a packed kernel, `SIDE` rows of which are unpacked at a time."""
+    """`multiply_few` with a packed kernel, of which `SIDE` rows are unpacked at a time; kernel,
+    length and bits as `product_kernels.multiply_columns` has them."""
     depth, height, turns = shape[1], min(shape[1], DEPTH), -(-shape[0] // SIDE)
-    left, lanes, sums = memory(rows, shape, height, SIDE, SIDE)
+    left, lanes, sums = prepared(rows, shape, height, SIDE)
     plain = aligned(SIDE * height, np.uint16, 2)
     for first in range(start, end, PAIR):
         for top in range(0, depth, height):
@@ -268,13 +270,14 @@ def multiply_few_packed(rows, kernel, length, bias, out, shape, start, end, bits
 
 
 @njit(inline="always")
-def memory(rows, shape, height, wide, many):
-    """The rows as `dots` has them, `height` elements of all of them after the other; lanes of the
-    sums of `PAIR` columns; and those as `give_rows` has them."""
+def prepared(rows, shape, height, many):
+    """The rows as `dots` has them, `height` elements of all of them after the other; and memory for
+    the lanes of the sums of `PAIR` columns, and for these as `give_rows` has them."""
     count, depth, _ = shape
     turns = -(-count // many)
     left = aligned(turns * many * depth, np.uint16, 2)
-    left[:] = 0
+    if count % many:
+        left[:] = 0
     for row in range(count):
         for top in range(0, depth, height):
             steps = min(height, depth - top) // STEP

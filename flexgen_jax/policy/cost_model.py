@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flexgen_jax.config import DTYPES, ModelConfig
-from flexgen_jax.layers.spec import Formats, LayerSpec, TensorSpec, model_spec
+from flexgen_jax.layers.spec import Formats, LayerSpec, TensorSpec, model_spec, prefilled
 from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile
 from flexgen_jax.policy.policy import Policy, Workload, generated_blocks, prompt_blocks
 
@@ -86,8 +86,9 @@ class Costs:
         only_last: the last layer's, of all tokens keys and values and of one the rest.
         """
         if only_last:
-            kept = self.kept_share
-            seconds = kept * self.linear_s(rows * tokens) + (1 - kept) * self.linear_s(rows)
+            kept, group = self.kept_share, prefilled(rows, tokens, self.policy.weight_bits)
+            rest = rows / group * self.linear_s(group)  # by groups, as all of a prefill
+            seconds = kept * self.linear_s(rows * tokens) + (1 - kept) * rest
             attention = self.hw.device_attention[16]
             seconds += attention.seconds(self.kv_elements(rows, tokens))
         else:

@@ -206,7 +206,7 @@ class _Estimate:
             ring = sum(sorted(sizes)[-count:])
             self.bytes["host"] += ring + (PENDING_WRITES + 1) * max(sizes)
             self.buffers += ring
-            # A decode step's; buffers of the prompts' are not freed before.
+            # Of one token, which stay in RAM; buffers of the prompts' are not freed before.
             rows = sum(self._shape.batch_sizes)
             self.bytes["host"] += rows * self._config.hidden_size * self._item
         if not self._unified and set(homes.values()) != {"device"}:
