@@ -36,7 +36,7 @@ from flexgen_jax.offload.tiles import (
     give_rows,
     packed_place,
 )
-from flexgen_jax.offload.vectors import INT, LANES, SECOND_CACHE, arrays_of, filled
+from flexgen_jax.offload.vectors import FIRST_CACHE, INT, LANES, arrays_of, filled
 
 cgutils: Any = untyped
 
@@ -46,8 +46,6 @@ SOURCE = product_kernels.SOURCE + source_of(__file__)
 MOST = 64
 SIDE = 4
 """The sums of so many rows and columns take half of the registers; added up, they fill one."""
-TWO = 2
-"""Rows that wait for the kernel even if all their elements are read again for each of its own."""
 
 DEPTH = 2048
 """So many elements of `SIDE` rows of the kernel, and of the same of the others, take 32 KiB."""
@@ -111,9 +109,13 @@ def _emit(
             for own in found:
                 builder.store(filled(FLOATS, 0), own)
     with tiles.loop(steps) as (step, _):
-        with tiles.loop(some) as (line, _):
-            place = tiles.at(soon, (line, by), (step, STEP))
-            tiles.ask(tiles.place(kernel, place, BYTE), SECOND_CACHE)
+        if wide == 1:  # a loop would cost more than what it does
+            place = tiles.at(soon, (step, STEP))
+            tiles.ask(tiles.place(kernel, place, BYTE), FIRST_CACHE)
+        else:
+            with tiles.loop(some) as (line, _):
+                place = tiles.at(soon, (line, by), (step, STEP))
+                tiles.ask(tiles.place(kernel, place, BYTE), FIRST_CACHE)
         columns = []
         for column in range(wide):
             place = tiles.at(begin, (column, pitch), (step, STEP))
@@ -207,7 +209,8 @@ dots: Any = intrinsic(prefer_literal=True)(_dots)
 [row][32], with `wide` of the kernel's, `pitch` apart from `begin` on; or puts them there.
 
 sums: fp32 [row][column][lane] from `at` on. Meanwhile `some` rows of the kernel, `by` elements
-apart from `soon` on, are brought to the second cache. wide, many: compile-time constants.
+apart from `soon` on, or one where wide is 1, are brought to the first cache. wide, many:
+compile-time constants.
 """
 
 totals: Any = intrinsic(prefer_literal=True)(_totals)
@@ -224,8 +227,10 @@ lay: Any = intrinsic(_laying)
 @njit(inline="always")
 def multiply_few(rows, kernel, bias, out, shape, start, end):
     """`product_kernels.multiply_columns` for at most `MOST` rows and a kernel in 16 bits."""
-    if shape[0] <= TWO:
-        multiply_streams(rows, kernel, bias, out, shape, start, end, shape[1], 1, TWO)
+    if shape[0] == 1:
+        multiply_streams(rows, kernel, bias, out, shape, start, end, shape[1], 1, 1)
+    elif shape[0] == 2:
+        multiply_streams(rows, kernel, bias, out, shape, start, end, shape[1], 1, 2)
     else:
         multiply_streams(rows, kernel, bias, out, shape, start, end, DEPTH, SIDE, SIDE)
 
