@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from flexgen_jax.offload import product_kernels
 from flexgen_jax.offload.host_kernels import source_of
 from flexgen_jax.offload.product_kernels import aligned
-from flexgen_jax.offload.tile_products import DOT, dot
+from flexgen_jax.offload.tile_products import DOT, begun, dot
 from flexgen_jax.offload.tiles import (
     BYTE,
     FLOATS,
@@ -100,14 +100,7 @@ def _emit(
 ) -> None:
     builder = tiles.builder
     places = [tiles.place(sums, tiles.at(at, n * LANES), FLOATS) for n in range(wide * many)]
-    found = [cgutils.alloca_once_value(builder, filled(FLOATS, 0)) for _ in places]
-    with builder.if_else(adds) as (then, otherwise):
-        with then:
-            for own, place in zip(found, places, strict=True):
-                builder.store(builder.load(place, align=4), own)
-        with otherwise:
-            for own in found:
-                builder.store(filled(FLOATS, 0), own)
+    found = begun(tiles, places, adds)
     with tiles.loop(steps) as (step, _):
         if wide == 1:  # a loop would cost more than what it does
             place = tiles.at(soon, (step, STEP))

@@ -121,14 +121,7 @@ def _by_vectors(tiles: Tiles, instruction: str, lines: int, of: Product) -> None
         first = tiles.at(first, (builder.urem(group, in_tile), ROWS * LANES))
         offsets = [j * SQUARE + row * LANES for row in range(ROWS) for j in range(2)]
         places = [tiles.place(of.sums, tiles.at(first, offset), kind) for offset in offsets]
-        found = [cgutils.alloca_once_value(builder, filled(kind, 0)) for _ in places]
-        with builder.if_else(of.adds) as (then, otherwise):
-            with then:
-                for own, place in zip(found, places, strict=True):
-                    builder.store(builder.load(place, align=4), own)
-            with otherwise:
-                for own in found:
-                    builder.store(filled(kind, 0), own)
+        found = begun(tiles, places, of.adds)
         with tiles.loop(of.steps) as (step, _):
             of.fetch_row(tiles, group, step)
             for line in range(some):
@@ -139,6 +132,20 @@ def _by_vectors(tiles: Tiles, instruction: str, lines: int, of: Product) -> None
                 _add_word(tiles, instruction, of, word, left, right, found)
         for own, place in zip(found, places, strict=True):
             builder.store(builder.load(own), place, align=4)
+
+
+def begun(tiles: Tiles, places: list[Any], adds: Any) -> list[Any]:
+    """Registers' worth of sums: what is at these places if there is something to add to, else 0."""
+    builder, nothing = tiles.builder, filled(places[0].type.pointee, 0)
+    found = [cgutils.alloca_once_value(builder, nothing) for _ in places]
+    with builder.if_else(adds) as (then, otherwise):
+        with then:
+            for own, place in zip(found, places, strict=True):
+                builder.store(builder.load(place, align=4), own)
+        with otherwise:
+            for own in found:
+                builder.store(nothing, own)
+    return found
 
 
 def _add_word(
