@@ -15,9 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.offload import disk, reads
+from flexgen_jax.offload import disk, reads, records
 from flexgen_jax.offload.disk import OffloadError, OffloadFolder
 from flexgen_jax.offload.reads import Piece, read_file, whole_pages
 from flexgen_jax.out_of_memory import is_on_host, is_out_of_memory
@@ -121,7 +123,7 @@ def test_a_failing_read_names_the_file(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(OSError, match=r"Input/output error: .*chunk"):
-        read_file(Piece(path, whole_pages(8192), False))
+        read_file(Piece(path, (whole_pages(8192),), False))
 
 
 def test_no_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +155,51 @@ def test_read_file(tmp_path: Path, direct: bool, size: int, offset: int) -> None
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     path.write_bytes(data.tobytes() + b"padding")
     memory = whole_pages(size + offset)
-    read_file(Piece(path, memory[offset:], direct))
+    read_file(Piece(path, (memory[offset:],), direct))
     np.testing.assert_array_equal(memory[offset:], data)
     os.truncate(path, size - 1)
     with pytest.raises(OSError, match=f"chunk is damaged: {size - 1} of {size}"):
-        read_file(Piece(path, memory[offset:], direct))
+        read_file(Piece(path, (memory[offset:],), direct))
+
+
+SIZES = st.lists(st.integers(0, 3 * 4096 + 5) | st.just(8192), min_size=1, max_size=6)
+
+
+@given(sizes=SIZES, shift=st.sampled_from([0, 2]), direct=st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_read_file_into_several(tmp_path: Path, sizes: list[int], shift: int, direct: bool) -> None:
+    """One after the other, wherever they are and whatever their sizes."""
+    path, total = tmp_path / "chunk", sum(sizes)
+    data = np.random.default_rng(total).integers(0, 256, total + 1, np.uint8)
+    path.write_bytes(data.tobytes())
+    outs = [whole_pages(size + shift)[shift:] for size in sizes]
+    read_file(Piece(path, outs, direct))
+    np.testing.assert_array_equal(np.concatenate(outs), data[:total])
+
+
+@given(sizes=SIZES, chunk=st.sampled_from([4096, 8192, 1 << 20]), index=st.integers(0, 2))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_records(folder: OffloadFolder, sizes: list[int], chunk: int, index: int) -> None:
+    """What is written may change at once, and comes back whole; a record is files of full pages."""
+    rng = np.random.default_rng(sum(sizes))
+    arrays = [rng.integers(0, 256, size, np.uint8) for size in sizes]
+    total = max(1, sum(sizes))
+    folder.clear_scratch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "CHUNK_BYTES", chunk)
+        found = records.Records.create(folder, "r", 3, total)
+    written = [array.copy() for array in arrays]
+    future = found.write(index, written)
+    for array in written:
+        array[:] = 0
+    future.result(timeout=10)
+    outs = [whole_pages(array.size) for array in arrays]
+    found.read_into(index, outs).result(timeout=10)
+    for out, array in zip(outs, arrays, strict=True):
+        np.testing.assert_array_equal(out, array)
+    files = [path for path in found.store.path.glob("c/**/*") if path.is_file()]
+    assert len(files) == -(-total // chunk)
+    assert {path.stat().st_size % 4096 for path in files} == {0}
 
 
 def test_everything_is_private(folder: OffloadFolder) -> None:

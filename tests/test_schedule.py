@@ -47,6 +47,19 @@ def test_look_ahead_shows_what_comes() -> None:
     assert [(s.visit, s.batch) for s in ahead.visits(first.visit - 1, 2)] == [(0, 1), (1, 0)]
 
 
+def test_look_ahead_past_what_is_not_counted() -> None:
+    """From the last of two layers on: head, embedding and the first two steps of the next token."""
+    ahead = LookAhead(zigzag(2, 4, 2))
+    while next(iter(ahead))[:3] != (0, 2, 1):
+        pass
+    steps = ahead.steps(2, lambda step: step.layer in (1, 2))
+    assert [s.layer for s in steps] == [3, 3, 0, 0, 1, 1]
+    visits = ahead.visits(2, 1, lambda step: step.layer in (1, 2))
+    assert [(s.token, s.layer, s.batch) for s in visits] == [(0, 3, 0), (1, 0, 0), (1, 1, 0)]
+    assert ahead.steps(0) == ahead.visits(2, 0) == []
+    assert len(ahead.steps(99, lambda step: False)) == 10
+
+
 @given(size=SIZES, dropped=st.integers(0, 3), when=st.integers(0, 12))
 def test_dropped_steps_are_neither_shown_nor_run(
     size: tuple[int, int, int], dropped: int, when: int

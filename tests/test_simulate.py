@@ -108,15 +108,14 @@ def test_the_slowest_resource_decides(percent: tuple[int, ...], slow: str) -> No
 
 
 def test_kv_blocks_are_read_at_the_rate_of_their_size() -> None:
-    """Of keys, or values, of one block: 0.26 MB for 16 tokens of a prompt, 66 KB for 4 new ones."""
+    """Keys and values of one block: 0.52 MB for 16 tokens of a prompt, 0.13 MB for 4 new ones."""
     rate = Rate(((6e4, 1e8), (1e6, 1e9)))
     options = {"batch_size": 4, "num_batches": 2, "kv_block_tokens": 4, "attention": "host"}
     policy = Policy.from_percent(100, 0, 0, 0, 100, 0, **options)
     found, costs = run(policy, {"disk_read": rate}, gen=11)
-    large, small = (4 * 2048 * tokens * 2 for tokens in (16, 4))
+    large, small = (2 * 4 * 2048 * tokens * 2 for tokens in (16, 4))
     seconds = sum(
-        2 * (8 * large / rate.at(large) + before // 4 * small / rate.at(small))
-        for before in range(10)
+        8 * large / rate.at(large) + before // 4 * small / rate.at(small) for before in range(10)
     )
     assert found.busy_s["disk_read"] == pytest.approx(24 * 2 * seconds, rel=1e-6)
     term = block_terms(costs, Workload(128, 11, 8), False).decode["disk_read"]

@@ -92,15 +92,15 @@ class DiskArray:
         step = self.chunk[len(index)]
         starts = range(0, out.shape[0], step)
         pieces = [
-            self.piece(out[start : start + step], (*index, start // step)) for start in starts
+            self.piece((*index, start // step), out[start : start + step]) for start in starts
         ]
         return self.queue.read(pieces, is_urgent)
 
-    def piece(self, out: np.ndarray, index: tuple[int, ...]) -> Piece:
-        """What fills `out` from the beginning of a chunk; `index` leaves trailing zeros out."""
+    def piece(self, index: tuple[int, ...], *outs: np.ndarray) -> Piece:
+        """What fills `outs` from the beginning of a chunk; `index` leaves trailing zeros out."""
         numbers = index + (0,) * (len(self.shape) - len(index))
         # The layout of zarr3's default chunk keys.
-        return Piece(self.path / "c" / "/".join(map(str, numbers)), out, self.direct)
+        return Piece(self.path / "c" / "/".join(map(str, numbers)), outs, self.direct)
 
     def write(self, data: np.ndarray, index: Any = ()) -> Any:
         """Starts writing `data`, which must not change before the returned future is done."""
@@ -346,7 +346,7 @@ def _checksum(array: DiskArray) -> int:
     row = chunk.size // step
     for number, start in enumerate(range(0, array.shape[0], step)):
         rows = chunk[: row * min(step, array.shape[0] - start)]
-        read_file(array.piece(rows, (number,)))
+        read_file(array.piece((number,), rows))
         crc = zlib.crc32(rows.data, crc)
     return crc
 

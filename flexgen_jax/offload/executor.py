@@ -160,11 +160,11 @@ class BlockRun:
 
     def _read_ahead(self, ahead: LookAhead, visit: int) -> None:
         """Starts the disk reads of the layers and batches that come next."""
-        visits = ahead.visits(visit - 1, 1 + self._depth.weight_reads)
-        if visits and visits[0].visit != visit:
-            visits = visits[: self._depth.weight_reads]  # this layer has no batch left
+        # What is read of the two ends stays: beside them, the disk reads for layers after them.
+        visits = ahead.visits(visit, self._depth.weight_reads, self._is_decoder)
+        visits = [step for step in ahead.steps(1) if step.visit == visit] + visits
         self._weight_loads.ahead([(step.visit, step.layer) for step in visits])
-        steps = ahead.steps(self._depth.cache_reads)
+        steps = ahead.steps(self._depth.cache_reads, self._is_decoder)
         self._kv_loads.ahead([step for step in steps if self._is_cached(step)])
         steps = ahead.steps(self._depth.hidden_reads)
         self._hidden_loads.ahead([step for step in steps if self._is_waiting(step)])
@@ -179,14 +179,19 @@ class BlockRun:
 
     def _is_cached(self, step: Step) -> bool:
         """Whether the step attends to a cache that is complete by now."""
-        if step.token == 0 or self._kind(step) != "decoder":
+        if step.token == 0 or not self._is_decoder(step):
             return False
         expected = self._batches[step.batch].prompt_len + step.token - 1
+        if self._policy.schedule == "zigzag" and not self._cache.has_all_prompts:
+            return False  # buffers for reading are not to be added to what prompts still hold
         return self._cache.tokens((step.layer - 1, step.batch)) == expected
 
     def _is_waiting(self, step: Step) -> bool:
         """Whether the step's input has been handed over by now."""
         return self._activations.is_ready(step.token, step.layer - 1, step.batch)
+
+    def _is_decoder(self, step: Step) -> bool:
+        return self._kind(step) == "decoder"
 
     def _kind(self, step: Step) -> LayerKind:
         return self._layers[step.layer].kind

@@ -19,10 +19,10 @@ import numpy as np
 from flexgen_jax.checkpoint import numpy_dtype
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept, assemble
-from flexgen_jax.layers.storage import Leaf, Storage
+from flexgen_jax.layers.storage import Storage
 from flexgen_jax.offload.context import Runtime
-from flexgen_jax.offload.disk import CHUNK_BYTES, DiskArray
 from flexgen_jax.offload.host_attention import HostBlock
+from flexgen_jax.offload.records import Records
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.transfer import Load, finish
 from flexgen_jax.offload.watching import counted
@@ -75,9 +75,8 @@ class PendingWrite:
     """A write under way, and the host memory that it holds."""
 
     where: Where
-    futures: list[Any]
+    future: Any
     nbytes: int
-    buffers: tuple[HostBuffer, ...]
 
 
 class KVCache:
@@ -95,25 +94,15 @@ class KVCache:
         self._buffers: list[HostBuffer] = []
         self._taken: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
         self._is_read = False
-        self._files: dict[tuple[int, int], list[DiskArray]] = {}
+        self._files: dict[tuple[int, int], Records] = {}
 
-    def _stored(self, key: CacheKey) -> list[DiskArray]:
-        """The arrays of a block's leaves, in each of which all layers have a place:
-        [layer, key or value, *leaf]."""
+    def _stored(self, key: CacheKey) -> Records:
+        """Where a block of all layers is, as a record of its keys' leaves and its values'."""
         if (key.batch, key.block) not in self._files:
-            leaves = self._storage(key).leaves
-            self._files[key.batch, key.block] = [self._create(key, leaf) for leaf in leaves]
+            name, layers = f"kv-{key.batch}-{key.block}", self._runtime.config.num_layers
+            records = Records.create(self._runtime.disk(), name, layers, self._nbytes(key))
+            self._files[key.batch, key.block] = records
         return self._files[key.batch, key.block]
-
-    def _create(self, key: CacheKey, leaf: Leaf) -> DiskArray:
-        row = leaf.nbytes // leaf.shape[0]
-        rows = max(1, min(leaf.shape[0], CHUNK_BYTES // row))
-        return self._runtime.disk().scratch_array(
-            f"kv-{key.batch}-{key.block}-{leaf.name}",
-            (self._runtime.config.num_layers, 2, *leaf.shape),
-            (1, 1, rows, *leaf.shape[1:]),
-            numpy_dtype(leaf.dtype),
-        )
 
     def _shape(self, batch: int, tokens: int) -> tuple[int, int, int, int]:
         config = self._runtime.config
@@ -136,6 +125,11 @@ class KVCache:
     def tokens(self, where: Where) -> int:
         """How many tokens have been handed over, so that a load may start."""
         return self._tokens.get(where, 0)
+
+    @property
+    def has_all_prompts(self) -> bool:
+        """Whether all layers of all batches have handed over their prompt's cache."""
+        return len(self._tokens) == self._runtime.config.num_layers * len(self._batch_sizes)
 
     def put_prompt(self, where: Where, blocks: tuple[KVBlock, ...]) -> None:
         """Hands over the prompt's blocks; what goes to disk waits for the computation."""
@@ -222,15 +216,15 @@ class KVCache:
         views = views or [np.asarray(leaf) for leaf in jax.tree.leaves(arrays)]
         nbytes = self._nbytes(key)
         self._take("disk", nbytes)
-        files = self._stored(key)
-        futures = []
-        for index, view in enumerate(views):
-            side, leaf = divmod(index, len(files))
-            futures.append(files[leaf].write(view, (key.layer, side)))
+        write = self._stored(key).write(key.layer, views)
+        if buffers:
+            self._take("host", nbytes)
+        for buffer in buffers:
+            self._runtime.pool.give(buffer, None)
         metrics = self._runtime.metrics
-        counted(metrics, "disk_write", "cache", _name(key[:2]), nbytes, futures)
-        self._pending.append(PendingWrite((key.layer, key.batch), futures, nbytes, buffers))
-        self._settle(lambda write: all(future.done() for future in write.futures))
+        counted(metrics, "disk_write", "cache", _name(key[:2]), nbytes, [write])
+        self._pending.append(PendingWrite((key.layer, key.batch), write, nbytes))
+        self._settle(lambda write: write.future.done())
         steps = list(dict.fromkeys(write.where for write in self._pending))
         overdue = steps[: max(0, len(steps) - PENDING_WRITES)]
         self._settle(lambda write: write.where in overdue)
@@ -238,13 +232,9 @@ class KVCache:
     def _settle(self, is_chosen: Any) -> None:
         """Waits for the chosen writes and gives back their memory; raises what went wrong."""
         for write in [write for write in self._pending if is_chosen(write)]:
-            finish(write.futures, f"writing the {_name(write.where)}")
+            finish([write.future], f"writing the {_name(write.where)}")
             self._pending.remove(write)
-            if write.buffers:
-                for buffer in write.buffers:
-                    self._runtime.pool.give(buffer, None)
-            else:
-                self._give("host", write.nbytes)
+            self._give("host", write.nbytes)
 
     def start(self, where: Where) -> KVLoad:
         """Starts bringing the sealed blocks and the tail to where attention runs."""
@@ -278,19 +268,16 @@ class KVCache:
 
     def _read(self, key: CacheKey, load: KVLoad) -> KVBlock:
         """Starts reading a block from disk into buffers that belong to the load."""
-        key_array, value_array = (self._read_side(key, side, load) for side in range(2))
-        return key_array, value_array
-
-    def _read_side(self, key: CacheKey, side: int, load: KVLoad) -> Kept:
-        runtime, arrays = self._runtime, []
-        for file in self._stored(key):
+        storage, buffers = self._storage(key), list[HostBuffer]()
+        for leaf in 2 * storage.leaves:
             # Waiting for the step that is being computed would hold up the next one.
-            buffer = runtime.pool.take(file.shape[2:], file.dtype, may_wait=False)
-            load.buffers.append(buffer)
-            load.reads.append(file.read_into(buffer.view, (key.layer, side), is_urgent=True))
-            arrays.append(buffer.array)
-        array: Kept = assemble(self._storage(key), arrays)
-        return array
+            kind = numpy_dtype(leaf.dtype)
+            buffers.append(self._runtime.pool.take(leaf.shape, kind, may_wait=False))
+            load.buffers.append(buffers[-1])
+        views = [buffer.view for buffer in buffers]
+        load.reads.append(self._stored(key).read_into(key.layer, views))
+        arrays, count = [buffer.array for buffer in buffers], len(storage.leaves)
+        return assemble(storage, arrays[:count]), assemble(storage, arrays[count:])
 
     def _take(self, tier: Tier, nbytes: int) -> None:
         self._runtime.ledger.take(tier, nbytes)
@@ -303,9 +290,7 @@ class KVCache:
     def close(self) -> None:
         """Lets go of everything, also of writes that nobody will read."""
         for write in self._pending:
-            for future in write.futures:
-                future.exception()
-            self._buffers += write.buffers
+            write.future.exception()
         for tail in self._tails.values():
             self._buffers += tail.buffers
         for buffer in self._buffers:

@@ -24,10 +24,11 @@ BOUNCE_BYTES = 1 << 20
 
 
 class Piece(NamedTuple):
-    """The beginning of a file, and the memory it is wanted in; direct bypasses the page cache."""
+    """The beginning of a file, and the arrays that it fills one after the other; direct bypasses
+    the page cache."""
 
     path: Path
-    out: np.ndarray
+    outs: Sequence[np.ndarray]
     direct: bool
 
 
@@ -97,44 +98,75 @@ class _Whole:
 
 
 def read_file(piece: Piece) -> None:
-    """Fills `out`; raises `OSError` that names the file where that is too short."""
-    out = piece.out.reshape(-1).view(np.uint8)
+    """Fills `outs`; raises `OSError` that names the file where that is too short."""
+    views = [out.reshape(-1).view(np.uint8) for out in piece.outs]
     flags = os.O_RDONLY | (os.O_DIRECT if piece.direct else 0)
     descriptor = os.open(piece.path, flags)
     try:
-        done = 0
-        if not piece.direct or out.ctypes.data % PAGE == 0:
-            whole = out.size // PAGE * PAGE if piece.direct else out.size
-            done = _fill(descriptor, out[:whole], 0)
-        if done < out.size:
-            done += _fill_by_copy(descriptor, out[done:], done)
+        done = _fill_all(descriptor, *(_straight(views) if piece.direct else (views, [])))
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(piece.path)) from None
     finally:
         os.close(descriptor)
-    if done < out.size:
-        raise OSError(f"{piece.path} is damaged: {done} of {out.size} bytes are there")
+    if done < _size(views):
+        raise OSError(f"{piece.path} is damaged: {done} of {_size(views)} bytes are there")
 
 
-def _fill(descriptor: int, out: np.ndarray, offset: int) -> int:
-    """Reads into `out` until it is full or the file ends; returns the bytes read."""
+def _size(views: list[np.ndarray]) -> int:
+    return sum(view.size for view in views)
+
+
+def _straight(views: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What a direct read can fill, whole pages one after the other, and what is left of `views`."""
+    straight = []
+    for index, view in enumerate(views):
+        whole = view.size // PAGE * PAGE if view.ctypes.data % PAGE == 0 else 0
+        straight.append(view[:whole])
+        if whole < view.size:
+            return straight, [view[whole:], *views[index + 1 :]]
+    return straight, []
+
+
+def _fill_all(descriptor: int, straight: list[np.ndarray], rest: list[np.ndarray]) -> int:
+    """Reads into `straight` and then, by way of other memory, into `rest`; returns the bytes that
+    there were. All that is small takes one call."""
+    size = _size(straight)
+    bounce = whole_pages(min(BOUNCE_BYTES, -(-_size(rest) // PAGE) * PAGE))
+    done = _fill(descriptor, [*straight, bounce] if rest else straight, 0)
+    while rest and done > size:
+        count = min(done - size, _size(rest))
+        _spread(bounce[:count], rest)
+        rest, size = _after(rest, count), size + count
+        if not rest or count < bounce.size:
+            break
+        done = size + _fill(descriptor, [bounce], size)
+    return min(done, size)
+
+
+def _fill(descriptor: int, views: list[np.ndarray], offset: int) -> int:
+    """Reads into the views until they are full or the file ends; returns the bytes read."""
     done = 0
-    while done < out.size:
-        count = os.preadv(descriptor, [out[done:].data], offset + done)
+    while left := _after(views, done):
+        count = os.preadv(descriptor, [view.data for view in left], offset + done)
         done += count
         if count == 0 or done % PAGE:
             break
     return done
 
 
-def _fill_by_copy(descriptor: int, out: np.ndarray, offset: int) -> int:
-    """The same for memory, or an end, that a direct read cannot reach."""
-    done = 0
-    bounce = whole_pages(min(BOUNCE_BYTES, -(-out.size // PAGE) * PAGE))
-    while done < out.size:
-        count = min(_fill(descriptor, bounce, offset + done), out.size - done)
-        out[done : done + count] = bounce[:count]
-        done += count
-        if count < bounce.size:
-            break
-    return done
+def _after(views: list[np.ndarray], count: int) -> list[np.ndarray]:
+    """What is left of the views after their first `count` bytes."""
+    left = []
+    for view in views:
+        if count < view.size:
+            left.append(view[count:])
+        count = max(0, count - view.size)
+    return left
+
+
+def _spread(source: np.ndarray, views: list[np.ndarray]) -> None:
+    """Copies `source` into the views, which together are at least as long."""
+    for view in views:
+        count = min(source.size, view.size)
+        view[:count] = source[:count]
+        source = source[count:]

@@ -155,14 +155,12 @@ class Costs:
         return 2 * self.formats.kv(shape).nbytes
 
     def kv_read_s(self, rows: int, lengths: Iterable[int]) -> float:
-        """Of one layer's sealed blocks of so many tokens, from disk, each array by itself."""
-        config, read = self.config, self.hw.disk_read
-        seconds = 0.0
-        for tokens, count in Counter(lengths).items():
-            shape = (rows, config.num_heads, tokens, config.head_dim)
-            leaves = self.formats.kv(shape).leaves
-            seconds += 2 * count * sum(read.seconds(leaf.nbytes) for leaf in leaves)
-        return seconds
+        """Of one layer's sealed blocks of so many tokens, from disk, each by itself."""
+        read = self.hw.disk_read
+        return sum(
+            count * read.seconds(self.kv_bytes(rows, tokens))
+            for tokens, count in Counter(lengths).items()
+        )
 
     def hidden_bytes(self, rows: int, tokens: int) -> int:
         return rows * tokens * self.config.hidden_size * self.item

@@ -142,7 +142,7 @@ class _Estimate:
         read: defaultdict[tuple[int, int], Counter[tuple[int, int]]] = defaultdict(Counter)
         tails: dict[Tier, Counter[int]] = {tier: Counter() for tier in TIERS}
         pending: Counter[tuple[int, int]] = Counter()
-        opened_most = 0
+        opened_most = copied = 0
         for key, home in plan.homes.items():
             length = plan.lengths(key.batch)[key.block]
             nbytes, opened_bytes = self._kv_bytes(key.batch, length)
@@ -165,11 +165,14 @@ class _Estimate:
                 read[where][rows, length] += nbytes
                 if opened < 0:
                     pending[where] += nbytes
+                    copied = max(copied, nbytes)
         largest: Counter[tuple[int, int]] = Counter()
         for counts in read.values():
             largest |= counts
         ring = self._ahead.cache_buffers * sum(largest.values())
         waiting = (PENDING_WRITES + 1) * max(pending.values(), default=0)
+        if not self._unified:
+            waiting += copied  # a block in pinned memory, on its way to what is written
         # The prompts' blocks are written before the first of them is read back, unless batches come
         # one after the other. Without overlap, writes of generated blocks may wait beside the ring.
         in_turn = self._policy.schedule == "zigzag" and self._policy.overlap

@@ -46,6 +46,9 @@ def steps_of(schedule: Schedule, tokens: int, layers: int, batches: int) -> Iter
     return {"zigzag": zigzag, "row": row}[schedule](tokens, layers, batches)
 
 
+IsCounted = Callable[[Step], bool]
+
+
 class LookAhead:
     """Iterates over steps, shows those that come next, and can drop some of them."""
 
@@ -63,18 +66,26 @@ class LookAhead:
         self._is_dropped = is_dropped
         self._next = deque(step for step in self._next if not is_dropped(step))
 
-    def steps(self, count: int) -> list[Step]:
-        """The next `count` steps, or fewer at the end."""
-        return [self._next[i] for i in range(self._fill(count))]
+    def steps(self, count: int, is_counted: IsCounted = lambda step: True) -> list[Step]:
+        """The next steps, up to the last of `count` that are counted, or fewer at the end."""
+        found: list[Step] = []
+        while count and self._fill(len(found) + 1) > len(found):
+            found.append(self._next[len(found)])
+            count -= is_counted(found[-1])
+        return found
 
-    def visits(self, after: int, count: int) -> list[Step]:
-        """The first steps of the next `count` visits that come after visit `after`."""
+    def visits(
+        self, after: int, count: int, is_counted: IsCounted = lambda step: True
+    ) -> list[Step]:
+        """The first steps of the visits that come after visit `after`, up to the last of `count`
+        that are counted."""
         found: list[Step] = []
         index = 0
-        while len(found) < count and self._fill(index + 1) > index:
+        while count and self._fill(index + 1) > index:
             step = self._next[index]
             if step.visit > (found[-1].visit if found else after):
                 found.append(step)
+                count -= is_counted(step)
             index += 1
         return found
 

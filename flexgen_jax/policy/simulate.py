@@ -62,8 +62,7 @@ class Simulation:
         self._tiers = place_weights(costs.layers, costs.formats.dtype, policy)
         self._plan = plan_cache(costs.config, policy, self.shape)
         self._states = place_activations(len(costs.layers) - 1, len(shape.batch_sizes), policy)
-        kinds = ("weights", "cache", "hidden")
-        self._loads: dict[str, dict[Hashable, Loading]] = {kind: {} for kind in kinds}
+        self._loads = {kind: dict[Hashable, Loading]() for kind in ("weights", "cache", "hidden")}
         self._warm: set[int] = set()
         self._writes: dict[tuple[int, int], float] = {}
         self._pending: deque[float] = deque(maxlen=PENDING_WRITES + 1)
@@ -73,6 +72,7 @@ class Simulation:
         self._hidden_writes: dict[int, float] = {}
         self._sizes = CacheSizes(costs, self._plan, shape.batch_sizes)
         self._cached_until: dict[tuple[int, int], int] = {}
+        self._prompts = costs.config.num_layers * len(shape.batch_sizes)
         self._projected: dict[Step, float] = {}
         self._tokens, self._weight = _sampled(shape.gen_len, sample)
         self._weight_loads = [self._weights_of(layer) for layer in range(len(costs.layers))]
@@ -124,8 +124,7 @@ class Simulation:
         direct, cached, copied, size = self._weight_loads[layer]
         clock = self._clock
         load = Loading(None, copied, size)
-        is_end = self.costs.layers[layer].kind != "decoder"
-        if is_end and layer in self._warm:
+        if layer in self._warm and self.costs.layers[layer].kind != "decoder":
             return load  # the ends are read once a block
         source = "page_cache" if layer in self._warm else "disk_read"
         self._warm.add(layer)
@@ -158,9 +157,13 @@ class Simulation:
         return load
 
     def _is_cached(self, step: Step) -> bool:
-        if step.token == 0 or self.costs.layers[step.layer].kind != "decoder":
+        if self._policy.schedule == "zigzag" and len(self._cached_until) < self._prompts:
             return False
-        return self._cached_until.get((step.layer - 1, step.batch), -1) >= step.token - 1
+        until = self._cached_until.get((step.layer - 1, step.batch), -1)
+        return step.token > 0 and self._is_decoder(step) and until >= step.token - 1
+
+    def _is_decoder(self, step: Step) -> bool:
+        return self.costs.layers[step.layer].kind == "decoder"
 
     # Hidden states
 
@@ -195,10 +198,10 @@ class Simulation:
         following = ahead.steps(1)
         if following and following[0].visit != visit:  # else nothing has changed
             weights = self._loads["weights"]
-            for step in ahead.visits(visit, max(depth.weight_reads, int(visit < 0))):
+            for step in ahead.visits(visit, depth.weight_reads, self._is_decoder):
                 if step.visit not in weights:
                     weights[step.visit] = self._start_weights(step.layer)
-        for step in ahead.steps(depth.cache_reads):
+        for step in ahead.steps(depth.cache_reads, self._is_decoder):
             if step not in self._loads["cache"] and self._is_cached(step):
                 self._loads["cache"][step] = self._start_cache(step)
         for step in ahead.steps(depth.hidden_reads):
@@ -365,11 +368,10 @@ class Simulation:
     def _settle_hidden(self, step: Step) -> None:
         home, nbytes = self._state(step, step.layer)
         if self._hidden.get(step.batch) == (step.token, step.layer) and home == "disk":
-            writes = self._hidden_writes
             self._hidden_disk.add(step.batch)
-            writes[step.batch] = self._clock.move("disk_write", nbytes)
-            if len(writes) > PENDING_WRITES:
-                self._clock.wait(writes.pop(next(iter(writes))))
+            self._hidden_writes[step.batch] = self._clock.move("disk_write", nbytes)
+            if len(self._hidden_writes) > PENDING_WRITES:
+                self._clock.wait(self._hidden_writes.pop(next(iter(self._hidden_writes))))
 
 
 def _sampled(count: int, sample: int | None) -> tuple[list[int], list[int]]:
