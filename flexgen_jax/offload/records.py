@@ -39,7 +39,7 @@ class Records:
         """Starts writing a record of these arrays, which may change at once; returns a future."""
         _, chunks, size = self.store.shape
         record, start = whole_pages(chunks * size), 0
-        for part in _parts(arrays):
+        for part in _parts([np.ascontiguousarray(array) for array in arrays]):
             record[start : start + part.size] = part
             start += part.size
         return self.store.write(record.reshape(chunks, size), (index,))
@@ -53,7 +53,7 @@ class Records:
 
 def _parts(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The arrays' bytes in the order in which a record has them."""
-    views = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    views = [array.reshape(-1).view(np.uint8) for array in arrays]
     whole = [view.size // PAGE * PAGE for view in views]
     parts = [view[:size] for view, size in zip(views, whole, strict=True)]
     parts += [view[size:] for view, size in zip(views, whole, strict=True)]
