@@ -5,7 +5,8 @@
 Every run is a process of its own that begins with a cold page cache, on a CPU in its own memory
 cgroup (page cache counted). Compilation, warm-up in memory, and placing the weights are not
 counted. First the machine is measured, for the planner and for the bound, and again before a round
-that begins ten minutes later or more; the reference's best batch is looked for, by doubling it
+that begins ten minutes later or more; the disk's rate in the bound is that at which a run's weights
+are read right before and after it. The reference's best batch is looked for, by doubling it
 until the run fails or slows; then all take turns (A B C A B C ...). The suites for the CPU leave a
 GPU alone. Suites:
 
@@ -21,18 +22,22 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from benchmark_report import markdown
 from benchmark_suites import Case, Ours, narrowed, suites
+from disk_rate import read_rate
+from flexgen_jax.checkpoint import DummyWeights
 from flexgen_jax.families import known_shape
-from flexgen_jax.policy.hardware import UNSTEADY, HardwareProfile
+from flexgen_jax.policy.hardware import UNSTEADY, HardwareProfile, Rate
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.roofline import binding, bound_s, roofline
 from limits import run_limited
@@ -147,8 +152,20 @@ class Bench:
             file.write_text(json.dumps(chosen | ours.policy))
             flags += ["--policy", str(file)]
         command = [sys.executable, "-m", "flexgen_jax.cli", "bench", *flags]
+        before = self._disk_rate(case, flags)
         row = self._measured(case, f"ours, {ours.name}", command)
-        return row if "failed" in row else row | self._bound(case, row)
+        if "failed" in row:
+            return row
+        found = (before, self._disk_rate(case, flags))
+        row["disk_read_rates"] = [rate for rate in found if rate is not None]
+        return row | self._bound(case, row)
+
+    def _disk_rate(self, case: Case, flags: list[str]) -> float | None:
+        """Byte/s at which the weights of a run are read just now, if they are on disk."""
+        bits = int(flags[flags.index("--weight-bits") + 1]) if "--weight-bits" in flags else 16
+        name = DummyWeights(known_shape(case.model)).fingerprint(self.dtype)
+        name += Policy(weight_bits=bits).formats(self.dtype).suffix
+        return read_rate(self.folder / "offload" / "weights" / name)
 
     def reference(self, case: Case, offload: str, batch: int) -> dict[str, Any]:
         """One run of the PyTorch reference."""
@@ -188,11 +205,15 @@ class Bench:
         return row
 
     def _bound(self, case: Case, row: dict[str, Any]) -> dict[str, Any]:
-        """The least seconds by the profile, and the share of the run that they are."""
+        """The least seconds, and the share of the run that they are: by the profile, but with the
+        disk as it was around the run."""
         policy = Policy.from_json(json.dumps(row["policy"]))
         workload = Workload(case.prompt_len, case.gen_len, row["num_sequences"])
         config = known_shape(case.model)
-        seconds = roofline(config, self.dtype, policy, workload, self.profiles[-1])
+        hw, rates = self.profiles[-1], row["disk_read_rates"]
+        if rates:
+            hw = replace(hw, disk_read=Rate.constant(statistics.mean(rates)))
+        seconds = roofline(config, self.dtype, policy, workload, hw)
         share = bound_s(seconds) / row["total_s"]
         return {"bound_s": seconds, "binding": binding(seconds), "of_bound": share}
 

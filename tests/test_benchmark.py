@@ -34,6 +34,7 @@ def fake_bench(speeds: dict[str, float], repeat: int) -> Any:
 
     bench._measured = measured
     bench._bound = lambda case, row: {"of_bound": 0.5, "binding": "disk_read"}
+    bench._disk_rate = lambda case, flags: None
     return bench
 
 
@@ -112,6 +113,40 @@ def test_old_profiles_are_measured_anew(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(bench.profiles) == 2
     assert measured == [0.0, 0.0, 720.0]  # rounds begin every four minutes
     assert max(profile.spread() for profile in bench.profiles) < 0.5
+
+
+@pytest.mark.usefixtures("scripts")
+def test_bound_takes_the_disk_as_it_was_around_the_run(tmp_path: Path) -> None:
+    """16 sequences in a block: 2.4 GB of weights in each of 31 steps after the prompt's."""
+    from benchmark_suites import Case, Ours
+    from flexgen_jax.checkpoint import DummyWeights
+    from flexgen_jax.families import known_shape
+    from flexgen_jax.layers.storage import FORMAT_VERSION
+    from flexgen_jax.policy.machines import known_machine
+    from flexgen_jax.policy.policy import Policy
+
+    bench = fake_bench({"ours, a": 6.0}, 1)
+    del bench._bound
+    bench.profiles, bench.folder = [known_machine("generic-cpu")], tmp_path
+    policy = Policy.from_percent(0, 0, 100, 0, 100, 0, batch_size=16)
+    case = Case("c", "facebook/opt-1.3b", 128, 32, 10**9, (Ours("a"),), ())
+    weights = 24 * 12 * 2048**2 * 2
+    profiled = max(speed for _, speed in bench.profiles[0].disk_read.points)
+    for rates, rate in (([1e9, 3e9], 2e9), ([4e9], 4e9), ([], profiled)):
+        row = {"policy": json.loads(policy.to_json()), "num_sequences": 16, "total_s": 100.0}
+        found = bench._bound(case, row | {"disk_read_rates": rates})
+        decoding = found["bound_s"]["decode"]["disk_read"]
+        assert decoding == pytest.approx(31 * weights / rate, rel=1e-2)  # and biases
+    del bench._disk_rate
+    assert bench._disk_rate(case, []) is None
+    name = DummyWeights(known_shape(case.model)).fingerprint("bfloat16")
+    for suffix, bits in (("", "16"), (f"-4bit-v{FORMAT_VERSION}", "4")):
+        folder = tmp_path / "offload" / "weights" / f"{name}{suffix}" / "t" / "c"
+        folder.mkdir(parents=True)
+        (folder / "0").write_bytes(bytes(4095))  # too small to say anything
+        assert bench._disk_rate(case, ["--weight-bits", bits]) is None
+        (folder / "1").write_bytes(bytes(3 << 20))
+        assert 0 < bench._disk_rate(case, ["--weight-bits", bits]) < 1e13
 
 
 @pytest.mark.usefixtures("scripts")

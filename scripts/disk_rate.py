@@ -1,0 +1,46 @@
+"""How fast a disk reads what is there, straight from files and past the page cache.
+
+A profile reads what it has just written; what a virtual disk has of that in its host's memory, and
+how fast it is, changes within minutes. So a benchmark's bound takes the rate at which the weights
+of a run are read right before and after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+
+from flexgen_jax.offload.disk import CHUNK_BYTES, READS_AT_ONCE
+from flexgen_jax.offload.reads import Piece, ReadQueue, whole_pages
+
+SMALLEST = 1 << 20
+"""Of the files that are read: these are large enough for the disk's full speed."""
+
+MOST_BYTES = 3 << 30
+ENOUGH_S = 3.0
+
+
+def read_rate(folder: Path) -> float | None:
+    """Byte/s of direct reads of the large files below a folder; None where there are none."""
+    found = ((path, path.stat().st_size) for path in sorted(folder.rglob("*")) if path.is_file())
+    files = [(path, size) for path, size in found if SMALLEST <= size <= CHUNK_BYTES]
+    buffers = deque(whole_pages(CHUNK_BYTES) for _ in range(2 * READS_AT_ONCE))
+    under_way: deque[Future[None]] = deque()
+    queue, done = ReadQueue(READS_AT_ONCE), 0
+    started = time.perf_counter()
+    try:
+        for path, size in files:
+            if len(under_way) == len(buffers):
+                under_way.popleft().result()
+            under_way.append(queue.read([Piece(path, (buffers[0][:size],), True)], False))
+            buffers.rotate(-1)
+            done += size
+            if done >= MOST_BYTES or time.perf_counter() - started > ENOUGH_S:
+                break
+    finally:
+        queue.close()
+    for read in under_way:
+        read.result()
+    return done / (time.perf_counter() - started) if done else None
