@@ -6,7 +6,7 @@ Every run is a process of its own that begins with a cold page cache, on a CPU i
 cgroup (page cache counted). Compilation, warm-up in memory, and placing the weights are not
 counted. First the machine is measured, for the planner and for the bound, and again before a round
 that begins ten minutes later or more; the disk's rate in the bound is that at which a run's weights
-are read right before and after it. The reference's best batch is looked for, by doubling it
+are read right before or after it, the higher one. The reference's best batch is looked for, by doubling it
 until the run fails or slows; then all take turns (A B C A B C ...). The suites for the CPU leave a
 GPU alone. Suites:
 
@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -206,13 +205,13 @@ class Bench:
 
     def _bound(self, case: Case, row: dict[str, Any]) -> dict[str, Any]:
         """The least seconds, and the share of the run that they are: by the profile, but with the
-        disk as it was around the run."""
+        disk at its best around the run."""
         policy = Policy.from_json(json.dumps(row["policy"]))
         workload = Workload(case.prompt_len, case.gen_len, row["num_sequences"])
         config = known_shape(case.model)
         hw, rates = self.profiles[-1], row["disk_read_rates"]
         if rates:
-            hw = replace(hw, disk_read=Rate.constant(statistics.mean(rates)))
+            hw = replace(hw, disk_read=Rate.constant(max(rates)))
         seconds = roofline(config, self.dtype, policy, workload, hw)
         share = bound_s(seconds) / row["total_s"]
         return {"bound_s": seconds, "binding": binding(seconds), "of_bound": share}

@@ -2,7 +2,7 @@
 
 A profile reads what it has just written; what a virtual disk has of that in its host's memory, and
 how fast it is, changes within minutes. So a benchmark's bound takes the rate at which the weights
-of a run are read right before and after it.
+of a run are read right before or after it.
 """
 
 from __future__ import annotations

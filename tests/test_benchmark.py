@@ -132,7 +132,7 @@ def test_bound_takes_the_disk_as_it_was_around_the_run(tmp_path: Path) -> None:
     case = Case("c", "facebook/opt-1.3b", 128, 32, 10**9, (Ours("a"),), ())
     weights = 24 * 12 * 2048**2 * 2
     profiled = max(speed for _, speed in bench.profiles[0].disk_read.points)
-    for rates, rate in (([1e9, 3e9], 2e9), ([4e9], 4e9), ([], profiled)):
+    for rates, rate in (([1e9, 3e9], 3e9), ([4e9], 4e9), ([], profiled)):
         row = {"policy": json.loads(policy.to_json()), "num_sequences": 16, "total_s": 100.0}
         found = bench._bound(case, row | {"disk_read_rates": rates})
         decoding = found["bound_s"]["decode"]["disk_read"]
