@@ -6,9 +6,9 @@ Every run is a process of its own that begins with a cold page cache, on a CPU i
 cgroup (page cache counted). Compilation, warm-up in memory, and placing the weights are not
 counted. First the machine is measured, for the planner and for the bound, and again before a round
 that begins ten minutes later or more; the disk's rate in the bound is that at which a run's weights
-are read right before or after it, the higher one. The reference's best batch is looked for, by doubling it
-until the run fails or slows; then all take turns (A B C A B C ...). The suites for the CPU leave a
-GPU alone. Suites:
+are read right before or after it, the higher one. The reference's best batch is looked for, by
+doubling it until the run fails or slows; then all take turns (A B C A B C ...). The suites for the
+CPU leave a GPU alone. Suites:
 
   cpu-quick  ten minutes            ablation   one technique less at a time (the paper's table 4)
   cpu-full   some hours             latency    throughput over latency (figure 1)
