@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+
+import numpy as np
 
 from flexgen_jax.offload.disk import CHUNK_BYTES, READS_AT_ONCE
 from flexgen_jax.offload.reads import Piece, ReadQueue, whole_pages
@@ -23,10 +26,20 @@ ENOUGH_S = 3.0
 
 
 def read_rate(folder: Path) -> float | None:
-    """Byte/s of direct reads of the large files below a folder; None where there are none."""
+    """Byte/s of direct reads of the large files below a folder; None where there are none, or where
+    the file system has no direct reads."""
     found = ((path, path.stat().st_size) for path in sorted(folder.rglob("*")) if path.is_file())
     files = [(path, size) for path, size in found if SMALLEST <= size <= CHUNK_BYTES]
     buffers = deque(whole_pages(CHUNK_BYTES) for _ in range(2 * READS_AT_ONCE))
+    for buffer in buffers:
+        buffer[:] = 0  # the first touch of fresh memory takes longer than to read into it
+    try:
+        return _rate(files, buffers)
+    except OSError:
+        return None
+
+
+def _rate(files: Sequence[tuple[Path, int]], buffers: deque[np.ndarray]) -> float | None:
     under_way: deque[Future[None]] = deque()
     queue, done = ReadQueue(READS_AT_ONCE), 0
     started = time.perf_counter()

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.offload import disk, reads, records
 from flexgen_jax.offload.disk import OffloadError, OffloadFolder
+from flexgen_jax.offload.kv_cache import KVCache, KVLoad
 from flexgen_jax.offload.reads import Piece, read_file, whole_pages
 from flexgen_jax.out_of_memory import is_on_host, is_out_of_memory
 from tests.models import prompts
@@ -165,16 +166,24 @@ def test_read_file(tmp_path: Path, direct: bool, size: int, offset: int) -> None
 SIZES = st.lists(st.integers(0, 3 * 4096 + 5) | st.just(8192), min_size=1, max_size=6)
 
 
-@given(sizes=SIZES, shift=st.sampled_from([0, 2]), direct=st.booleans())
+@given(sizes=SIZES, shift=st.sampled_from([0, 2]), direct=st.booleans(), missing=st.integers(0, 9))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_read_file_into_several(tmp_path: Path, sizes: list[int], shift: int, direct: bool) -> None:
-    """One after the other, wherever they are and whatever their sizes."""
+def test_read_file_into_several(
+    tmp_path: Path, sizes: list[int], shift: int, direct: bool, missing: int
+) -> None:
+    """One after the other, wherever they are and whatever their sizes, unless the file is short."""
     path, total = tmp_path / "chunk", sum(sizes)
     data = np.random.default_rng(total).integers(0, 256, total + 1, np.uint8)
-    path.write_bytes(data.tobytes())
     outs = [whole_pages(size + shift)[shift:] for size in sizes]
-    read_file(Piece(path, outs, direct))
-    np.testing.assert_array_equal(np.concatenate(outs), data[:total])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reads, "BOUNCE_BYTES", 4096)
+        path.write_bytes(data.tobytes())
+        read_file(Piece(path, outs, direct))
+        np.testing.assert_array_equal(np.concatenate(outs), data[:total])
+        if 0 < missing <= total:
+            os.truncate(path, total - missing)
+            with pytest.raises(OSError, match=f"damaged: {total - missing} of {total} bytes"):
+                read_file(Piece(path, outs, direct))
 
 
 @given(sizes=SIZES, chunk=st.sampled_from([4096, 8192, 1 << 20]), index=st.integers(0, 2))
@@ -189,7 +198,7 @@ def test_records(folder: OffloadFolder, sizes: list[int], chunk: int, index: int
         patch.setattr(records, "CHUNK_BYTES", chunk)
         found = records.Records.create(folder, "r", 3, total)
     written = [array.copy() for array in arrays]
-    future = found.write(index, written)
+    future = found.write(index, written, whole_pages(found.nbytes))
     for array in written:
         array[:] = 0
     future.result(timeout=10)
@@ -200,6 +209,34 @@ def test_records(folder: OffloadFolder, sizes: list[int], chunk: int, index: int
     files = [path for path in found.store.path.glob("c/**/*") if path.is_file()]
     assert len(files) == -(-total // chunk)
     assert {path.stat().st_size % 4096 for path in files} == {0}
+
+
+def test_records_of_strided_arrays(folder: OffloadFolder) -> None:
+    array = np.arange(6000, dtype=np.int16).reshape(60, 100).T
+    found = records.Records.create(folder, "r", 1, array.nbytes)
+    found.write(0, [array], whole_pages(found.nbytes)).result(timeout=10)
+    out = np.zeros(array.shape, np.int16)
+    found.read_into(0, [out]).result(timeout=10)
+    np.testing.assert_array_equal(out, array)
+
+
+def test_no_cache_is_read_before_all_prompts_are_there(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the buffers for it would come on top of what waits for the disk."""
+    found: list[bool] = []
+    start = KVCache.start
+
+    def watched(cache: KVCache, where: tuple[int, int]) -> KVLoad:
+        found.append(cache.has_all_prompts)
+        return start(cache, where)
+
+    monkeypatch.setattr(KVCache, "start", watched)
+    policy = Policy.from_percent(0, 0, 0, 0, 0, 0, batch_size=2, num_batches=2)
+    with LLM(checkpoint(), dtype="float32", policy=policy, offload_dir=tmp_path / "o") as llm:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        llm.generate(prompt_token_ids=prompts()[:4], sampling_params=params)
+    assert found and all(found)
 
 
 def test_everything_is_private(folder: OffloadFolder) -> None:

@@ -160,7 +160,7 @@ class BlockRun:
 
     def _read_ahead(self, ahead: LookAhead, visit: int) -> None:
         """Starts the disk reads of the layers and batches that come next."""
-        # What is read of the two ends stays: beside them, the disk reads for layers after them.
+        # The ends are read once a block: while they compute, the disk goes on with what follows.
         visits = ahead.visits(visit, self._depth.weight_reads, self._is_decoder)
         visits = [step for step in ahead.steps(1) if step.visit == visit] + visits
         self._weight_loads.ahead([(step.visit, step.layer) for step in visits])
@@ -181,9 +181,9 @@ class BlockRun:
         """Whether the step attends to a cache that is complete by now."""
         if step.token == 0 or not self._is_decoder(step):
             return False
-        expected = self._batches[step.batch].prompt_len + step.token - 1
         if self._policy.schedule == "zigzag" and not self._cache.has_all_prompts:
             return False  # buffers for reading are not to be added to what prompts still hold
+        expected = self._batches[step.batch].prompt_len + step.token - 1
         return self._cache.tokens((step.layer - 1, step.batch)) == expected
 
     def _is_waiting(self, step: Step) -> bool:

@@ -9,6 +9,7 @@ kept on the host until it is full.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.layers.storage import Storage
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.host_attention import HostBlock
+from flexgen_jax.offload.reads import whole_pages
 from flexgen_jax.offload.records import Records
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.transfer import Load, finish
@@ -77,6 +79,7 @@ class PendingWrite:
     where: Where
     future: Any
     nbytes: int
+    record: np.ndarray
 
 
 class KVCache:
@@ -91,6 +94,8 @@ class KVCache:
         self._tokens: dict[Where, int] = {}
         self._sealed: dict[Where, int] = {}
         self._pending: list[PendingWrite] = []
+        # Of writes that are done: the first touch of fresh memory takes longer than the copy.
+        self._spare: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         self._buffers: list[HostBuffer] = []
         self._taken: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
         self._is_read = False
@@ -204,7 +209,8 @@ class KVCache:
             self._tails[where] = Tail(key, length, arrays, views, (first, second))
 
     def _store(self, key: CacheKey, arrays: KVBlock, buffers: tuple[HostBuffer, ...]) -> None:
-        """Puts a complete block into its home; its memory is already counted."""
+        """Puts a complete block into its home. Its memory is counted, that of `buffers` by the
+        pool."""
         home = self._plan.homes[key]
         if home != "device" and not buffers:
             arrays = self._runtime.memories.to_host(arrays, "cache", _name(key[:2]))
@@ -216,14 +222,17 @@ class KVCache:
         views = views or [np.asarray(leaf) for leaf in jax.tree.leaves(arrays)]
         nbytes = self._nbytes(key)
         self._take("disk", nbytes)
-        write = self._stored(key).write(key.layer, views)
         if buffers:
             self._take("host", nbytes)
+        records = self._stored(key)
+        spare = self._spare[records.nbytes]
+        record = spare.pop() if spare else whole_pages(records.nbytes)
+        write = records.write(key.layer, views, record)
+        self._pending.append(PendingWrite((key.layer, key.batch), write, nbytes, record))
         for buffer in buffers:
             self._runtime.pool.give(buffer, None)
         metrics = self._runtime.metrics
         counted(metrics, "disk_write", "cache", _name(key[:2]), nbytes, [write])
-        self._pending.append(PendingWrite((key.layer, key.batch), write, nbytes))
         self._settle(lambda write: write.future.done())
         steps = list(dict.fromkeys(write.where for write in self._pending))
         overdue = steps[: max(0, len(steps) - PENDING_WRITES)]
@@ -233,7 +242,8 @@ class KVCache:
         """Waits for the chosen writes and gives back their memory; raises what went wrong."""
         for write in [write for write in self._pending if is_chosen(write)]:
             finish([write.future], f"writing the {_name(write.where)}")
-            self._pending.remove(write)
+            self._pending = [other for other in self._pending if other is not write]
+            self._spare[write.record.size].append(write.record)
             self._give("host", write.nbytes)
 
     def start(self, where: Where) -> KVLoad:
@@ -241,6 +251,8 @@ class KVCache:
         # Buffers for reading are not to be added to what the prompts' blocks still hold.
         is_first, self._is_read = not self._is_read, True
         self._settle(lambda write: is_first or write.where == where)
+        if is_first:
+            self._spare.clear()
         load: KVLoad = Load("cache", _name(where), Moving((), ()))
         tail, sealed = self._tails[where], self._sealed[where]
         here: list[KVBlock] = []

@@ -131,8 +131,10 @@ def _fill_all(descriptor: int, straight: list[np.ndarray], rest: list[np.ndarray
     """Reads into `straight` and then, by way of other memory, into `rest`; returns the bytes that
     there were. All that is small takes one call."""
     size = _size(straight)
+    if not rest:
+        return _fill(descriptor, straight, 0)
     bounce = whole_pages(min(BOUNCE_BYTES, -(-_size(rest) // PAGE) * PAGE))
-    done = _fill(descriptor, [*straight, bounce] if rest else straight, 0)
+    done = _fill(descriptor, [*straight, bounce], 0)
     while rest and done > size:
         count = min(done - size, _size(rest))
         _spread(bounce[:count], rest)

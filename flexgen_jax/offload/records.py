@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flexgen_jax.offload.disk import CHUNK_BYTES, DiskArray, OffloadFolder
-from flexgen_jax.offload.reads import PAGE, whole_pages
+from flexgen_jax.offload.reads import PAGE
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,20 +29,28 @@ class Records:
 
     @classmethod
     def create(cls, folder: OffloadFolder, name: str, count: int, nbytes: int) -> Records:
-        """Room for `count` records of `nbytes` bytes, as long as this run."""
+        """Room for `count` records of `nbytes` bytes, in whole pages, as long as this run."""
         chunks = -(-nbytes // CHUNK_BYTES)
         size = -(-nbytes // (chunks * PAGE)) * PAGE
         shape = (count, chunks, size)
         return cls(folder.scratch_array(name, shape, (1, 1, size), np.dtype(np.uint8)))
 
-    def write(self, index: int, arrays: Sequence[np.ndarray]) -> Any:
-        """Starts writing a record of these arrays, which may change at once; returns a future."""
-        _, chunks, size = self.store.shape
-        record, start = whole_pages(chunks * size), 0
+    @property
+    def nbytes(self) -> int:
+        """Of one record, in whole pages."""
+        return self.store.shape[1] * self.store.shape[2]
+
+    def write(self, index: int, arrays: Sequence[np.ndarray], record: np.ndarray) -> Any:
+        """Starts writing a record of these arrays, which may change at once; returns a future.
+
+        record: memory for it, uint8 [nbytes] from the beginning of a page, which must not change
+        before the future is done.
+        """
+        start = 0
         for part in _parts([np.ascontiguousarray(array) for array in arrays]):
             record[start : start + part.size] = part
             start += part.size
-        return self.store.write(record.reshape(chunks, size), (index,))
+        return self.store.write(record.reshape(self.store.shape[1:]), (index,))
 
     def read_into(self, index: int, outs: Sequence[np.ndarray]) -> Future[None]:
         """Starts reading a record into the memory of `outs`, ahead of all that is not urgent."""

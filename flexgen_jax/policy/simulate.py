@@ -358,7 +358,7 @@ class Simulation:
         moved = self._clock.move("device_to_host", away) if on_device and away else 0.0
         written = {block: n for block, n in sizes.items() if cached.homes[block] == "disk"}
         for nbytes in written.values():
-            done = self._clock.move("disk_write", nbytes, moved, nbytes / 2)
+            done = self._clock.move("disk_write", nbytes, moved)
             self._writes[where] = done
         if written:
             self._pending.append(self._writes[where])
