@@ -170,9 +170,9 @@ class _Estimate:
         for counts in read.values():
             largest |= counts
         ring = self._ahead.cache_buffers * sum(largest.values())
-        waiting = (PENDING_WRITES + 1) * max(pending.values(), default=0)
-        if not self._unified:
-            waiting += copied  # a block in pinned memory, on its way to what is written
+        step = max(pending.values(), default=0)
+        # What is written was copied from a step's results or, block by block, from pinned memory.
+        waiting = (PENDING_WRITES + 1) * step + (step if self._unified else copied)
         # The prompts' blocks are written before the first of them is read back, unless batches come
         # one after the other. Without overlap, writes of generated blocks may wait beside the ring.
         in_turn = self._policy.schedule == "zigzag" and self._policy.overlap
