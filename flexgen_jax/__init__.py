@@ -8,17 +8,17 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "Placement", "Policy", "SamplingParams", "UserError", "__version__"]
 
 if TYPE_CHECKING:
-    from flexgen_jax.config import UserError
-    from flexgen_jax.engine import LLM
+    from flexgen_jax.engine.llm import LLM
+    from flexgen_jax.engine.sampling import SamplingParams
+    from flexgen_jax.models.config import UserError
     from flexgen_jax.policy.policy import Placement, Policy
-    from flexgen_jax.sampling import SamplingParams
 
 _HOMES = {
-    "LLM": "flexgen_jax.engine",
+    "LLM": "flexgen_jax.engine.llm",
     "Placement": "flexgen_jax.policy.policy",
     "Policy": "flexgen_jax.policy.policy",
-    "SamplingParams": "flexgen_jax.sampling",
-    "UserError": "flexgen_jax.config",
+    "SamplingParams": "flexgen_jax.engine.sampling",
+    "UserError": "flexgen_jax.models.config",
 }
 
 

@@ -34,8 +34,8 @@ from typing import Any
 from benchmark_report import markdown
 from benchmark_suites import Case, Ours, narrowed, suites
 from disk_rate import read_rate
-from flexgen_jax.checkpoint import DummyWeights
-from flexgen_jax.families import known_shape
+from flexgen_jax.models.checkpoint import DummyWeights
+from flexgen_jax.models.families import known_shape
 from flexgen_jax.policy.hardware import UNSTEADY, HardwareProfile, Rate
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.roofline import binding, bound_s, roofline
@@ -90,7 +90,7 @@ class Bench:
         return HardwareProfile.from_json(self._profile_file.read_text())
 
     def _measure_profile(self) -> None:
-        command = [sys.executable, "-m", "flexgen_jax.cli", "profile", "--json"]
+        command = [sys.executable, "-m", "flexgen_jax.cli.main", "profile", "--json"]
         command += [str(self._profile_file), "--dtype", self.dtype]
         subprocess.run([*command, "--offload-dir", str(self.folder / "offload")], check=True)
 
@@ -150,7 +150,7 @@ class Bench:
             file = self.folder / "policy.json"
             file.write_text(json.dumps(chosen | ours.policy))
             flags += ["--policy", str(file)]
-        command = [sys.executable, "-m", "flexgen_jax.cli", "bench", *flags]
+        command = [sys.executable, "-m", "flexgen_jax.cli.main", "bench", *flags]
         before = self._disk_rate(case, flags)
         row = self._measured(case, f"ours, {ours.name}", command)
         if "failed" in row:

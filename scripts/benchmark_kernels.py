@@ -29,15 +29,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexgen_jax.cpu.backend import kernels_of_device
+from flexgen_jax.cpu.host_attention import HostAttention, HostBlock
 from flexgen_jax.layers.attention import attend
 from flexgen_jax.layers.kernels import Dense
 from flexgen_jax.layers.programs import compiler_options
 from flexgen_jax.layers.quantization import Kept, quantize, quantize_as
-from flexgen_jax.layers.spec import Formats
-from flexgen_jax.layers.storage import kv_storage
-from flexgen_jax.offload.host_attention import HostAttention, HostBlock
-from flexgen_jax.offload.inline_kernels import kernels_of_device
-from flexgen_jax.offload.machine import tune_allocator
+from flexgen_jax.machine.limits import tune_allocator
+from flexgen_jax.models.spec import Formats
+from flexgen_jax.models.storage import kv_storage
 
 LAYERS = 4
 KV_SHAPE = (16, 32, 64)

@@ -27,7 +27,7 @@ from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, OPTConfig
 
-from flexgen_jax.families import family_of, known_shape
+from flexgen_jax.models.families import family_of, known_shape
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flexgen_jax.offload.disk import CHUNK_BYTES, READS_AT_ONCE
-from flexgen_jax.offload.reads import Piece, ReadQueue, whole_pages
+from flexgen_jax.offload.disk.direct_reads import Piece, ReadQueue, whole_pages
+from flexgen_jax.offload.disk.folder import CHUNK_BYTES, READS_AT_ONCE
 
 SMALLEST = 1 << 20
 """Of the files that are read: these are large enough for the disk's full speed."""

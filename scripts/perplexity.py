@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_jax import LLM, Placement, Policy
-from flexgen_jax.model import open_model, shipped_model
+from flexgen_jax.models.loading import open_model, shipped_model
 
 BITS = [(16, 16), (8, 16), (4, 16), (16, 8), (16, 4), (8, 8), (4, 4)]
 RUNS = [(*bits, 16, 1.0) for bits in BITS]

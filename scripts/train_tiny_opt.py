@@ -25,11 +25,11 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from corpus import fetch_corpus, split_corpus
-from flexgen_jax.config import ModelConfig
-from flexgen_jax.families import family_of
 from flexgen_jax.layers.decoder import DecoderLayer
 from flexgen_jax.layers.embedding import Embedding, Head
-from flexgen_jax.layers.spec import num_parameters
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.families import family_of
+from flexgen_jax.models.spec import num_parameters
 
 Params = dict[str, Any]
 END = 2  # "</s>", which OPT puts before a prompt and between documents

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.models import use_unit, write_checkpoint
+from tests.helpers.models import use_unit, write_checkpoint
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 """Tests leave the user's cache alone. One of their own saves no time: they share programs."""
@@ -42,11 +42,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small products in tiles too."""
+    from flexgen_jax.cpu import matmul
     from flexgen_jax.layers import programs
-    from flexgen_jax.offload import inline_products
 
     for name in ("FEW_PRODUCTS", "FEW_ROWS", "FEW_PACKED"):
-        monkeypatch.setattr(inline_products, name, 0)
+        monkeypatch.setattr(matmul, name, 0)
     programs._compile.cache_clear()
     yield
     programs._compile.cache_clear()

@@ -13,18 +13,12 @@ PACKAGE = Path(__file__).parent.parent / "flexgen_jax"
 
 # Each room may import from those before it.
 ORDER = [
-    {"config", "units", "trace", "caches", "out_of_memory"},
-    {"layers"},
-    {"families", "checkpoint", "tokenizer"},
-    {"policy"},
-    {"metrics"},
-    {"offload"},
-    {"sampling", "batching", "model", "generation", "texts", "progress", "convert"},
-    {"profiles"},
-    {"plan", "session"},
+    {"models", "units", "progress"},
+    {"layers", "policy"},
+    {"cpu"},
+    {"offload", "machine"},
     {"engine"},
-    {"bench"},
-    {"cli_options", "cli_plan", "cli"},
+    {"cli"},
 ]
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from flexgen_jax.layers.linear import precision_for
 from flexgen_jax.layers.quantization import Kept, parts_of
-from flexgen_jax.layers.spec import scored_heads
+from flexgen_jax.models.spec import scored_heads
 
 MASKED = -1e30
 """Score of a masked key: finite, so that a block with no valid key stays free of NaN."""

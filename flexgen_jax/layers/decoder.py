@@ -8,7 +8,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.attention import (
     KVPair,
     Partial,
@@ -23,6 +22,7 @@ from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.norm import LayerNorm
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.sparse_attention import attend_top
+from flexgen_jax.models.config import ModelConfig
 
 KVBlock = tuple[Kept, Kept]
 """Keys and values of some consecutive tokens, each [batch, head, token, head_dim]."""

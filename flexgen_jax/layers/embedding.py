@@ -8,10 +8,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.linear import Linear, dense, parameter
 from flexgen_jax.layers.norm import LayerNorm
 from flexgen_jax.layers.quantization import Kept, take_rows
+from flexgen_jax.models.config import ModelConfig
 
 _init = nn.initializers.normal(0.02)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, row_parts
-from flexgen_jax.layers.spec import part_bytes
+from flexgen_jax.models.spec import part_bytes
 
 FEW_ROWS = 64
 """With at most so many rows a product takes little longer than the reading of its kernel."""

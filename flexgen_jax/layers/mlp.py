@@ -9,9 +9,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.kernels import BY_XLA, Kernels
 from flexgen_jax.layers.linear import Linear
+from flexgen_jax.models.config import ModelConfig
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:

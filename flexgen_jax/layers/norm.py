@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.config import ModelConfig
+from flexgen_jax.models.config import ModelConfig
 
 
 class LayerNorm(nn.Module):

@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
-from flexgen_jax.config import ModelConfig
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.kernels import BY_XLA, Kernels
 from flexgen_jax.layers.quantization import Kept, assemble, quantize_as
 from flexgen_jax.layers.sampling import greedy, sample
 from flexgen_jax.layers.sparse_attention import Ranked, attend_ranked, rank
-from flexgen_jax.layers.spec import SCORED_ROWS, Formats, LayerSpec, model_spec, prefilled
-from flexgen_jax.layers.storage import Storage
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.spec import SCORED_ROWS, Formats, LayerSpec, model_spec, prefilled
+from flexgen_jax.models.storage import Storage
 
 Tail = tuple[jax.Array, jax.Array]
 """The open KV block, in full precision."""

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.layers.storage import GROUP_SIZE, Storage, parameter_dtype
+from flexgen_jax.models.storage import GROUP_SIZE, Storage, parameter_dtype
 
 PACKED_BITS = (2, 4, 8)
 

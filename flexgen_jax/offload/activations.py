@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from flexgen_jax.offload.context import Runtime
-from flexgen_jax.offload.disk import DiskArray
-from flexgen_jax.offload.transfer import Load, finish
-from flexgen_jax.offload.watching import counted
+from flexgen_jax.offload.disk.folder import DiskArray
+from flexgen_jax.offload.prefetch import Load, finish
+from flexgen_jax.offload.watcher import counted
 from flexgen_jax.policy.memory import PENDING_WRITES
 from flexgen_jax.policy.placement import ActivationPlan
 from flexgen_jax.policy.policy import Tier

@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.checkpoint import numpy_dtype
-from flexgen_jax.config import ModelConfig
+from flexgen_jax.cpu.backend import kernels_of_device
+from flexgen_jax.cpu.host_attention import HostAttention
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import assemble
-from flexgen_jax.layers.spec import Formats, LayerSpec, model_spec
-from flexgen_jax.metrics import Ledger, Metrics
-from flexgen_jax.offload.disk import OffloadFolder
-from flexgen_jax.offload.host_attention import HostAttention
-from flexgen_jax.offload.inline_kernels import kernels_of_device
+from flexgen_jax.models.checkpoint import numpy_dtype
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.spec import Formats, LayerSpec, model_spec
+from flexgen_jax.offload.disk.folder import OffloadFolder
+from flexgen_jax.offload.metrics import Ledger, Metrics
 from flexgen_jax.offload.tiers import BufferPool, Memories
-from flexgen_jax.offload.watching import Watcher
+from flexgen_jax.offload.trace import Trace
+from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.policy.policy import Tier
-from flexgen_jax.trace import Trace
 
 
 @dataclass(frozen=True)

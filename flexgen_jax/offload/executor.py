@@ -15,16 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from flexgen_jax.config import UserError
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept
-from flexgen_jax.layers.spec import LayerKind, LayerSpec
+from flexgen_jax.machine.limits import trim_heap
+from flexgen_jax.models.config import UserError
+from flexgen_jax.models.spec import LayerKind, LayerSpec
 from flexgen_jax.offload.activations import Activations
-from flexgen_jax.offload.attending import Moment, Question, attend_split
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.kv_cache import KVCache, Moving, Split
-from flexgen_jax.offload.machine import trim_heap
-from flexgen_jax.offload.transfer import Stream
+from flexgen_jax.offload.prefetch import Stream
+from flexgen_jax.offload.split_attention import Moment, Question, attend_split
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.placement import CachePlan, place_activations
 from flexgen_jax.policy.policy import Ahead, Head, Policy

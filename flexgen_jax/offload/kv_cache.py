@@ -17,17 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.checkpoint import numpy_dtype
+from flexgen_jax.cpu.host_attention import HostBlock
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept, assemble
-from flexgen_jax.layers.storage import Storage
+from flexgen_jax.models.checkpoint import numpy_dtype
+from flexgen_jax.models.storage import Storage
 from flexgen_jax.offload.context import Runtime
-from flexgen_jax.offload.host_attention import HostBlock
-from flexgen_jax.offload.reads import whole_pages
-from flexgen_jax.offload.records import Records
+from flexgen_jax.offload.disk.direct_reads import whole_pages
+from flexgen_jax.offload.disk.records import Records
+from flexgen_jax.offload.prefetch import Load, finish
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
-from flexgen_jax.offload.transfer import Load, finish
-from flexgen_jax.offload.watching import counted
+from flexgen_jax.offload.watcher import counted
 from flexgen_jax.policy.memory import PENDING_WRITES
 from flexgen_jax.policy.placement import CacheKey, CachePlan, Part
 from flexgen_jax.policy.policy import Tier

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from flexgen_jax.metrics import Content, Ledger, Link
-from flexgen_jax.offload.reads import whole_pages
-from flexgen_jax.offload.watching import Watcher, wait_for
+from flexgen_jax.offload.disk.direct_reads import whole_pages
+from flexgen_jax.offload.metrics import Content, Ledger, Link
+from flexgen_jax.offload.watcher import Watcher, wait_for
 
 T = TypeVar("T")
 

@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from flexgen_jax.checkpoint import WeightSource, numpy_dtype
 from flexgen_jax.layers.quantization import Kept, assemble, encode
-from flexgen_jax.layers.spec import LayerSpec, TensorSpec, unique_tensors
-from flexgen_jax.layers.storage import Leaf, Storage
+from flexgen_jax.models.checkpoint import WeightSource, numpy_dtype
+from flexgen_jax.models.spec import LayerSpec, TensorSpec, unique_tensors
+from flexgen_jax.models.storage import Leaf, Storage
 from flexgen_jax.offload.context import Runtime
-from flexgen_jax.offload.disk import DiskArray, WeightFolder, row_ranges
+from flexgen_jax.offload.disk.folder import DiskArray, WeightFolder, row_ranges
+from flexgen_jax.offload.prefetch import Load
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
-from flexgen_jax.offload.transfer import Load
-from flexgen_jax.offload.watching import counted
+from flexgen_jax.offload.watcher import counted
 from flexgen_jax.policy.policy import Tier
 
 Progress = Callable[[int], object]

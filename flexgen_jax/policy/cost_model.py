@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flexgen_jax.config import DTYPES, ModelConfig
-from flexgen_jax.layers.spec import Formats, LayerSpec, TensorSpec, model_spec, prefilled
+from flexgen_jax.models.config import DTYPES, ModelConfig
+from flexgen_jax.models.spec import Formats, LayerSpec, TensorSpec, model_spec, prefilled
 from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile
 from flexgen_jax.policy.policy import Policy, Workload, generated_blocks, prompt_blocks
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flexgen_jax.config import ModelConfig
+from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.memory import BlockShape, peak_bytes
 from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier, Workload
 

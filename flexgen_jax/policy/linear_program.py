@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexgen_jax.layers.spec import Formats, LayerSpec, unique_tensors
+from flexgen_jax.models.spec import Formats, LayerSpec, unique_tensors
 from flexgen_jax.policy.cost_model import FRACTIONS, BlockTerms, Costs, Linear
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.memory import PENDING_WRITES, workspace_bytes

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from flexgen_jax.config import DTYPES, ModelConfig
-from flexgen_jax.layers.spec import (
+from flexgen_jax.models.config import DTYPES, ModelConfig
+from flexgen_jax.models.spec import (
     PART_BYTES,
     SCORED_ROWS,
     Formats,
@@ -18,7 +18,7 @@ from flexgen_jax.layers.spec import (
     prefilled,
     scored_heads,
 )
-from flexgen_jax.layers.storage import Leaf
+from flexgen_jax.models.storage import Leaf
 from flexgen_jax.policy.placement import (
     CachePlan,
     place_activations,

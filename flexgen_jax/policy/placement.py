@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from flexgen_jax.layers.spec import Formats, LayerSpec, unique_tensors
+from flexgen_jax.models.spec import Formats, LayerSpec, unique_tensors
 from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier
 
 

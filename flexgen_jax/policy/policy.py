@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import ceil
 from typing import Any, Literal, get_args
 
-from flexgen_jax.config import UserError
-from flexgen_jax.layers.spec import Formats
-from flexgen_jax.layers.storage import BITS, MATMUL_BITS
+from flexgen_jax.models.config import UserError
+from flexgen_jax.models.spec import Formats
+from flexgen_jax.models.storage import BITS, MATMUL_BITS
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from flexgen_jax.config import DTYPES, ModelConfig
+from flexgen_jax.models.config import DTYPES, ModelConfig
 from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.policy import Policy, Workload

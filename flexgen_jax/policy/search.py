@@ -9,7 +9,7 @@ from itertools import product
 from math import ceil, floor
 from typing import Any
 
-from flexgen_jax.config import ModelConfig
+from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.cost_model import Costs, block_terms
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import HardwareProfile

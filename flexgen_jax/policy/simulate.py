@@ -13,12 +13,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from flexgen_jax.policy.clock import Cached, CacheSizes, Clock, Loading
 from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.memory import PENDING_WRITES, BlockShape, plan_cache
 from flexgen_jax.policy.placement import place_activations, place_weights
 from flexgen_jax.policy.policy import Ahead, Tier
 from flexgen_jax.policy.schedule import LookAhead, Step, steps_of
-from flexgen_jax.policy.simulated import Cached, CacheSizes, Clock, Loading
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,342 @@
+"""Flags that all commands share, and what they build."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flexgen_jax.models.config import UserError
+from flexgen_jax.models.storage import BITS, MATMUL_BITS
+from flexgen_jax.policy.policy import (
+    ATTENTIONS,
+    SCHEDULES,
+    Attention,
+    Placement,
+    Policy,
+    PolicyError,
+)
+from flexgen_jax.policy.search import Choices
+
+if TYPE_CHECKING:
+    from flexgen_jax.engine.llm import LLM
+
+Command = Callable[..., Any]
+
+
+def _apply(command: Command, options: list[Callable[[Command], Command]]) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def model_options(command: Command) -> Command:
+    """Which model, in which dtype, within which budgets."""
+    return _apply(
+        command,
+        [
+            click.option("--model", help="Hugging Face folder or hub id; default: a small OPT."),
+            click.option(
+                "--dummy-weights",
+                is_flag=True,
+                help="Random weights of a known shape, e.g. --model facebook/opt-1.3b; no files.",
+            ),
+            click.option(
+                "--dtype",
+                type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+                default="auto",
+                show_default=True,
+                help="Compute and store in this type; auto: the checkpoint's.",
+            ),
+            click.option("--device-memory", metavar="SIZE", help="GPU memory to use, e.g. 16GB."),
+            click.option("--host-memory", metavar="SIZE", help="RAM to use, e.g. 64GB."),
+            click.option("--disk-space", metavar="SIZE", help="Disk space to use, e.g. 1TB."),
+            click.option(
+                "--offload-dir",
+                type=click.Path(path_type=Path),
+                help="Folder on a fast disk for what does not fit; default: "
+                "~/.cache/flexgen_jax/offload. A model's weights stay there for later runs.",
+            ),
+            click.option(
+                "--seed",
+                type=click.IntRange(0),
+                default=0,
+                show_default=True,
+                help="Of all random numbers.",
+            ),
+            click.option(
+                "--progress/--no-progress",
+                default=None,
+                help="Show a progress bar; default: on a terminal.",
+            ),
+        ],
+    )
+
+
+def _as_int(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
+    return int(value) if value else None
+
+
+def _bits_option(name: str, what: str) -> Callable[[Command], Command]:
+    return click.option(
+        f"--{name}-bits",
+        type=click.Choice([str(bits) for bits in BITS]),
+        callback=_as_int,
+        help=f"Keep {what} in so many bits a number; 16 is the dtype itself. 4 moves and stores "
+        "0.28 of the bytes and costs some quality.",
+    )
+
+
+def plan_options(command: Command) -> Command:
+    """What a plan is for, and what it may choose."""
+    return _apply(
+        command,
+        [
+            click.option(
+                "--hardware",
+                metavar="NAME|FILE",
+                help="Plan for a known machine (t4-16gb, rtx3090-24gb, a100-80gb, h200-141gb) or a "
+                "profile's file; default: this machine, which is measured once.",
+            ),
+            click.option("--prompt-len", default=512, show_default=True, help="Tokens a prompt."),
+            click.option("--gen-len", default=32, show_default=True, help="New tokens for each."),
+            click.option(
+                "--num-sequences",
+                type=click.IntRange(1),
+                help="How many prompts there are; default: as many as are best.",
+            ),
+            click.option(
+                "--max-latency",
+                type=click.FloatRange(0, min_open=True),
+                metavar="SECONDS",
+                help="A block of sequences must be finished in this time.",
+            ),
+            click.option(
+                "--min-throughput",
+                type=click.FloatRange(0, min_open=True),
+                metavar="TOKEN/S",
+                help="This is enough; then the plan of the lowest latency is chosen.",
+            ),
+            click.option(
+                "--allow-compression",
+                is_flag=True,
+                help="The plan may keep weights and KV cache in 4 bits, at some quality.",
+            ),
+            click.option(
+                "--allow-sparsity",
+                type=click.FloatRange(0, 1, min_open=True),
+                metavar="F",
+                help="The plan may attend to this fraction of the tokens only, at some quality.",
+            ),
+            click.option(
+                "--latency-curve",
+                type=click.Path(dir_okay=False, path_type=Path),
+                metavar="FILE",
+                help="Draw throughput over latency to FILE (.png, .svg or .pdf), and print it.",
+            ),
+        ],
+    )
+
+
+def policy_options(command: Command) -> Command:
+    """Where everything lives and how a block of batches is walked."""
+    placement = "device=20,host=80"
+    return _apply(
+        command,
+        [
+            click.option(
+                "--policy",
+                "policy_file",
+                default="auto",
+                show_default=True,
+                metavar="auto|FILE",
+                help="A policy as JSON, or what `plan --json` wrote; auto searches for the fastest "
+                "one, unless a flag from --percent to --schedule, or --no-overlap, fixes it: then "
+                "what no flag places is all on the GPU, in batches of 8 or fewer.",
+            ),
+            click.option(
+                "--percent",
+                nargs=6,
+                type=float,
+                metavar="WG WC CG CC HG HC",
+                help="Percent of weights on GPU and CPU, of KV cache on GPU and CPU, of "
+                "activations on GPU and CPU; the rest on disk.",
+            ),
+            click.option("--weights", metavar="SPLIT", help=f"The same by name: {placement}"),
+            click.option("--cache", metavar="SPLIT", help=f"The same by name: {placement}"),
+            click.option("--activations", metavar="SPLIT", help=f"The same by name: {placement}"),
+            click.option("--batch-size", type=int, help="Sequences in a batch."),
+            click.option("--num-batches", type=int, help="Batches in a block."),
+            click.option(
+                "--schedule",
+                type=click.Choice(list(SCHEDULES)),
+                help="zigzag: a layer serves the whole block; row: batch after batch.",
+            ),
+            _bits_option("weight", "weights"),
+            _bits_option("cache", "full blocks of the KV cache"),
+            click.option(
+                "--matmul-bits",
+                type=click.Choice([str(bits) for bits in MATMUL_BITS]),
+                callback=_as_int,
+                help="8: layers multiply integers of 8 bits, to which weights and hidden states "
+                "are rounded, all but the largest of the latter. Costs some quality. Made for "
+                "4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, where "
+                "prompts take 0.6 to 0.75 of the time; elsewhere it is slower.",
+            ),
+            click.option(
+                "--attention",
+                type=click.Choice(list(ATTENTIONS)),
+                help="Where decoding attends to KV cache that is not on the GPU: on the host's "
+                "CPU, or on the device, to which it is moved; auto: on the host, unless the "
+                "device is the CPU.",
+            ),
+            click.option(
+                "--attention-sparsity",
+                type=float,
+                metavar="F",
+                help="In decoding, each head attends to this fraction of the tokens before, those "
+                "with the highest scores; e.g. 0.1. Reads and moves fewer values, and costs some "
+                "quality; 1 is all.",
+            ),
+            click.option("--no-overlap", is_flag=True, help="Load nothing ahead of its use."),
+        ],
+    )
+
+
+def parse_split(name: str, text: str) -> Placement:
+    """ "device=20,host=80" as a placement; what is left of 100 goes to disk."""
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        tier, _, percent = part.partition("=")
+        try:
+            value = float(percent)
+        except ValueError:
+            value = -1.0
+        if tier.strip() not in ("device", "host", "disk") or value < 0:
+            raise PolicyError(f"--{name} {text}: write for example device=20,host=80")
+        shares[tier.strip()] = value / 100
+    try:
+        placement = Placement(shares.get("device", 0.0), shares.get("host", 0.0))
+    except PolicyError as error:
+        raise PolicyError(f"--{name} {text}: {error}") from None
+    if "disk" in shares and abs(shares["disk"] - placement.disk) > 1e-6:
+        raise PolicyError(f"--{name} {text}: the three do not add up to 100")
+    return placement
+
+
+def build_policy(
+    policy_file: str,
+    percent: tuple[float, ...] | None,
+    weights: str | None,
+    cache: str | None,
+    activations: str | None,
+    default_batches: int,
+    **shape: Any,
+) -> Policy | None:
+    """The policy that the flags describe; None for auto."""
+    named = {"weights": weights, "cache": cache, "activations": activations}
+    given = {name: parse_split(name, text) for name, text in named.items() if text is not None}
+    changes = {name: value for name, value in shape.items() if value is not None}
+    if changes.pop("no_overlap", False):
+        changes["overlap"] = False
+    if policy_file != "auto":
+        if percent or given:
+            raise PolicyError("--policy FILE and placement flags exclude each other")
+        try:
+            policy = Policy.from_json(Path(policy_file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PolicyError(f"cannot read --policy {policy_file}: {error}") from None
+        except PolicyError as error:
+            raise PolicyError(f"--policy {policy_file}: {error}") from None
+        return replace(policy, **changes)
+    if percent and given:
+        raise PolicyError("--percent and --weights, --cache, --activations exclude each other")
+    if not percent and not given and not changes:
+        return None
+    changes.setdefault("batch_size", min(default_batches, Policy().batch_size))
+    if percent:
+        return Policy.from_percent(*percent, **changes)
+    placements: dict[str, Any] = given
+    return Policy(**placements, **changes)
+
+
+def open_llm(
+    *,
+    model: str | None,
+    dummy_weights: bool,
+    dtype: str,
+    device_memory: str | None,
+    host_memory: str | None,
+    disk_space: str | None,
+    offload_dir: Path | None,
+    seed: int,
+    progress: bool | None,
+    weight_bits: int | None,
+    cache_bits: int | None,
+    matmul_bits: int | None,
+    attention: Attention | None,
+    attention_sparsity: float | None,
+    default_batches: int,
+    unified: bool | None = None,
+    trace: Path | None = None,
+    **policy_flags: Any,
+) -> LLM:
+    """The `LLM` that the shared flags describe."""
+    policy = build_policy(default_batches=default_batches, **policy_flags)
+    from flexgen_jax.engine.llm import LLM
+
+    try:
+        return LLM(
+            model,
+            policy=policy or "auto",
+            dtype=dtype,
+            weight_bits=weight_bits,
+            cache_bits=cache_bits,
+            matmul_bits=matmul_bits,
+            attention=attention,
+            attention_sparsity=attention_sparsity,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            disk_space=disk_space,
+            offload_dir=offload_dir,
+            dummy_weights=dummy_weights,
+            seed=seed,
+            progress=sys.stderr.isatty() if progress is None else progress,
+            unified=unified,
+            trace=trace,
+        )
+    except RuntimeError as error:
+        raise UserError(f"cannot start: {error}") from None
+
+
+def plan_policy(
+    allow_compression: bool, allow_sparsity: float | None, flags: dict[str, Any]
+) -> tuple[Policy, Policy | None, Choices]:
+    """Of `plan`'s flags: what the search starts from, the policy if it is given, and what may be
+    chosen."""
+    placing = {name: value for name, value in flags.items() if name not in _NOT_PLACING}
+    fixed = {name: flags[name] for name in _CHANGING if flags[name] is not None}
+    given = build_policy(default_batches=Policy().batch_size, **placing)
+    if given is not None:
+        given = replace(given, **fixed)
+    base = replace(Policy(), **fixed)
+    more: dict[str, Any] = {}
+    if allow_compression:
+        more |= {name: (16, 4) for name in ("weight_bits", "cache_bits") if name not in fixed}
+    if allow_sparsity and allow_sparsity < 1 and "attention_sparsity" not in fixed:
+        more["sparsities"] = (1.0, allow_sparsity)
+    return base, given, replace(Choices.keeping(base), **more)
+
+
+_CHANGING = ("weight_bits", "cache_bits", "matmul_bits", "attention", "attention_sparsity")
+"""Flags that change a policy and fix none: the search goes on with them."""
+
+_NOT_PLACING = {
+    *_CHANGING,
+    "dummy_weights",
+    "seed",
+}

@@ -1,0 +1,338 @@
+"""`flexgen-jax profile` and `flexgen-jax plan`: what they print, draw and write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexgen_jax.models.config import UserError
+from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.hardware import HardwareProfile, Rate
+from flexgen_jax.policy.policy import TIERS, Policy, Workload
+from flexgen_jax.policy.search import (
+    Candidate,
+    Choices,
+    Plan,
+    Problem,
+    candidates,
+    evaluate,
+    frontier,
+    search,
+)
+from flexgen_jax.units import parse_bytes
+
+if TYPE_CHECKING:
+    from flexgen_jax.progress import Progress
+
+WORTH_A_HINT = 1.2
+"""A change is mentioned if it makes the predicted throughput so many times as high."""
+
+BAR = 30
+
+
+def profile_text(profile: HardwareProfile) -> str:
+    """A profile for people: every figure with the spread of its samples."""
+    lines = [f"{profile.name}, for models of {profile.dtype}"]
+    lines += [f"  {key}: {value}" for key, value in profile.about.items()]
+    for tier, nbytes in zip(
+        TIERS, (profile.device_memory, profile.host_memory, profile.disk_space), strict=True
+    ):
+        lines.append(f"  {tier} memory: {nbytes / 1e9:.1f} GB")
+    if profile.unified:
+        lines.append("  device and host are the same RAM and the same cores")
+    for title, rate, size, unit in _rates(profile):
+        for index, (at, value) in enumerate(rate.points):
+            spread = f"  +- {100 * rate.spread[index]:.0f} %" if rate.spread else ""
+            name = title if index == 0 else ""
+            lines.append(f"  {name:32} {_short(at):>7} {size:9} {value / 1e9:9.2f} {unit}{spread}")
+    lines.append(f"  {'a step':32} {1e3 * profile.step_s:.2f} ms fixed")
+    lines.append(f"  {'a step attended to by the CPU':32} {1e3 * profile.split_s:.2f} ms more")
+    for link, drag in profile.drag.items():
+        times = profile.slowed.get(link, 1.0)
+        lines.append(
+            f"  {link.replace('_', ' ')} beside computing: {times:.2f} times as long, "
+            f"and costs {100 * drag:.0f} % of its time alone of computing"
+        )
+    return "\n".join(lines)
+
+
+def _rates(profile: HardwareProfile) -> list[tuple[str, Rate, str, str]]:
+    found = [
+        (name.replace("_", " "), getattr(profile, name), "bytes", "GB/s")
+        for name in ("disk_read", "disk_write", "page_cache", "host_to_device", "device_to_host")
+    ]
+    found += [
+        (f"products, {bits}-bit weights", rate, "rows", "GFLOP/s")
+        for bits, rate in profile.linear.items()
+    ]
+    found += [
+        (f"8-bit products, {bits}-bit weights", rate, "rows", "GFLOP/s")
+        for bits, rate in profile.linear_int8.items()
+    ]
+    found.append(("attention of a prompt", profile.prefill_attention, "tokens", "GFLOP/s"))
+    for where, rates in (("device", profile.device_attention), ("host", profile.host_attention)):
+        found += [
+            (f"{where} attention, {bits}-bit cache", rate, "elements", "Gelem/s")
+            for bits, rate in rates.items()
+        ]
+    found.append(("quantizing the cache", profile.quantize, "elements", "Gelem/s"))
+    found.append(("device top-k", profile.device_rank, "scores", "Gscore/s"))
+    found.append(("host top-k", profile.host_rank, "scores", "Gscore/s"))
+    return found
+
+
+def _short(size: float) -> str:
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{size / (1e3 if letter == 'k' else limit):.0f}{letter}"
+    return f"{size:.0f}"
+
+
+def make_problem(
+    model: str | None,
+    hardware: str | None,
+    dtype: str,
+    budgets: tuple[str | None, str | None, str | None],
+    offload_dir: Path | None,
+    workload: Workload,
+    policy: Policy,
+    choices: Choices,
+    progress: Progress,
+) -> Problem:
+    """The search that the flags of `plan` ask for; without hardware, for this machine."""
+    from flexgen_jax.machine.profiles import read_profile, this_machine
+    from flexgen_jax.models.loading import resolve_dtype, shape_of
+
+    config = shape_of(model)
+    config.check_lengths(workload.prompt_len, workload.gen_len)
+    device, host, disk = (parse_bytes(size) for size in budgets)
+    if hardware is None:
+        kind, profile, found = this_machine(
+            config, dtype, offload_dir, (device, host, disk), progress
+        )
+    else:
+        profile = read_profile(hardware)
+        kind = resolve_dtype(dtype, config, profile.unified)
+        shared = profile.host_memory if profile.unified else None
+        found = Budgets(
+            profile.device_memory if device is None else device,
+            profile.host_memory if host is None else host,
+            profile.disk_space if disk is None else disk,
+            shared,
+        )
+        if (kind == "float32") != (profile.dtype == "float32"):
+            raise UserError(f"{hardware} was profiled in {profile.dtype}; choose that with --dtype")
+    return Problem(
+        config, kind, profile, found, profile.unified, workload, base=policy, choices=choices
+    )
+
+
+def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
+    """The plans, the chosen one first; raises `UserError` where there is none."""
+    if given is not None:
+        missing = problem.budgets.shortfalls(problem.peak(given))
+        if missing:
+            raise UserError(f"the policy does not fit: {missing[0]}")
+        return [evaluate(problem, given)]
+    plans = search(problem)
+    if plans:
+        return plans
+    anything = search(replace(problem, max_latency=None, min_throughput=None))
+    if not anything:
+        raise UserError(
+            f"{problem.config.num_layers} layers of hidden size {problem.config.hidden_size} do "
+            "not fit this hardware in any way; allow more disk, or 4 bits with --allow-compression"
+        )
+    best = anything[0]
+    raise UserError(
+        f"no plan meets these limits; without them the best makes {best.throughput:.3g} token/s in "
+        f"blocks of {best.latency_s:.0f} s; relax --max-latency or --min-throughput"
+    )
+
+
+def hints(problem: Problem) -> list[dict[str, Any]]:
+    """Changes of hardware or flags that would help much: what, and how many times as fast."""
+    base = candidates(problem)
+    if not base:
+        return []
+    hw, budgets = problem.hw, problem.budgets
+
+    def twice(limit: int | None) -> int | None:
+        return None if limit is None else 2 * limit
+
+    faster = Rate(tuple((size, 2 * rate) for size, rate in hw.disk_read.points))
+    ideas: list[tuple[str, Problem]] = []
+    compressed = _compressed(problem)
+    if compressed is not None:
+        ideas.append(("--allow-compression (4 bits, at some quality)", compressed))
+    if not problem.unified:
+        more = replace(budgets, device=twice(budgets.device))
+        ideas.append(("twice the device memory", replace(problem, budgets=more)))
+    more = replace(budgets, host=twice(budgets.host), shared=twice(budgets.shared))
+    ideas.append(("twice the host memory", replace(problem, budgets=more)))
+    if any(base[0].solution.fractions[name] > 0.01 for name in ("wd", "cd")):
+        quick = replace(hw, disk_read=faster)
+        ideas.append(("a disk that reads twice as fast", replace(problem, hw=quick)))
+    if problem.workload.num_sequences:
+        endless = replace(problem.workload, num_sequences=0)
+        ideas.append(("more sequences in one run", replace(problem, workload=endless)))
+    found = []
+    for what, changed in ideas:
+        best = candidates(changed)
+        times = best[0].throughput / base[0].throughput if best else 0.0
+        if times >= WORTH_A_HINT:
+            found.append({"change": what, "times": round(times, 2)})
+    return found
+
+
+def _compressed(problem: Problem) -> Problem | None:
+    """The same with 4 bits allowed, unless it has to do with bits already."""
+    choices = problem.choices
+    if (choices.weight_bits, choices.cache_bits) != ((16,), (16,)):
+        return None
+    return replace(problem, choices=replace(choices, weight_bits=(16, 4), cache_bits=(16, 4)))
+
+
+def plan_json(
+    problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What `plan --json` writes; bytes are bytes, times seconds."""
+    first = plans[0]
+    return {
+        "hardware": problem.hw.name,
+        "dtype": problem.dtype,
+        "prompt_len": problem.workload.prompt_len,
+        "gen_len": problem.workload.gen_len,
+        "num_sequences": first.num_sequences,
+        "block_sequences": first.block_sequences,
+        **_described(first),
+        "alternatives": [_described(plan) for plan in plans[1:]],
+        "hints": ideas,
+    }
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    return {
+        "policy": asdict(plan.policy),
+        "predicted": {
+            "prefill_s": plan.prefill_s,
+            "decode_s": plan.decode_s,
+            "total_s": plan.total_s,
+            "block_s": plan.latency_s,
+            "generation_throughput": plan.throughput,
+        },
+        "binding": plan.binding,
+        "busy_s": plan.busy_s,
+        "peak_bytes": plan.peak_bytes,
+    }
+
+
+def flags_of(policy: Policy) -> str:
+    """A policy as flags of the command line."""
+    percent = " ".join(f"{x:g}" for x in policy.percent)
+    flags = (
+        f"--percent {percent} --batch-size {policy.batch_size} --num-batches {policy.num_batches}"
+    )
+    flags += f" --attention {policy.attention}" if policy.cache.device < 1 else ""
+    default = Policy()
+    for name in ("weight_bits", "cache_bits", "matmul_bits", "schedule", "attention_sparsity"):
+        if getattr(policy, name) != getattr(default, name):
+            flags += f" --{name.replace('_', '-')} {getattr(policy, name)}"
+    return flags + ("" if policy.overlap else " --no-overlap")
+
+
+def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any]]) -> str:
+    """The plan for people."""
+    plan, work = plans[0], problem.workload
+    total = max(plan.total_s, 1e-12)
+    busy = {
+        name: seconds / total for name, seconds in plan.busy_s.items() if seconds > 0.005 * total
+    }
+    blocks = -(-plan.num_sequences // plan.block_sequences)
+    lines = [
+        f"{plan.num_sequences} x ({work.prompt_len} + {work.gen_len}) tokens in {problem.dtype} on "
+        f"{problem.hw.name}, {blocks} block{'s' if blocks > 1 else ''} of {plan.block_sequences}",
+        f"policy: {flags_of(plan.policy)}",
+        f"predicted: {plan.throughput:.3g} token/s (prefill {plan.prefill_s:.1f} s, decode "
+        f"{plan.decode_s:.1f} s, total {plan.total_s:.1f} s)",
+        f"binding: {plan.binding.replace('_', ' ')}; busy: "
+        + ", ".join(
+            f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in busy.items()
+        ),
+    ]
+    for tier in TIERS:
+        lines.append(_bar(tier, plan.peak_bytes[tier], problem.budgets.allowed(tier)))
+    if problem.budgets.shared is not None:
+        together = plan.peak_bytes["device"] + plan.peak_bytes["host"]
+        lines.append(_bar("RAM", together, problem.budgets.shared))
+    for other in plans[1:]:
+        change = 100 * (other.throughput / plan.throughput - 1)
+        lines.append(
+            f"next best: {other.throughput:.3g} token/s ({change:+.1f} %): {flags_of(other.policy)}"
+        )
+    lines += [f"{idea['times']:.1f} times as fast with {idea['change']}" for idea in ideas]
+    return "\n".join(lines)
+
+
+def _bar(name: str, used: int, limit: int | None) -> str:
+    if limit is None:
+        return f"{name:>7} {used / 1e9:8.2f} GB"
+    filled = min(BAR, round(BAR * used / max(limit, 1)))
+    filled = max(filled, 1) if used else 0
+    return (
+        f"{name:>7} [{'#' * filled}{'.' * (BAR - filled)}] {used / 1e9:.2f} of {limit / 1e9:.2f} GB"
+    )
+
+
+def curve_text(points: Sequence[Candidate]) -> str:
+    """The latency-throughput frontier as a table."""
+    lines = [f"{'block s':>10} {'token/s':>9} {'sequences':>9}  policy"]
+    for point in points:
+        policy = point.policy
+        shape = f"{policy.batch_size} x {policy.num_batches}"
+        bits = f"{policy.weight_bits}/{policy.cache_bits} bits"
+        bits += "" if policy.matmul_bits == 16 else f", products of {policy.matmul_bits}"
+        shares = " ".join(f"{100 * point.solution.fractions[n]:.0f}" for n in _SIX)
+        lines.append(
+            f"{point.solution.total_s:10.1f} {point.throughput:9.3g} {point.sequences:9d}  "
+            f"{shape}, {shares}, {bits}, attention {policy.attention}"
+        )
+    return "\n".join(lines)
+
+
+_SIX = ("wg", "wc", "cg", "cc", "hg", "hc")
+
+
+def draw_curve(problem: Problem, path: Path) -> list[Candidate]:
+    """Draws the frontier (the paper's figure 1), with and without compression, and returns the
+    points of the search as it was asked for."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    asked = frontier(problem)
+    if not asked:
+        raise UserError("no plan fits this hardware, so there is no curve to draw")
+    curves = {"as asked": asked}
+    compressed = _compressed(problem)
+    if compressed is not None:
+        curves["4 bits allowed"] = frontier(compressed)
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for label, points in curves.items():
+        x, y = [p.solution.total_s for p in points], [p.throughput for p in points]
+        axes.plot(x, y, marker="o", label=label)
+        axes.annotate(f"{points[-1].sequences} sequences", (x[-1], y[-1]), fontsize=8)
+    axes.set(xscale="log", yscale="log", xlabel="latency of a block, s", ylabel="token/s")
+    work = problem.workload
+    axes.set_title(f"{problem.hw.name}, {work.prompt_len} + {work.gen_len} tokens, predicted")
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot draw --latency-curve {path}: {error}") from None
+    pyplot.close(figure)
+    return asked

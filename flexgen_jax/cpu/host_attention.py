@@ -1,0 +1,212 @@
+"""Decode attention over the KV blocks in host memory, on the CPU (FlexGen, section 4.2).
+
+Moving a block to the device costs as many bytes as it has tokens; moving the query to the block
+costs one. So the query comes here, and what goes back is as large as the query.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from flexgen_jax.layers.attention import MASKED
+from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers.quantization import Kept, QuantizedArray
+
+HostPartial = tuple[np.ndarray, np.ndarray]
+"""As `layers.attention.Partial`, in NumPy."""
+
+
+class HostBlock(NamedTuple):
+    """A block in host memory, and the index of its first token."""
+
+    start: int
+    arrays: KVBlock
+
+
+class Candidates(NamedTuple):
+    """Tokens that were ranked elsewhere.
+
+    scores: fp32 [batch, head, candidate], `MASKED` for one that is not valid; tokens: int32, their
+    indices in the sequence; lse: fp32 [batch, head, 1], of the scores of all that were ranked.
+    """
+
+    scores: np.ndarray
+    tokens: np.ndarray
+    lse: np.ndarray
+
+
+class _Prepared(NamedTuple):
+    """A block as the kernels take it: what `*_for` is asked for, and their arguments."""
+
+    kind: tuple[int, bool, int]
+    keys: tuple[np.ndarray, ...]
+    values: tuple[np.ndarray, ...]
+    first: np.ndarray
+    stop: int
+    offset: int
+
+    @classmethod
+    def of(cls, block: HostBlock, first_valid: np.ndarray, position: int) -> _Prepared:
+        """first_valid: int64 [row]."""
+        key, value = block.arrays
+        bits = key.storage.bits if isinstance(key, QuantizedArray) else 16
+        return cls(
+            kind=(key.shape[3], str(key.dtype) == "float16", bits),
+            keys=_views(key, first_valid.size),
+            values=_views(value, first_valid.size),
+            first=np.maximum(first_valid - block.start, 0),
+            stop=min(key.shape[2], position - block.start),
+            offset=block.start,
+        )
+
+
+class HostAttention:
+    """Attends with all cores that the process may use."""
+
+    def __init__(self) -> None:
+        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._threads = count or 1
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="flexgen-attention")
+
+    def attend(
+        self,
+        query: np.ndarray,
+        blocks: Sequence[HostBlock],
+        position: int,
+        first_valid: np.ndarray,
+    ) -> HostPartial:
+        """One query token a sequence against some blocks.
+
+        query: [batch, head, 1, head_dim], scaled; position: the query's index, before which the
+        blocks' tokens are valid; first_valid: int32 [batch], each sequence's first valid token.
+        """
+        # Numba takes half a second to import, and not every run attends here.
+        from flexgen_jax.cpu.jit.decode_attention import fold_for
+
+        queries, first = _rows(query), np.repeat(first_valid.astype(np.int64), query.shape[1])
+        prepared = [_Prepared.of(block, first, position) for block in blocks]
+        folds = [fold_for(*block.kind) for block in prepared]
+        peak, total, out = _nothing(queries)
+
+        def work(start: int, end: int) -> None:
+            for fold, (_, keys, values, begin, stop, _) in zip(folds, prepared, strict=True):
+                fold(queries, keys, values, begin, stop, peak, total, out, start, end)
+
+        self._on_all_cores(work, len(queries))
+        out /= np.where(total == 0, 1, total)[:, None]
+        return out.reshape(query.shape), _lse(peak, total).reshape(query.shape[:3])
+
+    def attend_top(
+        self,
+        query: np.ndarray,
+        blocks: Sequence[HostBlock],
+        position: int,
+        first_valid: np.ndarray,
+        counts: np.ndarray,
+        here: Candidates | None,
+        there: Candidates | None,
+    ) -> tuple[HostPartial, np.ndarray]:
+        """Top-K sparse attention to the values of some blocks; see `layers.sparse_attention`.
+
+        counts: int32 [batch], how many of all tokens are attended to in each head; here: the
+        candidates of other blocks, if there are any; there: those of these blocks, None to compute
+        their scores from their keys. The rest as in `attend`. Returns the partial result, and
+        int32 [batch, head], how many of `here` were chosen.
+        """
+        from flexgen_jax.cpu.jit.decode_attention import add_for, choose_top, score_for
+
+        queries, first = _rows(query), np.repeat(first_valid.astype(np.int64), query.shape[1])
+        prepared = [_Prepared.of(block, first, position) for block in blocks]
+        scoring = [] if there else [(score_for(*block.kind), block) for block in prepared]
+        adding = [(add_for(*block.kind), block) for block in prepared]
+        choose = choose_top()
+        scores = _scores(len(queries), position, [x for x in (here, there) if x])
+        peak, total, out = _nothing(queries)
+        lse = there.lse.reshape(-1) if there else np.empty_like(peak)
+        each = np.repeat(counts, query.shape[1])
+        left = each.copy()
+        chosen = np.empty((len(queries), int(counts.max()) + 1), np.int32)
+
+        def work(start: int, end: int) -> None:
+            rows = slice(start, end)
+            for score, (_, keys, _, begin, stop, offset) in scoring:
+                score(queries, keys, begin, stop, offset, scores, peak, total, start, end)
+            if not there:
+                lse[rows] = _lse(peak[rows], total[rows])
+            choose(scores, each, chosen, start, end)
+            for add, (_, _, values, _, stop, offset) in adding:
+                add(scores, lse, chosen, each, left, values, stop, offset, out, start, end)
+
+        self._on_all_cores(work, len(queries))
+        partial = (out.reshape(query.shape), lse.reshape(query.shape[:3]))
+        return partial, left.reshape(query.shape[:2])
+
+    def prepare(
+        self, query: np.ndarray, blocks: Sequence[KVBlock], is_sparse: bool, is_ranked: bool
+    ) -> None:
+        """Compiles the kernels for such a query and blocks, of one sequence and one token, or loads
+        what an earlier process compiled; is_ranked: their keys will be ranked elsewhere."""
+        heads, first = query.shape[1], np.zeros(1, np.int32)
+        there = [HostBlock(start, block) for start, block in enumerate(blocks)]
+        where = (query, there, len(there), first)
+        if not is_sparse:
+            self.attend(*where)
+            return
+        scores = np.zeros((1, heads, 1), np.float32)
+        scores.setflags(write=False)  # as what comes from JAX; to Numba that is another type
+        ranked = Candidates(scores, np.zeros((1, heads, 1), np.int32), scores)
+        self.attend_top(*where, np.ones(1, np.int32), None, ranked if is_ranked else None)
+
+    def _on_all_cores(self, work: Callable[[int, int], None], rows: int) -> None:
+        """work(start, end) for all rows, a range on each core."""
+        bounds = [rows * part // self._threads for part in range(self._threads + 1)]
+        for done in [self._pool.submit(work, *pair) for pair in pairwise(bounds)]:
+            done.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _rows(query: np.ndarray) -> np.ndarray:
+    """[batch, head, 1, head_dim] as fp32 [row, head_dim]."""
+    return np.ascontiguousarray(query, np.float32).reshape(-1, query.shape[3])
+
+
+def _nothing(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Peak, total and out before any block."""
+    rows = len(queries)
+    return np.full(rows, MASKED, np.float32), np.zeros(rows, np.float32), np.zeros_like(queries)
+
+
+def _lse(peak: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """A row without a valid token keeps the masked score, which weighs nothing in a merge; what is
+    not a number stays so."""
+    lse = peak + np.log(np.where(total == 0, 1, total))
+    return np.where(total == 0, MASKED, lse).astype(np.float32)
+
+
+def _scores(rows: int, position: int, known: Sequence[Candidates]) -> np.ndarray:
+    """Room for the scores of a sequence's tokens, fp32 [row, token], with those that are known."""
+    tokens = [found.tokens.reshape(rows, -1) for found in known]
+    width = max([position, *(int(each.max()) + 1 for each in tokens)])
+    scores = np.full((rows, width), -np.inf, np.float32)
+    for found, each in zip(known, tokens, strict=True):
+        np.put_along_axis(scores, each, found.scores.reshape(rows, -1), axis=1)
+    return scores
+
+
+def _views(kept: Kept, rows: int) -> tuple[np.ndarray, ...]:
+    """The arrays that a side of a block is kept in, [row, token, ...], 16-bit floats as bits."""
+    leaves = [kept.packed, kept.scale, kept.minimum] if isinstance(kept, QuantizedArray) else [kept]
+    views = []
+    for leaf in leaves:
+        array = np.asarray(leaf)
+        array = array.view(np.uint16) if array.dtype.itemsize == 2 else array
+        views.append(array.reshape(rows, *array.shape[2:]))
+    return tuple(views)

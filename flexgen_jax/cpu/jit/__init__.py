@@ -1,0 +1,1 @@
+"""Generated code behind the kernels: Numba and LLVM."""

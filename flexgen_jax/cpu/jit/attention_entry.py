@@ -1,0 +1,276 @@
+"""The foreign functions that XLA's CPU backend calls for `inline_attention`, compiled by Numba, and
+what those for products (`product_handlers`) are made with.
+
+A handler shares the rows of its first result, or a product's columns, among XLA's threads.
+
+XLA's structures are read as arrays of 8-byte words, by the layouts of `xla/ffi/api/c_api.h` 0.3,
+a stable binary interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import binding
+from numba import cfunc, njit, types
+from numba.core import typing as untyped_typing
+
+from flexgen_jax.cpu.jit import prefill_attention, xla_calls
+from flexgen_jax.cpu.jit.decode_attention import SOURCE, cached, fold_rows, source_of
+from flexgen_jax.cpu.jit.prefill_attention import attend_rows
+from flexgen_jax.cpu.jit.xla_calls import (
+    address_in,
+    address_of,
+    call,
+    fetch_add,
+    pointer,
+    room,
+    run,
+    run_part,
+    words,
+)
+from flexgen_jax.layers.attention import MASKED
+
+carray: Any = vars(numba)["carray"]
+typing: Any = untyped_typing
+
+CALLS = source_of(__file__, xla_calls.__file__)
+"""See `host_kernels.SOURCE`."""
+
+METADATA = 1
+API_VERSION = np.int64(3 << 32)  # major 0, minor 3
+PACKED = 6  # uint8 among XLA's types
+FAIL, SCHEDULE, THREADS = 6, 17, 18  # words of XLA_FFI_Api
+RESOURCE_EXHAUSTED = 8
+MESSAGE = np.frombuffer(b"a kernel of the CPU found no memory for what it works with\0", np.uint8)
+PARTS = 4
+"""Ranges of rows, or columns, for each thread: the next one goes to whichever is free."""
+
+NEXT, DONE, SUCCEEDED, HOLDERS, ALL, ARGUMENTS, RESULTS = range(7)
+"""Words of the task that the threads of a call share."""
+
+FUNCTION: Any = types.intp(types.CPointer(types.intp))
+PART: Any = types.intp(types.CPointer(types.intp), types.intp)
+malloc: Any = types.ExternalFunction("malloc", typing.signature(types.intp, types.intp))
+free: Any = types.ExternalFunction("free", typing.signature(types.void, types.intp))
+
+
+@njit(inline="always")
+def is_asked_for_version(frame):
+    """Answers the question that XLA asks before the first call: which version this is made for."""
+    if frame[1] == 0:
+        return False
+    extension = words(frame[1])
+    if extension[1] & 0xFFFFFFFF != METADATA:
+        return False
+    words(extension[3])[3] = API_VERSION
+    return True
+
+
+@njit(inline="always")
+def array_in(buffer, shape, kind):
+    """A buffer's content, whatever its own shape."""
+    return carray(pointer(buffer[3]), shape, kind)
+
+
+@njit(inline="always")
+def leaf(buffer, rows, kind):
+    """A buffer [batch, head, token, element] as [row, token, element]."""
+    sizes = words(buffer[5])
+    return array_in(buffer, (rows, sizes[2], sizes[3]), kind)
+
+
+@njit(inline="always")
+def packed_side(arguments, at, rows):
+    """The three arrays of packed keys or values."""
+    codes = leaf(words(arguments[at]), rows, np.uint8)
+    scale = leaf(words(arguments[at + 1]), rows, np.uint16)
+    minimum = leaf(words(arguments[at + 2]), rows, np.uint16)
+    return codes, scale, minimum
+
+
+@njit(inline="always")
+def next_part(shared):
+    """The next range, which is nobody else's, or one that is not there any more."""
+    return fetch_add(address_in(shared) + 8 * NEXT, 1)
+
+
+@njit(inline="always")
+def finish_part(shared, succeeded):
+    fetch_add(address_in(shared) + 8 * SUCCEEDED, succeeded)
+    fetch_add(address_in(shared) + 8 * DONE, 1)
+
+
+@njit(inline="always")
+def let_go(shared):
+    """Whoever is last to let go of the task frees it: a thread may begin when the others are long
+    done."""
+    if fetch_add(address_in(shared) + 8 * HOLDERS, -1) == 1:
+        free(address_in(shared))
+
+
+@njit(inline="always")
+def fail(api, sent):
+    """XLA's error of no memory, whose arguments are put into `sent`."""
+    sent[0], sent[1], sent[2], sent[3] = 32, 0, MESSAGE.ctypes.data, RESOURCE_EXHAUSTED
+    return call(api[FAIL], address_in(sent))
+
+
+@lru_cache  # XLA keeps no reference
+def attention_handler(name: str, size: int, dtype: str, bits: int) -> tuple[Any, ...]:
+    """The handler of `attend_blocks` for heads of this size, whose plain blocks are of `dtype` and
+    whose packed ones have so many bits, and what its threads run.
+
+    Its arguments: query, fp32 [row, head_dim]; first, int32 [block, batch]; stop, int32 [block];
+    and of each block the arrays of keys and then of values. Results: fp32 [row, head_dim] and the
+    log-sum-exp of the scores, fp32 [row].
+    """
+    return handler(name, _blocks_part(size, dtype, bits))
+
+
+@lru_cache
+def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
+    """The handler of `attend_prompt` for heads of this size, and what its threads run.
+
+    Its arguments: query, key, value, [batch, token, head, head_dim]; first, int32 [batch]. Results:
+    keys, values, [row, token, head_dim]; fp32 [batch, token, head, head_dim].
+    """
+    return handler(name, _prompt_part(size, dtype))
+
+
+def handler(
+    name: str, function: Callable[..., int], axis: int = 0, grain: int = 1
+) -> tuple[Any, ...]:
+    """What XLA calls, what it has its threads run, which is known to LLVM by `name`, and of that
+    `function`, which computes a part: (task, which) -> 1, or 0, as Numba has it, if it raises
+    (there is one reason to: no memory). Parts are ranges of at least `grain` along an axis of the
+    first result."""
+    part = cached(partial(cfunc, PART), function)
+    binding.add_symbol(f"{name}_part", part.address)
+    work = cached(partial(cfunc, FUNCTION), _taking_parts(f"{name}_part"))
+    binding.add_symbol(name, work.address)
+    calls = CALLS
+
+    def handle(frame):
+        assert calls
+        if is_asked_for_version(frame):
+            return 0
+        api, context = words(frame[2]), frame[3]
+        size = words(words(words(frame[14])[0])[5])[axis]
+        threads, sent = room(1), room(5)
+        sent[0], sent[1], sent[2], sent[3] = 32, 0, context, address_in(threads)
+        threads[0] = 1
+        known = call(api[THREADS], address_in(sent)) == 0
+        helpers = max(threads[0] - 1, 0) if known else 0
+        task = malloc(64)
+        if task == 0:
+            return fail(api, sent)
+        shared = words(task)
+        shared[NEXT], shared[DONE], shared[SUCCEEDED], shared[HOLDERS] = 0, 0, 0, helpers + 2
+        shared[ALL] = min(max(size // grain, 1), PARTS * (helpers + 1))
+        shared[ARGUMENTS], shared[RESULTS] = frame[9], frame[14]
+        for _ in range(helpers):
+            sent[0], sent[1], sent[2], sent[3], sent[4] = 40, 0, context, address_of(name), task
+            if call(api[SCHEDULE], address_in(sent)) != 0:
+                fetch_add(task + 8 * HOLDERS, -1)
+        run(name, shared)
+        while fetch_add(task + 8 * DONE, 0) < shared[ALL]:
+            pass
+        failed = shared[SUCCEEDED] < shared[ALL]
+        let_go(shared)
+        return fail(api, sent) if failed else 0
+
+    return cached(partial(cfunc, FUNCTION), handle), work, part
+
+
+def _taking_parts(name: str) -> Callable[..., int]:
+    """What each thread runs: takes parts until all are taken."""
+    calls = CALLS
+
+    def work(shared):
+        assert calls
+        part = next_part(shared)
+        while part < shared[ALL]:
+            finish_part(shared, run_part(name, shared, part))
+            part = next_part(shared)
+        let_go(shared)
+        return 0
+
+    return work
+
+
+def _blocks_part(size: int, dtype: str, bits: int) -> Callable[..., int]:
+    """Decode attention of some rows."""
+    source, is_half = SOURCE + CALLS, dtype == "float16"
+    stored = np.float32 if dtype == "float32" else np.uint16
+
+    def compute(shared, part):
+        assert source
+        arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
+        asked, known = words(arguments[0]), words(arguments[1])
+        rows, blocks, batch = words(asked[5])[0], words(known[5])[0], words(known[5])[1]
+        start, end = rows * part // parts, rows * (part + 1) // parts
+        query = array_in(asked, (rows, size), np.float32)
+        first = array_in(known, (blocks, batch), np.int32)
+        stop = array_in(words(arguments[2]), (blocks,), np.int32)
+        out = array_in(words(results[0]), (rows, size), np.float32)[start:end]
+        lse = array_in(words(results[1]), (rows,), np.float32)[start:end]
+        out[:] = np.float32(0)
+        peak = np.full(end - start, MASKED, np.float32)
+        total = np.zeros(end - start, np.float32)
+        state, heads, at = (peak, total, out), rows // batch, 3
+        for block in range(blocks):
+            last, begins = np.int64(stop[block]), first[block]
+            buffer = words(arguments[at])
+            is_packed = False
+            if bits < 16:  # else this is not compiled
+                is_packed = buffer[2] & 0xFFFFFFFF == PACKED
+                if is_packed:
+                    keys = packed_side(arguments, at, rows)
+                    values = packed_side(arguments, at + 3, rows)
+                    at += 6
+                    fold_rows(
+                        keys, values, begins, last, heads, start, query, state, size, is_half, bits
+                    )
+            if not is_packed:
+                plain = (leaf(buffer, rows, stored),)
+                mixed = (leaf(words(arguments[at + 1]), rows, stored),)
+                at += 2
+                fold_rows(plain, mixed, begins, last, heads, start, query, state, size, is_half, 16)
+        for i in range(end - start):
+            lse[i] = np.float32(MASKED)
+            if total[i] != 0:
+                out[i] /= total[i]
+                lse[i] = peak[i] + np.log(total[i])
+        return 1
+
+    return compute
+
+
+def _prompt_part(size: int, dtype: str) -> Callable[..., int]:
+    """The same for prompts."""
+    source, is_half = prefill_attention.SOURCE + CALLS, dtype == "float16"
+    stored = np.float32 if dtype == "float32" else np.uint16
+
+    def compute(shared, part):
+        assert source
+        arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
+        sizes = words(words(arguments[0])[5])
+        shape, rows = (sizes[1], sizes[2]), sizes[0] * sizes[2]
+        all_ = (rows * sizes[1] * size,)
+        query = array_in(words(arguments[0]), all_, stored)
+        key = array_in(words(arguments[1]), all_, stored)
+        value = array_in(words(arguments[2]), all_, stored)
+        first = array_in(words(arguments[3]), (sizes[0],), np.int32)
+        keys = array_in(words(results[0]), all_, stored)
+        values = array_in(words(results[1]), all_, stored)
+        out = array_in(words(results[2]), all_, np.float32)
+        start, end = rows * part // parts, rows * (part + 1) // parts
+        attend_rows(query, key, value, first, keys, values, out, shape, start, end, size, is_half)
+        return 1
+
+    return compute

@@ -1,0 +1,145 @@
+"""The foreign functions that XLA's CPU backend calls for `inline_products`, compiled by Numba; see
+`inline_handlers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from flexgen_jax.cpu.jit import matmul_int8, matmul_small_batch
+from flexgen_jax.cpu.jit.attention_entry import ALL, ARGUMENTS, CALLS, RESULTS, array_in, handler
+from flexgen_jax.cpu.jit.matmul_blocked import multiply_columns
+from flexgen_jax.cpu.jit.matmul_int8 import multiply_rounded, round_panel
+from flexgen_jax.cpu.jit.matmul_small_batch import MOST, multiply_few, multiply_few_packed
+from flexgen_jax.cpu.jit.packing import PAIR
+from flexgen_jax.cpu.jit.xla_calls import words
+
+FEWEST = 4 * PAIR
+"""Columns of a product that one part has, or all of fewer: for fewer, rows are not worth taking."""
+
+
+@njit(inline="always")
+def packed_kernel(arguments, at):
+    """The three arrays of a packed kernel, flat."""
+    stored, grouped = words(words(arguments[at])[5]), words(words(arguments[at + 1])[5])
+    codes = array_in(words(arguments[at]), (stored[0] * stored[1],), np.uint8)
+    size = (grouped[0] * grouped[1],)
+    scale = array_in(words(arguments[at + 1]), size, np.uint16)
+    return codes, scale, array_in(words(arguments[at + 2]), size, np.uint16)
+
+
+@lru_cache
+def product_handler(name: str, bits: int, is_wide: bool, by_amx: bool) -> tuple[Any, ...]:
+    """The handler of `inline_products` for kernels of so many bits, and what its threads run.
+
+    Its arguments: rows, bfloat16 [row, depth]; bias, fp32 [column]; kernel, [column, depth], or the
+    three arrays of a packed one. Result: [row, column], bfloat16 or, if it is to be wide, fp32.
+    """
+    return handler(name, _product_part(bits, is_wide, by_amx), axis=1, grain=FEWEST)
+
+
+@lru_cache
+def rounding_handler(name: str) -> tuple[Any, ...]:
+    """The handler of `layers.int8_products.round_rows`.
+
+    Its argument: bfloat16 [row, depth]. Results: where outliers are, uint8 [panel, depth], a panel
+    being `PAIR` rows; int8 [row, depth], their scales, fp32 [row], and sums, int32 [row].
+    """
+    return handler(name, _rounding_part())
+
+
+@lru_cache
+def int8_handler(name: str, bits: int, by_amx: bool) -> tuple[Any, ...]:
+    """The same of products of 8-bit integers.
+
+    Its arguments: rows, int8 [row, depth], their scales, fp32 [row], and sums, int32 [row]; the
+    kernel's scales, fp32 [column]; bias; what the rows were rounded from, bfloat16, and which of
+    its columns have outliers, uint8 [depth]; the kernel. Result: bfloat16 [row, column].
+    """
+    return handler(name, _int8_part(bits, by_amx), axis=1, grain=FEWEST)
+
+
+def _product_part(bits: int, is_wide: bool, by_amx: bool) -> Callable[..., int]:
+    """Some columns of a product."""
+    source = matmul_small_batch.SOURCE + CALLS
+    stored = np.float32 if is_wide else np.uint16
+
+    def compute(shared, part):
+        assert source
+        arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
+        rows, columns = words(words(arguments[0])[5]), words(words(arguments[1])[5])[0]
+        count, depth, length = rows[0], rows[1], words(words(arguments[2])[5])[0]
+        left = array_in(words(arguments[0]), (count * depth,), np.uint16)
+        bias = array_in(words(arguments[1]), (columns,), np.float32)
+        if bits == 16:  # of the two, one is compiled
+            kernel: Any = (array_in(words(arguments[2]), (columns * depth,), np.uint16),)
+        else:
+            kernel = packed_kernel(arguments, 2)
+        out = array_in(words(results[0]), (count * columns,), stored)
+        pairs, shape = columns // PAIR, (count, depth, columns)
+        start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
+        if not by_amx and count <= MOST:
+            if bits == 16:
+                multiply_few(left, kernel[0], bias, out, shape, start, end)
+            else:
+                multiply_few_packed(left, kernel, length, bias, out, shape, start, end, bits)
+        else:
+            multiply_columns(left, kernel, length, bias, out, shape, start, end, bits, by_amx)
+        return 1
+
+    return compute
+
+
+def _rounding_part() -> Callable[..., int]:
+    """Some panels of rows, as integers."""
+    source = matmul_int8.SOURCE + CALLS
+
+    def compute(shared, part):
+        assert source
+        arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
+        rows, panels = words(words(arguments[0])[5]), words(words(results[0])[5])[0]
+        count, depth = rows[0], rows[1]
+        x = array_in(words(arguments[0]), (count * depth,), np.uint16)
+        flags = array_in(words(results[0]), (panels * depth,), np.uint8)
+        codes = array_in(words(results[1]), (count * depth,), np.int8)
+        scale = array_in(words(results[2]), (count,), np.float32)
+        totals = array_in(words(results[3]), (count,), np.int32)
+        for panel in range(panels * part // parts, panels * (part + 1) // parts):
+            round_panel(x, (count, depth), panel, codes, scale, totals, flags)
+        return 1
+
+    return compute
+
+
+def _int8_part(bits: int, by_amx: bool) -> Callable[..., int]:
+    """The same of products of 8-bit integers."""
+    source = matmul_int8.SOURCE + CALLS
+
+    def compute(shared, part):
+        assert source
+        arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
+        rows, columns = words(words(arguments[0])[5]), words(words(arguments[3])[5])[0]
+        count, depth, length = rows[0], rows[1], words(words(arguments[7])[5])[0]
+        codes = array_in(words(arguments[0]), (count * depth // 2,), np.uint16)
+        row_scale = array_in(words(arguments[1]), (count,), np.float32)
+        totals = array_in(words(arguments[2]), (count,), np.int32)
+        scale = array_in(words(arguments[3]), (columns,), np.float32)
+        bias = array_in(words(arguments[4]), (columns,), np.float32)
+        x = array_in(words(arguments[5]), (count * depth,), np.uint16)
+        flags = array_in(words(arguments[6]), (depth,), np.uint8)
+        if bits == 16:  # of the two, one is compiled
+            kernel: Any = (array_in(words(arguments[7]), (columns * depth,), np.uint16),)
+        else:
+            kernel = packed_kernel(arguments, 7)
+        out = array_in(words(results[0]), (count * columns,), np.uint16)
+        pairs, shape = columns // PAIR, (count, depth, columns)
+        start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
+        left, outliers = (codes, row_scale, totals, scale), (x, flags)
+        multiply_rounded(left, kernel, length, bias, outliers, out, shape, start, end, bits, by_amx)
+        return 1
+
+    return compute

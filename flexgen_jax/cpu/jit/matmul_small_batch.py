@@ -1,0 +1,329 @@
+"""Products of up to `MOST` rows with a kernel by AVX-512's products of pairs of bfloat16, compiled
+by Numba.
+
+With so few they take about as long as the kernel takes to come from memory, so it is read as
+processors fetch best: each thread takes its part from one end to the other. One or two rows are
+multiplied by one row of the kernel at a time; more, `SIDE` at a time, by `SIDE` of the kernel's,
+`DEPTH` elements of which stay in the first cache while all rows pass by. Meanwhile the next ones
+are fetched in their order. Packed kernels are unpacked there first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils as untyped
+from numba.extending import intrinsic
+
+from flexgen_jax.cpu.jit import matmul_blocked
+from flexgen_jax.cpu.jit.decode_attention import source_of
+from flexgen_jax.cpu.jit.llvm import FIRST_CACHE, INT, LANES, arrays_of, filled
+from flexgen_jax.cpu.jit.matmul_blocked import aligned
+from flexgen_jax.cpu.jit.matmul_inner import DOT, begun, dot
+from flexgen_jax.cpu.jit.packing import (
+    BYTE,
+    FLOATS,
+    PAIR,
+    STEP,
+    WORDS,
+    N,
+    PackedKernel,
+    Tiles,
+    emitted,
+    give_rows,
+    packed_place,
+)
+
+cgutils: Any = untyped
+
+SOURCE = matmul_blocked.SOURCE + source_of(__file__)
+"""See `host_kernels.SOURCE`."""
+
+MOST = 64
+SIDE = 4
+"""The sums of so many rows and columns take half of the registers; added up, they fill one."""
+
+DEPTH = 2048
+"""So many elements of `SIDE` rows of the kernel, and of the same of the others, take 32 KiB."""
+
+AHEAD = 1024
+"""Elements of a row of the kernel that are asked for before they are needed, since processors do
+not look beyond a page."""
+
+
+def _dots(
+    _context,
+    left,
+    first,
+    kernel,
+    begin,
+    pitch,
+    steps,
+    sums,
+    at,
+    adds,
+    soon,
+    by,
+    some,
+    wide,
+    many,
+):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values = arrays_of(context, builder, signature.args[:-2], arguments[:-2])
+        _emit(Tiles(builder), wide.literal_value, many.literal_value, *values)
+        return context.get_dummy_value()
+
+    kinds = (left, N, kernel, N, N, N, sums, N, types.boolean, N, N, N, wide, many)
+    return types.void(*kinds), generate
+
+
+def _emit(
+    tiles: Tiles,
+    wide: int,
+    many: int,
+    left: Any,
+    first: Any,
+    kernel: Any,
+    begin: Any,
+    pitch: Any,
+    steps: Any,
+    sums: Any,
+    at: Any,
+    adds: Any,
+    soon: Any,
+    by: Any,
+    some: Any,
+) -> None:
+    builder = tiles.builder
+    places = [tiles.place(sums, tiles.at(at, n * LANES), FLOATS) for n in range(wide * many)]
+    found = begun(tiles, places, adds)
+    with tiles.loop(steps) as (step, _):
+        if wide == 1:  # a loop would cost more than what it does
+            place = tiles.at(soon, (step, STEP))
+            tiles.ask(tiles.place(kernel, place, BYTE), FIRST_CACHE)
+        else:
+            with tiles.loop(some) as (line, _):
+                place = tiles.at(soon, (line, by), (step, STEP))
+                tiles.ask(tiles.place(kernel, place, BYTE), FIRST_CACHE)
+        columns = []
+        for column in range(wide):
+            place = tiles.at(begin, (column, pitch), (step, STEP))
+            columns.append(builder.load(tiles.place(kernel, place, WORDS), align=2))
+        for row in range(many):
+            place = tiles.at(first, (step, many * STEP), row * STEP)
+            words = builder.load(tiles.place(left, place, WORDS), align=2)
+            for own, column in zip(found[row * wide :], columns, strict=False):
+                builder.store(dot(tiles, DOT, builder.load(own), column, words), own)
+    for own, place in zip(found, places, strict=True):
+        builder.store(builder.load(own), place, align=4)
+
+
+def _totals(_context, sums, at, out, to, wide, many):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, at, out, to = arrays_of(context, builder, signature.args[:-2], arguments[:-2])
+        tiles, width = Tiles(builder), wide.literal_value
+        count = width * many.literal_value
+        places = [tiles.place(sums, tiles.at(at, n * LANES), FLOATS) for n in range(count)]
+        vectors = [builder.load(place, align=4) for place in places]
+        total = _joined(tiles, vectors + [filled(FLOATS, 0)] * (LANES - count))
+        for row in range(many.literal_value):
+            lanes = _lanes(range(row * width, (row + 1) * width))
+            some = builder.shuffle_vector(total, total, lanes)
+            builder.store(some, tiles.place(out, tiles.at(to, row * LANES), some.type), align=4)
+        return context.get_dummy_value()
+
+    return types.void(sums, N, out, N, wide, many), generate
+
+
+def _lanes(numbers: Iterable[int]) -> Any:
+    """A shuffle's."""
+    chosen = list(numbers)
+    return ir.Constant(ir.VectorType(INT, len(chosen)), chosen)
+
+
+def _joined(tiles: Tiles, vectors: list[Any]) -> Any:
+    """A vector whose lanes are the sums of the lanes of each of these, `LANES` of them."""
+    half = LANES
+    while half > 1:
+        half //= 2
+        blocks = range(0, LANES, 2 * half)
+        low = [side + b + n for b in blocks for side in (0, LANES) for n in range(half)]
+        masks = [_lanes(low), _lanes(n + half for n in low)]
+        pairs = zip(vectors[:half], vectors[half:], strict=True)
+        vectors = [
+            tiles.builder.fadd(*(tiles.builder.shuffle_vector(*pair, mask) for mask in masks))
+            for pair in pairs
+        ]
+    return vectors[0]
+
+
+def _lay(
+    tiles: Tiles, rows: Any, begin: Any, steps: Any, left: Any, first: Any, apart: Any
+) -> None:
+    with tiles.loop(steps) as (step, _):
+        source = tiles.place(rows, tiles.at(begin, (step, STEP)), WORDS)
+        target = tiles.place(left, tiles.at(first, (step, apart)), WORDS)
+        tiles.builder.store(tiles.builder.load(source, align=2), target, align=2)
+
+
+class FewPacked(PackedKernel):
+    """`SIDE` rows of a packed kernel."""
+
+    ROWS = SIDE
+
+
+def _unpack(_context, kernel, column, top, pitch, length, steps, plain, apart, bits):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        arrays = cgutils.unpack_tuple(builder, arguments[0])
+        arrays = arrays_of(context, builder, signature.args[0], arrays)
+        rest = arrays_of(context, builder, signature.args[1:-1], arguments[1:-1])
+        column, top, pitch, length, steps, plain, apart = rest
+        tiles, bits = Tiles(builder), signature.args[-1].literal_value
+        few = FewPacked(*packed_place(tiles, arrays, column, top, pitch, length, bits))
+        with tiles.loop(steps) as (step, _):
+            for row, found in enumerate(few.rows(tiles.index(0), step)):
+                place = tiles.at((row, apart), (step, STEP))
+                builder.store(found, tiles.place(plain, place, WORDS), align=2)
+        return context.get_dummy_value()
+
+    return types.void(kernel, N, N, N, N, N, plain, N, bits), generate
+
+
+def _laying(_context, rows, begin, steps, left, first, apart):
+    return types.void(rows, N, N, left, N, N), emitted(_lay)
+
+
+dots: Any = intrinsic(prefer_literal=True)(_dots)
+"""Adds to sums the products of `many` rows, of which left has `steps` steps from `first` on, [step]
+[row][32], with `wide` of the kernel's, `pitch` apart from `begin` on; or puts them there.
+
+sums: fp32 [row][column][lane] from `at` on. Meanwhile `some` rows of the kernel, `by` elements
+apart from `soon` on, or one where wide is 1, are brought to the first cache. wide, many:
+compile-time constants.
+"""
+
+totals: Any = intrinsic(prefer_literal=True)(_totals)
+"""Adds up the lanes of such sums: [row][column] from `to` on, rows `LANES` apart."""
+
+unpack: Any = intrinsic(prefer_literal=True)(_unpack)
+"""Puts `SIDE` rows of a packed kernel, from `column` on and the element at `top`, to plain, `apart`
+from each other; the rest is as `tiles.take_columns` has it."""
+
+lay: Any = intrinsic(_laying)
+"""Copies steps of a row from `begin` on to left, `apart` from each other from `first` on."""
+
+
+@njit(inline="always")
+def multiply_few(rows, kernel, bias, out, shape, start, end):
+    """`matmul_blocked.multiply_columns` for at most `MOST` rows and a kernel in 16 bits."""
+    if shape[0] == 1:
+        multiply_streams(rows, kernel, bias, out, shape, start, end, shape[1], 1, 1)
+    elif shape[0] == 2:
+        multiply_streams(rows, kernel, bias, out, shape, start, end, shape[1], 1, 2)
+    else:
+        multiply_streams(rows, kernel, bias, out, shape, start, end, DEPTH, SIDE, SIDE)
+
+
+@njit(inline="always")
+def multiply_streams(rows, kernel, bias, out, shape, start, end, most, wide, many):
+    """The same of `many` rows and `wide` columns at a time, and of so many elements at most."""
+    depth, height, turns = shape[1], min(shape[1], most), -(-shape[0] // many)
+    left, lanes, sums = prepared(rows, shape, height, many)
+    for first in range(start, end, PAIR):
+        for top in range(0, depth, height):
+            after = first * depth + top + height
+            if top + height >= depth:
+                after = (first + PAIR) * depth
+            for column in range(0, PAIR, wide):
+                begin = (first + column) * depth + top
+                soon = begin + wide * depth if column + wide < PAIR else after
+                if wide == 1:
+                    soon = begin + AHEAD
+                part = (top, min(height, depth - top) // STEP, column)
+                multiply_part(
+                    left, kernel, begin, depth, lanes, part, turns, soon, wide, wide, many
+                )
+        give_sums(lanes, sums, bias, out, shape, first, wide, many)
+
+
+@njit(inline="always")
+def multiply_few_packed(rows, kernel, length, bias, out, shape, start, end, bits):
+    """`multiply_few` with a packed kernel, of which `SIDE` rows are unpacked at a time; kernel,
+    length and bits as `matmul_blocked.multiply_columns` has them."""
+    depth, height, turns = shape[1], min(shape[1], DEPTH), -(-shape[0] // SIDE)
+    left, lanes, sums = prepared(rows, shape, height, SIDE)
+    plain = aligned(SIDE * height, np.uint16, 2)
+    for first in range(start, end, PAIR):
+        for top in range(0, depth, height):
+            steps = min(height, depth - top) // STEP
+            for column in range(0, PAIR, SIDE):
+                unpack(kernel, first + column, top, depth, length, steps, plain, height, bits)
+                part = (top, steps, column)
+                multiply_part(left, plain, 0, height, lanes, part, turns, 0, 0, SIDE, SIDE)
+        give_sums(lanes, sums, bias, out, shape, first, SIDE, SIDE)
+
+
+@njit(inline="always")
+def prepared(rows, shape, height, many):
+    """The rows as `dots` has them, `height` elements of all of them after the other; and memory for
+    the lanes of the sums of `PAIR` columns, and for these as `give_rows` has them."""
+    count, depth, _ = shape
+    turns = -(-count // many)
+    left = aligned(turns * many * depth, np.uint16, 2)
+    if count % many:
+        left[:] = 0
+    for row in range(count):
+        for top in range(0, depth, height):
+            steps = min(height, depth - top) // STEP
+            first = (top * turns + row // many * steps * STEP) * many + row % many * STEP
+            lay(rows, row * depth + top, steps, left, first, many * STEP)
+    lanes = aligned(PAIR * turns * many * LANES, np.float32, 4)
+    return left, lanes, np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
+
+
+@njit(inline="always")
+def multiply_part(left, kernel, begin, pitch, lanes, part, turns, soon, ahead, wide, many):
+    """`dots` of all rows and some elements of `wide` columns; meanwhile those of `ahead` rows of
+    the kernel, `pitch` apart from `soon` on, are fetched.
+
+    part: the first element, steps, and the first of these columns among `PAIR`.
+    """
+    top, steps, column = part
+    for turn in range(turns):
+        dots(
+            left,
+            (top * turns + turn * steps * STEP) * many,
+            kernel,
+            begin,
+            pitch,
+            steps,
+            lanes,
+            (column * turns + turn * wide) * many * LANES,
+            top > 0,
+            soon + turn * pitch,
+            turns * pitch,
+            (ahead - turn + turns - 1) // turns,
+            wide,
+            many,
+        )
+
+
+@njit(inline="always")
+def give_sums(lanes, sums, bias, out, shape, first, wide, many):
+    """Adds up the lanes of `PAIR` columns, and gives all rows' results."""
+    count, _, columns = shape
+    turns = -(-count // many)
+    for column in range(0, PAIR, wide):
+        inside = column // LANES * LANES * LANES + column % LANES
+        for turn in range(turns):
+            row = turn * many
+            panel = row // PAIR * PAIR * PAIR + row % PAIR // LANES * PAIR * LANES
+            to = panel + row % LANES * LANES + inside
+            totals(lanes, (column * turns + turn * wide) * many * LANES, sums, to, wide, many)
+    for row in range(0, count, PAIR):
+        begin, some = row * columns + first, min(PAIR, count - row)
+        give_rows(sums[row * PAIR :], 1, bias, first, out, begin, columns, some, False)

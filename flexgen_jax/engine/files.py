@@ -1,0 +1,155 @@
+"""Prompts from files, and finished texts to a file with which a broken-off run goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flexgen_jax.engine.outputs import RequestOutput
+from flexgen_jax.models.config import UserError
+
+
+class Prompt(NamedTuple):
+    """A prompt, and where it stands: "prompts.txt, line 3"."""
+
+    text: str
+    where: str
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file, one a line, or of .jsonl the "prompt" of each line's object.
+
+    Blank lines are left out; "-" is standard input. Raises `UserError` with the line.
+    """
+    is_piped = str(path) == "-"
+    name = "standard input" if is_piped else str(path)
+    try:
+        content = (sys.stdin.buffer.read() if is_piped else path.read_bytes()).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read --prompts-file {path}: {error}") from None
+    prompts = []
+    # Not `splitlines`, which also splits at characters that texts may have in them.
+    for number, line in enumerate(content.split("\n"), 1):
+        if line.strip():
+            where, line = f"{name}, line {number}", line.removesuffix("\r")
+            is_json = path.suffix == ".jsonl"
+            prompts.append(Prompt(_prompt_in(line, where) if is_json else line, where))
+    if not prompts:
+        raise UserError(f"{name} has no prompts; write one a line")
+    return prompts
+
+
+def _prompt_in(line: str, where: str) -> str:
+    try:
+        found = json.loads(line)
+        prompt = found["prompt"] if isinstance(found, dict) else None
+        if isinstance(prompt, str):
+            prompt.encode()  # fails for half of a pair of surrogates
+    except (ValueError, KeyError, RecursionError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise UserError(f'{where} is not an object with a text as "prompt": {{"prompt": "..."}}')
+    return prompt
+
+
+RESULT = ("prompt", "text", "token_ids", "finish_reason")
+
+
+def as_json(result: RequestOutput) -> dict[str, Any]:
+    """What is written of a finished text."""
+    return {name: getattr(result, name) for name in RESULT}
+
+
+class OutputFile:
+    """Finished texts as lines of JSON, each of which is in the file before the next is made.
+
+    A line has the run, a digest of what the texts depend on; the prompt's index; and `as_json`.
+    A file that is there already must be of the same run and prompts: `finished` are the texts in it
+    by index, and what follows its last whole line, which was broken off, is cut off.
+    """
+
+    def __init__(self, path: Path, run: str, prompts: Sequence[str]) -> None:
+        self._path, self._run, self._prompts = path, run, prompts
+        self.finished: dict[int, dict[str, Any]] = {}
+        try:
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed in `close`
+        except OSError as error:
+            raise UserError(f"cannot write --output {path}: {error.strerror}") from None
+        try:
+            if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                self._lock()
+                self._take_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def write(self, index: int, result: RequestOutput) -> None:
+        """Adds the text of a prompt; raises `UserError` where it cannot be written."""
+        content = as_json(result)
+        line = json.dumps({"run": self._run, "index": index, **content}) + "\n"
+        rest = memoryview(line.encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise UserError(
+                f"cannot write --output {self._path}: {error.strerror}; once it can be, the same "
+                "command goes on with what is not in it"
+            ) from None
+        self.finished[index] = content
+
+    def results(self) -> list[dict[str, Any]]:
+        """All that is in the file, in the prompts' order, as `as_json` has it."""
+        return [content for _, content in sorted(self.finished.items())]
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--output {self._path} is being written by another run; choose another file"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def _take_up(self) -> None:
+        self._file.seek(0)
+        content = self._file.readall()
+        *lines, rest = content.split(b"\n")
+        for number, line in enumerate(lines, 1):
+            found = self._read(line, number)
+            self.finished[found["index"]] = {key: found[key] for key in RESULT}
+        if rest:
+            begin = f'{{"run": "{self._run}"'.encode()
+            if not (begin.startswith(rest) or rest.startswith(begin)):
+                raise self._foreign(len(lines) + 1)
+            self._file.truncate(len(content) - len(rest))
+
+    def _read(self, line: bytes, number: int) -> Mapping[str, Any]:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            raise self._foreign(number) from None
+        if not isinstance(found, Mapping) or found.get("run") != self._run:
+            raise self._foreign(number)
+        index = found.get("index")
+        if not isinstance(index, int) or not 0 <= index < len(self._prompts):
+            raise self._foreign(number)
+        if found.get("prompt") != self._prompts[index] or not found.keys() >= set(RESULT):
+            raise self._foreign(number)
+        return found
+
+    def _foreign(self, number: int) -> UserError:
+        return UserError(
+            f"--output {self._path}, line {number}, is not of this run: the prompts, the model or "
+            "flags that texts depend on were others; choose another file"
+        )

@@ -1,0 +1,398 @@
+"""`LLM`: prompts in, continuations out, through the three tiers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from flexgen_jax.engine.batching import Request, make_blocks, pad_prompts, padded_length
+from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
+from flexgen_jax.engine.outputs import Generation, OnOutput, RequestOutput, ScoreOutput, Scoring
+from flexgen_jax.engine.planner import Planner
+from flexgen_jax.engine.sampling import SamplingParams, sampling_arrays
+from flexgen_jax.engine.session import Session
+from flexgen_jax.machine.caches import cache_folder
+from flexgen_jax.machine.limits import tune_allocator
+from flexgen_jax.machine.profiles import read_profile
+from flexgen_jax.models.config import PromptError, UserError, first_line
+from flexgen_jax.models.loading import open_model, resolve_dtype
+from flexgen_jax.offload.executor import Batch
+from flexgen_jax.offload.trace import Trace
+from flexgen_jax.policy.policy import Attention, Head, Policy, Workload
+from flexgen_jax.progress import Progress
+from flexgen_jax.units import parse_bytes
+
+Prompts = str | Sequence[str]
+
+
+class LLM:
+    """A language model whose weights, KV cache and activations lie where a policy puts them.
+
+    model: a Hugging Face folder, a hub id, a known shape's name with `dummy_weights`, or None
+        for the small model that ships with the package.
+    policy: a `Policy`, or "auto" for the one that `policy.search` finds for each workload. For long
+        runs it first measures this machine, in about a minute, once.
+    dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
+        in place of float16).
+    weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in so many bits an element;
+        16 is the dtype.
+    matmul_bits: 8 has decoder layers multiply integers of 8 bits, at some quality; faster with
+        4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower elsewhere.
+    attention, attention_sparsity: see `Policy`. Of these five, None is what the policy says.
+    device_memory, host_memory, disk_space: budgets such as "16GB"; None is what is there.
+    offload_dir: where the disk tier lies; reused by later runs.
+    hardware: the profile to plan with: a file or a known machine's name; None is this machine's.
+    trace: a file to which every transfer and computation is written, for ui.perfetto.dev.
+
+    Raises `UserError` where something about these, or about a prompt, is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        policy: Policy | Literal["auto"] = "auto",
+        dtype: str = "auto",
+        weight_bits: int | None = None,
+        cache_bits: int | None = None,
+        matmul_bits: int | None = None,
+        attention: Attention | None = None,
+        attention_sparsity: float | None = None,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        disk_space: str | int | None = None,
+        offload_dir: str | Path | None = None,
+        dummy_weights: bool = False,
+        seed: int = 0,
+        progress: bool = False,
+        unified: bool | None = None,
+        hardware: str | Path | None = None,
+        trace: str | Path | None = None,
+    ) -> None:
+        tune_allocator()
+        on_cpu = jax.devices()[0].platform == "cpu"
+        self._model = open_model(model, dummy_weights, seed)
+        self.config = self._model.config
+        self.dtype = resolve_dtype(dtype, self.config, on_cpu)
+        self._progress = Progress(progress)
+        asked: dict[str, Any] = {
+            "weight_bits": weight_bits,
+            "cache_bits": cache_bits,
+            "matmul_bits": matmul_bits,
+            "attention": attention,
+            "attention_sparsity": attention_sparsity,
+        }
+        changes = {name: value for name, value in asked.items() if value is not None}
+        given = replace(Policy() if policy == "auto" else policy, **changes)
+        unified = on_cpu if unified is None else unified
+        if policy != "auto" and unified and given.attention == "auto" and not given.is_sparse:
+            given = replace(given, attention="device")  # the same memory, and one program a step
+        formats = given.formats(self.dtype)
+        self._planner = Planner(
+            config=self.config,
+            dtype=self.dtype,
+            policy=given,
+            is_auto=policy == "auto",
+            device_memory=parse_bytes(device_memory),
+            host_memory=parse_bytes(host_memory),
+            disk_space=parse_bytes(disk_space),
+            offload_dir=Path(offload_dir or cache_folder("offload")).expanduser(),
+            fingerprint=self._model.source.fingerprint(self.dtype) + formats.suffix,
+            unified=unified,
+            progress=self._progress,
+            profile=read_profile(hardware) if hardware is not None else None,
+        )
+        self._trace = Trace(Path(trace)) if trace is not None else None
+        self._session: Session | None = None
+        self._finalizer: Any = None
+
+    def generate(
+        self,
+        prompts: Prompts | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        skip: Container[int] = (),
+        on_output: OnOutput | None = None,
+    ) -> list[RequestOutput]:
+        """Continues every prompt; the results are in the prompts' order.
+
+        skip: indices of prompts that are left out, as if these were done already: the random
+            numbers of the others stay the same.
+        on_output: called with a prompt's index and its result as soon as it is finished, which is
+            long before the last one is; what it raises ends the run.
+        """
+        texts, ids = self._inputs(prompts, prompt_token_ids)
+        requests = [r for r in self._requests(ids, sampling_params) if r.index not in skip]
+        model = self._model
+        generation = Generation(requests, texts, model.tokenizer, self.config.eos_ids, on_output)
+        self._run(requests, generation)
+        return generation.outputs()
+
+    def score(
+        self,
+        texts: Prompts | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        through_cache: bool = False,
+    ) -> list[ScoreOutput]:
+        """Log-probabilities of every text's tokens but the first, for perplexity.
+
+        through_cache: token by token, as a generation would go, so that every token sees those
+        before it through the KV cache; slower, and shows what a quantized cache costs.
+        """
+        given, ids = self._inputs(texts, prompt_token_ids)
+        self._check_lengths(ids, 0)
+        params, requests = SamplingParams(max_tokens=1), []
+        for index, row in enumerate(ids):
+            if through_cache and len(row) > 1:
+                forced = tuple(row[1:])
+                requests.append(Request(index, (row[0],), params, len(forced), forced))
+            else:
+                requests.append(Request(index, tuple(row), params, 1))
+        scoring = Scoring()
+        self._run(requests, scoring)
+        return scoring.outputs(given, requests)
+
+    def _run(self, requests: Sequence[Request], collector: Generation | Scoring) -> None:
+        """Walks every block of batches through the model; a plan that runs out of memory gives way
+        to a smaller one, which begins with the requests that are not finished."""
+        left, is_scoring = list(requests), isinstance(collector, Scoring)
+        while left:
+            workload = self._workload(left, is_scoring)
+            policy = self._planner.policy_for(workload)
+            try:
+                self._run_blocks(self._open(policy, workload), left, workload, collector)
+                return
+            except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                what = first_line(error)
+                if not self._planner.back_off(is_on_host(error)):
+                    if isinstance(error, UserError):
+                        raise
+                    raise OutOfMemoryError(f"out of memory: {what}; {self._way_out()}") from error
+                self._progress.say(f"flexgen-jax: out of memory, going on with less: {what}")
+            self._close_session()
+            left = collector.restart(left)
+
+    def _way_out(self) -> str:
+        if self._planner.is_auto:
+            return "lower --device-memory or --host-memory, so that plans leave more room"
+        return (
+            "lower --batch-size or what lies in that memory, or leave out all that fixes the "
+            "policy, and one is searched that gives way"
+        )
+
+    def _run_blocks(
+        self,
+        session: Session,
+        requests: Sequence[Request],
+        workload: Workload,
+        collector: Generation | Scoring,
+    ) -> None:
+        policy, before = session.policy, collector.num_tokens
+        blocks = make_blocks(requests, policy.batch_size, policy.num_batches)
+        steps = sum(len(block) * max(r.max_tokens for b in block for r in b) for block in blocks)
+        session.start()
+        with self._progress.generating(
+            steps * (self.config.num_layers + 2), lambda: collector.num_tokens - before
+        ) as tick:
+            for block in blocks:
+                batches = self._batches(block, isinstance(collector, Scoring))
+                tokens = max(request.max_tokens for batch in block for request in batch)
+                session.run(batches, tokens, collector.receiver(block), tick)
+        session.finish(len(requests), workload, collector.num_tokens - before)
+
+    def _batches(self, block: Sequence[Sequence[Request]], is_scoring: bool) -> list[Batch]:
+        rows = max(len(members) for members in block)
+        batches = []
+        for members in block:
+            ids, first_valid = pad_prompts(
+                members, rows, self.config.pad_id, self.config.max_positions
+            )
+            if any(request.forced for request in members):
+                forced = np.zeros((rows, max(r.max_tokens for r in members)), np.int32)
+                for row, request in enumerate(members):
+                    forced[row, : len(request.forced)] = request.forced
+                batches.append(Batch(ids, first_valid, forced=forced))
+                continue
+            if is_scoring:
+                targets = np.concatenate([ids[:, 1:], ids[:, :1]], axis=1)
+                batches.append(Batch(ids, first_valid, targets=targets))
+                continue
+            fill = rows - len(members)
+            params = [r.params for r in members] + [SamplingParams()] * fill
+            indices = [r.index for r in members] + [0] * fill
+            batches.append(Batch(ids, first_valid, sampling_arrays(params, indices)))
+        return batches
+
+    def warm_up(self, prompt_len: int, gen_len: int, num_sequences: int) -> None:
+        """Places the weights and compiles everything that a greedy run of this shape needs."""
+        workload = Workload(self._padded(prompt_len), gen_len, num_sequences)
+        policy = self._planner.policy_for(workload)
+        self._open(policy, workload).compile(workload)
+
+    def block_sequences(self, prompt_len: int, gen_len: int) -> int:
+        """How many sequences of these lengths one block of batches holds."""
+        return self._planner.block_sequences(self._padded(prompt_len), gen_len)
+
+    def _padded(self, prompt_len: int) -> int:
+        return padded_length(prompt_len, self.config.max_positions)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that texts depend on beside prompts and sampling: the weights, the tokenizer, the
+        dtype, and what a policy has in fewer bits or leaves out. A copy's is the same."""
+        policy = self._planner.policy
+        lossy = f"{policy.weight_bits}-{policy.cache_bits}-{policy.attention_sparsity}"
+        lossy += f"-{policy.matmul_bits}" if policy.matmul_bits < 16 else ""
+        tokenizer = self._model.tokenizer.fingerprint if self._model.tokenizer else None
+        return f"{self._model.source.content(self.dtype)}-{tokenizer}-{lossy}"
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy of the last run; None before the first one."""
+        return self._session.policy if self._session else None
+
+    def report(self) -> dict[str, Any]:
+        """What the last run measured: seconds, bytes, peaks, the realised split."""
+        if self._session is None:
+            raise UserError("nothing has been run yet")
+        report = self._session.report()
+        predicted = self._planner.predicted(self._session.policy, self._session.workload)
+        return {
+            "model": self._model.name,
+            "dtype": self.dtype,
+            **report,
+            "predicted": predicted,
+        }
+
+    def close(self) -> None:
+        """Frees the tiers; what later runs can reuse stays in the offload folder."""
+        self._close_session()
+        if self._trace is not None:
+            self._trace.close()
+
+    def _close_session(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._session = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, policy: Policy, workload: Workload) -> Session:
+        """The session with its weights in place, a new one where they must lie elsewhere."""
+        if self._session is not None and self._session.suits(policy):
+            self._session.adopt(policy, workload)
+            return self._session
+        self._close_session()
+        source, trace = self._model.source, self._trace
+        session = Session(self.config, self.dtype, policy, workload, self._planner, source, trace)
+        self._finalizer = weakref.finalize(self, session.close)
+        self._session = session
+        try:
+            session.place(self._progress)
+        except BaseException:
+            self._close_session()
+            raise
+        return session
+
+    def _inputs(
+        self, prompts: Prompts | None, prompt_token_ids: Sequence[Sequence[int]] | None
+    ) -> tuple[list[str | None], list[list[int]]]:
+        """The texts, where given, and everybody's token ids."""
+        if (prompts is None) == (prompt_token_ids is None):
+            raise UserError("give either prompts or prompt_token_ids")
+        if prompt_token_ids is not None:
+            ids = [[int(token) for token in row] for row in prompt_token_ids]
+            texts: list[str | None] = [None] * len(ids)
+        else:
+            assert prompts is not None
+            strings = [prompts] if isinstance(prompts, str) else list(prompts)
+            if self._model.tokenizer is None:
+                raise UserError(
+                    "this model has no tokenizer: give prompt_token_ids, or, to measure speed, use "
+                    "`flexgen-jax bench`"
+                )
+            ids = [self._model.tokenizer.encode(text) for text in strings]
+            texts = [*strings]
+        if not ids:
+            raise UserError("the list of prompts is empty")
+        for index, row in enumerate(ids):
+            bad = [token for token in row if not 0 <= token < self.config.vocab_size]
+            if bad:
+                raise PromptError(
+                    f"prompt {index} has token id {bad[0]}; the vocabulary has "
+                    f"{self.config.vocab_size}",
+                    [index],
+                )
+        return texts, ids
+
+    def _requests(
+        self,
+        ids: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(ids)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(ids):
+            raise UserError(f"{len(ids)} prompts, but {len(params)} sampling_params")
+        self._check_lengths(ids, 1)
+        requests = []
+        for index, (row, choice) in enumerate(zip(ids, params, strict=True)):
+            if choice.stop and self._model.tokenizer is None:
+                raise UserError("stop strings need a tokenizer, and this model has none")
+            room = self.config.max_positions - len(row)
+            requests.append(Request(index, tuple(row), choice, min(choice.max_tokens, room)))
+        short = sum(request.max_tokens < request.params.max_tokens for request in requests)
+        if short:
+            self._progress.say(
+                f"flexgen-jax: {short} of {len(ids)} prompts leave room for fewer new tokens than "
+                f"asked for, in the model's context of {self.config.max_positions}"
+            )
+        return requests
+
+    def _check_lengths(self, ids: Sequence[Sequence[int]], new: int) -> None:
+        """Refuses prompts that are empty or leave no room for so many new tokens."""
+        most = self.config.max_positions - new
+        bad = [index for index, row in enumerate(ids) if not 1 <= len(row) <= most]
+        if bad:
+            others = f"; {len(bad) - 1} more prompts do not fit" if len(bad) > 1 else ""
+            raise PromptError(
+                f"prompt {bad[0]} has {len(ids[bad[0]])} tokens; the model takes 1 to {most}"
+                f"{others}",
+                bad,
+            )
+
+    def _workload(self, requests: Sequence[Request], is_scoring: bool) -> Workload:
+        lengths = [self._padded(len(request.prompt_ids)) for request in requests]
+        mean = -(-sum(lengths) // len(lengths))
+        head: Head = "score" if is_scoring else "greedy"
+        if any(request.params.temperature > 0 for request in requests):
+            head = "sample"
+        return Workload(
+            prompt_len=max(lengths),
+            gen_len=max(request.max_tokens for request in requests),
+            num_sequences=len(requests),
+            head=head,
+            mean_prompt_len=mean if mean < max(lengths) else None,
+        )

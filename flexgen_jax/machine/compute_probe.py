@@ -1,0 +1,308 @@
+"""Times the real layer functions, for a `HardwareProfile`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from statistics import fmean, quantiles
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexgen_jax.cpu.backend import kernels_of_device
+from flexgen_jax.cpu.host_attention import HostAttention, HostBlock
+from flexgen_jax.layers.programs import Programs
+from flexgen_jax.layers.quantization import Kept, quantize_as
+from flexgen_jax.models.checkpoint import numpy_dtype
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.spec import Formats, TensorSpec, model_spec
+from flexgen_jax.models.storage import Storage
+from flexgen_jax.policy.hardware import Rate
+from flexgen_jax.policy.policy import prompt_blocks
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
+"""Of decoding steps."""
+
+PREFILLS = ((4, 128), (16, 128), (32, 128))
+"""Sequences and tokens of prefills, for products of many rows."""
+
+PROMPTS = ((16, 128), (4, 512), (2, 1024))
+"""As many rows in all, with ever more attention."""
+
+CACHES = ((4, 128), (16, 128), (16, 512), (16, 1024))
+"""Sequences and tokens of decode attention."""
+
+BLOCK = 32
+"""Tokens in a KV block of generated tokens."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The mean of some timings in seconds, and their interquartile range relative to it.
+
+    The mean, because a run takes the sum of its steps, the disturbed ones included.
+    """
+
+    seconds: float
+    spread: float
+
+
+def timed(
+    run: Callable[[], Any],
+    repeat: int = 7,
+    at_least: float = 0.2,
+    keep: int = 4,
+    warm_up: int = 2,
+) -> Sample:
+    """Runs so many times, after some that warm up, and for so many seconds. What the last `keep`
+    runs returned is kept meanwhile, as a real run keeps its results."""
+    kept = deque([jax.block_until_ready(run()) for _ in range(warm_up)], maxlen=keep)
+    samples: list[float] = []
+    while len(samples) < repeat or sum(samples) < at_least:
+        started = time.perf_counter()
+        kept.append(jax.block_until_ready(run()))
+        samples.append(time.perf_counter() - started)
+    low, _, high = quantiles(samples, n=4)
+    return Sample(fmean(samples), (high - low) / fmean(samples))
+
+
+def rate_of(points: Sequence[tuple[float, float, Sample]]) -> Rate:
+    """From (size, units, sample)."""
+    ordered = sorted(points, key=lambda point: point[0])
+    return Rate(
+        tuple((size, units / sample.seconds) for size, units, sample in ordered),
+        tuple(round(sample.spread, 3) for _, _, sample in ordered),
+    )
+
+
+class ComputeProbe:
+    """Programs and random arrays of one model's decoder layers, in one dtype."""
+
+    def __init__(self, config: ModelConfig, dtype: str, copies: int) -> None:
+        self.config, self.dtype, self._copies = config, dtype, copies
+        self._np = numpy_dtype(dtype)
+        self._layer = model_spec(config)[1]
+        self._host = HostAttention()
+        self._attended: dict[tuple[int, int], Sample] = {}
+        values = np.random.default_rng(0).standard_normal(1_000_003, np.float32)
+        self._values = (0.05 * values).astype(self._np)
+
+    @property
+    def products(self) -> int:
+        """Elements of a layer's kernels."""
+        return self._layer.large_size
+
+    def close(self) -> None:
+        self._host.close()
+
+    def _array(self, *shape: int) -> jax.Array:
+        array: jax.Array = jax.device_put(np.resize(self._values, shape), jax.devices()[0])
+        return array
+
+    def _weights(self, formats: Formats) -> list[dict[str, Kept]]:
+        """Of several layers, so that none is still in a cache when its turn comes."""
+
+        def kept(tensor: TensorSpec) -> Kept:
+            return _kept(self._array(*tensor.shape), formats.weight(tensor))
+
+        return [{t.path: kept(t) for t in self._layer.tensors} for _ in range(self._copies)]
+
+    def _programs(self, formats: Formats) -> Programs:
+        return Programs(self.config, formats, kernels_of_device())
+
+    def linear(
+        self,
+        bits: int,
+        rows: Sequence[int],
+        prefills: Sequence[tuple[int, int]],
+        matmul_bits: int = 16,
+    ) -> Rate:
+        """FLOP/s of a layer's products at so many rows, norms and all."""
+        formats = Formats(self.dtype, weight_bits=bits, matmul_bits=matmul_bits)
+        programs, layers = self._programs(formats), cycle(self._weights(formats))
+        points = []
+        for count in rows:
+            step = self._products(programs, layers, count)
+            points.append((float(count), 2.0 * count * self.products, timed(step)))
+        for batch, tokens in prefills:
+            whole, attention = (
+                self._prefill(programs, layers, batch, tokens),
+                self._causal(batch, tokens),
+            )
+            count = batch * tokens
+            seconds = max(whole.seconds - attention.seconds, 0.5 * whole.seconds)
+            sample = Sample(seconds, whole.spread)
+            points.append((float(count), 2.0 * count * self.products, sample))
+        return rate_of(points)
+
+    def step(self, rows: int) -> Callable[[], Any]:
+        """A decoding step's products, layer after layer."""
+        formats = Formats(self.dtype)
+        return self._products(self._programs(formats), cycle(self._weights(formats)), rows)
+
+    def _products(self, programs: Programs, layers: Any, rows: int) -> Callable[[], Any]:
+        project, finish = programs.project(rows), programs.finish(rows, 1)
+        hidden = self._array(rows, 1, self.config.hidden_size)
+        partials = [self._partial(rows)]
+
+        def step() -> Any:
+            weights = next(layers)
+            return finish(weights, hidden, *project(weights, hidden), partials)
+
+        return step
+
+    def _partial(self, rows: int) -> tuple[jax.Array, jax.Array]:
+        heads = (rows, self.config.num_heads, 1)
+        return jnp.zeros((*heads, self.config.head_dim)), jnp.zeros(heads)
+
+    def _prefill(self, programs: Programs, layers: Any, batch: int, tokens: int) -> Sample:
+        program = programs.prefill(batch, prompt_blocks(tokens, BLOCK))
+        hidden = self._array(batch, tokens, self.config.hidden_size)
+        first = _first(batch)
+        return timed(lambda: program(next(layers), hidden, first), repeat=5, at_least=1.5, keep=8)
+
+    def prefill_attention(self) -> Rate:
+        """FLOP/s of a prompt's attention, 4 s^2 h1 a sequence."""
+        points = []
+        for rows, tokens in PROMPTS:
+            if tokens <= self.config.max_positions:
+                flops = 4.0 * rows * tokens**2 * self.config.hidden_size
+                points.append((float(tokens), flops, self._causal(rows, tokens)))
+        return rate_of(points)
+
+    def _causal(self, rows: int, tokens: int) -> Sample:
+        """Timed once for each shape: products of several bits ask for the same."""
+        if (rows, tokens) not in self._attended:
+            self._attended[rows, tokens] = self._timed_causal(rows, tokens)
+        return self._attended[rows, tokens]
+
+    def _timed_causal(self, rows: int, tokens: int) -> Sample:
+        """The projections as they come, to the cache's keys and values."""
+        sides = [self._array(rows, tokens, self.config.hidden_size) for _ in range(3)]
+        attend = partial(kernels_of_device().attend_prompt, heads=self.config.num_heads)
+        program = jax.jit(attend).lower(*sides, _first(rows)).compile()
+        return timed(partial(program, *sides, _first(rows)), repeat=5)
+
+    def _blocks(
+        self, formats: Formats, rows: int, tokens: int
+    ) -> tuple[tuple[tuple[Kept, Kept], ...], tuple[int, ...], int]:
+        """Sealed blocks and an open one, their lengths, and the open one's."""
+        config = self.config
+        lengths = prompt_blocks(tokens, BLOCK)
+        blocks = []
+        for length in lengths:
+            array = self._array(rows, config.num_heads, length, config.head_dim)
+            storage = formats.kv(array.shape)
+            blocks.append((_kept(array, storage), _kept(array + 1, storage)))
+        tail = self._array(rows, config.num_heads, BLOCK, config.head_dim)
+        return (*blocks, (tail, tail + 1)), lengths, BLOCK
+
+    def device_attention(self, bits: int) -> Rate:
+        """Elements of keys and values a second, attended to on the device."""
+        formats, points = Formats(self.dtype, cache_bits=bits), []
+        programs = self._programs(formats)
+        for rows, tokens in CACHES[1:3]:
+            blocks, lengths, tail = self._blocks(formats, rows, tokens)
+            program = programs.attend(rows, lengths, tail)
+            query = self._array(rows, self.config.num_heads, 1, self.config.head_dim)
+            starts = np.cumsum((0, *lengths)).astype(np.int32)
+            where = (starts, np.int32(tokens + tail), _first(rows))
+            elements = 2.0 * rows * (tokens + tail) * self.config.hidden_size
+
+            def step(
+                program: Any = program, query: Any = query, blocks: Any = blocks, where: Any = where
+            ) -> Any:
+                return program(query, blocks, *where)
+
+            points.append((elements, elements, timed(step)))
+        return rate_of(points)
+
+    def device_rank(self) -> Rate:
+        """Attention scores a second, the largest of them found on the device."""
+        formats = Formats(self.dtype)
+        rows, tokens = CACHES[1]
+        blocks, lengths, tail = self._blocks(formats, rows, tokens)
+        most = (tokens + tail) // 10
+        program = self._programs(formats).rank(rows, lengths, tail, most)
+        query = self._array(rows, self.config.num_heads, 1, self.config.head_dim)
+        starts = np.cumsum((0, *lengths)).astype(np.int32)
+        keys = tuple(key for key, _ in blocks)
+        where = (starts, np.int32(tokens + tail), _first(rows))
+        scores = float(rows * self.config.num_heads * (tokens + tail))
+        return rate_of([(scores, scores, timed(lambda: program(query, keys, *where)))])
+
+    def host_attention(self, bits: int) -> Rate:
+        """Elements of keys and values a second, attended to by the CPU."""
+        points = [self._host_point(bits, *cache)[:2] for cache in CACHES]
+        return rate_of([(elements, elements, sample) for elements, sample in points])
+
+    def host_rank(self) -> Rate:
+        """Scores a second of choosing the largest: what sparse attention takes beyond reading."""
+        rows, tokens = CACHES[2]
+        elements, dense, query, blocks = self._host_point(16, rows, tokens)
+        counts = np.full(rows, tokens // 10, np.int32)
+        first = _first(rows)
+        sparse = timed(
+            lambda: self._host.attend_top(query, blocks, tokens + BLOCK, first, counts, None, None)
+        )
+        left = max(sparse.seconds - 0.55 * dense.seconds, 0.05 * sparse.seconds)
+        scores = elements / 2 / self.config.head_dim
+        return rate_of([(scores, scores, Sample(left, sparse.spread))])
+
+    def _host_point(self, bits: int, rows: int, tokens: int) -> Any:
+        arrays, lengths, tail = self._blocks(Formats(self.dtype, cache_bits=bits), rows, tokens)
+        starts = np.cumsum((0, *lengths))
+        blocks = [
+            HostBlock(int(start), jax.tree.map(np.array, block))
+            for start, block in zip(starts, arrays, strict=True)
+        ]
+        shape = (rows, self.config.num_heads, 1, self.config.head_dim)
+        query = np.resize(self._values, shape)
+        first = _first(rows)
+        elements = 2.0 * rows * (tokens + tail) * self.config.hidden_size
+        sample = timed(lambda: self._host.attend(query, blocks, tokens + tail, first))
+        return elements, sample, query, blocks
+
+    def split_s(self, rows: int, tokens: int) -> float:
+        """Seconds by which a step whose cache is on the host takes longer than its parts."""
+        formats = Formats(self.dtype)
+        programs, layers = self._programs(formats), cycle(self._weights(formats))
+        _, attended, _, blocks = self._host_point(16, rows, tokens)
+        project, finish = programs.project(rows), programs.finish(rows, 1)
+        hidden = self._array(rows, 1, self.config.hidden_size)
+        first = _first(rows)
+
+        def whole() -> Any:
+            weights = next(layers)
+            query, new = project(weights, hidden)
+            found = self._host.attend(np.asarray(query), blocks, tokens + BLOCK, first)
+            return finish(weights, hidden, query, new, [found])
+
+        alone = timed(self._products(programs, layers, rows)).seconds + attended.seconds
+        more: float = max(timed(whole).seconds - alone, 0.0)
+        return more
+
+    def quantize(self) -> Rate:
+        """Elements of a KV block a second."""
+        formats, points = Formats(self.dtype, cache_bits=4), []
+        for rows, tokens in ((4, 32), (16, 128)):
+            program = self._programs(formats).seal(rows, tokens)
+            array = self._array(rows, self.config.num_heads, tokens, self.config.head_dim)
+            elements = 2.0 * array.size
+            points.append((elements, elements, timed(partial(program, (array, array)))))
+        return rate_of(points)
+
+
+def _kept(array: jax.Array, storage: Storage) -> Kept:
+    return array if storage.bits == 16 else quantize_as(array, storage)
+
+
+def _first(rows: int) -> np.ndarray:
+    """Every sequence is valid from its first token."""
+    return np.zeros(rows, np.int32)

@@ -1,0 +1,160 @@
+"""What this machine has: memory that is left, and the allocator's settings."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+
+from flexgen_jax.models.config import UserError
+from flexgen_jax.offload.disk.folder import remove_dead_runs
+from flexgen_jax.policy.fit import Budgets, human
+
+SAFETY = 0.9
+"""Part of the free memory that a plan may use; the rest is what the allocator holds unused."""
+
+RUNTIME_BYTES = 250_000_000
+"""Of RAM that this process takes after its memory was asked for, beside what a plan counts: 150 MB
+as libraries start and programs are compiled, and the pages of their files that are in use."""
+
+_CGROUPS = (
+    # (limit, usage, statistics, the statistic that counts reclaimable page cache)
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"),
+)
+
+
+def available_memory() -> int:
+    """Bytes of RAM that can still be used, the process's memory cgroup respected."""
+    free = _meminfo("MemAvailable")
+    for folder in _cgroup_folders():
+        for limit_name, usage_name, stat_name, cache_name in _CGROUPS:
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((folder / limit_name).read_text())
+                usage = int((folder / usage_name).read_text())
+                stats = dict(line.split() for line in (folder / stat_name).read_text().splitlines())
+                free = min(free, limit - usage + int(stats.get(cache_name, 0)))
+    return max(free, 0)
+
+
+def storage_read_bytes() -> int | None:
+    """Bytes this process made the storage read so far, page cache hits not counted."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/io").read_text().splitlines():
+            if line.startswith("read_bytes:"):
+                return int(line.split()[1])
+    return None
+
+
+def _meminfo(name: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(name + ":"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_folders() -> list[Path]:
+    """The process's memory cgroup and those above it, version 1 or 2."""
+    folders: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "" or "memory" in controllers.split(","):
+                root = Path("/sys/fs/cgroup") / ("memory" if controllers else "")
+                inside = root / path.lstrip("/")
+                folders += [inside, *(p for p in inside.parents if p.is_relative_to(root))]
+    return folders
+
+
+def detect_budgets(
+    device_memory: int | None,
+    host_memory: int | None,
+    disk_space: int | None,
+    offload_dir: Path,
+    fingerprint: str,
+    unified: bool,
+) -> Budgets:
+    """The budgets asked for, and what the machine has where nothing is asked for.
+
+    fingerprint: of the weights; what an earlier run stored of them counts as free disk, and what
+    runs that were killed have left there is removed first. Raises
+    `UserError` for more than there is, but of RAM that device and host share, whose limit is held
+    beside these.
+    """
+    remove_dead_runs(offload_dir)
+    ram = max(0, int(SAFETY * available_memory()) - RUNTIME_BYTES)
+    stats = None if unified else jax.devices()[0].memory_stats()
+    most = stats["bytes_limit"] if stats else None
+    if device_memory is None:
+        device_memory = ram if most is None else int(SAFETY * most)
+    elif most is not None and device_memory > most:
+        raise UserError(
+            f"--device-memory {human(device_memory)} is more than the {human(most)} that JAX may "
+            "use of this GPU; ask for less, or set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 (0.75 is "
+            "its default)"
+        )
+    installed = _meminfo("MemTotal")
+    if host_memory is not None and not unified and host_memory > installed:
+        raise UserError(
+            f"--host-memory {human(host_memory)} is more than the {human(installed)} of RAM here; "
+            "ask for less, or leave it out"
+        )
+    free = _free_disk(offload_dir, fingerprint)
+    disk_space = free if disk_space is None else min(disk_space, free)
+    return Budgets(
+        device=device_memory,
+        host=ram if host_memory is None else host_memory,
+        disk=disk_space,
+        shared=ram if unified else None,
+    )
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that is there already, on the disk where it will be."""
+    return next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
+
+
+def _free_disk(offload_dir: Path, fingerprint: str) -> int:
+    free = shutil.disk_usage(existing(offload_dir)).free
+    for base, _, names in os.walk(offload_dir / "weights" / fingerprint):
+        for name in names:
+            with contextlib.suppress(OSError):  # another process may be renaming it
+                free += os.stat(os.path.join(base, name)).st_size
+    return free
+
+
+def tune_allocator() -> None:
+    """Lets XLA's temporaries on the CPU reuse memory instead of faulting in fresh pages.
+
+    glibc gives large blocks back to the system at once; without that, attention in bf16 ran
+    3.5 times as fast. One arena for all threads keeps what they free usable by the others,
+    which is a third of the memory of an offloaded run. To be called before JAX starts its
+    threads. Other C libraries are left alone.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        trim_threshold, mmap_threshold, arena_max = -1, -3, -8
+        libc.mallopt(arena_max, 1)
+        libc.mallopt(mmap_threshold, 32 << 20)
+        libc.mallopt(trim_threshold, 512 << 20)
+
+
+def release_memory() -> None:
+    """Gives back to the system what is no longer used, where the allocator would keep it."""
+    gc.collect()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """The same without a look for what is no longer used."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

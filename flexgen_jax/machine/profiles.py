@@ -1,0 +1,99 @@
+"""Where a hardware profile comes from: a named machine, a file, the cache, or a measurement."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from pathlib import Path
+
+from flexgen_jax.machine.caches import cache_folder
+from flexgen_jax.machine.limits import detect_budgets, existing, tune_allocator
+from flexgen_jax.machine.profiler import machine_key, measure, stages
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.loading import resolve_dtype
+from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.hardware import PROFILE_VERSION, UNSTEADY, HardwareProfile, ProfileError
+from flexgen_jax.policy.machines import MACHINES, known_machine
+from flexgen_jax.progress import Progress
+
+
+def read_profile(name: str | Path) -> HardwareProfile:
+    """The profile of a named machine, or of a file that `flexgen-jax profile` wrote."""
+    if str(name) in MACHINES:
+        return known_machine(str(name))
+    path = Path(name).expanduser()
+    if not path.exists():
+        known = ", ".join(sorted(MACHINES))
+        raise ProfileError(f"hardware {name} is neither a file nor one of {known}")
+    try:
+        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cannot read {path}: {error}") from None
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from None
+
+
+def cached_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:
+    """What was measured on this machine with these versions and this disk, if anything was."""
+    path = _cache_file(dtype, offload_dir)
+    try:
+        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ProfileError):
+        return None  # it is measured anew
+
+
+def measured_profile(
+    dtype: str, offload_dir: Path, unified: bool, progress: Progress
+) -> HardwareProfile:
+    """Measures this machine, in one to three minutes, and keeps the result for later runs, unless
+    the machine was too busy for figures that can be trusted."""
+    with progress.counting("measuring this machine", stages(dtype)) as tell:
+        profile = measure(dtype, offload_dir, unified, tell)
+    if profile.spread() > UNSTEADY:
+        progress.say(
+            f"flexgen-jax: this machine's speed varied by {100 * profile.spread():.0f} % while it "
+            "was measured, so plans may be bad. This profile is not kept: later runs use one from "
+            "before, or measure again, best with nothing else running"
+        )
+        return profile
+    path = _cache_file(dtype, offload_dir)
+    part = path.with_suffix(f".{uuid.uuid4().hex[:8]}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(profile.to_json())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)  # without a cache, the next run measures again
+    return profile
+
+
+def set_up(offload_dir: Path | None) -> tuple[bool, Path]:
+    """Makes ready to measure; whether host and device are one RAM, and where the disk tier lies."""
+    import jax
+
+    tune_allocator()
+    unified = jax.devices()[0].platform == "cpu"
+    return unified, (offload_dir or cache_folder("offload")).expanduser()
+
+
+def this_machine(
+    config: ModelConfig,
+    dtype: str,
+    offload_dir: Path | None,
+    limits: tuple[int | None, int | None, int | None],
+    progress: Progress,
+) -> tuple[str, HardwareProfile, Budgets]:
+    """The resolved dtype, the profile of this machine, measured if it never was, and what it has
+    of device memory, host memory and disk, within the limits given."""
+    unified, folder = set_up(offload_dir)
+    kind = resolve_dtype(dtype, config, unified)
+    profile = cached_profile(kind, folder) or measured_profile(kind, folder, unified, progress)
+    return kind, profile, detect_budgets(*limits, folder, "", unified)
+
+
+def _cache_file(dtype: str, offload_dir: Path) -> Path:
+    disk = existing(offload_dir).stat().st_dev
+    key = {**machine_key(dtype), "disk": disk, "profile": PROFILE_VERSION}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder("profiles") / f"{digest}.json"

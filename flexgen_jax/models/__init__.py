@@ -1,0 +1,1 @@
+"""What a model is: config, shapes, formats, checkpoints, tokenizer. No JAX."""

@@ -1,0 +1,96 @@
+"""From what a user names as the model to its config, weights and tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from flexgen_jax.models.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    DummyWeights,
+    WeightSource,
+    read_folder_config,
+)
+from flexgen_jax.models.config import DTYPES, ModelConfig, UserError, first_line
+from flexgen_jax.models.families import known_shape
+from flexgen_jax.models.tokenizer import Tokenizer
+
+HUB_FILES = ("*.json", "*.safetensors", "merges.txt")
+
+
+@dataclass(frozen=True)
+class Model:
+    """An opened model. The tokenizer is None where there is none, as with dummy weights."""
+
+    name: str
+    config: ModelConfig
+    source: WeightSource
+    tokenizer: Tokenizer | None
+
+
+def shipped_model() -> Path:
+    """The small trained OPT inside the package."""
+    return Path(str(resources.files("flexgen_jax"))) / "data" / "tiny_opt"
+
+
+def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
+    """Opens a Hugging Face folder, a hub id or, with dummy weights, a known shape's name.
+
+    None is the shipped model. Raises `UserError` that says what is wrong with it.
+    """
+    if dummy_weights:
+        if name is None:
+            raise UserError("--dummy-weights needs --model, e.g. --model facebook/opt-1.3b")
+        folder = Path(name)
+        config = read_folder_config(folder) if folder.is_dir() else known_shape(str(name))
+        return Model(str(name), config, DummyWeights(config, seed), None)
+    folder = shipped_model() if name is None else _local_folder(str(name), needs_weights=True)
+    checkpoint = Checkpoint(folder)
+    tokenizer = Tokenizer(folder, checkpoint.config.bos_id)
+    return Model(str(name or folder.name), checkpoint.config, checkpoint, tokenizer)
+
+
+def shape_of(name: str | None) -> ModelConfig:
+    """The config alone, of a known shape or of what `open_model` takes, to plan with."""
+    if name is not None and not Path(name).expanduser().exists():
+        with contextlib.suppress(UserError):
+            return known_shape(name)
+    return read_folder_config(shipped_model() if name is None else _local_folder(name))
+
+
+def _local_folder(name: str, needs_weights: bool = False) -> Path:
+    folder = Path(name).expanduser()
+    if folder.exists():
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; name the folder of config.json")
+        return folder
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise CheckpointError(f"{name} does not exist; name a Hugging Face folder or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # the hub's many network errors
+        raise CheckpointError(
+            f"{name} is not a local folder and cannot be had from the hub: {first_line(error)}"
+        ) from None
+    if needs_weights and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{name} has no safetensors on the hub: get its .bin files with `hf download {name} "
+            "--local-dir SRC`, install PyTorch, run `flexgen-jax convert SRC DST`, and give "
+            "--model DST"
+        )
+    return folder
+
+
+def resolve_dtype(dtype: str, config: ModelConfig, on_cpu: bool) -> str:
+    """ "auto" is the checkpoint's dtype, but on the CPU, where float16 products are 3 to 30
+    times slower, bfloat16 in its place."""
+    if dtype == "auto":
+        return "bfloat16" if on_cpu and config.dtype == "float16" else config.dtype
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is not supported; choose auto or one of {list(DTYPES)}")
+    return dtype

@@ -1,0 +1,82 @@
+"""Text to token ids and back, from a Hugging Face folder's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import ByteLevelBPETokenizer
+from tokenizers import Tokenizer as FastTokenizer
+
+from flexgen_jax.models.checkpoint import CheckpointError, digest, read_json
+
+
+class Tokenizer:
+    """Wraps `tokenizers`. A prompt gets the special tokens that its folder asks for: by the
+    post-processor of tokenizer.json, or for GPT-2's two files by `add_bos_token`."""
+
+    def __init__(self, folder: Path, bos_id: int | None) -> None:
+        self._tokenizer = _load(folder)
+        self._special = _special_ids(folder, self._tokenizer)
+        self._bos_id = bos_id if _wants_bos(folder) else None
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs where prompts would become other tokens, or tokens another text."""
+        return digest(self._tokenizer.to_str(), self._bos_id, sorted(self._special))
+
+    def encode(self, text: str) -> list[int]:
+        """The prompt's token ids; raises `CheckpointError` for text that is not Unicode."""
+        try:
+            ids = list(self._tokenizer.encode(text).ids)
+        except TypeError:
+            raise CheckpointError(f"the prompt {text!r} is not valid Unicode text") from None
+        if self._bos_id is None or ids[:1] == [self._bos_id]:
+            return ids
+        return [self._bos_id, *ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, without special tokens."""
+        kept = [int(i) for i in ids if int(i) not in self._special]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=True))
+
+
+def _load(folder: Path) -> FastTokenizer:
+    whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
+    try:
+        if whole.is_file():
+            found = FastTokenizer.from_file(str(whole))
+            # A file may keep how it was used in training; a prompt is taken as it is.
+            found.no_truncation()
+            found.no_padding()
+            return found
+        if vocab.is_file() and merges.is_file():
+            # What OPT repositories ship: GPT-2's byte-level BPE, in two files.
+            pair: FastTokenizer = ByteLevelBPETokenizer(str(vocab), str(merges))._tokenizer
+            return pair
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from None
+    raise CheckpointError(f"{folder} has neither tokenizer.json nor vocab.json, merges.txt")
+
+
+def _wants_bos(folder: Path) -> bool:
+    """Whether the folder asks for a beginning token; OPT's two-file tokenizers do by default."""
+    path = folder / "tokenizer_config.json"
+    raw = read_json(path) if path.is_file() else {}
+    default = not (folder / "tokenizer.json").is_file()
+    return bool(raw.get("add_bos_token", default)) if isinstance(raw, dict) else default
+
+
+def _special_ids(folder: Path, tokenizer: FastTokenizer) -> set[int]:
+    """Ids that stand for no text: those the tokenizer marks, and those the folder names."""
+    added = tokenizer.get_added_tokens_decoder()
+    special = {i for i, token in added.items() if token.special}
+    named = folder / "special_tokens_map.json"
+    if named.is_file():
+        entries = read_json(named)
+        for entry in entries.values() if isinstance(entries, dict) else ():
+            text = entry.get("content") if isinstance(entry, dict) else entry
+            found = tokenizer.token_to_id(text) if isinstance(text, str) else None
+            if found is not None:
+                special.add(found)
+    return special

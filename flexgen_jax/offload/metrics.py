@@ -1,0 +1,201 @@
+"""What a run measured: bytes over each link, busy time of each resource, peaks of each tier."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from flexgen_jax.models.config import UserError
+from flexgen_jax.offload.trace import Trace
+from flexgen_jax.policy.policy import TIERS, Tier
+
+Link = Literal["disk_read", "disk_write", "host_to_device", "device_to_host"]
+Resource = Literal[
+    "disk_read", "disk_write", "host_to_device", "device_to_host", "compute", "host_compute"
+]
+Content = Literal["weights", "cache", "activations", "layers", "attention"]
+"""What is moved, or computed."""
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+LINKS: tuple[Link, ...] = get_args(Link)
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
+
+
+class BudgetError(UserError, MemoryError):
+    """A plan, or a run, needs more bytes in a tier than its budget; says which and the way out."""
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """Something that a resource does: of which content, asked for in which phase.
+
+    what: for people, e.g. "weights of decoder layer 3"; start: when it began, in seconds by
+    `time.perf_counter`; run: the count of the run that it belongs to.
+    """
+
+    resource: Resource
+    content: Content
+    what: str
+    nbytes: int
+    phase: Phase
+    start: float
+    run: int
+
+
+@dataclass
+class _Busy:
+    """Bytes, and the seconds in which at least one operation was under way."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    active: int = 0
+    since: float = 0.0
+
+    def begin(self, now: float) -> None:
+        if self.active == 0:
+            self.since = now
+        self.active += 1
+
+    def end(self, now: float) -> None:
+        self.active -= 1
+        if self.active == 0:
+            self.seconds += now - self.since
+
+
+class Metrics:
+    """Counters of one run. Safe to use from the threads on which transfers complete."""
+
+    def __init__(self, trace: Trace | None = None) -> None:
+        self._lock = threading.Lock()
+        self._trace = trace
+        self._run = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins a new run; operations begun before it are no part of it."""
+        with self._lock:
+            self._run += 1
+            self._phase: Phase = "prefill"
+            self._whole: dict[Resource, _Busy] = {name: _Busy() for name in RESOURCES}
+            self._parts: dict[tuple[Phase, Resource, Content], _Busy] = defaultdict(_Busy)
+
+    def queue(self, resource: Resource, content: Content, what: str, nbytes: int = 0) -> Operation:
+        """The resource was asked for one more operation, which moves so many bytes."""
+        with self._lock:
+            operation = Operation(resource, content, what, nbytes, self._phase, 0.0, self._run)
+            for busy in self._counters(operation):
+                busy.nbytes += nbytes
+        return operation
+
+    def start(self, operation: Operation) -> None:
+        """The resource starts an operation that was in its queue."""
+        operation.start = time.perf_counter()
+        with self._lock:
+            if operation.run == self._run:
+                for busy in self._counters(operation):
+                    busy.begin(operation.start)
+
+    def begin(self, resource: Resource, content: Content, what: str, nbytes: int = 0) -> Operation:
+        """The resource starts one more operation at once."""
+        operation = self.queue(resource, content, what, nbytes)
+        self.start(operation)
+        return operation
+
+    def end(self, operation: Operation) -> None:
+        """The resource finished one of its operations."""
+        now = time.perf_counter()
+        with self._lock:
+            if operation.run != self._run:
+                return
+            for busy in self._counters(operation):
+                busy.end(now)
+        if self._trace is not None:
+            track = f"{operation.resource}: {operation.content}".replace("_", " ")
+            details = {"phase": operation.phase, "bytes": operation.nbytes}
+            self._trace.span(track, operation.what, operation.start, now, **details)
+
+    def _counters(self, operation: Operation) -> tuple[_Busy, _Busy]:
+        key = (operation.phase, operation.resource, operation.content)
+        return self._whole[operation.resource], self._parts[key]
+
+    def enter(self, phase: Phase) -> None:
+        """What begins from now on belongs to this phase."""
+        with self._lock:
+            self._phase = phase
+
+    def report(self) -> dict[str, Any]:
+        """{"bytes": {link: bytes}, "decode_bytes": of transfers that began while decoding,
+        "busy_s": {resource: seconds}, "breakdown": a row of phase, resource, content, bytes and
+        busy_s for each that was used}; busy time is the time in which at least one operation was
+        under way, and the phase the one in which it began."""
+        with self._lock:
+            decoded = dict.fromkeys(LINKS, 0)
+            rows: list[dict[str, Any]] = []
+            for (phase, resource, content), busy in sorted(self._parts.items()):
+                if phase == "decode" and resource in LINKS:
+                    decoded[resource] += busy.nbytes
+                row = {"phase": phase, "resource": resource, "content": content}
+                rows.append({**row, "bytes": busy.nbytes, "busy_s": busy.seconds})
+            return {
+                "bytes": {link: self._whole[link].nbytes for link in LINKS},
+                "decode_bytes": decoded,
+                "busy_s": {name: busy.seconds for name, busy in self._whole.items()},
+                "breakdown": rows,
+            }
+
+
+class Ledger:
+    """Bytes in use in each tier, held to budgets."""
+
+    def __init__(self, budgets: Mapping[Tier, int | None]) -> None:
+        self._lock = threading.Lock()
+        self._budgets = dict(budgets)
+        self._used = dict.fromkeys(TIERS, 0)
+        self._peak = dict.fromkeys(TIERS, 0)
+
+    def take(self, tier: Tier, nbytes: int) -> None:
+        """Counts an allocation; raises `BudgetError` before it where the budget is exceeded."""
+        with self._lock:
+            used = self._used[tier] + nbytes
+            budget = self._budgets.get(tier)
+            if budget is not None and used > budget:
+                raise BudgetError(
+                    f"{tier} memory: {used} bytes needed, {budget} allowed by {budget_flag(tier)}"
+                )
+            self._used[tier] = used
+            self._peak[tier] = max(self._peak[tier], used)
+
+    def give(self, tier: Tier, nbytes: int) -> None:
+        with self._lock:
+            self._used[tier] -= nbytes
+
+    @contextmanager
+    def holding(self, tier: Tier, nbytes: int) -> Iterator[None]:
+        self.take(tier, nbytes)
+        try:
+            yield
+        finally:
+            self.give(tier, nbytes)
+
+    @property
+    def used(self) -> dict[Tier, int]:
+        with self._lock:
+            return dict(self._used)
+
+    @property
+    def peak(self) -> dict[Tier, int]:
+        with self._lock:
+            return dict(self._peak)
+
+    def reset_peak(self) -> None:
+        with self._lock:
+            self._peak = dict(self._used)
+
+
+def budget_flag(tier: Tier) -> str:
+    return "--disk-space" if tier == "disk" else f"--{tier}-memory"

@@ -1,0 +1,130 @@
+"""Attention of a decode step whose cache is partly on the host, where the CPU attends to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from flexgen_jax.cpu.host_attention import Candidates
+from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers.quantization import Kept
+from flexgen_jax.layers.sparse_attention import Ranked
+from flexgen_jax.offload.context import Runtime
+from flexgen_jax.offload.kv_cache import Moving, Split
+from flexgen_jax.policy.placement import Part
+from flexgen_jax.policy.policy import Policy
+
+
+class Moment(NamedTuple):
+    """Where in its sequences a decode step is.
+
+    position: int32, the new token's index; first_valid: int32 [batch]. For sparse attention counts:
+    int32 [batch], how many earlier tokens each head attends to, and most: how many the compiled
+    programs have room for; None and 0 where it attends to all.
+    """
+
+    position: np.int32
+    first_valid: np.ndarray
+    counts: np.ndarray | None = None
+    most: int = 0
+
+    @classmethod
+    def of(cls, policy: Policy, position: int, first_valid: np.ndarray, room: int) -> Moment:
+        """room: how many tokens the cache's blocks, with the open one, can hold."""
+        if not policy.is_sparse:
+            return cls(np.int32(position), first_valid)
+        counts = np.array([policy.attended(position - int(first)) for first in first_valid])
+        most = policy.attended(room)
+        return cls(np.int32(position), first_valid, counts.astype(np.int32), most)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What `Programs.decode` takes of it."""
+        dense = (self.position, self.first_valid)
+        return dense if self.counts is None else (*dense, self.counts)
+
+
+class Question(NamedTuple):
+    """What a batch asks of a layer's cache."""
+
+    runtime: Runtime
+    query: jax.Array
+    at: Moment
+
+    @property
+    def rows(self) -> int:
+        return int(self.query.shape[0])
+
+    def attend(self, blocks: tuple[KVBlock, ...], part: Part) -> Any:
+        program = self.runtime.programs.attend(self.rows, part.lengths, part.tail)
+        return self._watched(program(self.query, blocks, _starts(part), *self.at[:2]))
+
+    def rank(self, keys: tuple[Kept, ...], part: Part) -> Ranked:
+        program = self.runtime.programs.rank(self.rows, part.lengths, part.tail, self.at.most)
+        found: Ranked = self._watched(program(self.query, keys, _starts(part), *self.at[:2]))
+        return found
+
+    def attend_ranked(
+        self, values: tuple[Kept, ...], part: Part, ranked: Ranked, counts: jax.Array
+    ) -> Any:
+        shape = (self.rows, part.lengths, part.tail, self.at.most)
+        program = self.runtime.programs.attend_ranked(*shape)
+        return self._watched(program(values, ranked, counts))
+
+    def _watched(self, result: Any) -> Any:
+        """Counts the device as busy until the result, which was enqueued, is computed."""
+        operation = self.runtime.metrics.queue("compute", "attention", "attention on the device")
+        self.runtime.watcher.follow(operation, self.query, result)
+        return result
+
+
+def attend_split(
+    question: Question, moved: Moving, split: Split, meanwhile: Callable[[], object]
+) -> list[Any]:
+    """Partial results of the host and, if it has blocks, of the device, for `Programs.finish`.
+
+    meanwhile: called when the device has got its work and the CPU's begins.
+    """
+    runtime, at = question.runtime, question.at
+    where = (split.blocks, int(at.position), at.first_valid)
+    if at.counts is None:
+        here = [question.attend(moved.blocks, split.here)] if moved.blocks else []
+        meanwhile()
+        return [runtime.on_host(runtime.host_attention.attend, question.query, *where), *here]
+    # Which tokens are attended to is known when the scores of both places are.
+    ranked = [
+        question.rank(keys, part) if keys else None
+        for keys, part in (
+            (tuple(key for key, _ in moved.blocks), split.here),
+            (moved.keys, split.there),
+        )
+    ]
+    meanwhile()
+    known = [
+        _candidates(runtime, found, part) if found else None
+        for found, part in zip(ranked, (split.here, split.there), strict=True)
+    ]
+    attend_top = runtime.host_attention.attend_top
+    there, left = runtime.on_host(attend_top, question.query, *where, at.counts, *known)
+    if ranked[0] is None:
+        return [there]
+    values = tuple(value for _, value in moved.blocks)
+    return [there, question.attend_ranked(values, split.here, ranked[0], left)]
+
+
+def _starts(part: Part) -> np.ndarray:
+    return np.array(part.starts, np.int32)
+
+
+def _candidates(runtime: Runtime, ranked: Ranked, part: Part) -> Candidates:
+    """Ranked tokens on the host, by their indices in the sequence."""
+    scores, tokens, lse = (
+        np.asarray(x) for x in runtime.memories.to_host(ranked, "attention", "ranked tokens")
+    )
+    lengths = (*part.lengths, part.tail) if part.tail else part.lengths
+    spans = zip(part.starts, lengths, strict=True)
+    indices = np.concatenate([np.arange(start, start + length) for start, length in spans])
+    return Candidates(scores, indices.astype(np.int32)[tokens], lse)

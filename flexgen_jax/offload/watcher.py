@@ -1,0 +1,84 @@
+"""Notices when what was started in the background is done, for the counters."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+
+from flexgen_jax.offload.metrics import Content, Metrics, Operation, Resource
+
+
+class Watcher:
+    """Starts and ends the operations of the device, each resource's in the order in which they were
+    enqueued: one starts when the one before has ended and its source is computed, and ends when
+    its result is ready.
+
+    Only an observer: an error in a computation reaches the thread that uses its result.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._queues: dict[Resource, queue.SimpleQueue[tuple[Operation, Any, Any] | None]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def follow(self, operation: Operation, source: Any, result: Any) -> None:
+        """`result`, which is computed or copied from `source`, was enqueued."""
+        if operation.resource not in self._queues:
+            found = self._queues[operation.resource] = queue.SimpleQueue()
+            name = f"flexgen-watch-{operation.resource}"
+            thread = threading.Thread(target=self._run, args=(found,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._queues[operation.resource].put((operation, source, result))
+
+    def close(self) -> None:
+        for found in self._queues.values():
+            found.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queues.clear()
+        self._threads.clear()
+
+    def _run(self, waiting: queue.SimpleQueue[tuple[Operation, Any, Any] | None]) -> None:
+        while (item := waiting.get()) is not None:
+            operation, source, result = item
+            wait_for(source)
+            self.metrics.start(operation)
+            wait_for(result)
+            self.metrics.end(operation)
+            del item, source, result  # not to hold memory until the next one comes
+
+
+def wait_for(tree: Any) -> None:
+    """Until it is computed, or its computation has failed."""
+    with suppress(Exception):  # raised again wherever the result is used
+        jax.block_until_ready(tree)
+
+
+def counted(
+    metrics: Metrics,
+    resource: Resource,
+    content: Content,
+    what: str,
+    nbytes: int,
+    futures: Sequence[Any],
+) -> None:
+    """Counts a disk transfer that has just begun, until all of its futures are done."""
+    operation = metrics.begin(resource, content, what, nbytes)
+    left, lock = len(futures), threading.Lock()
+
+    def done(_: Any) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            metrics.end(operation)
+
+    for future in futures:
+        future.add_done_callback(done)

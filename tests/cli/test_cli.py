@@ -1,0 +1,227 @@
+"""The commands, and one line for every way of using them wrongly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flexgen_jax.cli.main import main
+from tests.helpers.command_line import run
+from tests.helpers.models import write_checkpoint
+
+REPORT = {
+    "model",
+    "policy",
+    "prompt_len",
+    "gen_len",
+    "num_sequences",
+    "prefill_s",
+    "decode_s",
+    "total_s",
+    "compile_s",
+    "generation_throughput",
+    "prefill_throughput",
+    "decode_throughput",
+    "bytes",
+    "busy_s",
+    "peak_bytes",
+    "realized",
+}
+
+
+def refused(*arguments: object) -> str:
+    """The one line on stderr of a command that ends with exit code 2."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("flexgen-jax: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_generate_with_the_shipped_model(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run("generate", "The people", "--max-tokens", 8, "--json", out)
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    assert found["results"][0]["prompt"] == "The people"
+    assert result.stdout.startswith("The people" + found["results"][0]["text"])
+    assert len(found["results"][0]["token_ids"]) == 8
+    assert any(character.isalpha() for character in found["results"][0]["text"])
+
+
+def test_prompts_file_and_every_tier(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n\ntwo three\nfour\n")
+    texts = []
+    for flags in (
+        ["--percent", 0, 0, 0, 0, 0, 0],
+        ["--weights", "device=30,host=40", "--cache", "device=20,host=50", "--schedule", "row"],
+        ["--no-overlap", "--batch-size", 2, "--num-batches", 2],
+        ["--weight-bits", 4, "--cache-bits", 8],
+        ["--matmul-bits", 8],
+    ):
+        out = tmp_path / "out.json"
+        common = ["--model", checkpoint(), "--dtype", "float32", "--offload-dir", tmp_path / "o"]
+        result = run("generate", "--prompts-file", prompts, *common, "--json", out, *flags)
+        assert result.exit_code == 0, result.output
+        texts.append([r["text"] for r in json.loads(out.read_text())["results"]])
+    assert len(texts[0]) == 3
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("warm_up", [[], ["--warm-up"]])
+def test_bench_report(tmp_path: Path, warm_up: list[str]) -> None:
+    """With a warm-up all runs twice, and the report is of the second time alone."""
+    out, trace = tmp_path / "r.json", tmp_path / "trace.json"
+    folder = write_checkpoint(tmp_path / "m")
+    shape = ["--prompt-len", 16, "--gen-len", 8, "--batch-size", 2, "--num-batches", 2]
+    flags = ["--percent", 0, 50, 50, 0, 100, 0, "--offload-dir", tmp_path / "o", "--json", out]
+    flags += ["--trace", trace, *warm_up]
+    result = run("bench", "--model", folder, "--dummy-weights", *shape, *flags)
+    assert result.exit_code == 0, result.output
+    assert trace.read_text().count("decoder layer 0, token 0, batch 0") == 1 + len(warm_up)
+    report = json.loads(out.read_text())
+    assert report.keys() >= REPORT
+    assert report["num_tokens"] == 4 * 8
+    total = report["prefill_s"] + report["decode_s"]
+    assert report["total_s"] == pytest.approx(total)
+    assert report["generation_throughput"] == pytest.approx(32 / total)
+    weights = report["realized"]["weights"]
+    assert weights["host"] == pytest.approx(0.5, abs=0.1)
+    # Every token reads the disk's share of the weights once; nothing else reads as much.
+    on_disk = report["peak_bytes"]["disk"]
+    assert report["bytes"]["disk_read"] >= 8 * 0.9 * on_disk * 0.5
+    assert report["peak_bytes"]["host"] <= report["computed_peak_bytes"]["host"]
+
+
+@pytest.mark.parametrize("sparsity", [1.0, 0.5])
+def test_bench_copies(checkpoint: Callable[[str], Path], tmp_path: Path, sparsity: float) -> None:
+    """Host and device are apart on a CPU too, and the report says what a decode step moves, in the
+    second block as in the first."""
+    out = tmp_path / "r.json"
+    shape = ["--prompt-len", 16, "--gen-len", 3, "--batch-size", 2, "--num-sequences", 4]
+    flags = ["--cache", "host=100", "--attention-sparsity", sparsity, "--json", out]
+    result = run("bench", "--copies", "--model", checkpoint(), *shape, *flags)
+    assert result.exit_code == 0, result.output
+    assert "moved for a token of every sequence: host_to_device" in result.output
+    report = json.loads(out.read_text())
+    assert report["decode_steps"] == 2 * 2
+    assert 0 < report["decode_bytes"]["host_to_device"] <= report["bytes"]["host_to_device"]
+
+
+def test_policy_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    from flexgen_jax import Policy
+
+    path = tmp_path / "p.json"
+    path.write_text(Policy.from_percent(0, 100, 0, 100, 0, 100, batch_size=2).to_json())
+    out = tmp_path / "out.json"
+    fewer = ["--matmul-bits", 8]
+    result = run("generate", "a", "--model", checkpoint(), "--policy", path, "--json", out, *fewer)
+    assert result.exit_code == 0, result.output
+    policy = json.loads(out.read_text())["report"]["policy"]
+    assert (policy["weights"]["host"], policy["matmul_bits"]) == (1.0, 8)
+    assert "--policy" in refused("generate", "a", "--policy", tmp_path / "missing.json")
+    path.write_text("{")
+    assert "not JSON" in refused("generate", "a", "--policy", path)
+
+
+def test_bad_models(tmp_path: Path) -> None:
+    assert "config.json" in refused("generate", "a", "--model", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llamb"}')
+    assert "llamb" in refused("generate", "a", "--model", tmp_path)
+    assert "not exist" in refused("generate", "a", "--model", tmp_path / "nowhere")
+    said = refused("bench", "--model", "facebook/opt-9t", "--dummy-weights")
+    assert "facebook/opt-175b" in said
+    assert "--model" in refused("bench", "--dummy-weights")
+
+
+def test_bad_flags(tmp_path: Path) -> None:
+    assert "more than 100 %" in refused("generate", "a", "--percent", 60, 50, 0, 0, 0, 0)
+    assert "cache" in refused("generate", "a", "--percent", 0, 0, -5, 0, 0, 0)
+    assert "device=20,host=80" in refused("generate", "a", "--weights", "gpu=3")
+    assert "100" in refused("generate", "a", "--weights", "device=20,disk=20")
+    assert "exclude" in refused(
+        "generate", "a", "--weights", "host=1", "--percent", 0, 0, 0, 0, 0, 0
+    )
+    assert "16GB" in refused("generate", "a", "--device-memory", "lots")
+    assert "top_p" in refused("generate", "a", "--top-p", 3)
+    assert "max_tokens" in refused("generate", "a", "--max-tokens", 0)
+    assert "batch_size" in refused("generate", "a", "--batch-size", 0)
+    assert "context" in refused("bench", "--prompt-len", 10_000)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    assert "no prompts" in refused("generate", "--prompts-file", empty)
+    assert "cannot write --json" in refused("generate", "a", "--json", tmp_path / "no" / "x")
+    assert "cannot write --latency-curve" in refused(
+        "plan", "--latency-curve", tmp_path / "no" / "x.png"
+    )
+    assert "--num-sequences" in refused("bench", "--num-sequences", 0)
+
+
+def test_texts_are_printed_where_the_file_cannot_be_written(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    flags = ["--model", checkpoint("base"), "--max-tokens", 1, "--json", tmp_path / "out.json"]
+    result = run("generate", "abc", *flags)
+    assert result.exit_code == 2
+    assert result.stdout.startswith("abc")
+    assert "cannot write --json" in result.stderr
+    assert "No space left" in result.stderr
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_results_are_in_the_file_before_they_are_printed(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that goes away, as `head` does, costs nothing but what it did not want."""
+
+    def gone(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    out = tmp_path / "out.json"
+    out.write_text("old")
+    monkeypatch.setattr("click.echo", gone)
+    with pytest.raises(BrokenPipeError):
+        main.commands["generate"].main(
+            ["a", "--model", str(checkpoint("base")), "--max-tokens", "1", "--json", str(out)],
+            standalone_mode=False,
+        )
+    assert len(json.loads(out.read_text())["results"]) == 1
+    assert list(tmp_path.glob("*.part")) == []
+
+
+def test_budgets_are_refused_with_numbers_and_a_plan(tmp_path: Path) -> None:
+    said = refused("generate", "a", "--device-memory", "1KB")
+    assert "device" in said
+    assert "no plan fits" in said
+    flags = ["--model", "facebook/opt-1.3b", "--dummy-weights", "--offload-dir", tmp_path]
+    said = refused("bench", *flags, "--batch-size", 8, "--device-memory", "1GB")
+    assert "GiB needed in tier device" in said
+    assert "--device-memory" in said
+    assert "--percent" in said
+    said = refused("bench", *flags, "--percent", 0, 0, 0, 0, 100, 0, "--disk-space", "1GB")
+    assert "--disk-space" in said
+    said = refused("bench", *flags, "--percent", 0, 100, 100, 0, 100, 0, "--host-memory", "1GB")
+    assert "--host-memory" in said
+
+
+def test_unwritable_offload_folder(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    flags = ["--percent", 0, 0, 0, 0, 0, 0, "--offload-dir", file / "x"]
+    assert "--offload-dir" in refused("generate", "a", "--model", checkpoint(), *flags)
+
+
+def test_help_of_every_command() -> None:
+    assert "Usage" in run("--help").output
+    for command in main.commands:
+        assert "Usage" in run(command, "--help").output

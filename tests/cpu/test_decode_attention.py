@@ -1,0 +1,149 @@
+"""Attention inside XLA's programs on the CPU, against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flexgen_jax import Policy
+from flexgen_jax.cpu import attention
+from flexgen_jax.cpu.attention import attend_inline, register
+from flexgen_jax.cpu.jit import attention_entry
+from flexgen_jax.layers import programs
+from flexgen_jax.layers.attention import attend_blocks
+from tests.helpers.attention import (
+    FORMATS,
+    LENGTHS,
+    POSITION,
+    numpy_attention,
+    random_blocks,
+)
+from tests.helpers.models import SHORT, run_greedy
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small models' caches and prompts too are attended to inline."""
+    monkeypatch.setattr(attention, "FEW_ELEMENTS", 0)
+    monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", 0)
+    programs._compile.cache_clear()
+    yield
+    programs._compile.cache_clear()
+
+
+def random_cache(seed: int, dtype: str, bits: int, head_dim: int, batch: int = 4) -> Any:
+    """Blocks, the last one plain as a tail is, and what their keys and values stand for."""
+    blocks, stands_for = random_blocks(seed, dtype, bits, 16, head_dim, batch)
+    return tuple(blocks), stands_for
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "head_dim"),
+    [*((*kind, 20) for kind in FORMATS), ("bfloat16", 16, 64), ("bfloat16", 4, 128)],
+)
+def test_attention_is_the_formula(dtype: str, bits: int, head_dim: int) -> None:
+    """With left padding that reaches into the second block; one sequence has a single token."""
+    blocks, (key, value) = random_cache(head_dim, dtype, bits, head_dim)
+    rng = np.random.default_rng(0)
+    query = jnp.asarray(rng.normal(size=(4, 3, 1, head_dim)) * head_dim**-0.5, dtype)
+    first = np.array([0, 3, 9, POSITION - 1], np.int32)
+    starts = np.array([0, 7, 12], np.int32)
+    out, lse = jax.jit(attend_inline)(query, blocks, starts, np.int32(POSITION), first)
+    at = np.arange(sum(LENGTHS))
+    valid = (at[None] >= first[:, None]) & (at[None] < POSITION)
+    asked = np.asarray(query.astype(jnp.float32))
+    expected, expected_lse = numpy_attention(asked, key, value, valid)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_without_valid_tokens_weighs_nothing() -> None:
+    blocks, _ = random_cache(0, "float32", 16, 8)
+    query = jnp.ones((4, 3, 1, 8))
+    first = np.array([0, POSITION, POSITION, 0], np.int32)
+    starts = np.array([0, 7, 12], np.int32)
+    args = (query, blocks, starts, np.int32(POSITION), first)
+    out, lse = jax.jit(attend_inline)(*args)
+    expected, expected_lse = attend_blocks(*args)
+    np.testing.assert_allclose(out[0], expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(out[1:3], 0)
+    assert (np.asarray(lse)[1:3] < -1e29).all()
+    np.testing.assert_allclose(lse[3], expected_lse[3], rtol=1e-6)
+
+
+def test_nan_shows() -> None:
+    blocks, _ = random_cache(0, "float32", 16, 8)
+    key, value = blocks[0]
+    blocks = ((key.at[1, 2, 3].set(jnp.nan), value), *blocks[1:])
+    args = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
+    out, _ = jax.jit(attend_inline)(jnp.ones((4, 3, 1, 8)), blocks, *args)
+    assert np.isnan(out[1, 2]).all()
+    assert np.isfinite(out[0]).all()
+
+
+def test_calls_from_many_threads_at_once() -> None:
+    """More at a time than XLA has threads: each ends, with the result that it has alone."""
+    program = jax.jit(attend_inline)
+    where = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
+    query = jnp.ones((4, 3, 1, 64), jnp.bfloat16)
+    caches = [random_cache(seed, "bfloat16", 4, 64)[0] for seed in range(8)]
+    alone = [np.asarray(program(query, cache, *where)[0]) for cache in caches]
+
+    def many(index: int) -> bool:
+        found = [program(query, caches[index], *where)[0] for _ in range(200)]
+        return all(np.array_equal(x, alone[index]) for x in found)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(many, range(8)))
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_runs_are_those_of_attention_on_the_host(
+    checkpoint: Callable[[], Path], tmp_path: Path, bits: int
+) -> None:
+    """The same tokens with the cache in RAM or on disk, and by programs that call the kernels."""
+    found = []
+    for device, host, place in ((100, 0, "auto"), (0, 0, "auto"), (0, 100, "host")):
+        policy = Policy.from_percent(
+            *(100, 0, device, host, 100, 0),
+            **{"batch_size": 2, "num_batches": 2, "kv_block_tokens": 8, "cache_bits": bits},
+            attention=place,
+        )
+        found.append(run_greedy(checkpoint(), SHORT, policy, offload_dir=tmp_path))
+    assert found[0] == found[1] == found[2]
+    assert attention._target.cache_info().currsize
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_part_without_memory_is_an_error() -> None:
+    """In place of a wrong result, or of waiting for it for ever."""
+
+    def compute(shared, part):  # type: ignore[no-untyped-def]
+        if part == 1:
+            raise MemoryError
+        return 1
+
+    handler = attention_entry.handler("test_of_failing", compute)
+    target = register("test_of_failing", handler)
+    program = jax.jit(jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((4, 1), jnp.float32)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED.*no memory"):
+        jax.block_until_ready(program(jnp.zeros(4)))
+
+
+def test_the_smallest_numbers_of_half_precision_are_not_zero() -> None:
+    """XLA's threads take subnormal numbers for zero, which is what these become on the way."""
+    small = np.float16(3e-5)
+    blocks, _ = random_cache(0, "float16", 16, 20)
+    blocks = tuple((key, jnp.asarray(np.full(value.shape, -small))) for key, value in blocks)
+    where = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
+    out, _ = jax.jit(attend_inline)(jnp.ones((4, 3, 1, 20), jnp.float16), blocks, *where)
+    np.testing.assert_allclose(out, np.full(out.shape, -np.float32(small)), rtol=1e-4)

@@ -1,0 +1,262 @@
+"""Products in tiles inside XLA's programs on the CPU, against NumPy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from flexgen_jax.cpu import matmul
+from flexgen_jax.cpu.backend import INLINE
+from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH
+from flexgen_jax.cpu.jit.matmul_small_batch import MOST
+from flexgen_jax.cpu.jit.packing import PAIR, give_rows
+from flexgen_jax.cpu.matmul import (
+    FOR_VECTORS,
+    NUMBA_TARGETS,
+    dense_inline,
+    logits_inline,
+    tile_unit,
+    tile_units,
+)
+from flexgen_jax.layers import programs
+from flexgen_jax.layers.kernels import BY_XLA
+from flexgen_jax.layers.linear import FEW_ROWS, rounded
+from flexgen_jax.layers.quantization import dequantize, quantize, quantize_as
+from flexgen_jax.models.families import read_config
+from flexgen_jax.models.spec import Formats, model_spec
+from tests.helpers.arrays import anew, numbers
+from tests.helpers.models import BASE
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
+TARGET = "flexgen_jax_multiply_rows"
+with_tiles = pytest.mark.skipif(tile_unit() is None, reason="no unit of the processor for tiles")
+
+
+def test_few_rows_are_as_many_as_their_kernel_takes() -> None:
+    """A number apart, since the other module loads Numba."""
+    assert FEW_ROWS == MOST
+
+
+@pytest.mark.parametrize(
+    ("unit", "rows", "columns", "is_tiled"),
+    [
+        ("avx512", 1, 1024, True),
+        ("avx512", MOST, 1024, True),
+        ("avx512", MOST + 1, 1024, False),  # XLA takes a millisecond
+        ("avx512", MOST + 1, 4096, True),
+        ("avx512", MOST, 512, False),
+        ("amx", MOST, 4096, False),
+        ("amx", MOST + 1, 4096, True),
+    ],
+)
+def test_what_is_faster_decides(
+    unit: str, rows: int, columns: int, is_tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "tile_unit", lambda kind="bf16": unit)
+    x, kernel = (jnp.zeros((n, 1024), jnp.bfloat16) for n in (rows, columns))
+    assert matmul._unit_for(x, kernel) == (unit if is_tiled else None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_granted", "units"),
+    [
+        (FOR_VECTORS | {"amx_bf16", "amx_int8"}, True, ("amx", "avx512")),
+        (FOR_VECTORS | {"amx_bf16", "amx_int8"}, False, ("avx512",)),
+        (FOR_VECTORS - {"avx512_vnni"}, True, ()),
+        ({"amx_bf16", "avx512f"}, True, ("amx",)),
+        (set(), True, ()),
+    ],
+)
+def test_units_are_those_that_may_be_used(
+    flags: set[str], is_granted: bool, units: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NUMBA_TARGETS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(matmul, "_processor_flags", lambda: flags)
+    monkeypatch.setattr(matmul, "_may_use_amx", lambda: is_granted)
+    assert tile_units.__wrapped__() == units
+    assert ("amx" in tile_units.__wrapped__("int8")) == ("amx_int8" in flags and is_granted)
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert tile_units.__wrapped__() == ()
+
+
+def exact(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> np.ndarray:
+    """x @ kernel.T + bias, fp64."""
+    left, right = (np.asarray(y.astype(jnp.float32), np.float64) for y in (x, kernel))
+    out = left @ right.T
+    return out if bias is None else out + np.asarray(bias.astype(jnp.float32), np.float64)
+
+
+def assert_nearest(found: jax.Array, expected: np.ndarray) -> None:
+    """To half a unit of bfloat16's last place, and the sums' own error."""
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.usefixtures("unit")
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"),
+    [
+        (1, 32, 32),
+        (2, 96, COLUMNS + 32),
+        (3, 288, 64),
+        (7, 4 * DEPTH + 64, 96),
+        (MOST, 2 * DEPTH + 32, 160),
+        (MOST + 1, 320, 96),
+        (31, 64, 96),
+        (32, 288, COLUMNS),
+        (33, 320, COLUMNS + 64),
+        (70, DEPTH, 3 * COLUMNS - 32),
+        (70, 2 * DEPTH + 32, 64),
+        (129, 2 * DEPTH + 320, 8 * COLUMNS + 32),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_product_is_the_formula(rows: int, depth: int, columns: int, has_bias: bool) -> None:
+    x, kernel = numbers(rows, depth), numbers(columns, depth, seed=1)
+    bias = numbers(columns, seed=2) if has_bias else None
+    found = anew(dense_inline)(x, kernel, bias)
+    assert_nearest(found, exact(x, kernel, bias))
+    stacked = anew(dense_inline)(x.reshape(1, rows, depth), kernel, bias)
+    np.testing.assert_array_equal(stacked[0], found)
+
+
+@pytest.mark.usefixtures("unit")
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"),
+    [
+        (1, 32, 64),
+        (40, 128, 320),
+        (33, 320, 8 * COLUMNS),
+        (5, 4 * DEPTH + 64, 320),
+        (MOST, 2 * DEPTH + 32, 320),
+        (70, 2 * DEPTH + 32, COLUMNS + 64),
+    ],
+)
+def test_quantized_kernels_are_unpacked(bits: int, rows: int, depth: int, columns: int) -> None:
+    kernel = quantize(numbers(columns, depth, seed=1), bits, 64, 0)
+    x, bias = numbers(rows, depth), numbers(columns, seed=2)
+    target = f"{TARGET}_{bits}_{matmul.tile_unit()}"
+    assert target in anew(dense_inline).lower(x, kernel, bias).as_text()
+    found = anew(dense_inline)(x, kernel, bias)
+    assert_nearest(found, exact(x, dequantize(kernel), bias))
+
+
+@pytest.mark.usefixtures("unit")
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("columns", [128, 192, 640])
+def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> None:
+    kernel = quantize(numbers(columns, 96, seed=3), bits, 64, 0)
+    whole = kernel.storage.plane_length % PAIR == 0
+    unit = jnp.eye(96, dtype=jnp.bfloat16)
+    assert (TARGET in anew(dense_inline).lower(unit, kernel, None).as_text()) == whole
+    for rows in (unit, unit[:MOST]):
+        found = anew(dense_inline)(rows, kernel, None)
+        np.testing.assert_array_equal(found.T, dequantize(kernel)[:, : len(rows)])
+
+
+@pytest.mark.usefixtures("unit")
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("rows", [5, 33])
+def test_logits_are_not_rounded(rows: int, bits: int) -> None:
+    x, table = numbers(rows, 320), numbers(COLUMNS + 64, 320, seed=1)
+    kept = table if bits == 16 else quantize(table, bits, 64, 0)
+    target = f"{TARGET}_{bits}_wide_{matmul.tile_unit()}"
+    assert target in anew(logits_inline).lower(x, kept).as_text()
+    found = anew(logits_inline)(x, kept)
+    assert found.dtype == jnp.float32
+    plain = table if bits == 16 else dequantize(kept)
+    np.testing.assert_allclose(found, exact(x, plain, None), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("unit")
+@pytest.mark.parametrize(("rows", "depth"), [(8, 64), (40, 64), (40, 2 * DEPTH + 32)])
+def test_nan_and_infinity_show_in_their_rows(rows: int, depth: int) -> None:
+    x, kernel = numbers(rows, depth), numbers(64, depth, seed=1)
+    x = x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)
+    found = np.asarray(anew(dense_inline)(x, kernel, None).astype(jnp.float32))
+    assert np.isnan(found[3]).all()
+    assert np.isinf(found[7]).all()
+    assert np.isfinite(np.delete(found, (3, 7), axis=0)).all()
+
+
+@with_tiles
+@given(st.lists(st.floats(width=32), min_size=1, max_size=PAIR), st.booleans())
+@settings(deadline=None)
+def test_results_are_rounded_to_the_nearest(values: list[float], is_aligned: bool) -> None:
+    """As ml_dtypes rounds: ties to even, NaN stays NaN."""
+    sums = np.zeros((2, 2, 16, 16), np.float32)
+    row = np.zeros(PAIR, np.float32)
+    row[: len(values)] = values
+    sums[0, :, 0] = row.reshape(2, 16)
+    room = np.zeros(3 * PAIR, np.uint16)
+    start = (64 - room.ctypes.data % 64) % 64 // 2
+    out = room[start : start + PAIR] if is_aligned else room[start + 1 : start + 1 + PAIR]
+    _give(sums.reshape(-1), np.zeros(PAIR, np.float32), out, is_aligned)
+    found, expected = out.view(ml_dtypes.bfloat16), (row + np.float32(0)).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
+
+
+@njit
+def _give(sums, bias, out, is_aligned):  # type: ignore[no-untyped-def]
+    give_rows(sums, 1, bias, 0, out, 0, PAIR, 1, is_aligned)
+
+
+@with_tiles
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    ("depth", "columns", "dtypes"),
+    [
+        (64, 60, ("bfloat16", "bfloat16")),
+        (60, 64, ("bfloat16", "bfloat16")),
+        (64, 64, ("float32", "float32")),
+        (64, 64, ("bfloat16", "float32")),
+    ],
+)
+def test_what_tiles_do_not_fit_is_left_to_xla(
+    depth: int, columns: int, dtypes: tuple[str, str]
+) -> None:
+    x, kernel = (
+        numbers(n, depth, seed=n).astype(dtype)
+        for n, dtype in zip((40, columns), dtypes, strict=True)
+    )
+    program = anew(dense_inline).lower(x, kernel, None)
+    assert TARGET not in program.as_text()
+    np.testing.assert_array_equal(dense_inline(x, kernel, None), rounded(x, kernel))
+
+
+@with_tiles
+@pytest.mark.usefixtures("always")
+def test_processors_without_a_unit_leave_it_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "tile_unit", lambda: None)
+    program = anew(dense_inline).lower(numbers(44, 64), numbers(64, 64), None)
+    assert TARGET not in program.as_text()
+
+
+@pytest.mark.usefixtures("unit")
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_layer_is_that_of_xla(bits: int) -> None:
+    config, formats = read_config(BASE), Formats("bfloat16", bits)
+    hidden, first = numbers(6, 20, config.hidden_size), np.arange(6, dtype=np.int32)
+    weights = {}
+    for seed, tensor in enumerate(model_spec(config)[1].tensors):
+        plain, storage = numbers(*tensor.shape, seed=seed) / 4, formats.weight(tensor)
+        weights[tensor.path] = plain if storage.bits == 16 else quantize_as(plain, storage)
+    outs = []
+    for kernels in (INLINE, BY_XLA):
+        program = programs.Programs(config, formats, kernels).prefill(6, (20,))
+        assert (TARGET in program.as_text()) == (kernels is INLINE)
+        found = program(weights, hidden, first)
+        outs.append([np.asarray(x, np.float32) for x in jax.tree.leaves(found)])
+    for ours, theirs in zip(*outs, strict=True):
+        valid = np.ones(ours.shape, bool)
+        if ours.ndim == 3:
+            valid[:] = (np.arange(20) >= first[:, None])[..., None]
+        np.testing.assert_allclose(ours[valid], theirs[valid], rtol=0.02, atol=0.05)

@@ -1,0 +1,175 @@
+"""A prompt's attention inside XLA's programs on the CPU, and its vector code, against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from flexgen_jax import Policy, SamplingParams
+from flexgen_jax.cpu import attention
+from flexgen_jax.cpu.attention import attend_prompt_inline
+from flexgen_jax.cpu.jit.prefill_attention_ir import COLUMNS, ROWS, keep, multiply, widen
+from flexgen_jax.cpu.jit.softmax_ir import weigh
+from flexgen_jax.layers import programs
+from flexgen_jax.layers.attention import MASKED
+from flexgen_jax.models.spec import PREFILL_ROWS
+from tests.helpers.models import run_greedy
+
+HEADS = 3
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small prompts too."""
+    monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", 0)
+
+
+def sides(batch: int, tokens: int, head_dim: int, dtype: str) -> list[jax.Array]:
+    """Query (scaled), key and value, [batch, token, hidden]."""
+    rng = np.random.default_rng(tokens)
+    found = [rng.normal(size=(batch, tokens, HEADS * head_dim)) for _ in range(3)]
+    return [jnp.asarray(x * y, dtype) for x, y in zip(found, (head_dim**-0.5, 3, 1), strict=True)]
+
+
+def by_heads(x: jax.Array) -> np.ndarray:
+    """[batch, token, hidden] -> [batch, head, token, head_dim], fp64."""
+    wide = np.asarray(x.astype(jnp.float32), np.float64)
+    return wide.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2)
+
+
+@on_cpu
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "head_dim"),
+    [
+        *(("float32", tokens, 20) for tokens in (1, 8, 13, 32, 70)),
+        *((dtype, 45, size) for dtype in ("bfloat16", "float16") for size in (8, 64, 128)),
+    ],
+)
+def test_attention_is_the_formula(dtype: str, tokens: int, head_dim: int) -> None:
+    """With padding of none, some, and all but one of the tokens."""
+    query, key, value = sides(4, tokens, head_dim, dtype)
+    first = np.array([0, tokens // 3, tokens // 2, tokens - 1], np.int32)
+    attend = jax.jit(partial(attend_prompt_inline, heads=HEADS))
+    out, (keys, values) = attend(query, key, value, first)
+    at = np.arange(tokens)
+    allowed = (at[:, None] >= at) & (at >= first[:, None])[:, None]
+    scores = np.where(allowed[:, None], by_heads(query) @ by_heads(key).swapaxes(2, 3), -1e30)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) @ by_heads(value)
+    found, close = by_heads(out), 1e-4 if dtype == "float32" else 1e-2
+    for row, start in enumerate(first):
+        np.testing.assert_allclose(found[row, :, start:], expected[row, :, start:], close, close)
+        assert (found[row, :, :start] == 0).all()
+    np.testing.assert_array_equal(np.asarray(keys.astype(jnp.float32)), by_heads(key))
+    np.testing.assert_array_equal(np.asarray(values.astype(jnp.float32)), by_heads(value))
+
+
+@on_cpu
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("side", range(3))
+@pytest.mark.parametrize("special", [np.nan, np.inf])
+def test_what_is_not_finite_shows(side: int, special: float) -> None:
+    arrays = sides(2, 13, 8, "float16")
+    arrays[side] = arrays[side].at[1, 5, 9].set(special)
+    out, _ = jax.jit(partial(attend_prompt_inline, heads=HEADS))(*arrays, np.zeros(2, np.int32))
+    assert not np.isfinite(by_heads(out)[1, 1]).all()
+    assert np.isfinite(by_heads(out)[0]).all()
+
+
+@on_cpu
+@pytest.mark.parametrize("weight_bits", [16, 4])
+def test_runs_are_those_of_xla(
+    checkpoint: Callable[[], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weight_bits: int,
+) -> None:
+    """The same tokens, also where a batch goes through a layer in groups, the last one smaller."""
+    monkeypatch.setitem(PREFILL_ROWS, weight_bits, 16)
+    policy = Policy.from_percent(
+        *(0, 100, 0, 100, 0, 100), batch_size=5, num_batches=1, weight_bits=weight_bits
+    )
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    found = []
+    for few in (1 << 18, 0):
+        monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", few)
+        programs._compile.cache_clear()
+        found.append(run_greedy(checkpoint(), params, policy, offload_dir=tmp_path))
+    assert found[0] == found[1]
+    assert attention._prompt_target.cache_info().currsize
+    programs._compile.cache_clear()
+
+
+@njit
+def softmax(scores, at, begin, end, room, peak):
+    return weigh(scores, at, begin, end, room, peak)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    room=st.sampled_from([16, 32, 80]),
+    at=st.integers(0, 5),
+    scale=st.sampled_from([0.0, 1.0, 300.0]),
+)
+def test_weights_are_the_formula(data: st.DataObject, room: int, at: int, scale: float) -> None:
+    end = data.draw(st.integers(1, room))
+    begin = data.draw(st.integers(0, end - 1))
+    rng = np.random.default_rng(end)
+    scores = (rng.normal(size=at + room + 3) * scale).astype(np.float32)
+    scores[:at] = scores[at + end :] = 7e4  # not to be looked at
+    before, asked = scores.copy(), scores[at + begin : at + end].copy()
+    peak = data.draw(st.sampled_from([np.float32(MASKED), np.float32(1.5)]))
+    highest, summed = softmax(scores, at, begin, end, room, peak)
+    assert highest == max(peak, asked.max())
+    expected = np.zeros(room)
+    expected[begin:end] = np.exp((asked - np.float32(highest)).astype(np.float64))
+    np.testing.assert_allclose(scores[at : at + room], expected, rtol=1e-6, atol=2e-38)
+    np.testing.assert_allclose(summed, expected.sum(), rtol=1e-6, atol=1e-36)
+    np.testing.assert_array_equal(scores[:at], before[:at])
+    np.testing.assert_array_equal(scores[at + room :], before[at + room :])
+
+
+@njit
+def product(left, width, right, begin, step, out, at, pitch, count):
+    multiply(left, width, right, begin, step, out, at, pitch, count)
+
+
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_product_of_a_tile(count: int) -> None:
+    rng = np.random.default_rng(0)
+    left, right = (rng.normal(size=shape).astype(np.float32) for shape in ((ROWS, 20), (20, 100)))
+    out = np.zeros((ROWS, 90), np.float32)
+    product(left.ravel(), 20, right.ravel(), 36, 100, out.ravel(), 40, 90, count)
+    expected = np.zeros_like(out)
+    expected[:, 40 : 40 + COLUMNS] = left[:, :count] @ right[:count, 36 : 36 + COLUMNS]
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@njit
+def moved(stored, wide, same):
+    widen(stored, 3, wide, 2, 20, False)
+    keep(stored, 3, same, 1, 20, False)
+
+
+def test_elements_are_moved() -> None:
+    floats = np.random.default_rng(0).normal(size=30).astype(np.float32)
+    stored = np.asarray(jnp.asarray(floats, jnp.bfloat16))
+    wide, same = np.zeros(30, np.float32), np.zeros(30, np.uint16)
+    moved(stored.view(np.uint16), wide, same)
+    np.testing.assert_array_equal(wide[2:22], stored[3:23].astype(np.float32))
+    np.testing.assert_array_equal(same[1:21], stored.view(np.uint16)[3:23])
+    assert not wide[:2].any()
+    assert not wide[22:].any()
+    assert not same[21:].any()

@@ -1,0 +1,300 @@
+"""The automatic policy in runs: it backs off, keeps tokens, and says what it predicted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.cli.main import main
+from flexgen_jax.cpu.matmul import tile_unit
+from flexgen_jax.machine import compute_probe, profiler, profiles
+from flexgen_jax.machine.compute_probe import ComputeProbe, Sample, timed
+from flexgen_jax.models.config import UserError
+from flexgen_jax.models.families import known_shape, read_config
+from flexgen_jax.offload.executor import BlockRun
+from flexgen_jax.policy.hardware import UNSTEADY, Rate
+from flexgen_jax.policy.machines import known_machine
+from flexgen_jax.progress import Progress
+from tests.helpers.models import BASE, prompts
+
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [r.token_ids for r in llm.generate(prompt_token_ids=prompts(), sampling_params=GREEDY)]
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_out_of_memory_goes_on_with_less(
+    checkpoint: Callable[[], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failures: int,
+) -> None:
+    with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=4)) as llm:
+        expected = tokens(llm)
+    real, left, policies = BlockRun.run, [failures], []
+
+    def run(self: BlockRun) -> None:
+        real(self)
+        policies.append(self._policy)
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes")
+
+    monkeypatch.setattr(BlockRun, "run", run)
+    with LLM(checkpoint(), dtype="float32") as llm:
+        monkeypatch.setattr("flexgen_jax.engine.outputs.Generation.restart", _forget_all())
+        assert tokens(llm) == expected
+    assert capsys.readouterr().err.count("out of memory, going on with less") == failures
+    assert len(policies) > failures
+
+
+def _forget_all() -> Callable[..., list[object]]:
+    """Restarts every request, as if none had been finished when memory ran out."""
+    from flexgen_jax.engine import outputs
+
+    def restart(self: outputs.Generation, requests: list[outputs.Request]) -> list[object]:
+        for request in requests:
+            self._sequences[request.index] = outputs._Sequence(request)
+        return list(requests)
+
+    return restart
+
+
+def test_finished_requests_are_not_run_again(
+    checkpoint: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=4)) as llm:
+        expected = tokens(llm)
+    real, rows = BlockRun.run, []
+
+    def run(self: BlockRun) -> None:
+        rows.append(sum(batch.size for batch in self._batches))
+        if len(rows) == 2:
+            raise MemoryError("no more")
+        real(self)
+
+    monkeypatch.setattr(BlockRun, "run", run)
+    with LLM(checkpoint(), dtype="float32") as llm:
+        search = llm._planner.policy_for
+        monkeypatch.setattr(
+            llm._planner,
+            "policy_for",
+            lambda workload: search(workload) and Policy(batch_size=4, num_batches=1),
+        )
+        assert tokens(llm) == expected
+    assert rows == [4, 4, 4]
+
+
+def test_a_given_policy_does_not_back_off(
+    checkpoint: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(self: BlockRun) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(BlockRun, "run", run)
+    with LLM(checkpoint(), policy=Policy()) as llm, pytest.raises(MemoryError, match="no more"):
+        tokens(llm)
+
+    def fail(self: BlockRun) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes\nand more")
+
+    monkeypatch.setattr(BlockRun, "run", fail)
+    with LLM(checkpoint(), policy=Policy()) as llm, pytest.raises(UserError) as caught:
+        tokens(llm)
+    assert str(caught.value).startswith("out of memory: RESOURCE_EXHAUSTED: 5 bytes; lower --batch")
+
+
+def test_other_errors_are_raised(
+    checkpoint: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(self: BlockRun) -> None:
+        raise ValueError("something else")
+
+    monkeypatch.setattr(BlockRun, "run", run)
+    with LLM(checkpoint()) as llm, pytest.raises(ValueError, match="something else"):
+        tokens(llm)
+
+
+def test_report_has_the_prediction_of_a_named_profile(
+    checkpoint: Callable[[], Path], tmp_path: Path
+) -> None:
+    with LLM(checkpoint(), dtype="float32", hardware="generic-cpu") as llm:
+        tokens(llm)
+        predicted = llm.report()["predicted"]
+    assert predicted["hardware"] == "generic-cpu"
+    assert predicted["total_s"] == pytest.approx(predicted["prefill_s"] + predicted["decode_s"])
+
+
+def test_weights_stay_where_they_are(checkpoint: Callable[[], Path]) -> None:
+    with LLM(checkpoint(), dtype="float32") as llm:
+        llm.generate(prompt_token_ids=[[5] * 8], sampling_params=GREEDY)
+        session = llm._session
+        llm.generate(prompt_token_ids=[[5] * 30] * 6, sampling_params=GREEDY)
+        assert llm._session is session
+
+
+def invoke(*args: str) -> str:
+    result = CliRunner().invoke(main, list(args), standalone_mode=False)
+    assert result.exception is None, result.output
+    return result.output
+
+
+PLAN = ("plan", "--model", "facebook/opt-1.3b", "--hardware", "t4-16gb", "--prompt-len", "64")
+
+
+def test_plan_json_is_a_policy_file(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    said = invoke(*PLAN, "--num-sequences", "8", "--device-memory", "2GB", "--json", str(out))
+    found = json.loads(out.read_text())
+    assert {"policy", "predicted", "binding", "peak_bytes", "num_sequences", "alternatives"} <= {
+        *found
+    }
+    assert set(found["peak_bytes"]) == {"device", "host", "disk"}
+    predicted = found["predicted"]
+    assert predicted["total_s"] == pytest.approx(predicted["prefill_s"] + predicted["decode_s"])
+    assert predicted["generation_throughput"] == pytest.approx(8 * 32 / predicted["total_s"])
+    policy = Policy.from_json(out.read_text())
+    assert f"--batch-size {policy.batch_size}" in said
+    assert found["peak_bytes"]["device"] <= 2e9
+    again = invoke(*PLAN, "--num-sequences", "8", "--policy", str(out))
+    assert f"{predicted['generation_throughput']:.3g} token/s" in again
+
+
+def test_latency_curve(tmp_path: Path) -> None:
+    picture = tmp_path / "curve.png"
+    said = invoke(*PLAN, "--latency-curve", str(picture), "--device-memory", "2GB")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "block s" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--hardware", "abacus"), "neither a file nor one of"),
+        (("--prompt-len", "5000"), "context of 2048"),
+        (("--max-latency", "0.0001"), "relax --max-latency"),
+        (("--device-memory", "1MB"), "do not fit"),
+        (("--dtype", "float32"), "profiled in float16"),
+        (
+            ("--percent", "100", "0", "100", "0", "100", "0", "--device-memory", "1GB"),
+            "does not fit.*needed",
+        ),
+    ],
+)
+def test_plan_says_what_is_wrong(flags: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(main, [*PLAN, *flags])
+    assert result.exit_code == 2
+    assert re.search(said, result.output), result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_plan_has_the_products_it_is_for() -> None:
+    result = CliRunner().invoke(main, [*PLAN, "--matmul-bits", "8"])
+    assert result.exit_code == 0, result.output
+    assert "--matmul-bits 8" in result.output
+
+
+def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every probe, at sizes that take no time."""
+    monkeypatch.setattr(profiler, "DISK_SIZES", ((1 << 16, 1 << 18), (1 << 20, 1 << 22)))
+    monkeypatch.setattr(profiler, "COPY_SIZES", (1 << 10,))
+    monkeypatch.setattr(profiler, "PREFILLS", ((1, 32), (2, 32)))
+    monkeypatch.setattr(profiler, "ROWS", (1, 2))
+    monkeypatch.setattr(compute_probe, "PROMPTS", ((1, 32), (1, 64)))
+    caches = ((1, 32), (2, 32), (2, 64), (2, 96))
+    monkeypatch.setattr(compute_probe, "CACHES", caches)
+    small = read_config({**BASE, "max_position_embeddings": 256})
+    monkeypatch.setattr(profiler, "known_shape", lambda name: _small(name, small))
+    for module in (profiler, compute_probe):
+        monkeypatch.setattr(module, "timed", _timed_briefly)
+    told: list[str] = []
+    found = profiler.measure("bfloat16", tmp_path, True, told.append)
+    assert len(told) == profiler.stages("bfloat16")
+    assert found.unified
+    assert set(found.linear) == {16, 8, 4}
+    assert set(found.linear_int8) == ({16, 4} if tile_unit("int8") else set())
+    assert all(0 <= found.drag[name] <= times for name, times in found.slowed.items())
+    assert type(known_machine("t4-16gb")).from_json(found.to_json()) == found
+    assert not list(tmp_path.rglob("profile-*"))
+
+
+def _timed_briefly(run: Callable[[], object], *_: object, **__: object) -> Sample:
+    return timed(run, repeat=2, at_least=0.05, warm_up=1)
+
+
+def _small(name: str, small: object) -> object:
+    return known_shape(name) if name == "facebook/opt-125m" else small
+
+
+def test_a_prompts_attention_rate_is_of_its_formula() -> None:
+    """Four operations for each pair of tokens and each element of the hidden state."""
+    config = read_config({**BASE, "max_position_embeddings": 256})
+    probe = ComputeProbe(config, "float32", copies=1)
+    try:
+        elements = 2.0 * 16 * (128 + 32) * config.hidden_size
+        assert np.isclose(probe.host_attention(16).points[1][0], elements)
+    finally:
+        probe.close()
+
+
+def test_a_later_plan_may_need_the_disk(
+    checkpoint: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights stay, but a session that was opened without a disk tier cannot serve the new plan."""
+    with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=4)) as llm:
+        expected = tokens(llm)
+    plans = [Policy(batch_size=4), Policy.from_percent(100, 0, 0, 0, 100, 0, batch_size=4)]
+    with LLM(checkpoint(), dtype="float32", offload_dir=tmp_path) as llm:
+        monkeypatch.setattr(llm._planner, "policy_for", lambda workload: plans.pop(0))
+        assert tokens(llm) == expected
+        assert tokens(llm) == expected
+
+
+def test_an_unusable_disk_is_no_reason_not_to_run(
+    checkpoint: Callable[[], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("flexgen_jax.engine.planner.WORTH_MEASURING_S", 0.0)
+    monkeypatch.setattr("flexgen_jax.engine.planner.cached_profile", lambda *_: None)
+    monkeypatch.setattr("flexgen_jax.engine.planner.measured_profile", fail)
+    with LLM(checkpoint(), dtype="float32") as llm:
+        assert len(tokens(llm)) == len(prompts())
+    assert "no space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.4])
+def test_a_busy_machines_profile_is_not_kept(
+    spread: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its plans would be bad on every later day."""
+    rates = {bits: Rate(((1.0, 1.0),), (spread,)) for bits in (16, 8, 4)}
+    busy = replace(known_machine("t4-16gb"), linear=rates, disk_read=Rate(((1.0, 1.0),), (0.1,)))
+    monkeypatch.setattr(profiles, "measure", lambda *_: busy)
+    monkeypatch.setattr(profiles, "cache_folder", lambda name: tmp_path / name)
+    assert profiles.measured_profile("float16", tmp_path, False, Progress(False)) == busy
+    is_kept = spread < UNSTEADY
+    assert profiles.cached_profile("float16", tmp_path) == (busy if is_kept else None)
+    assert ("varied by 40 %" in capsys.readouterr().err) is not is_kept
+
+
+def test_a_misspelt_machine_is_found_at_once(checkpoint: Callable[[], Path]) -> None:
+    with pytest.raises(UserError, match="abacus"):
+        LLM(checkpoint(), hardware="abacus")

@@ -1,0 +1,82 @@
+"""Batches, tokenizers and memory sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_jax.engine.batching import Request, make_blocks, pad_prompts, padded_length
+from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.models.config import UserError
+from flexgen_jax.models.tokenizer import Tokenizer
+from flexgen_jax.units import parse_bytes
+
+LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=40)
+
+
+def requests(lengths: list[int]) -> list[Request]:
+    return [Request(i, tuple(range(n)), SamplingParams(), 8) for i, n in enumerate(lengths)]
+
+
+@given(lengths=LENGTHS, size=st.integers(1, 6), count=st.integers(1, 4))
+def test_blocks_hold_every_request_once(lengths: list[int], size: int, count: int) -> None:
+    blocks = make_blocks(requests(lengths), size, count)
+    indices = [r.index for block in blocks for batch in block for r in batch]
+    assert sorted(indices) == list(range(len(lengths)))
+    for block in blocks:
+        assert 1 <= len(block) <= count
+        assert all(1 <= len(batch) <= size for batch in block)
+        assert max(map(len, block)) - min(map(len, block)) <= len(block)
+    flat = [len(r.prompt_ids) for block in blocks for batch in block for r in batch]
+    assert flat == sorted(flat)
+
+
+@given(lengths=LENGTHS, extra=st.integers(0, 3))
+def test_padding_is_on_the_left(lengths: list[int], extra: int) -> None:
+    rows = requests(lengths)
+    ids, first = pad_prompts(rows, len(rows) + extra, pad_id=-1, max_positions=96)
+    assert ids.shape == (len(rows) + extra, padded_length(max(lengths), 96))
+    for request, row, start in zip(rows, ids, first, strict=False):
+        assert (row[:start] == -1).all()
+        np.testing.assert_array_equal(row[start:], request.prompt_ids)
+    assert (first < ids.shape[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("16GB", 16 * 10**9), ("512MiB", 512 << 20), ("1.5g", 1_500_000_000), ("7", 7), (9, 9)],
+)
+def test_sizes(text: str | int, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "16 apples", "1e3"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(UserError, match="16GB"):
+        parse_bytes(text)
+
+
+def test_two_file_tokenizer(tmp_path: Path) -> None:
+    """What OPT repositories ship: vocab.json and merges.txt, special tokens named beside them."""
+    vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "b": 5, "ab": 6, "Ġ": 7, "Ġa": 8}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nĠ a\n")
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "</s>"}, "pad_token": "<pad>"})
+    )
+    tokenizer = Tokenizer(tmp_path, bos_id=2)
+    assert tokenizer.encode("ab a") == [2, 6, 8]
+    assert tokenizer.decode([2, 6, 8, 1, 2]) == "ab a"
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path, None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot read the tokenizer"):
+        Tokenizer(tmp_path, None)

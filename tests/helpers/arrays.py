@@ -1,0 +1,19 @@
+"""Random arrays, and functions that are traced anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def anew(function: Callable[..., jax.Array]) -> Any:
+    """Jitted, and traced for this test alone: what is traced keeps the unit that it had."""
+    return jax.jit(lambda *args: function(*args))
+
+
+def numbers(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)

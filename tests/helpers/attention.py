@@ -1,0 +1,57 @@
+"""Random caches in every format, and attention over them by NumPy."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from flexgen_jax.layers.quantization import Kept, quantize_as
+from flexgen_jax.models.storage import kv_storage
+from tests.helpers.numpy_quantization import dequantized
+
+LENGTHS, POSITION = (7, 5, 4), 14
+FORMATS = [("float32", 16), ("bfloat16", 16), ("float16", 16), ("bfloat16", 8), ("float32", 4)]
+FORMATS += [("float16", 4)]
+SPLITS = [(100, 0), (0, 100), (0, 0), (50, 50), (30, 40)]
+"""Percent of the KV cache on device and host."""
+
+
+def numpy_attention(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, valid: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """softmax(query key^T) value and the log-sum-exp, in fp64; valid: bool [batch, token]."""
+    scores = np.einsum("bhqd,bhtd->bhqt", query.astype(np.float64), key)
+    scores = np.where(valid[:, None, None], scores, -np.inf)
+    peak = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - peak)
+    total = weights.sum(-1, keepdims=True)
+    out = np.einsum("bhqt,bhtd->bhqd", weights / total, value)
+    return out, (peak + np.log(total))[..., 0]
+
+
+def kept(x: np.ndarray, dtype: str, bits: int) -> tuple[Kept, np.ndarray]:
+    """An array as the cache keeps it, and what it stands for, fp64."""
+    array = jnp.asarray(x).astype(dtype)
+    whole = np.asarray(array.astype(jnp.float32))
+    if bits == 16:
+        return array, whole.astype(np.float64)
+    storage = kv_storage(x.shape, dtype, bits)
+    stands_for = dequantized(np.asarray(array), bits, storage.group_size, storage.axis)
+    return quantize_as(array, storage), stands_for.astype(np.float64)
+
+
+def random_blocks(
+    seed: int, dtype: str, bits: int, tail_bits: int, head_dim: int, batch: int = 4
+) -> tuple[list[tuple[Kept, Kept]], list[np.ndarray]]:
+    """Keys and values of blocks of `LENGTHS`, the last of `tail_bits`, and what they stand for."""
+    rng = np.random.default_rng(seed)
+    blocks, sides = [], ([], [])
+    for length in LENGTHS:
+        shape, is_tail = (batch, 3, length, head_dim), length == LENGTHS[-1]
+        drawn = [rng.normal(size=shape).astype(np.float32) for _ in sides]
+        pair = [kept(x, dtype, tail_bits if is_tail else bits) for x in drawn]
+        (key, whole_key), (value, whole_value) = pair
+        blocks.append((key, value))
+        sides[0].append(whole_key)
+        sides[1].append(whole_value)
+    return blocks, [np.concatenate(side, axis=2) for side in sides]

@@ -1,0 +1,143 @@
+"""Tiny random checkpoints of every OPT variant, written with NumPy in Hugging Face's spelling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.models.families import OPT, read_config
+from flexgen_jax.models.spec import model_spec, unique_tensors
+
+BASE: dict[str, Any] = {
+    "model_type": "opt",
+    "architectures": ["OPTForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "ffn_dim": 64,
+    "max_position_embeddings": 96,
+    "word_embed_proj_dim": 32,
+    "do_layer_norm_before": True,
+    "activation_function": "relu",
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "tie_word_embeddings": True,
+    "_remove_final_layer_norm": False,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "dropout": 0.0,
+    "torch_dtype": "float32",
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
+    "no-final-norm": {"_remove_final_layer_norm": True},
+    "untied": {"tie_word_embeddings": False},
+    "no-bias": {"enable_bias": False},
+    "no-affine": {"layer_norm_elementwise_affine": False},
+    "galactica": {"activation_function": "gelu"},
+}
+
+PLACEMENTS = (
+    (100, 0, 100, 0, 100, 0),
+    (0, 100, 0, 100, 0, 100),
+    (0, 0, 0, 0, 0, 0),
+    (30, 40, 20, 50, 0, 100),
+)
+
+PROMPT_LENGTHS = (3, 17, 8, 20, 5, 9, 12, 1)
+SHORT = SamplingParams(max_tokens=18, ignore_eos=True)
+
+
+def prompts(vocab_size: int = 96) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, vocab_size, n).tolist() for n in PROMPT_LENGTHS]
+
+
+def run_greedy(
+    folder: Path, params: SamplingParams, policy: Policy, **options: Any
+) -> list[list[int]]:
+    """Every prompt's tokens in fp32; no tier's peak is over what was computed before."""
+    with LLM(folder, dtype="float32", policy=policy, **options) as llm:
+        results = llm.generate(prompt_token_ids=prompts(), sampling_params=params)
+        report = llm.report()
+    for tier, peak in report["peak_bytes"].items():
+        assert peak <= report["computed_peak_bytes"][tier]
+    return [result.token_ids for result in results]
+
+
+def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Tensors of a spread that makes greedy tokens vary."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for key, spec in unique_tensors(model_spec(read_config(config))).items():
+        values = rng.normal(0, 0.2, spec.shape)
+        if key.endswith("scale"):
+            values += 1.0
+        tensors["model." + OPT.checkpoint_name(key)] = values.astype(np.float32)
+    if not config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = tensors.pop("model.lm_head.weight")
+    return tensors
+
+
+def write_checkpoint(folder: Path, variant: str = "base", **changes: Any) -> Path:
+    """A whole folder, without tokenizer."""
+    config = BASE | VARIANTS[variant] | changes
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    save_file(random_tensors(config), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """A tokenizer of 96 tokens: four special ones and printable characters."""
+    vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+    vocab |= {chr(i): i - 28 for i in range(32, 124)}
+    special = [
+        {
+            "id": i,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for token, i in list(vocab.items())[:4]
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "."},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
+    }
+
+
+def use_unit(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has products in tiles made by this unit, where the processor has it."""
+    from flexgen_jax.cpu import matmul
+
+    if jax.default_backend() != "cpu" or unit not in matmul.tile_units("int8"):
+        pytest.skip(f"the processor has no {unit} with integers")
+    monkeypatch.setattr(matmul, "tile_unit", lambda _kind="bf16": unit)

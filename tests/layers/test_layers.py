@@ -1,0 +1,248 @@
+"""Layer math against NumPy written from the formulas."""
+
+from __future__ import annotations
+
+import hypothesis.extra.numpy as hnp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_jax.cpu import attention
+from flexgen_jax.cpu.backend import INLINE
+from flexgen_jax.layers.attention import attend, causal_attention, merge
+from flexgen_jax.layers.decoder import DecoderLayer
+from flexgen_jax.layers.embedding import Embedding, Head
+from flexgen_jax.layers.kernels import BY_XLA, Kernels
+from flexgen_jax.layers.linear import dense
+from flexgen_jax.layers.programs import Programs
+from flexgen_jax.layers.sampling import keep_top, sample
+from flexgen_jax.models.families import read_config
+from flexgen_jax.models.spec import Formats, model_spec, prefilled, scored_heads
+from tests.helpers.models import BASE, VARIANTS
+
+RNG = np.random.default_rng(0)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    valid=st.data(),
+    scale=st.sampled_from([0.0, 1.0, 30.0]),
+)
+def test_merged_blocks_are_attention_over_all_keys(
+    cuts: list[int], valid: st.DataObject, scale: float
+) -> None:
+    batch, heads, dim, tokens = 2, 3, 4, sum(cuts)
+    mask = valid.draw(hnp.arrays(bool, (batch, tokens)))
+    mask[:, valid.draw(st.integers(0, tokens - 1))] = True  # at least one key is valid
+    query, key, value = (
+        normal(batch, heads, 1, dim) * scale,
+        *(normal(batch, heads, tokens, dim) for _ in range(2)),
+    )
+    scores = np.where(mask[:, None, None], query @ key.swapaxes(2, 3), -np.inf)
+    partials, start = [], 0
+    for cut in cuts:
+        part = slice(start, start + cut)
+        partials.append(attend(query, key[:, :, part], value[:, :, part], mask[:, part]))
+        start += cut
+    np.testing.assert_allclose(merge(partials)[0], softmax(scores) @ value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_causal_attention(tokens: int) -> None:
+    query, key, value = (normal(2, 3, tokens, 4) for _ in range(3))
+    first_valid = np.array([0, tokens // 2], np.int32)
+    scores = query @ key.swapaxes(2, 3)
+    at = np.arange(tokens)
+    causal = at[:, None] >= at[None, :]
+    found = np.asarray(causal_attention(query, key, value, first_valid))
+    for row, first in enumerate(first_valid):
+        mask = causal & (at >= first)[None, :]
+        expected = softmax(np.where(mask, scores[row], -1e30)) @ value[row]
+        np.testing.assert_allclose(found[row][:, first:], expected[:, first:], rtol=1e-4, atol=1e-5)
+    assert np.isfinite(found).all()
+
+
+def test_causal_attention_in_parts_is_the_same() -> None:
+    """Enough heads and tokens that scores are formed for some of the heads at a time."""
+    heads, tokens = 20, 1024
+    assert scored_heads(heads, tokens) < heads
+    query, key, value = (normal(1, heads, tokens, 2) for _ in range(3))
+    none = np.zeros(1, np.int32)
+    whole = np.asarray(causal_attention(query, key, value, none))
+    for head in (0, heads - 1):
+        one = slice(head, head + 1)
+        part = causal_attention(query[:, one], key[:, one], value[:, one], none)
+        np.testing.assert_allclose(whole[:, one], part, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 65])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_dense(rows: int, dtype: np.dtype) -> None:
+    x, kernel = jnp.asarray(normal(rows, 8), dtype), jnp.asarray(normal(5, 8), dtype)
+    expected = np.asarray(x, np.float32) @ np.asarray(kernel, np.float32).T
+    np.testing.assert_allclose(dense(x, kernel), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_spec_is_what_the_modules_declare(variant: str) -> None:
+    config = read_config(BASE | VARIANTS[variant])
+    ids, first = jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32)
+    hidden = jnp.zeros((1, 2, config.hidden_size))
+    key = jax.random.key(0)
+    declared = [
+        jax.eval_shape(lambda: Embedding(config).init(key, ids, jnp.int32(0), first)),
+        jax.eval_shape(lambda: DecoderLayer(config).init(key, hidden, first, method="prefill")),
+        jax.eval_shape(lambda: Head(config).init(key, hidden)),
+    ]
+    layers = model_spec(config)
+    for variables, layer in zip(declared, (layers[0], layers[1], layers[-1]), strict=True):
+        leaves = jax.tree_util.tree_flatten_with_path(variables.get("params", {}))[0]
+        shapes = {".".join(k.key for k in path): leaf.shape for path, leaf in leaves}
+        assert shapes == {tensor.path: tensor.shape for tensor in layer.tensors}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_bits"), [("float32", 16), ("float32", 4), ("bfloat16", 16), ("float16", 16)]
+)
+@pytest.mark.parametrize("batch", [16, 20])
+def test_sequences_prefilled_in_groups_are_as_alone(
+    batch: int, dtype: str, cache_bits: int
+) -> None:
+    config, tokens = read_config(BASE | {"max_position_embeddings": 160}), 128
+    assert prefilled(batch, tokens, 16) == 8
+    formats, close = Formats(dtype, 16, cache_bits), 2e-4 if dtype == "float32" else 5e-2
+    programs, cuts = Programs(config, formats), (100, 28)
+    tensors = model_spec(config)[1].tensors
+    weights = {t.path: jnp.asarray(normal(*t.shape) / 4, dtype) for t in tensors}
+    hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
+    first = np.arange(batch, dtype=np.int32) * 3
+    whole, blocks, is_finite = programs.prefill(batch, cuts)(weights, hidden, first)
+    assert is_finite and whole.shape == hidden.shape
+    shapes = [side.shape for block in blocks for side in block]
+    assert shapes == [(batch, config.num_heads, n, config.head_dim) for n in (100, 100, 28, 28)]
+    for row in range(batch):
+        one = slice(row, row + 1)
+        alone, parts, _ = programs.prefill(1, cuts)(weights, hidden[one], first[one])
+        sides = (np.asarray(x[:, first[row] :], np.float32) for x in (whole[one], alone))
+        np.testing.assert_allclose(*sides, close, close)
+        leaves = zip(jax.tree.leaves(blocks), jax.tree.leaves(parts), strict=True)
+        for leaf, part in leaves:
+            if leaf.dtype == dtype:
+                pair = (np.asarray(x, np.float32) for x in (leaf[one], part))
+                np.testing.assert_allclose(*pair, close, close)
+            else:  # codes, scales and minima: all but a few equal, where a rounding differed
+                assert np.mean(np.asarray(leaf[one]) == np.asarray(part)) > 0.99
+    for row in (0, batch - 1):
+        spoilt = hidden.at[row, tokens - 1, 0].set(np.nan)
+        assert not programs.prefill(batch, cuts)(weights, spoilt, first)[2]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "cache_bits"),
+    [(BY_XLA, "float32", 16), (INLINE, "float32", 16), (INLINE, "bfloat16", 4)],
+    ids=["xla", "inline", "inline-bf16"],
+)
+@pytest.mark.parametrize("variant", ["base", "350m"])
+def test_the_last_token_alone_is_as_among_all(
+    variant: str,
+    kernels: Kernels,
+    dtype: str,
+    cache_bits: int,
+    always: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("FEW_ELEMENTS", "FEW_OF_A_PROMPT"):
+        monkeypatch.setattr(attention, name, 0)
+    wide = {"hidden_size": 128, "word_embed_proj_dim": 128, "max_position_embeddings": 160}
+    config = read_config(BASE | VARIANTS[variant] | wide)
+    batch, tokens, cuts = 33, 128, (64, 64)
+    programs = Programs(config, Formats(dtype, 16, cache_bits), kernels)
+    close = 2e-4 if dtype == "float32" else 5e-2
+    weights = {
+        t.path: jnp.asarray(normal(*t.shape) / 8, dtype) for t in model_spec(config)[1].tensors
+    }
+    hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
+    first = np.arange(batch, dtype=np.int32) * 3
+    whole, blocks, _ = programs.prefill(batch, cuts)(weights, hidden, first)
+    last, others, is_finite = programs.prefill(batch, cuts, only_last=True)(weights, hidden, first)
+    assert is_finite and last.shape == (batch, 1, config.hidden_size)
+    sides = (np.asarray(x, np.float32) for x in (last, whole[:, -1:]))
+    np.testing.assert_allclose(*sides, close, close)
+    for leaf, other in zip(jax.tree.leaves(blocks), jax.tree.leaves(others), strict=True):
+        sides = (np.asarray(x, np.float32) for x in (leaf, other))
+        np.testing.assert_allclose(*sides, close, close)
+    spoilt = hidden.at[5, tokens - 2, 0].set(np.nan)
+    assert not programs.prefill(batch, cuts, only_last=True)(weights, spoilt, first)[2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 150), (4, 128)])
+def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> None:
+    """One position, all in one go and a rest, and several groups of positions."""
+    config = read_config(BASE)
+    layer = model_spec(config)[-1]
+    weights = {t.path: jnp.asarray(normal(*t.shape), dtype) for t in layer.tensors}
+    hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
+    targets = RNG.integers(0, config.vocab_size, (batch, tokens)).astype(np.int32)
+    program = Programs(config, Formats(dtype)).score(batch, tokens)
+    found, is_finite = program(weights, hidden, targets)
+    known = {path: np.asarray(x, np.float64) for path, x in weights.items()}
+    x = np.asarray(hidden, np.float64)
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm_eps)
+    x = x * known["norm.scale"] + known["norm.bias"]
+    probability = softmax(np.asarray(jnp.asarray(x, dtype), np.float64) @ known["tokens"].T)
+    expected = np.log(np.take_along_axis(probability, targets[..., None], -1)[..., 0])
+    close = 1e-4 if dtype == "float32" else 0.1
+    assert is_finite and found.shape == (batch, tokens)
+    np.testing.assert_allclose(found, expected, close, close)
+
+
+# XLA takes subnormal numbers for zero, which would tie with zero.
+LOGIT = st.floats(-5, 5, width=32, allow_subnormal=False)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    logits=hnp.arrays(np.float32, (12,), elements=LOGIT, unique=True),
+    top_k=st.integers(0, 12),
+    top_p=st.floats(0.05, 1.0),
+)
+def test_keep_top(logits: np.ndarray, top_k: int, top_p: float) -> None:
+    found = keep_top(logits[None], np.array([top_k], np.int32), np.array([top_p], np.float32))
+    kept = set(np.flatnonzero(np.isfinite(np.asarray(found)[0])))
+    order = np.argsort(-logits)
+    allowed = order[:top_k] if top_k else order
+    chances = softmax(logits[allowed].astype(np.float64))
+    before = np.cumsum(chances) - chances
+    # A token within rounding of the limit may fall on either side of it.
+    surely = set(allowed[(before < top_p - 1e-4) | (top_p >= 1)]) | {order[0]}
+    maybe = set(allowed[(before < top_p + 1e-4) | (top_p >= 1)]) | {order[0]}
+    assert surely <= kept <= maybe
+
+
+def test_sample_follows_the_distribution_and_the_row_alone() -> None:
+    logits = np.log(np.array([0.1, 0.2, 0.7], np.float32))
+    rows = 4000
+    keys = RNG.integers(0, 2**32, (rows, 2), dtype=np.uint32)
+
+    def draw(count: int) -> np.ndarray:
+        ones = np.ones(count, np.float32)
+        arguments = (ones, np.zeros(count, np.int32), ones, keys[:count], np.int32(3))
+        return np.asarray(sample(np.tile(logits, (count, 1)), *arguments))
+
+    drawn = draw(rows)
+    np.testing.assert_allclose(np.bincount(drawn) / rows, [0.1, 0.2, 0.7], atol=0.03)
+    np.testing.assert_array_equal(drawn[:5], draw(5))

@@ -1,0 +1,200 @@
+"""Policy search: feasible, no worse than what one would try by hand, and as the paper measured."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from flexgen_jax.machine.profiles import read_profile
+from flexgen_jax.models.families import known_shape
+from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, ProfileError, Rate
+from flexgen_jax.policy.machines import MACHINES, known_machine
+from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.search import Choices, Problem, evaluate, frontier, search
+
+sys.path.append(str(Path(__file__).parent.parent.parent / "scripts"))
+import compare_paper
+
+GB = 10**9
+
+
+def problem(model: str = "facebook/opt-6.7b", **changes: object) -> Problem:
+    hw = known_machine("t4-16gb")
+    values: dict[str, object] = {
+        "config": known_shape(model),
+        "dtype": "float16",
+        "hw": hw,
+        "budgets": Budgets(hw.device_memory, hw.host_memory, hw.disk_space),
+        "unified": False,
+        "workload": Workload(256, 16, 64),
+    }
+    return Problem(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_profiles_survive_json(name: str, tmp_path: Path) -> None:
+    profile = known_machine(name)
+    (tmp_path / "p.json").write_text(profile.to_json())
+    assert read_profile(tmp_path / "p.json") == profile == read_profile(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not JSON"),
+        ("[]", "JSON object"),
+        ('{"version": 99}', "version 99"),
+        (f'{{"version": {PROFILE_VERSION}}}', "'name' is missing"),
+    ],
+)
+def test_bad_profiles_are_named(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(ProfileError, match=r"p\.json.*" + said):
+        read_profile(tmp_path / "p.json")
+    with pytest.raises(ProfileError, match="t4-16gb"):
+        read_profile(tmp_path / "none.json")
+
+
+def test_profile_with_bad_rates() -> None:
+    text = known_machine("t4-16gb").to_json()
+    with pytest.raises(ProfileError, match="positive"):
+        HardwareProfile.from_json(text.replace("12890000000.0", "-1.0"))
+
+
+def test_rates_between_and_beyond_points() -> None:
+    rate = Rate(((1.0, 10.0), (100.0, 1000.0)))
+    assert [rate.at(x) for x in (0.1, 1, 10, 100, 1e6)] == pytest.approx([10, 10, 100, 1000, 1000])
+    assert rate.seconds(0.0) == 0.0
+
+
+def test_what_fits_stays_on_the_device() -> None:
+    plan = search(problem("facebook/opt-1.3b"))[0]
+    assert plan.policy.percent == (100, 0, 100, 0, 100, 0)
+    assert plan.num_sequences == 64
+
+
+@pytest.mark.parametrize("model", ["facebook/opt-6.7b", "facebook/opt-66b"])
+@pytest.mark.parametrize("device", [6, 16])
+def test_chosen_plans_fit_and_beat_plain_ones(model: str, device: int) -> None:
+    asked = problem(model, budgets=Budgets(device * GB, 30 * GB, 500 * GB))
+    plans = search(asked)
+    for plan in plans:
+        assert not asked.budgets.shortfalls(asked.peak(plan.policy))
+    plain = [
+        Policy.from_percent(*percent, batch_size=size, num_batches=count, attention="host")
+        for percent in ((0, 0, 0, 100, 100, 0), (0, 50, 0, 100, 100, 0), (0, 100, 0, 100, 100, 0))
+        for size, count in ((1, 1), (8, 1), (8, 8), (16, 4))
+    ]
+    fitting = [p for p in plain if not asked.budgets.shortfalls(asked.peak(p))]
+    assert fitting
+    for policy in fitting:
+        assert plans[0].throughput >= 0.97 * evaluate(asked, policy).throughput
+
+
+@pytest.mark.parametrize("head", ["score", "greedy"])
+def test_runs_without_a_cache_are_planned(head: str) -> None:
+    asked = problem("facebook/opt-1.3b", workload=Workload(256, 1, 8, head))  # type: ignore[arg-type]
+    assert search(asked)[0].policy.percent[:2] == (100, 0)
+
+
+def test_limits_are_kept() -> None:
+    free = problem("facebook/opt-30b", workload=Workload(256, 16, 0))
+    fastest = search(free)[0]
+    limited = search(replace(free, max_latency=0.5 * fastest.latency_s))
+    assert limited
+    assert all(plan.latency_s <= 0.5 * fastest.latency_s for plan in limited)
+    assert limited[0].throughput <= 1.01 * fastest.throughput
+    enough = search(replace(free, min_throughput=0.5 * fastest.throughput))
+    assert enough[0].throughput >= 0.5 * fastest.throughput
+    assert enough[0].latency_s < fastest.latency_s
+    assert search(replace(free, max_latency=0.001)) == []
+
+
+def test_compression_is_chosen_only_where_allowed() -> None:
+    asked = problem("facebook/opt-175b", workload=Workload(512, 32, 0))
+    allowed = replace(asked, choices=Choices((16, 4), (16, 4)))
+    plain, packed = search(asked)[0], search(allowed)[0]
+    assert (plain.policy.weight_bits, plain.policy.cache_bits) == (16, 16)
+    assert 4 in (packed.policy.weight_bits, packed.policy.cache_bits)
+    assert packed.throughput > plain.throughput
+
+
+def test_frontier_rises() -> None:
+    points = frontier(problem("facebook/opt-30b", workload=Workload(256, 16, 0)))
+    assert len(points) > 3
+    for before, after in pairwise(points):
+        assert after.solution.total_s >= before.solution.total_s
+        assert after.throughput > before.throughput
+
+
+@pytest.mark.parametrize("row", compare_paper.ROWS, ids=lambda r: f"{r.table}-{r.model}-{r.batch}")
+def test_host_only_rows_of_the_paper(row: compare_paper.Row) -> None:
+    if row.is_host_only:
+        assert abs(row.error) < 0.25
+
+
+def test_table_21_is_ranked_as_measured() -> None:
+    assert compare_paper.rank_correlation("30b") >= 0.9
+    assert compare_paper.rank_correlation("175b") >= 0.9
+
+
+@pytest.mark.parametrize("model", ["6.7b", "30b", "175b"])
+@pytest.mark.parametrize("bits", [(16,), (16, 4)])
+def test_the_chosen_plan_is_no_worse_than_the_papers(model: str, bits: tuple[int, ...]) -> None:
+    best = search(compare_paper.problem(model, 512, 0, bits))[0]
+    for row in compare_paper.ROWS:
+        if row.model == model and row.prompt == 512 and set(row.bits) <= set(bits):
+            assert best.throughput >= row.predicted
+
+
+def test_one_sequence_more_is_one_block_more() -> None:
+    """A last block of one sequence moves all the weights again."""
+    policy = Policy.from_percent(0, 50, 0, 100, 0, 100, batch_size=64, attention="host")
+    seconds = [
+        evaluate(problem("facebook/opt-30b", workload=Workload(128, 8, count)), policy).total_s
+        for count in (64, 65, 128)
+    ]
+    assert seconds[1] > 1.5 * seconds[0]
+    assert seconds[2] == pytest.approx(2 * seconds[0])
+
+
+def test_scoring_counts_the_prompts_tokens() -> None:
+    policy = Policy(batch_size=8)
+    scored, generated = (
+        evaluate(problem("facebook/opt-125m", workload=Workload(256, 1, 8, head)), policy)
+        for head in ("score", "greedy")
+    )
+    assert scored.total_s > 1.1 * generated.total_s
+    assert scored.throughput == pytest.approx(8 * 256 / scored.total_s)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_kv_blocks_are_smaller_where_open_ones_fill_the_memory(bits: int) -> None:
+    """There is an open block of every sequence in RAM: a quarter of it makes room for more."""
+    machine = known_machine("generic-cpu")
+    asked = problem(
+        "facebook/opt-1.3b",
+        hw=machine,
+        unified=True,
+        budgets=Budgets(None, None, 60 * GB, shared=GB),
+        workload=Workload(128, 32, 0),
+        choices=Choices((bits,), (bits,), ("device",), kv_block_tokens=(32, 8)),
+    )
+    best = search(asked)[0]
+    plain = search(replace(asked, choices=replace(asked.choices, kv_block_tokens=(32,))))[0]
+    assert (best.policy.kv_block_tokens, plain.policy.kv_block_tokens) == (8, 32)
+    assert best.throughput > 1.02 * plain.throughput
+    assert not asked.budgets.shortfalls(asked.peak(best.policy))
+    roomy = replace(asked, budgets=Budgets(None, None, 60 * GB, shared=100 * GB))
+    assert search(replace(roomy, workload=Workload(128, 32, 64)))[0].policy.kv_block_tokens == 32
+
+
+def test_a_policys_kv_blocks_are_the_largest_that_are_tried() -> None:
+    assert Choices.keeping(Policy(kv_block_tokens=12)).kv_block_tokens == (12, 6, 3, 1)
+    assert Choices.keeping(Policy(kv_block_tokens=2)).kv_block_tokens == (2, 1)
+    assert Choices.keeping(Policy()) == Choices()

@@ -1,0 +1,168 @@
+"""The simulator against real runs' bytes, and against what can be said without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.models.families import known_shape
+from flexgen_jax.policy.cost_model import FRACTIONS, Costs, block_terms, fractions_of
+from flexgen_jax.policy.hardware import Rate
+from flexgen_jax.policy.memory import BlockShape
+from flexgen_jax.policy.policy import Workload
+from flexgen_jax.policy.simulate import Prediction, simulate
+from tests.helpers.models import PLACEMENTS
+from tests.helpers.profiles import machine
+
+OPTIONS = (
+    {},
+    {"attention": "device"},
+    {"schedule": "row"},
+    {"overlap": False},
+    {"weight_bits": 4, "cache_bits": 4},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o)) or "default")
+@pytest.mark.parametrize(
+    ("percent", "num_batches"), [*((percent, 2) for percent in PLACEMENTS), ((0,) * 6, 6)]
+)
+@pytest.mark.parametrize("unified", [True, False])
+def test_bytes_are_those_of_a_run(
+    checkpoint: Callable[[], Path],
+    tmp_path: Path,
+    percent: tuple[int, ...],
+    options: dict[str, object],
+    unified: bool,
+    num_batches: int,
+) -> None:
+    """The executor's counters and the simulator's, which come from the same shapes; with six
+    batches, more than stay in RAM until they are written."""
+    changes = {"attention": "host", "num_batches": num_batches, **options}
+    policy = Policy.from_percent(*percent, batch_size=2, kv_block_tokens=4, **changes)
+    tokens = 10
+    with LLM(
+        checkpoint(), dtype="float32", policy=policy, offload_dir=tmp_path, unified=unified
+    ) as llm:
+        llm.generate(
+            prompt_token_ids=[[5] * 16] * (2 * num_batches),
+            sampling_params=SamplingParams(max_tokens=tokens, ignore_eos=True),
+        )
+        report = llm.report()
+        config = llm.config
+    costs = Costs(config, "float32", policy, machine())
+    shape = BlockShape((2,) * num_batches, (report["prompt_len"],) * num_batches, tokens)
+    predicted = simulate(costs, shape, unified).bytes
+    for link, nbytes in report["bytes"].items():
+        assert predicted[link] == pytest.approx(nbytes, rel=0.02), link
+
+
+def test_bytes_of_scoring_are_those_of_a_run(
+    checkpoint: Callable[[], Path], tmp_path: Path
+) -> None:
+    """Of a scored prompt, the last layer's hidden states are all there, and on disk as others."""
+    policy = Policy.from_percent(0, 100, 0, 0, 0, 0, batch_size=2, num_batches=2)
+    with LLM(
+        checkpoint(), dtype="float32", policy=policy, offload_dir=tmp_path, unified=False
+    ) as llm:
+        llm.score(prompt_token_ids=[[5] * 16] * 4)
+        report, config = llm.report(), llm.config
+    costs = Costs(config, "float32", policy, machine())
+    shape = BlockShape((2, 2), (report["prompt_len"],) * 2, 1, "score")
+    predicted = simulate(costs, shape, False).bytes
+    for link, nbytes in report["bytes"].items():
+        assert predicted[link] == pytest.approx(nbytes, rel=0.02), link
+    states = 2 * costs.hidden_bytes(2, report["prompt_len"]) * (config.num_layers + 1)
+    assert report["bytes"]["disk_write"] == states
+
+
+def run(policy: Policy, hw_changes: dict[str, object], gen: int = 6) -> tuple[Prediction, Costs]:
+    config = known_shape("facebook/opt-1.3b")
+    costs = Costs(config, "float16", policy, machine(**hw_changes))
+    rows = (policy.batch_size,) * policy.num_batches
+    return simulate(costs, BlockShape(rows, (128,) * len(rows), gen), False), costs
+
+
+@pytest.mark.parametrize(
+    ("percent", "slow"),
+    [
+        ((0, 100, 100, 0, 100, 0), "host_to_device"),
+        ((0, 0, 100, 0, 100, 0), "disk_read"),
+        ((100, 0, 0, 100, 100, 0), "host_compute"),
+    ],
+)
+def test_the_slowest_resource_decides(percent: tuple[int, ...], slow: str) -> None:
+    changes: dict[str, object] = {"host_to_device": Rate.constant(1e9)}
+    if slow == "disk_read":
+        changes = {"disk_read": Rate.constant(1e8)}
+    if slow == "host_compute":
+        changes = {"host_attention": {16: Rate.constant(1e7)}}
+    policy = Policy.from_percent(*percent, batch_size=4, num_batches=4, attention="host")
+    found, _ = run(policy, changes)
+    assert found.binding == slow
+    assert found.busy_s[slow] <= found.total_s * (1 + 1e-9)
+    assert found.total_s == pytest.approx(found.busy_s[slow], rel=0.1)
+
+
+def test_kv_blocks_are_read_at_the_rate_of_their_size() -> None:
+    """Keys and values of one block: 0.52 MB for 16 tokens of a prompt, 0.13 MB for 4 new ones."""
+    rate = Rate(((6e4, 1e8), (1e6, 1e9)))
+    options = {"batch_size": 4, "num_batches": 2, "kv_block_tokens": 4, "attention": "host"}
+    policy = Policy.from_percent(100, 0, 0, 0, 100, 0, **options)
+    found, costs = run(policy, {"disk_read": rate}, gen=11)
+    large, small = (2 * 4 * 2048 * tokens * 2 for tokens in (16, 4))
+    seconds = sum(
+        8 * large / rate.at(large) + before // 4 * small / rate.at(small) for before in range(10)
+    )
+    assert found.busy_s["disk_read"] == pytest.approx(24 * 2 * seconds, rel=1e-6)
+    term = block_terms(costs, Workload(128, 11, 8), False).decode["disk_read"]
+    planned = 24 * 10 * term.at({**dict.fromkeys(FRACTIONS, 0.0), "cd": 1.0})
+    assert planned == pytest.approx(found.busy_s["disk_read"], rel=0.1)
+
+
+def test_overlap_never_costs_time_and_the_sum_is_a_bound() -> None:
+    for percent in PLACEMENTS:
+        flags = {"batch_size": 4, "num_batches": 3, "attention": "host"}
+        with_overlap, _ = run(Policy.from_percent(*percent, **flags), {})
+        without, _ = run(Policy.from_percent(*percent, **flags, overlap=False), {})
+        assert with_overlap.total_s <= without.total_s * (1 + 1e-9)
+        assert without.total_s <= sum(without.busy_s.values()) * (1 + 1e-9)
+
+
+def test_sampled_tokens_stand_for_the_others() -> None:
+    policy = Policy.from_percent(20, 30, 0, 60, 100, 0, batch_size=4, num_batches=3)
+    config = known_shape("facebook/opt-1.3b")
+    costs = Costs(config, "float16", policy, machine())
+    shape = BlockShape((4,) * 3, (128,) * 3, 40)
+    whole, part = simulate(costs, shape, False), simulate(costs, shape, False, sample=4)
+    assert part.total_s == pytest.approx(whole.total_s, rel=0.05)
+    for name, seconds in whole.busy_s.items():
+        assert part.busy_s[name] == pytest.approx(seconds, rel=0.1, abs=0.02 * whole.total_s)
+
+
+@pytest.mark.parametrize("percent", PLACEMENTS)
+def test_the_cost_model_agrees(percent: tuple[int, ...]) -> None:
+    """Within a quarter: it has no start-up, and no waiting of one batch for another."""
+    policy = Policy.from_percent(*percent, batch_size=8, num_batches=4, attention="host")
+    config = known_shape("facebook/opt-6.7b")
+    costs = Costs(config, "float16", policy, machine())
+    shape = BlockShape((8,) * 4, (256,) * 4, 32)
+    terms = block_terms(costs, Workload(256, 32, 32), unified=False)
+    estimated = sum(terms.estimate(fractions_of(policy)))
+    assert estimated == pytest.approx(simulate(costs, shape, False).total_s, rel=0.25)
+
+
+def test_a_decode_steps_hidden_states_stay_in_ram() -> None:
+    """On disk a prompt's are written and read back, those of one token never, as which counts what
+    the last layer makes of a prompt."""
+    policy = Policy.from_percent(100, 0, 100, 0, 0, 0, batch_size=4, num_batches=8)
+    short, costs = run(policy, {}, gen=1)
+    long, _ = run(policy, {}, gen=9)
+    written = costs.config.num_layers  # by all but the head and the last layer
+    assert short.bytes["disk_write"] == written * 8 * costs.hidden_bytes(4, 128)
+    assert 0 < short.bytes["disk_read"] <= short.bytes["disk_write"]
+    for link in ("disk_read", "disk_write"):
+        assert long.bytes[link] == short.bytes[link]
