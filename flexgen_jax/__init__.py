@@ -10,7 +10,7 @@ __all__ = ["LLM", "Placement", "Policy", "SamplingParams", "UserError", "__versi
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
     from flexgen_jax.engine.sampling import SamplingParams
-    from flexgen_jax.models.config import UserError
+    from flexgen_jax.errors import UserError
     from flexgen_jax.policy.policy import Placement, Policy
 
 _HOMES = {
@@ -18,7 +18,7 @@ _HOMES = {
     "Placement": "flexgen_jax.policy.policy",
     "Policy": "flexgen_jax.policy.policy",
     "SamplingParams": "flexgen_jax.engine.sampling",
-    "UserError": "flexgen_jax.models.config",
+    "UserError": "flexgen_jax.errors",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flexgen_jax.models.config import UserError
+from flexgen_jax.errors import UserError
 
 _UNITS = {
     "": 1,

@@ -90,7 +90,7 @@ class Bench:
         return HardwareProfile.from_json(self._profile_file.read_text())
 
     def _measure_profile(self) -> None:
-        command = [sys.executable, "-m", "flexgen_jax.cli.main", "profile", "--json"]
+        command = [sys.executable, "-m", "flexgen_jax", "profile", "--json"]
         command += [str(self._profile_file), "--dtype", self.dtype]
         subprocess.run([*command, "--offload-dir", str(self.folder / "offload")], check=True)
 
@@ -150,7 +150,7 @@ class Bench:
             file = self.folder / "policy.json"
             file.write_text(json.dumps(chosen | ours.policy))
             flags += ["--policy", str(file)]
-        command = [sys.executable, "-m", "flexgen_jax.cli.main", "bench", *flags]
+        command = [sys.executable, "-m", "flexgen_jax", "bench", *flags]
         before = self._disk_rate(case, flags)
         row = self._measured(case, f"ours, {ours.name}", command)
         if "failed" in row:

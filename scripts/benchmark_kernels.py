@@ -35,9 +35,9 @@ from flexgen_jax.layers.attention import attend
 from flexgen_jax.layers.kernels import Dense
 from flexgen_jax.layers.programs import compiler_options
 from flexgen_jax.layers.quantization import Kept, quantize, quantize_as
-from flexgen_jax.machine.limits import tune_allocator
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.models.storage import kv_storage
+from flexgen_jax.offload.allocator import tune_allocator
 
 LAYERS = 4
 KV_SHAPE = (16, 32, 64)

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> None:
-    subprocess.run([sys.executable, "-m", "flexgen_jax.cli.main", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "flexgen_jax", *arguments], check=True)
 
 
 def row(folder: Path, name: str, policy: Policy | None) -> dict[str, Any]:

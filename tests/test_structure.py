@@ -1,60 +1,117 @@
-"""Imports go one way, policies need no JAX, files stay small."""
+"""Rooms import one way, without cycles; `models/` needs no JAX, `policy/` not even NumPy."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "flexgen_jax"
+NAME = PACKAGE.name
 
-# Each room may import from those before it.
-ORDER = [
-    {"models", "units", "progress"},
-    {"layers", "policy"},
-    {"cpu"},
-    {"offload", "machine"},
-    {"engine"},
-    {"cli"},
-]
+BELOW_ALL = {"errors", "units", "progress"}
+"""Modules at the top of the package that every room may import."""
 
+MAY_IMPORT = {
+    "models": set(),
+    "layers": {"models"},
+    "policy": {"models"},
+    "cpu": {"models", "layers", "policy"},
+    "offload": {"models", "layers", "policy", "cpu"},
+    "machine": {"models", "layers", "policy", "cpu", "offload"},
+    "engine": {"models", "layers", "policy", "cpu", "offload", "machine"},
+    "cli": {"models", "layers", "policy", "cpu", "offload", "machine", "engine"},
+}
+PUBLIC = {"__init__", "__main__"}
+"""These two hand on the public names and the command line, and nothing imports them."""
 
-def room(module: str) -> int:
-    name = module.split(".")[1] if "." in module else module
-    return next(i for i, rooms in enumerate(ORDER) if name in rooms)
-
-
-def imports(path: Path) -> list[str]:
-    """The package's modules that a file imports anywhere, type checking aside."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flexgen_jax."):
-            found.append(str(node.module))
-    return found
+FILES = {
+    ".".join([NAME, *path.relative_to(PACKAGE).with_suffix("").parts]): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 
-FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py")
+def imported(source: str, own: str) -> Iterator[str]:
+    """The package's modules that a module named `own` imports anywhere, in whatever form."""
+    parent = own.removesuffix(".__init__") if own.endswith(".__init__") else own.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (_module(alias.name) for alias in node.names if _is_ours(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = parent.split(".")[: len(parent.split(".")) - node.level + 1]
+                base = ".".join([*up, *([base] if base else [])])
+            if _is_ours(base):
+                # "from room import file" names the file, "from room.file import name" the name.
+                yield from {_module(f"{base}.{alias.name}") for alias in node.names}
+        elif isinstance(node, ast.Constant) and node.value in FILES:  # for importlib
+            yield str(node.value)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_one_way(path: Path) -> None:
-    own = room(".".join(["flexgen_jax", *path.relative_to(PACKAGE).with_suffix("").parts]))
-    for module in imports(path):
-        assert room(module) <= own, f"{path.name} imports {module}"
-        if "layers" in path.parts:
-            assert not module.startswith("flexgen_jax.policy")
-            assert not module.startswith("flexgen_jax.offload")
+def _is_ours(name: str) -> bool:
+    return name == NAME or name.startswith(f"{NAME}.")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_files_are_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+def _module(name: str) -> str:
+    """The file that an import of `name` loads."""
+    while name not in FILES:
+        if f"{name}.__init__" in FILES:
+            return f"{name}.__init__"
+        name = name.rpartition(".")[0]
+    return name
 
 
-def test_policy_needs_no_jax() -> None:
-    modules = [f"flexgen_jax.policy.{p.stem}" for p in (PACKAGE / "policy").glob("[a-z]*.py")]
-    code = f"import sys, {', '.join(modules)}; assert not {{'jax', 'numpy'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+GRAPH = {name: set(imported(path.read_text(), name)) for name, path in FILES.items()}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import flexgen_jax.cpu.backend",
+        "import flexgen_jax.cpu.backend as b",
+        "from flexgen_jax.cpu.backend import anything",
+        "from flexgen_jax.cpu import backend",
+        "from ..cpu import backend",
+        "from ..cpu.backend import anything",
+        "def f():\n    from flexgen_jax.cpu import backend",
+        "import importlib\nimportlib.import_module('flexgen_jax.cpu.backend')",
+    ],
+)
+def test_every_form_of_import_is_seen(source: str) -> None:
+    assert "flexgen_jax.cpu.backend" in set(imported(source, "flexgen_jax.layers.attention"))
+
+
+def test_every_file_is_in_a_room() -> None:
+    assert {room(module) for module in FILES} == {*MAY_IMPORT, *BELOW_ALL, *PUBLIC}
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if room(m) not in PUBLIC])
+def test_imports_go_one_way(module: str) -> None:
+    allowed = {room(module), *MAY_IMPORT.get(room(module), ()), *BELOW_ALL}
+    public = {f"{NAME}.__init__"}  # of which only the version is taken
+    assert {room(other) for other in GRAPH[module] - public} <= allowed
+
+
+def test_no_import_cycle() -> None:
+    graph = {module: others - {f"{NAME}.__init__"} for module, others in GRAPH.items()}
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
+
+
+@pytest.mark.parametrize(("name", "unwanted"), [("models", {"jax"}), ("policy", {"jax", "numpy"})])
+def test_rooms_without_jax(name: str, unwanted: set[str]) -> None:
+    modules = [module for module in FILES if room(module) == name]
+    code = f"import sys, {', '.join(modules)}; print({unwanted} & set(sys.modules))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == "set()"

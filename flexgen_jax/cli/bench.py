@@ -8,7 +8,7 @@ import numpy as np
 
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.sampling import SamplingParams
-from flexgen_jax.models.config import UserError
+from flexgen_jax.errors import UserError
 from flexgen_jax.offload.metrics import LINKS, PHASES
 
 

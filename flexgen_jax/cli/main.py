@@ -22,8 +22,11 @@ from flexgen_jax.cli.options import (
     plan_policy,
     policy_options,
 )
+from flexgen_jax.errors import (
+    PromptError,
+    UserError,
+)
 from flexgen_jax.machine.caches import keep_programs
-from flexgen_jax.models.config import PromptError, UserError
 
 if TYPE_CHECKING:
     from flexgen_jax.engine.files import Prompt
@@ -363,7 +366,3 @@ def convert(source: Path, destination: Path) -> None:
 
     written = convert_folder(source, destination)
     click.echo(f"wrote {len(written)} file(s) to {destination}")
-
-
-if __name__ == "__main__":
-    main()

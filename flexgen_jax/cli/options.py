@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flexgen_jax.models.config import UserError
+from flexgen_jax.errors import UserError
 from flexgen_jax.models.storage import BITS, MATMUL_BITS
 from flexgen_jax.policy.policy import (
     ATTENTIONS,

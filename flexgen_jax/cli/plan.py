@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_jax.models.config import UserError
+from flexgen_jax.errors import UserError
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.policy import TIERS, Policy, Workload

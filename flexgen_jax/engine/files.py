@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexgen_jax.engine.outputs import RequestOutput
-from flexgen_jax.models.config import UserError
+from flexgen_jax.errors import UserError
 
 
 class Prompt(NamedTuple):

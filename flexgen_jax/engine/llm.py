@@ -18,11 +18,15 @@ from flexgen_jax.engine.outputs import Generation, OnOutput, RequestOutput, Scor
 from flexgen_jax.engine.planner import Planner
 from flexgen_jax.engine.sampling import SamplingParams, sampling_arrays
 from flexgen_jax.engine.session import Session
+from flexgen_jax.errors import (
+    PromptError,
+    UserError,
+    first_line,
+)
 from flexgen_jax.machine.caches import cache_folder
-from flexgen_jax.machine.limits import tune_allocator
 from flexgen_jax.machine.profiles import read_profile
-from flexgen_jax.models.config import PromptError, UserError, first_line
 from flexgen_jax.models.loading import open_model, resolve_dtype
+from flexgen_jax.offload.allocator import tune_allocator
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import Attention, Head, Policy, Workload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexgen_jax.models.config import UserError
+from flexgen_jax.errors import UserError
 
 
 class OutOfMemoryError(UserError, MemoryError):

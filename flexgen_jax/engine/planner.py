@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from flexgen_jax.errors import first_line
 from flexgen_jax.machine.limits import detect_budgets
 from flexgen_jax.machine.profiles import cached_profile, measured_profile
-from flexgen_jax.models.config import ModelConfig, first_line
-from flexgen_jax.offload.metrics import BudgetError
+from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.fit import Budgets, Fitter
 from flexgen_jax.policy.hardware import HardwareProfile
+from flexgen_jax.policy.ledger import BudgetError
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.search import Choices, Plan, Problem, evaluate, search

@@ -19,19 +19,27 @@ import numpy as np
 
 from flexgen_jax.cpu.matmul import tile_unit, tile_units
 from flexgen_jax.machine.compute_probe import PREFILLS, ROWS, ComputeProbe, Sample, rate_of, timed
-from flexgen_jax.machine.limits import available_memory, detect_budgets, release_memory
+from flexgen_jax.machine.limits import (
+    available_memory,
+    detect_budgets,
+)
 from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import known_shape
 from flexgen_jax.models.spec import Formats
+from flexgen_jax.offload.allocator import release_memory
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder
 from flexgen_jax.offload.executor import Batch, BlockRun
-from flexgen_jax.offload.metrics import Content, Ledger, Metrics
+from flexgen_jax.offload.metrics import (
+    Content,
+    Metrics,
+)
 from flexgen_jax.offload.tiers import BufferPool, Memories
 from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
+from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.memory import BlockShape, plan_cache
 from flexgen_jax.policy.placement import place_weights
 from flexgen_jax.policy.policy import Policy

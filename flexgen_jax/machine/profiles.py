@@ -8,10 +8,14 @@ import uuid
 from pathlib import Path
 
 from flexgen_jax.machine.caches import cache_folder
-from flexgen_jax.machine.limits import detect_budgets, existing, tune_allocator
+from flexgen_jax.machine.limits import (
+    detect_budgets,
+    existing,
+)
 from flexgen_jax.machine.profiler import machine_key, measure, stages
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import resolve_dtype
+from flexgen_jax.offload.allocator import tune_allocator
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import PROFILE_VERSION, UNSTEADY, HardwareProfile, ProfileError
 from flexgen_jax.policy.machines import MACHINES, known_machine

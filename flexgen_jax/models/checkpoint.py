@@ -17,7 +17,11 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from flexgen_jax.models.config import ConfigError, ModelConfig, UserError
+from flexgen_jax.errors import UserError
+from flexgen_jax.models.config import (
+    ConfigError,
+    ModelConfig,
+)
 from flexgen_jax.models.families import family_of, read_config
 from flexgen_jax.models.spec import TensorSpec, model_spec, unique_tensors
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+from flexgen_jax.errors import UserError
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Compute and storage dtypes, with their size in bytes."""
@@ -11,29 +12,8 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ACTIVATIONS = ("relu", "gelu", "gelu_new")
 
 
-class UserError(ValueError):
-    """Something outside this package is wrong: the message says what, where and the way out."""
-
-
-class PromptError(UserError):
-    """Some prompts cannot be continued.
-
-    indices: of these prompts, of which the message names the first.
-    """
-
-    def __init__(self, message: str, indices: Sequence[int]) -> None:
-        super().__init__(message)
-        self.indices = tuple(indices)
-
-
 class ConfigError(UserError):
     """A model description that this package cannot run; the message names the field."""
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its type where it says nothing."""
-    said = str(error).strip().splitlines()
-    return said[0] if said else type(error).__name__
 
 
 def _is_id(value: object) -> bool:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from flexgen_jax.errors import (
+    UserError,
+    first_line,
+)
 from flexgen_jax.models.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -14,7 +18,10 @@ from flexgen_jax.models.checkpoint import (
     WeightSource,
     read_folder_config,
 )
-from flexgen_jax.models.config import DTYPES, ModelConfig, UserError, first_line
+from flexgen_jax.models.config import (
+    DTYPES,
+    ModelConfig,
+)
 from flexgen_jax.models.families import known_shape
 from flexgen_jax.models.tokenizer import Tokenizer
 

@@ -19,10 +19,11 @@ from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import Formats, LayerSpec, model_spec
 from flexgen_jax.offload.disk.folder import OffloadFolder
-from flexgen_jax.offload.metrics import Ledger, Metrics
+from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.tiers import BufferPool, Memories
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.offload.watcher import Watcher
+from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.policy import Tier
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from flexgen_jax.errors import UserError
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept
-from flexgen_jax.machine.limits import trim_heap
-from flexgen_jax.models.config import UserError
 from flexgen_jax.models.spec import LayerKind, LayerSpec
 from flexgen_jax.offload.activations import Activations
+from flexgen_jax.offload.allocator import trim_heap
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.kv_cache import KVCache, Moving, Split
 from flexgen_jax.offload.prefetch import Stream

@@ -11,8 +11,9 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from flexgen_jax.offload.disk.folder import OffloadError
-from flexgen_jax.offload.metrics import Content, Ledger
+from flexgen_jax.offload.metrics import Content
 from flexgen_jax.offload.tiers import BufferPool, HostBuffer, Memories, tree_bytes
+from flexgen_jax.policy.ledger import Ledger
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

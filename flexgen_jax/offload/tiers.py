@@ -16,8 +16,12 @@ import jax
 import numpy as np
 
 from flexgen_jax.offload.disk.direct_reads import whole_pages
-from flexgen_jax.offload.metrics import Content, Ledger, Link
+from flexgen_jax.offload.metrics import (
+    Content,
+    Link,
+)
 from flexgen_jax.offload.watcher import Watcher, wait_for
+from flexgen_jax.policy.ledger import Ledger
 
 T = TypeVar("T")
 

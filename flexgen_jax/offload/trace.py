@@ -7,7 +7,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from flexgen_jax.models.config import UserError, first_line
+from flexgen_jax.errors import (
+    UserError,
+    first_line,
+)
 
 PROCESS = 1
 """A trace has one process; its tracks are threads."""

@@ -10,7 +10,7 @@ from math import exp, log
 from statistics import median
 from typing import Any
 
-from flexgen_jax.models.config import UserError
+from flexgen_jax.errors import UserError
 
 PROFILE_VERSION = 5
 """Of the JSON; a cached profile of another version is measured anew."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import ceil
 from typing import Any, Literal, get_args
 
-from flexgen_jax.models.config import UserError
+from flexgen_jax.errors import UserError
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.models.storage import BITS, MATMUL_BITS
 

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cli.main import main
 from flexgen_jax.cpu.matmul import tile_unit
+from flexgen_jax.errors import UserError
 from flexgen_jax.machine import compute_probe, profiler, profiles
 from flexgen_jax.machine.compute_probe import ComputeProbe, Sample, timed
-from flexgen_jax.models.config import UserError
 from flexgen_jax.models.families import known_shape, read_config
 from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.policy.hardware import UNSTEADY, Rate

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flexgen_jax.engine.batching import Request, make_blocks, pad_prompts, padded_length
 from flexgen_jax.engine.sampling import SamplingParams
-from flexgen_jax.models.config import UserError
+from flexgen_jax.errors import UserError
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.units import parse_bytes
 

@@ -15,7 +15,7 @@ import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams, UserError
 from flexgen_jax.engine import files
-from flexgen_jax.models.config import PromptError
+from flexgen_jax.errors import PromptError
 from tests.helpers.command_line import run
 from tests.helpers.models import prompts
 

@@ -78,7 +78,7 @@ def test_the_next_process_compiles_nothing(cache: Path, tmp_path: Path) -> None:
 def run(folder: Path) -> Any:
     """What a process of its own generates."""
     file = folder / "result.json"
-    command = [sys.executable, "-m", "flexgen_jax.cli.main", "generate", "--max-tokens", "4"]
+    command = [sys.executable, "-m", "flexgen_jax", "generate", "--max-tokens", "4"]
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "1"}
     environment.pop(FOLDER, None)
     command += ["--offload-dir", str(folder / "offload"), "--json", str(file), "In the end"]

@@ -15,9 +15,10 @@ from flexgen_jax.engine import session
 from flexgen_jax.machine import limits
 from flexgen_jax.offload import executor
 from flexgen_jax.offload.disk.folder import OffloadFolder
-from flexgen_jax.offload.metrics import Ledger, Metrics
+from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.tiers import BufferPool, Memories
 from flexgen_jax.offload.watcher import Watcher
+from flexgen_jax.policy.ledger import Ledger
 from tests.helpers.models import BASE, prompts, run_greedy, write_checkpoint
 
 

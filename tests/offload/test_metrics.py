@@ -12,7 +12,7 @@ import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cli.bench import breakdown_table
-from flexgen_jax.models.config import UserError
+from flexgen_jax.errors import UserError
 from flexgen_jax.offload.metrics import LINKS, Metrics
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.offload.watcher import Watcher

@@ -32,7 +32,7 @@ from typing import IO, Any
 import numpy as np
 import tensorstore as ts
 
-from flexgen_jax.models.config import UserError
+from flexgen_jax.errors import UserError
 from flexgen_jax.offload.disk.direct_reads import PAGE, Piece, ReadQueue, read_file, whole_pages
 
 CHUNK_BYTES = 8 << 20

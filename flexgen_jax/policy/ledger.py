@@ -1,0 +1,66 @@
+"""Bytes in use in each tier, held to budgets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from flexgen_jax.errors import UserError
+from flexgen_jax.policy.policy import TIERS, Tier
+
+
+class BudgetError(UserError, MemoryError):
+    """A plan, or a run, needs more bytes in a tier than its budget; says which and the way out."""
+
+
+class Ledger:
+    """Bytes in use in each tier, held to budgets."""
+
+    def __init__(self, budgets: Mapping[Tier, int | None]) -> None:
+        self._lock = threading.Lock()
+        self._budgets = dict(budgets)
+        self._used = dict.fromkeys(TIERS, 0)
+        self._peak = dict.fromkeys(TIERS, 0)
+
+    def take(self, tier: Tier, nbytes: int) -> None:
+        """Counts an allocation; raises `BudgetError` before it where the budget is exceeded."""
+        with self._lock:
+            used = self._used[tier] + nbytes
+            budget = self._budgets.get(tier)
+            if budget is not None and used > budget:
+                raise BudgetError(
+                    f"{tier} memory: {used} bytes needed, {budget} allowed by {budget_flag(tier)}"
+                )
+            self._used[tier] = used
+            self._peak[tier] = max(self._peak[tier], used)
+
+    def give(self, tier: Tier, nbytes: int) -> None:
+        with self._lock:
+            self._used[tier] -= nbytes
+
+    @contextmanager
+    def holding(self, tier: Tier, nbytes: int) -> Iterator[None]:
+        self.take(tier, nbytes)
+        try:
+            yield
+        finally:
+            self.give(tier, nbytes)
+
+    @property
+    def used(self) -> dict[Tier, int]:
+        with self._lock:
+            return dict(self._used)
+
+    @property
+    def peak(self) -> dict[Tier, int]:
+        with self._lock:
+            return dict(self._peak)
+
+    def reset_peak(self) -> None:
+        with self._lock:
+            self._peak = dict(self._used)
+
+
+def budget_flag(tier: Tier) -> str:
+    return "--disk-space" if tier == "disk" else f"--{tier}-memory"
