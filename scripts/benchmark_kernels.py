@@ -29,8 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu.backend import kernels_of_device
-from flexgen_jax.cpu.host_attention import HostAttention, HostBlock
+from flexgen_jax.cpu import HostAttention, HostBlock, kernels_of_device
 from flexgen_jax.layers.attention import attend
 from flexgen_jax.layers.kernels import Dense
 from flexgen_jax.layers.programs import compiler_options

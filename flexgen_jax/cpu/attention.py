@@ -1,8 +1,8 @@
-"""Decode attention on the CPU as a part of XLA's programs.
+"""Attention inside XLA's programs, where the device is a CPU.
 
-Where the device is a CPU, keys and values are read where they lie by the kernels of
-`host_kernels`, at memory speed, from within the program of a decode step: a step of three programs,
-with XLA's threads still spinning while the kernels' compute, costs 1 to 4 ms more.
+Keys and values are read where they lie, at memory speed, from within the program of a step: with
+programs before and after the kernels, XLA's threads would go on spinning beside them. Each function
+returns None where XLA's own code is to be used.
 """
 
 from __future__ import annotations
@@ -13,12 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.attention import (
-    KVPair,
-    Partial,
-    attend_blocks,
-    attend_prompt,
-)
+from flexgen_jax.cpu.targets import register
+from flexgen_jax.layers.attention import KVPair, Partial
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import QuantizedArray
 
@@ -30,68 +26,75 @@ FEW_OF_A_PROMPT = 1 << 18
 """The same for prompts that go through a layer together: 2 milliseconds."""
 
 
-def attend_inline(
+def decode_attention(
     query: jax.Array,
     blocks: tuple[KVBlock, ...],
     starts: jax.Array,
     position: jax.Array,
     first_valid: jax.Array,
-) -> Partial:
-    """`layers.attention.attend_blocks`, for programs of the CPU."""
+) -> Partial | None:
+    """A new token's attention to some blocks; see `layers.kernels.Kernels.decode_attention`."""
     batch, heads, _, size = query.shape
     rows = batch * heads
     if 2 * rows * size * sum(key.shape[2] for key, _ in blocks) < FEW_ELEMENTS:
-        return attend_blocks(query, blocks, starts, position, first_valid)
+        return None
+    bits = next((key.storage.bits for key, _ in blocks if isinstance(key, QuantizedArray)), 16)
+    target = _target(size, str(query.dtype), bits)
+    if target is None:
+        return None
     lengths = jnp.array([key.shape[2] for key, _ in blocks], jnp.int32)
     starts = jnp.asarray(starts, jnp.int32)
     first = jnp.maximum(first_valid[None, :] - starts[:, None], 0)
     stop = jnp.minimum(lengths, position - starts)
     leaves = jax.tree.leaves(blocks)
-    bits = next((key.storage.bits for key, _ in blocks if isinstance(key, QuantizedArray)), 16)
-    target = _target(size, str(query.dtype), bits)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, size), (rows,))]
     asked = query.astype(jnp.float32).reshape(rows, size)
     out, lse = jax.ffi.ffi_call(target, shapes)(asked, first, stop, *leaves)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 
-def attend_prompt_inline(
+def prefill_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array, heads: int
-) -> tuple[jax.Array, KVPair]:
-    """`layers.attention.attend_prompt`, for programs of the CPU."""
-    if key.size + value.size < FEW_OF_A_PROMPT:
-        return attend_prompt(query, key, value, first_valid, heads)
+) -> tuple[jax.Array, KVPair] | None:
+    """Prompts' attention to themselves; see `layers.kernels.Kernels.prefill_attention`."""
     batch, tokens, hidden = query.shape
     dtype, rows, size = query.dtype, batch * heads, hidden // heads
+    if key.size + value.size < FEW_OF_A_PROMPT:
+        return None
+    target = _prompt_target(size, str(dtype))
+    if target is None:
+        return None
     shape = (batch, tokens, heads, size)
     kept = jax.ShapeDtypeStruct((rows, tokens, size), dtype)
-    call = jax.ffi.ffi_call(
-        _prompt_target(size, str(dtype)), (kept, kept, jax.ShapeDtypeStruct(shape, jnp.float32))
-    )
+    call = jax.ffi.ffi_call(target, (kept, kept, jax.ShapeDtypeStruct(shape, jnp.float32)))
     keys, values, out = call(*(x.reshape(shape) for x in (query, key, value)), first_valid)
     key, value = (x.reshape(batch, heads, tokens, size) for x in (keys, values))
     return out.reshape(query.shape).astype(dtype), (key, value)
 
 
-@lru_cache
-def _target(size: int, dtype: str, bits: int) -> str:
-    """The name of the registered function for heads of this size and format."""
-    # Numba takes half a second to import, and not every run attends here.
-    from flexgen_jax.cpu.jit.attention_entry import attention_handler
+# Numba takes half a second to import, and not every run attends here.
 
+
+@lru_cache
+def _target(size: int, dtype: str, bits: int) -> str | None:
+    """The registered function for heads of this size, whose blocks are kept in this format."""
     name = f"flexgen_jax_attend_{size}_{dtype}_{bits}"
-    return register(name, attention_handler(name, size, dtype, bits))
+
+    def make() -> tuple[Any, ...]:
+        from flexgen_jax.cpu.jit.attention_entry import attention_handler
+
+        return attention_handler(name, size, dtype, bits)
+
+    return register(name, make)
 
 
 @lru_cache
-def _prompt_target(size: int, dtype: str) -> str:
-    from flexgen_jax.cpu.jit.attention_entry import prompt_handler
-
+def _prompt_target(size: int, dtype: str) -> str | None:
     name = f"flexgen_jax_attend_prompt_{size}_{dtype}"
-    return register(name, prompt_handler(name, size, dtype))
 
+    def make() -> tuple[Any, ...]:
+        from flexgen_jax.cpu.jit.attention_entry import prompt_handler
 
-def register(name: str, handler: tuple[Any, ...]) -> str:
-    """Makes a handler known to XLA; returns its name."""
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler[0].ctypes), platform="cpu")
-    return name
+        return prompt_handler(name, size, dtype)
+
+    return register(name, make)

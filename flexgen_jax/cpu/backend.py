@@ -1,16 +1,88 @@
-"""What the device's programs compute with."""
+"""The kernels that a device's programs compute with, where the device may be a CPU."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
+import jax.numpy as jnp
 
-from flexgen_jax.cpu.attention import attend_inline, attend_prompt_inline
-from flexgen_jax.cpu.matmul import dense_inline, int8_inline, logits_inline
-from flexgen_jax.layers.kernels import BY_XLA, Kernels
+from flexgen_jax.cpu import attention, matmul
+from flexgen_jax.layers.attention import KVPair, Partial
+from flexgen_jax.layers.kernels import XlaKernels
+from flexgen_jax.layers.quantization import Kept
+from flexgen_jax.layers.tuning import Tuning
+from flexgen_jax.models.spec import Formats
+from flexgen_jax.policy.hardware import KernelSizes
 
-INLINE = Kernels(attend_inline, attend_prompt_inline, dense_inline, int8_inline, logits_inline)
+CPU_TUNING = Tuning(
+    lanes=8, kernel_first_rows=matmul.FEW_ROWS, doubles_lone_row=True, has_barriers=True
+)
+"""XLA's CPU backend adds one element after the other, copies a product's right operand, is slow
+with a lone 16-bit row, and unpacks inside loops."""
 
 
-def kernels_of_device() -> Kernels:
-    """Foreign functions where the device is a CPU."""
-    return INLINE if jax.default_backend() == "cpu" else BY_XLA
+@dataclass(frozen=True)
+class DeviceKernels(XlaKernels):
+    """XLA's own code, with sizes that a plan can count with."""
+
+    sizes: KernelSizes
+
+
+@dataclass(frozen=True)
+class CpuKernels(DeviceKernels):
+    """Generated code for this processor, and XLA's own where that is as fast or there is no
+    other; see `layers.kernels.Kernels`."""
+
+    tuning: Tuning = CPU_TUNING
+
+    def decode_attention(
+        self,
+        query: jax.Array,
+        blocks: tuple[tuple[Kept, Kept], ...],
+        starts: jax.Array,
+        position: jax.Array,
+        first_valid: jax.Array,
+    ) -> Partial:
+        args = (query, blocks, starts, position, first_valid)
+        found = attention.decode_attention(*args)
+        return super().decode_attention(*args) if found is None else found
+
+    def prefill_attention(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        first_valid: jax.Array,
+        heads: int,
+    ) -> tuple[jax.Array, KVPair]:
+        args = (query, key, value, first_valid, heads)
+        found = attention.prefill_attention(*args)
+        return super().prefill_attention(*args) if found is None else found
+
+    def matmul(
+        self, x: jax.Array, kernel: Kept, bias: jax.Array | None, bits: int = 16
+    ) -> jax.Array:
+        if bits == 8:
+            found = matmul.matmul_int8(x, kernel, bias)
+        else:
+            found = matmul.matmul(x, kernel, bias, x.dtype)
+        return super().matmul(x, kernel, bias, bits) if found is None else found
+
+    def logits(self, x: jax.Array, table: Kept) -> jax.Array:
+        found = matmul.matmul(x, table, None, jnp.float32)
+        return super().logits(x, table) if found is None else found
+
+    def compiler_options(self, formats: Formats) -> dict[str, str | bool] | None:
+        """Vectors as wide as the processor has them, and where something is unpacked the order of
+        the least memory: the usual one unpacks all of a layer before its first product."""
+        options: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
+        if (formats.weight_bits, formats.cache_bits, formats.matmul_bits) != (16, 16, 16):
+            options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+        return options
+
+
+def kernels_of_device() -> DeviceKernels:
+    """Generated code where the device is a CPU, XLA's own elsewhere."""
+    sizes = KernelSizes()
+    return CpuKernels(sizes) if jax.default_backend() == "cpu" else DeviceKernels(sizes)

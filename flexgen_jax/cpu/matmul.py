@@ -1,21 +1,20 @@
-"""Products on the CPU as a part of XLA's programs, where the processor has AMX, or AVX-512 with
-bfloat16: of many rows, of any number with a packed kernel, and by AVX-512 of few."""
+"""Products inside XLA's programs on the CPU, where the processor has a unit for them: of many rows,
+of any number of rows with a packed kernel, and by AVX-512 of few rows.
+
+Each function returns None where XLA's own code is to be used.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import os
-from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.cpu.attention import register
-from flexgen_jax.layers.int8_products import column_scale, rounded_int8
-from flexgen_jax.layers.linear import FEW_ROWS, dense, rounded
+from flexgen_jax.cpu.features import tile_unit
+from flexgen_jax.cpu.targets import register
+from flexgen_jax.layers.matmul_int8 import column_scale
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.models.storage import GROUP_SIZE
 
@@ -29,61 +28,45 @@ FEW_PACKED = 1 << 20
 MULTIPLE = 32
 """Of a kernel's rows and columns, as tiles are (`tiles`, which would load Numba)."""
 
-NUMBA_TARGETS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
-"""Set, they may have Numba compile for a processor without tiles."""
-
-FOR_VECTORS = {"avx512f", "avx512_bf16", "avx512_vnni"}
-"""Flags of processors with AVX-512's products of pairs of bfloat16 and of four integers."""
-
-ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # of x86-64's Linux
+FEW_ROWS = 64
+"""Up to this many rows a product takes little longer than the reading of its kernel."""
 
 
-def dense_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array:
-    """`layers.linear.rounded`, for programs of the CPU."""
+def matmul(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> jax.Array | None:
+    """`x @ kernel.T + bias` in `dtype`, x's own or fp32; see `layers.kernels.Kernels.matmul`."""
     unit = _unit_for(x, kernel)
-    if unit is None:
-        return rounded(x, kernel, bias)
-    added = None if bias is None else bias.astype(jnp.float32)
-    return _product(unit, x, kernel, added, x.dtype)
-
-
-def logits_inline(x: jax.Array, table: Kept) -> jax.Array:
-    """`layers.linear.dense`, for programs of the CPU."""
-    unit = _unit_for(x, table)
-    return _product(unit, x, table, None, jnp.float32) if unit else dense(x, table)
-
-
-def _product(
-    unit: str, x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any
-) -> jax.Array:
-    rows, columns = x.reshape(-1, x.shape[-1]), kernel.shape[0]
-    bias = jnp.zeros(columns, jnp.float32) if bias is None else bias
     bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
+    target = _target(bits, dtype == jnp.float32, unit) if unit else None
+    if target is None:
+        return None
+    rows, columns = x.reshape(-1, x.shape[-1]), kernel.shape[0]
+    added = jnp.zeros(columns, jnp.float32) if bias is None else bias.astype(jnp.float32)
     out = jax.ShapeDtypeStruct((rows.shape[0], columns), dtype)
-    target = _target(bits, dtype == jnp.float32, unit)
-    found: jax.Array = jax.ffi.ffi_call(target, out)(rows, bias, *jax.tree.leaves(kernel))
+    found: jax.Array = jax.ffi.ffi_call(target, out)(rows, added, *jax.tree.leaves(kernel))
     return found.reshape(*x.shape[:-1], columns)
 
 
-def int8_inline(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array:
-    """`layers.int8_products.rounded_int8`, for programs of the CPU."""
+def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array | None:
+    """`x @ kernel.T + bias` by products of 8-bit integers, in x's dtype."""
     unit = _unit_for_integers(x, kernel)
-    if unit is None:
-        return rounded_int8(x, kernel, bias)
+    bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
+    target = _int8_target(bits, unit) if unit else None
+    rounding = _rounding_target() if target else None
+    if target is None or rounding is None:
+        return None
     rows = x.reshape(-1, x.shape[-1])
     count, columns = rows.shape[0], kernel.shape[0]
     added = jnp.zeros(columns, jnp.float32) if bias is None else bias.astype(jnp.float32)
-    flags, *found = _rounded(rows)
-    bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
+    flags, *found = _rounded(rounding, rows)
     out = jax.ShapeDtypeStruct((count, columns), x.dtype)
     arguments = (*found, column_scale(kernel), added, rows, flags.max(axis=0))
-    call = jax.ffi.ffi_call(_int8_target(bits, unit), out)
+    call = jax.ffi.ffi_call(target, out)
     product: jax.Array = call(*arguments, *jax.tree.leaves(kernel))
     return product.reshape(*x.shape[:-1], columns)
 
 
-def _rounded(rows: jax.Array) -> list[jax.Array]:
-    """Where outliers are, uint8 [rows / 32, depth], `layers.int8_products.round_rows`, and the sums
+def _rounded(target: str, rows: jax.Array) -> list[jax.Array]:
+    """Where outliers are, uint8 [rows / 32, depth], `layers.matmul_int8.round_rows`, and the sums
     of its rows, int32."""
     count, depth = rows.shape
     kinds = (
@@ -92,7 +75,7 @@ def _rounded(rows: jax.Array) -> list[jax.Array]:
         jax.ShapeDtypeStruct((count,), jnp.float32),
         jax.ShapeDtypeStruct((count,), jnp.int32),
     )
-    return list(jax.ffi.ffi_call(_rounding_target(), kinds)(rows))
+    return list(jax.ffi.ffi_call(target, kinds)(rows))
 
 
 def _unit_for_integers(x: jax.Array, kernel: Kept) -> str | None:
@@ -125,56 +108,40 @@ def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
     return fits and is_grouped and storage.plane_length % MULTIPLE == 0
 
 
-def tile_unit(kind: str = "bf16") -> str | None:
-    """The best of `tile_units`."""
-    return next(iter(tile_units(kind)), None)
+# Numba takes half a second to import, and not every run multiplies here.
 
 
 @lru_cache
-def tile_units(kind: str = "bf16") -> tuple[str, ...]:
-    """The processor's units for tiles of bfloat16, or of "int8": "amx", which Linux is asked to let
-    this process use, and "avx512"."""
-    if any(map(os.environ.get, NUMBA_TARGETS)):
-        return ()
-    flags = _processor_flags()
-    has_amx = f"amx_{kind}" in flags and _may_use_amx()
-    return ("amx",) * has_amx + ("avx512",) * (flags >= FOR_VECTORS)
-
-
-def _processor_flags() -> set[str]:
-    """As Linux names them."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
-                return set(line.split())
-    return set()
-
-
-def _may_use_amx() -> bool:
-    with suppress(OSError, AttributeError):
-        return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0)
-    return False
-
-
-@lru_cache
-def _target(bits: int, is_wide: bool, unit: str) -> str:
-    from flexgen_jax.cpu.jit.matmul_entry import product_handler
-
+def _target(bits: int, is_wide: bool, unit: str) -> str | None:
     name = f"flexgen_jax_multiply_rows_{bits}{'_wide' * is_wide}_{unit}"
-    return register(name, product_handler(name, bits, is_wide, unit == "amx"))
+
+    def make() -> tuple[Any, ...]:
+        from flexgen_jax.cpu.jit.matmul_entry import product_handler
+
+        return product_handler(name, bits, is_wide, unit == "amx")
+
+    return register(name, make)
 
 
 @lru_cache
-def _int8_target(bits: int, unit: str) -> str:
-    from flexgen_jax.cpu.jit.matmul_entry import int8_handler
-
+def _int8_target(bits: int, unit: str) -> str | None:
     name = f"flexgen_jax_multiply_integers_{bits}_{unit}"
-    return register(name, int8_handler(name, bits, unit == "amx"))
+
+    def make() -> tuple[Any, ...]:
+        from flexgen_jax.cpu.jit.matmul_entry import int8_handler
+
+        return int8_handler(name, bits, unit == "amx")
+
+    return register(name, make)
 
 
 @lru_cache
-def _rounding_target() -> str:
-    from flexgen_jax.cpu.jit.matmul_entry import rounding_handler
-
+def _rounding_target() -> str | None:
     name = "flexgen_jax_round_rows"
-    return register(name, rounding_handler(name))
+
+    def make() -> tuple[Any, ...]:
+        from flexgen_jax.cpu.jit.matmul_entry import rounding_handler
+
+        return rounding_handler(name)
+
+    return register(name, make)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from flexgen_jax.cpu import kernels_of_device
 from flexgen_jax.engine.batching import Request, make_blocks, pad_prompts, padded_length
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
 from flexgen_jax.engine.outputs import Generation, OnOutput, RequestOutput, ScoreOutput, Scoring
@@ -26,6 +27,7 @@ from flexgen_jax.errors import (
 from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.profiles import read_profile
 from flexgen_jax.models.loading import open_model, resolve_dtype
+from flexgen_jax.models.spec import model_spec
 from flexgen_jax.offload.allocator import tune_allocator
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.trace import Trace
@@ -110,6 +112,7 @@ class LLM:
             offload_dir=Path(offload_dir or cache_folder("offload")).expanduser(),
             fingerprint=self._model.source.fingerprint(self.dtype) + formats.suffix,
             unified=unified,
+            sizes=kernels_of_device().sizes,
             progress=self._progress,
             profile=read_profile(hardware) if hardware is not None else None,
         )
@@ -207,7 +210,7 @@ class LLM:
         steps = sum(len(block) * max(r.max_tokens for b in block for r in b) for block in blocks)
         session.start()
         with self._progress.generating(
-            steps * (self.config.num_layers + 2), lambda: collector.num_tokens - before
+            steps * len(model_spec(self.config).layers), lambda: collector.num_tokens - before
         ) as tick:
             for block in blocks:
                 batches = self._batches(block, isinstance(collector, Scoring))

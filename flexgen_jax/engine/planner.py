@@ -10,7 +10,7 @@ from flexgen_jax.machine.limits import detect_budgets
 from flexgen_jax.machine.profiles import cached_profile, measured_profile
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.fit import Budgets, Fitter
-from flexgen_jax.policy.hardware import HardwareProfile
+from flexgen_jax.policy.hardware import HardwareProfile, KernelSizes
 from flexgen_jax.policy.ledger import BudgetError
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload
@@ -44,6 +44,7 @@ class Planner:
     offload_dir: Path
     fingerprint: str
     unified: bool
+    sizes: KernelSizes
     progress: Progress
     profile: HardwareProfile | None = None
     _plan: Plan | None = field(default=None, init=False)
@@ -143,7 +144,8 @@ class Planner:
         """What there is without measuring: asked for, cached, or a generic machine's."""
         if self.profile is None:
             self.profile = cached_profile(self.dtype, self.offload_dir)
-        return self.profile or known_machine("generic-cpu" if self.unified else "rtx3090-24gb")
+        found = self.profile or known_machine("generic-cpu" if self.unified else "rtx3090-24gb")
+        return replace(found, sizes=self.sizes)  # this device computes, whatever it plans with
 
     def predicted(self, policy: Policy, workload: Workload) -> dict[str, float | str] | None:
         """What a run was to take, by this machine's profile; None where there is none."""
@@ -188,7 +190,7 @@ class Planner:
         return self.budgets.spare_ram(self._fitter(workload).needed(policy))
 
     def _fitter(self, workload: Workload) -> Fitter:
-        return Fitter(self.config, self.dtype, workload, self.budgets, self.unified)
+        return Fitter(self.config, self.dtype, workload, self.budgets, self.unified, self.sizes)
 
     def _check(self, fitter: Fitter, policy: Policy) -> None:
         missing = self.budgets.shortfalls(fitter.needed(policy))

@@ -11,11 +11,12 @@ from flexgen_jax.engine.planner import Planner
 from flexgen_jax.machine.limits import storage_read_bytes
 from flexgen_jax.models.checkpoint import WeightSource
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.spec import unique_tensors
+from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.executor import Batch, BlockRun, OnResult
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.offload.weights import WeightStore
+from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import (
     BlockShape,
     buffer_bytes,
@@ -61,7 +62,7 @@ class Session:
             planner.unified,
             trace,
         )
-        self._tiers = place_weights(self._runtime.layers, dtype, policy)
+        self._tiers = place_weights(self._runtime.spec, dtype, policy)
         self._weights = WeightStore(self._runtime, source, self._tiers)
         self.adopt(policy, workload)
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
@@ -80,12 +81,12 @@ class Session:
         """Runs under this policy, which `suits`, from now on."""
         self.policy = policy
         spare = self._planner.spare_ram(policy, workload)
-        self._weights.cached = page_cached(self._runtime.layers, self._formats, self._tiers, spare)
+        self._weights.cached = page_cached(self._runtime.spec, self._formats, self._tiers, spare)
 
     def place(self, progress: Progress) -> None:
         """Brings the weights to their tiers."""
         started = time.perf_counter()
-        tensors = unique_tensors(self._runtime.layers).values()
+        tensors = self._runtime.spec.tensors.values()
         total = sum(self._formats.weight(tensor).nbytes for tensor in tensors)
         with progress.placing(total) as placed:
             self._weights.place(placed)
@@ -99,41 +100,47 @@ class Session:
         for batch, rows in enumerate(shape.batch_sizes):
             prompt, generated = plan.prompt[batch], plan.generated[batch]
             programs.embed(rows, workload.prompt_len)
-            programs.prefill(rows, prompt, only_last=True)
-            if self._config.num_layers > 1:
-                programs.prefill(rows, prompt)
+            *others, last = self._runtime.spec.decoders
+            programs.prefill(last, rows, prompt, only_last=True)
+            for layer in others:
+                programs.prefill(layer, rows, prompt)
             programs.head(rows, True)
             for count, tail in enumerate(generated):
                 programs.embed(rows, 1)
                 self._compile_decode(plan, batch, rows, len(prompt) + count)
-                if not self._planner.unified:
-                    programs.append(rows, tail)
-                if self._formats.cache_bits < 16:
-                    programs.seal(rows, tail)
+                for layer, _ in self._runtime.spec.decoder_kinds:
+                    self._compile_tail(layer, rows, tail)
         if any(plan.generated) and plan.values_stay and set(plan.homes.values()) != {"device"}:
             started = time.perf_counter()
             self._runtime.prepare_host(self.policy.is_sparse, not plan.keys_stay)
             self._kernels_s += time.perf_counter() - started
 
+    def _compile_tail(self, layer: LayerSpec, rows: int, tail: int) -> None:
+        """What writes to an open block and seals it."""
+        if not self._planner.unified:
+            self._runtime.programs.append(layer, rows, tail)
+        if self._formats.cache_bits < 16:
+            self._runtime.programs.seal(layer, rows, tail)
+
     def _compile_decode(self, plan: CachePlan, batch: int, rows: int, sealed: int) -> None:
         """Every program that a step needs in some layer when so many blocks are sealed."""
-        programs, layers = self._runtime.programs, range(self._config.num_layers)
+        programs = self._runtime.programs
         room = sum(plan.lengths(batch)[: sealed + 1])
         most = self.policy.attended(room) if self.policy.is_sparse else 0
-        for layer in layers:
-            here, there = (plan.part(layer, batch, sealed, is_there) for is_there in (False, True))
+        for index, layer in enumerate(self._runtime.spec.decoders):
+            here, there = (plan.part(index, batch, sealed, is_there) for is_there in (False, True))
             if not there.starts:
-                programs.decode(rows, here.lengths, here.tail, most)
+                programs.decode(layer, rows, here.lengths, here.tail, most)
                 continue
-            programs.project(rows)
-            programs.finish(rows, 2 if here.starts else 1)
+            programs.project(layer, rows)
+            programs.finish(layer, rows, 2 if here.starts else 1)
             if here.starts and not most:
-                programs.attend(rows, here.lengths, here.tail)
+                programs.attend(layer, rows, here.lengths, here.tail)
             elif here.starts:
-                programs.rank(rows, here.lengths, here.tail, most)
-                programs.attend_ranked(rows, here.lengths, here.tail, most)
+                programs.rank(layer, rows, here.lengths, here.tail, most)
+                programs.attend_ranked(layer, rows, here.lengths, here.tail, most)
             if most and not plan.keys_stay:
-                programs.rank(rows, there.lengths, there.tail, most)
+                programs.rank(layer, rows, there.lengths, there.tail, most)
 
     def start(self) -> None:
         """Begins a run's measurements."""
@@ -170,14 +177,20 @@ class Session:
             tick()
 
         workspace = max(
-            workspace_bytes(self._config, self._formats, batch.size, batch.prompt_len, batch.head)
+            workspace_bytes(
+                self._config,
+                self._formats,
+                self._runtime.sizes,
+                batch.size,
+                batch.prompt_len,
+                batch.head,
+            )
             for batch in batches
         )
         block = BlockRun(
             self._runtime, self._weights, self.policy, batches, tokens, plan, on_result, on_step
         )
-        sizes = (self._config, self._dtype, self.policy, shape, self._planner.unified)
-        self._runtime.pool.most_bytes = buffer_bytes(*sizes)
+        self._runtime.pool.most_bytes = buffer_bytes(*self._sized(shape))
         with self._runtime.ledger.holding("device", workspace):
             block.run()
 
@@ -208,21 +221,29 @@ class Session:
             **self._runtime.metrics.report(),
             "storage_read_bytes": storage_read,
             "peak_bytes": self._runtime.ledger.peak,
-            "computed_peak_bytes": peak_bytes(
-                self._config, self._dtype, self.policy, shape, self._planner.unified
-            ),
+            "computed_peak_bytes": peak_bytes(*self._sized(shape)),
             "compiled_workspace_bytes": self._runtime.programs.workspace,
             "realized": self._realized(shape),
         }
 
+    def _sized(
+        self, shape: BlockShape
+    ) -> tuple[ModelConfig, str, Policy, BlockShape, bool, KernelSizes]:
+        """What the bytes of a block of batches depend on."""
+        unified, sizes = self._planner.unified, self._runtime.sizes
+        return self._config, self._dtype, self.policy, shape, unified, sizes
+
     def _realized(self, shape: BlockShape) -> dict[str, dict[Tier, float]]:
         """The fractions of the bytes that each tier really got."""
-        tensors = [t for t in unique_tensors(self._runtime.layers).values() if not t.is_small]
+        spec = self._runtime.spec
+        tensors = [t for t in spec.tensors.values() if not t.is_small]
         weights = [self._formats.weight(t).nbytes for t in tensors]
         cache = plan_cache(self._config, self.policy, shape)
-        blocks = [cache.lengths(key.batch)[key.block] for key in cache.homes]
-        count = self._config.num_layers + 1
-        homes = place_activations(count, len(shape.batch_sizes), self.policy).homes
+        blocks = [
+            cache.lengths(key.batch)[key.block] * spec.decoders[key.layer].attention.kv_size
+            for key in cache.homes
+        ]
+        homes = place_activations(len(spec.layers) - 1, len(shape.batch_sizes), self.policy).homes
         return {
             "weights": realised(weights, [self._tiers[t.key] for t in tensors]),
             "cache": realised(blocks, list(cache.homes.values())),

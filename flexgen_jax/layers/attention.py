@@ -12,16 +12,12 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.linear import precision_for
+from flexgen_jax.layers.matmul import precision_for
 from flexgen_jax.layers.quantization import Kept, parts_of
-from flexgen_jax.models.spec import scored_heads
+from flexgen_jax.layers.tuning import PLAIN, Tuning
 
 MASKED = -1e30
 """Score of a masked key: finite, so that a block with no valid key stays free of NaN."""
-
-LANES = 8
-"""Sums that a row's elements are added to in turn, so that XLA's CPU backend adds in vectors; by
-itself it adds one element after the other."""
 
 Partial = tuple[jax.Array, jax.Array]
 """What attention found in some blocks: softmax-weighted values, fp32 [batch, head, 1, head_dim],
@@ -31,48 +27,52 @@ KVPair = tuple[jax.Array, jax.Array]
 """Keys and values, each [batch, head, token, head_dim]."""
 
 
-def attend(query: jax.Array, key: Kept, value: Kept, valid: jax.Array) -> Partial:
+def attend(
+    query: jax.Array, key: Kept, value: Kept, valid: jax.Array, tuning: Tuning = PLAIN
+) -> Partial:
     """One query token a sequence against one block.
 
     query: [batch, head, 1, head_dim], already scaled; key, value: [batch, head, token,
     head_dim], unpacked here if they are quantized; valid: bool [batch, token].
     """
-    return _mixed([key_scores(query, key, valid)], [value])
+    return _mixed([key_scores(query, key, valid, tuning)], [value], tuning)
 
 
-def _mixed(scores: list[jax.Array], values: list[Kept]) -> Partial:
+def _mixed(scores: list[jax.Array], values: list[Kept], tuning: Tuning) -> Partial:
     """The values of some blocks by the softmax of all of their scores."""
     peak = reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in scores])
     weights = [jnp.exp(x - peak) for x in scores]
     total = reduce(jnp.add, [x.sum(-1, keepdims=True) for x in weights])
-    mixed = reduce(jnp.add, map(weighted_sum, weights, values))
+    sums = (weighted_sum(w, v, tuning) for w, v in zip(weights, values, strict=True))
+    mixed = reduce(jnp.add, sums)
     return mixed / total[..., None], peak + jnp.log(total)
 
 
-def key_scores(query: jax.Array, key: Kept, valid: jax.Array) -> jax.Array:
+def key_scores(query: jax.Array, key: Kept, valid: jax.Array, tuning: Tuning = PLAIN) -> jax.Array:
     """fp32 [batch, head, token]: the query times each key, `MASKED` where that is not valid."""
     # Not as a product: those XLA's CPU backend computes with a copy of what it streams, which is
     # the cache; multiplied and summed, keys and values are read once, five times as fast.
     rows, start = query.astype(jnp.float32), 0
     scores = jnp.zeros((), jnp.float32)
-    for part in parts_of(key):
+    for part in parts_of(key, tuning.has_barriers):
         stop = start + part.shape[3]
-        scores = scores + _sum_last(part.astype(jnp.float32) * rows[..., start:stop])
+        scores = scores + _sum_last(part.astype(jnp.float32) * rows[..., start:stop], tuning.lanes)
         start = stop
     return jnp.where(valid[:, None, :], scores, MASKED)
 
 
-def _sum_last(x: jax.Array) -> jax.Array:
-    """x: [batch, head, token, element], added up over the elements."""
-    if x.shape[3] % LANES:
+def _sum_last(x: jax.Array, lanes: int) -> jax.Array:
+    """Adds up [batch, head, token, element] over the elements, `lanes` sums side by side."""
+    if lanes == 1 or x.shape[3] % lanes:
         return x.sum(3)
-    return x.reshape(*x.shape[:3], -1, LANES).sum(3).sum(3)
+    return x.reshape(*x.shape[:3], -1, lanes).sum(3).sum(3)
 
 
-def weighted_sum(weights: jax.Array, value: Kept) -> jax.Array:
+def weighted_sum(weights: jax.Array, value: Kept, tuning: Tuning = PLAIN) -> jax.Array:
     """Values [batch, head, token, head_dim] times weights, fp32 [batch, head, token], added up:
     fp32 [batch, head, 1, head_dim]."""
-    mixed = [(part.astype(jnp.float32) * weights[..., None]).sum(2) for part in parts_of(value)]
+    parts = parts_of(value, tuning.has_barriers)
+    mixed = [(part.astype(jnp.float32) * weights[..., None]).sum(2) for part in parts]
     return jnp.concatenate(mixed, axis=-1)[:, :, None]
 
 
@@ -82,6 +82,7 @@ def attend_blocks(
     starts: jax.Array,
     position: jax.Array,
     first_valid: jax.Array,
+    tuning: Tuning = PLAIN,
 ) -> Partial:
     """The new token's query against some blocks, at least one, merged.
 
@@ -92,13 +93,13 @@ def attend_blocks(
     scores = []
     for start, (key, _) in zip(starts, blocks, strict=True):
         valid = valid_tokens(start, key.shape[2], position, first_valid)
-        scores.append(key_scores(query, key, valid))
-    return _mixed(scores, [value for _, value in blocks])
+        scores.append(key_scores(query, key, valid, tuning))
+    return _mixed(scores, [value for _, value in blocks], tuning)
 
 
-def attend_itself(query: jax.Array, key: Kept, value: Kept) -> Partial:
+def attend_itself(query: jax.Array, key: Kept, value: Kept, tuning: Tuning = PLAIN) -> Partial:
     """The new token's query against its own key and value, [batch, head, 1, head_dim]."""
-    return attend(query, key, value, jnp.ones((query.shape[0], 1), bool))
+    return attend(query, key, value, jnp.ones((query.shape[0], 1), bool), tuning)
 
 
 def valid_tokens(
@@ -125,9 +126,9 @@ def merge(partials: list[Partial]) -> Partial:
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array
+    query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array, at_once: int
 ) -> jax.Array:
-    """Attention of a left-padded prompt to itself.
+    """Attention of a left-padded prompt to itself, for `at_once` heads of the batch at a time.
 
     query (scaled), key, value: [batch, head, token, head_dim]; first_valid: int32 [batch],
     the index of each sequence's first real token. Returns [batch, head, token, head_dim] in
@@ -150,8 +151,7 @@ def causal_attention(
 
     q, k, v = (x.reshape(batch * heads, tokens, head_dim) for x in (query, key, value))
     args = (q, k, v, jnp.repeat(first_valid, heads))
-    at_once = scored_heads(batch * heads, tokens)
-    if at_once == batch * heads:
+    if at_once >= batch * heads:
         out = jax.vmap(one_head)(args)
     else:
         out = jax.lax.map(one_head, args, batch_size=at_once)
@@ -159,14 +159,20 @@ def causal_attention(
 
 
 def attend_prompt(
-    query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array, heads: int
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    first_valid: jax.Array,
+    heads: int,
+    at_once: int,
 ) -> tuple[jax.Array, KVPair]:
     """A left-padded prompt's attention to itself, and its keys and values as they are cached.
 
-    query (scaled), key, value: [batch, token, hidden]. Returns [batch, token, hidden].
+    query (scaled), key, value: [batch, token, hidden]; at_once: as in `causal_attention`. Returns
+    [batch, token, hidden].
     """
     query, key, value = (split_heads(x, heads) for x in (query, key, value))
-    return join_heads(causal_attention(query, key, value, first_valid)), (key, value)
+    return join_heads(causal_attention(query, key, value, first_valid, at_once)), (key, value)
 
 
 def split_heads(x: jax.Array, heads: int) -> jax.Array:

@@ -16,7 +16,7 @@ from flexgen_jax.layers.attention import (
     merge,
     split_heads,
 )
-from flexgen_jax.layers.kernels import BY_XLA, Kernels
+from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.norm import LayerNorm
@@ -32,18 +32,19 @@ class SelfAttention(nn.Module):
     """Multi-head attention; what it attends to comes in as blocks."""
 
     config: ModelConfig
+    kernels: Kernels
     dtype: jnp.dtype = jnp.float32
-    kernels: Kernels = BY_XLA
+    matmul_bits: int = 16
 
     def setup(self) -> None:
-        hidden, bias = self.config.hidden_size, self.config.use_bias
-        how = (bias, self.dtype, self.kernels.dense)
+        how = (self.kernels, self.config.use_bias, self.dtype, self.matmul_bits)
+        hidden = self.config.hidden_size
         self.q, self.k = Linear(hidden, *how), Linear(hidden, *how)
         self.v, self.out = Linear(hidden, *how), Linear(hidden, *how)
 
     def prefill(self, x: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVPair]:
         """x: [batch, token, hidden] -> the same shape, and the prompt's keys and values."""
-        out, block = self.kernels.attend_prompt(
+        out, block = self.kernels.prefill_attention(
             *self._all_heads(x), first_valid, self.config.num_heads
         )
         return self.out(out), block
@@ -53,13 +54,15 @@ class SelfAttention(nn.Module):
         heads, last = self.config.num_heads, jnp.int32(x.shape[1])
         query = split_heads(self._query(x[:, -1:]), heads)
         block = split_heads(self.k(x), heads), split_heads(self.v(x), heads)
-        out, _ = self.kernels.attend(query, (block,), jnp.zeros(1, jnp.int32), last, first_valid)
+        starts = jnp.zeros(1, jnp.int32)
+        out, _ = self.kernels.decode_attention(query, (block,), starts, last, first_valid)
         return self.out(join_heads(out.astype(self.dtype))), block
 
     def join(self, query: jax.Array, new: KVBlock, partials: list[Partial]) -> jax.Array:
         """The new token's attention to itself, and what it found wherever the cache is -> [batch,
         1, hidden]."""
-        out, _ = merge([attend_itself(query, *new), *partials])
+        itself = attend_itself(query, *new, self.kernels.tuning)
+        out, _ = merge([itself, *partials])
         return self.out(join_heads(out.astype(self.dtype)))
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -80,17 +83,20 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP with residuals; layer norm before (most OPTs) or after (350m).
 
-    kernels: what the layer computes with, XLA's own code or something faster for the machine.
+    kernels: what the layer computes with, XLA's own code or something faster for the machine;
+    matmul_bits: 16, or 8 for products of 8-bit integers.
     """
 
     config: ModelConfig
+    kernels: Kernels
     dtype: jnp.dtype = jnp.float32
-    kernels: Kernels = BY_XLA
+    matmul_bits: int = 16
 
     def setup(self) -> None:
-        self.attention = SelfAttention(self.config, self.dtype, self.kernels)
+        how = (self.config, self.kernels, self.dtype, self.matmul_bits)
+        self.attention = SelfAttention(*how)
         self.attention_norm = LayerNorm(self.config, self.dtype)
-        self.mlp = MLP(self.config, self.dtype, self.kernels)
+        self.mlp = MLP(*how)
         self.mlp_norm = LayerNorm(self.config, self.dtype)
 
     def prefill(
@@ -129,7 +135,10 @@ class DecoderLayer(nn.Module):
         query, new = self.project(hidden)
         starts = jnp.array([0, *accumulate(key.shape[2] for key, _ in blocks)])
         args = (query, (*blocks, tail), starts, position, first_valid)
-        here = self.kernels.attend(*args) if counts is None else attend_top(*args, counts, most)
+        if counts is None:
+            here = self.kernels.decode_attention(*args)
+        else:
+            here = attend_top(*args, counts, most, self.kernels.tuning)
         return self.finish(hidden, query, new, [here]), new
 
     def project(self, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.linear import Linear, dense, parameter
+from flexgen_jax.layers.kernels import Kernels
+from flexgen_jax.layers.linear import Linear, parameter
 from flexgen_jax.layers.norm import LayerNorm
-from flexgen_jax.layers.quantization import Kept, take_rows
+from flexgen_jax.layers.quantization import take_rows
 from flexgen_jax.models.config import ModelConfig
 
 _init = nn.initializers.normal(0.02)
@@ -20,6 +19,7 @@ class Embedding(nn.Module):
     """Token and learned position embeddings, projected to the hidden size where they differ."""
 
     config: ModelConfig
+    kernels: Kernels
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
@@ -38,7 +38,8 @@ class Embedding(nn.Module):
         position_table = parameter(self, "positions", _init, shape, self.dtype)
         hidden = take_rows(table, token_ids)
         if config.projects_embeddings:
-            hidden = Linear(config.hidden_size, False, self.dtype, name="project_in")(hidden)
+            project = Linear(config.hidden_size, self.kernels, False, self.dtype, name="project_in")
+            hidden = project(hidden)
         column = start + jnp.arange(token_ids.shape[1])
         positions = jnp.maximum(column[None, :] - first_valid[:, None], -1)
         return hidden + take_rows(position_table, positions + config.position_offset)
@@ -48,8 +49,8 @@ class Head(nn.Module):
     """Final norm, projection and the product with the (often tied) output table."""
 
     config: ModelConfig
+    kernels: Kernels
     dtype: jnp.dtype = jnp.float32
-    compute: Callable[[jax.Array, Kept], jax.Array] = dense
 
     @nn.compact
     def __call__(self, hidden: jax.Array) -> jax.Array:
@@ -58,7 +59,8 @@ class Head(nn.Module):
         if config.final_norm:
             hidden = LayerNorm(config, self.dtype, name="norm")(hidden)
         if config.projects_embeddings:
-            hidden = Linear(config.embed_size, False, self.dtype, name="project_out")(hidden)
+            project = Linear(config.embed_size, self.kernels, False, self.dtype, name="project_out")
+            hidden = project(hidden)
         shape = (config.vocab_size, config.embed_size)
         table = parameter(self, "tokens", _init, shape, self.dtype)
-        return self.compute(hidden, table)
+        return self.kernels.logits(hidden, table)

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.kernels import BY_XLA, Kernels
+from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.linear import Linear
 from flexgen_jax.models.config import ModelConfig
 
@@ -28,13 +28,14 @@ class MLP(nn.Module):
     """fc2(activation(fc1(x)))."""
 
     config: ModelConfig
+    kernels: Kernels
     dtype: jnp.dtype = jnp.float32
-    kernels: Kernels = BY_XLA
+    matmul_bits: int = 16
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., hidden] -> the same shape."""
         config = self.config
-        how = (config.use_bias, self.dtype, self.kernels.dense)
+        how = (self.kernels, config.use_bias, self.dtype, self.matmul_bits)
         up = activation(config.activation)(Linear(config.ffn_size, *how, name="fc1")(x))
         return Linear(config.hidden_size, *how, name="fc2")(up)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,12 +18,12 @@ from flax.traverse_util import unflatten_dict
 
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
 from flexgen_jax.layers.embedding import Embedding, Head
-from flexgen_jax.layers.kernels import BY_XLA, Kernels
+from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.quantization import Kept, assemble, quantize_as
 from flexgen_jax.layers.sampling import greedy, sample
 from flexgen_jax.layers.sparse_attention import Ranked, attend_ranked, rank
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.spec import SCORED_ROWS, Formats, LayerSpec, model_spec, prefilled
+from flexgen_jax.models.spec import AttentionSpec, Formats, LayerSpec, ModelSpec, model_spec
 from flexgen_jax.models.storage import Storage
 
 Tail = tuple[jax.Array, jax.Array]
@@ -38,27 +39,26 @@ def _apply(module: Any, weights: Weights, *args: Any, **options: Any) -> Any:
     return module.apply(variables, *args, **options)
 
 
-def _embed(config: ModelConfig, dtype: jnp.dtype) -> Callable[..., Any]:
+def _embed(module: Embedding) -> Callable[..., Any]:
     def embed(weights: Weights, ids: jax.Array, start: jax.Array, first_valid: jax.Array) -> Any:
-        hidden = _apply(Embedding(config, dtype), weights, ids, start, first_valid)
+        hidden = _apply(module, weights, ids, start, first_valid)
         return hidden, jnp.isfinite(hidden).all()
 
     return embed
 
 
 def _prefill(
-    config: ModelConfig,
+    layer: DecoderLayer,
     formats: Formats,
-    kernels: Kernels,
+    attention: AttentionSpec,
     cuts: tuple[int, ...],
     only_last: bool,
 ) -> Callable[..., Any]:
-    dtype = jnp.dtype(formats.dtype)
+    sizes = layer.kernels.sizes
 
     def some(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
         """Hidden states of some sequences, the stored leaves of their blocks, and whether each
         of the former is finite, which is told while it is in the cache."""
-        layer = DecoderLayer(config, dtype, kernels)
         hidden, (key, value) = _apply(
             layer, weights, hidden, first_valid, only_last=only_last, method="prefill"
         )
@@ -72,12 +72,12 @@ def _prefill(
 
     def prefill(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
         batch, tokens, _ = hidden.shape
-        size = prefilled(batch, tokens, formats.weight_bits)
+        size = sizes.prefill_sequences(batch, tokens, formats.weight_bits)
         found = _in_groups(partial(some, weights), size, hidden, first_valid)
         hidden, leaves, is_finite = found
         blocks = []
         for length, sides in zip(cuts, leaves, strict=True):
-            storage = formats.kv((batch, config.num_heads, length, config.head_dim))
+            storage = formats.kv(attention.kv_shape(batch, length))
             blocks.append(tuple(assemble(storage, side) for side in sides))
         return hidden, tuple(blocks), is_finite.all()
 
@@ -129,27 +129,24 @@ def _seal(formats: Formats, block: KVBlock) -> KVBlock:
     return key, value
 
 
-def _decode(
-    config: ModelConfig, dtype: jnp.dtype, kernels: Kernels, most: int
-) -> Callable[..., Any]:
+def _decode(layer: DecoderLayer, most: int) -> Callable[..., Any]:
     def decode(weights: Weights, *args: Any) -> Any:
-        layer = DecoderLayer(config, dtype, kernels)
         hidden, new = _apply(layer, weights, *args, most=most, method="decode")
         return hidden, new, jnp.isfinite(hidden).all()
 
     return decode
 
 
-def _project(config: ModelConfig, dtype: jnp.dtype, kernels: Kernels) -> Callable[..., Any]:
+def _project(layer: DecoderLayer) -> Callable[..., Any]:
     def project(weights: Weights, hidden: jax.Array) -> Any:
-        return _apply(DecoderLayer(config, dtype, kernels), weights, hidden, method="project")
+        return _apply(layer, weights, hidden, method="project")
 
     return project
 
 
-def _finish(config: ModelConfig, dtype: jnp.dtype, kernels: Kernels) -> Callable[..., Any]:
+def _finish(layer: DecoderLayer) -> Callable[..., Any]:
     def finish(weights: Weights, *args: Any) -> Any:
-        hidden = _apply(DecoderLayer(config, dtype, kernels), weights, *args, method="finish")
+        hidden = _apply(layer, weights, *args, method="finish")
         return hidden, jnp.isfinite(hidden).all()
 
     return finish
@@ -164,28 +161,26 @@ def _append(tail: Tail, new: Tail, at: jax.Array) -> Tail:
     return key, value
 
 
-def _head(
-    config: ModelConfig, dtype: jnp.dtype, kernels: Kernels, is_greedy: bool
-) -> Callable[..., Any]:
+def _head(module: Head, is_greedy: bool) -> Callable[..., Any]:
     def head(weights: Weights, hidden: jax.Array, *sampling: jax.Array) -> Any:
-        logits = _apply(Head(config, dtype, kernels.logits), weights, hidden[:, -1])
+        logits = _apply(module, weights, hidden[:, -1])
         ids = greedy(logits) if is_greedy else sample(logits, *sampling)
         return ids[:, None], jnp.isfinite(logits).all()
 
     return head
 
 
-def _score(config: ModelConfig, dtype: jnp.dtype, kernels: Kernels) -> Callable[..., Any]:
+def _score(module: Head) -> Callable[..., Any]:
     def score(weights: Weights, hidden: jax.Array, targets: jax.Array) -> Any:
         """Log-probability of each target at its position, fp32 [batch, token]."""
 
         def some(rows: jax.Array, wanted: jax.Array) -> jax.Array:
-            logits = _apply(Head(config, dtype, kernels.logits), weights, rows)
+            logits = _apply(module, weights, rows)
             found = jnp.take_along_axis(jax.nn.log_softmax(logits), wanted[:, None], axis=1)
             return found[:, 0]
 
         rows = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
-        logprobs = _in_groups(some, min(SCORED_ROWS, targets.size), *rows)
+        logprobs = _in_groups(some, min(module.kernels.sizes.scored_rows, targets.size), *rows)
         return logprobs.reshape(targets.shape), jnp.isfinite(logprobs).all()
 
     return score
@@ -199,113 +194,160 @@ def _float(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def compiler_options(formats: Formats) -> dict[str, str | bool] | None:
-    """Of XLA's CPU backend: vectors as wide as the processor has them (prefill takes 5 % less), and
-    where something is unpacked the order of the least memory.
-
-    The usual order unpacks or rounds all of a layer before the first product, into memory that
-    comes fresh from the system and is in no cache: 48 ms a step of OPT-1.3B in place of 18.
-    """
-    if jax.default_backend() != "cpu":
-        return None
-    options: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
-    if (formats.weight_bits, formats.cache_bits, formats.matmul_bits) != (16, 16, 16):
-        options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-    return options
-
-
 @lru_cache(maxsize=512)
 def _compile(
     config: ModelConfig, formats: Formats, kernels: Kernels, kind: str, *shape: Any
 ) -> jax.stages.Compiled:
-    lowered = _lower(config, formats, kernels, kind, *shape)
-    return lowered.compile(compiler_options=compiler_options(formats))
+    lower = getattr(_Lowering(config, formats, kernels), kind)
+    lowered: jax.stages.Lowered = lower(*shape)
+    return lowered.compile(compiler_options=kernels.compiler_options(formats))
 
 
-def _lower(
-    config: ModelConfig, formats: Formats, kernels: Kernels, kind: str, *shape: Any
-) -> jax.stages.Lowered:
-    dtype, kernels = jnp.dtype(formats.dtype), kernels.multiplying(formats.matmul_bits)
+@dataclass(frozen=True)
+class _Lowering:
+    """Traces each kind of program for its abstract arguments; the methods are those of `Programs`,
+    with a layer's index in the place of the layer."""
 
-    def array(*dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype)
+    config: ModelConfig
+    formats: Formats
+    kernels: Kernels
 
-    def kept(storage: Storage) -> Any:
-        leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in storage.leaves]
-        return assemble(storage, leaves)
+    @property
+    def _spec(self) -> ModelSpec:
+        return model_spec(self.config)
 
-    def kv_shape(batch: int, tokens: int) -> tuple[int, ...]:
-        return batch, config.num_heads, tokens, config.head_dim
+    @property
+    def _dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.formats.dtype)
 
-    def tail(batch: int, tokens: int) -> tuple[Any, Any]:
-        return (array(*kv_shape(batch, tokens)),) * 2
+    @property
+    def _decoder(self) -> DecoderLayer:
+        return DecoderLayer(self.config, self.kernels, self._dtype, self.formats.matmul_bits)
 
-    def block(batch: int, tokens: int) -> tuple[Any, Any]:
-        return (kept(formats.kv(kv_shape(batch, tokens))),) * 2
+    @property
+    def _head(self) -> Head:
+        return Head(self.config, self.kernels, self._dtype)
 
-    def weights(layer: LayerSpec) -> dict[str, Any]:
-        return {t.path: kept(formats.weight(t)) for t in layer.tensors}
+    def _array(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, self._dtype)
 
-    layers = model_spec(config)
-    batch = shape[0]
-    args: tuple[Any, ...]
-    if kind == "embed":
-        tokens = shape[1]
-        args = (weights(layers[0]), _int(batch, tokens), _int(), _int(batch))
-        return jax.jit(_embed(config, dtype)).lower(*args)
-    if kind == "prefill":
-        cuts, only_last = shape[1:]
-        args = (weights(layers[1]), array(batch, sum(cuts), config.hidden_size), _int(batch))
-        return jax.jit(_prefill(config, formats, kernels, cuts, only_last)).lower(*args)
-    if kind == "decode":
-        blocks = tuple(block(batch, tokens) for tokens in shape[1])
-        hidden = array(batch, 1, config.hidden_size)
-        args = (weights(layers[1]), hidden, blocks, tail(batch, shape[2]), _int(), _int(batch))
-        args += (_int(batch),) if shape[3] else ()
-        return jax.jit(_decode(config, dtype, kernels, shape[3])).lower(*args)
-    if kind == "project":
-        args = (weights(layers[1]), array(batch, 1, config.hidden_size))
-        return jax.jit(_project(config, dtype, kernels)).lower(*args)
-    if kind in ("attend", "rank", "attend_ranked"):
-        blocks = tuple(block(batch, tokens) for tokens in shape[1])
-        blocks += (tail(batch, shape[2]),) if shape[2] else ()
-        sides = tuple(key for key, _ in blocks)
-        query = array(*kv_shape(batch, 1))
-        where = (_int(len(blocks)), _int(), _int(batch))
-        if kind == "attend":
-            return jax.jit(kernels.attend).lower(query, blocks, *where)
-        if kind == "rank":
-            return jax.jit(partial(rank, most=shape[3])).lower(query, sides, *where)
-        most = min(shape[3], sum(side.shape[2] for side in sides))
-        heads = (batch, config.num_heads)
+    def _hidden(self, batch: int, tokens: int) -> jax.ShapeDtypeStruct:
+        return self._array(*self._spec.hidden_shape(batch, tokens))
+
+    def _weights(self, layer: LayerSpec) -> dict[str, Any]:
+        return {t.path: _abstract(self.formats.weight(t)) for t in layer.tensors}
+
+    def _attention(self, layer: int) -> AttentionSpec:
+        return self._spec.layers[layer].attention
+
+    def _tail(self, layer: int, batch: int, tokens: int) -> tuple[Any, Any]:
+        return (self._array(*self._attention(layer).kv_shape(batch, tokens)),) * 2
+
+    def _blocks(self, layer: int, batch: int, lengths: tuple[int, ...]) -> tuple[Any, ...]:
+        shapes = (self._attention(layer).kv_shape(batch, tokens) for tokens in lengths)
+        return tuple((_abstract(self.formats.kv(shape)),) * 2 for shape in shapes)
+
+    def _query(self, layer: int, batch: int) -> jax.ShapeDtypeStruct:
+        return self._array(*self._attention(layer).query_shape(batch))
+
+    def embed(self, batch: int, tokens: int) -> jax.stages.Lowered:
+        module = Embedding(self.config, self.kernels, self._dtype)
+        args = (self._weights(self._spec.embedding), _int(batch, tokens), _int(), _int(batch))
+        return jax.jit(_embed(module)).lower(*args)
+
+    def prefill(
+        self, layer: int, batch: int, cuts: tuple[int, ...], only_last: bool
+    ) -> jax.stages.Lowered:
+        attention, weights = self._attention(layer), self._weights(self._spec.layers[layer])
+        program = _prefill(self._decoder, self.formats, attention, cuts, only_last)
+        return jax.jit(program).lower(weights, self._hidden(batch, sum(cuts)), _int(batch))
+
+    def decode(
+        self, layer: int, batch: int, blocks: tuple[int, ...], tail: int, most: int
+    ) -> jax.stages.Lowered:
+        cache = (self._blocks(layer, batch, blocks), self._tail(layer, batch, tail))
+        counts = (_int(batch),) if most else ()
+        args = (self._hidden(batch, 1), *cache, _int(), _int(batch), *counts)
+        weights = self._weights(self._spec.layers[layer])
+        return jax.jit(_decode(self._decoder, most)).lower(weights, *args)
+
+    def project(self, layer: int, batch: int) -> jax.stages.Lowered:
+        weights = self._weights(self._spec.layers[layer])
+        return jax.jit(_project(self._decoder)).lower(weights, self._hidden(batch, 1))
+
+    def finish(self, layer: int, batch: int, places: int) -> jax.stages.Lowered:
+        shape = self._attention(layer).query_shape(batch)
+        partials = [(_float(*shape), _float(*shape[:3]))] * places
+        asked = (self._query(layer, batch), self._tail(layer, batch, 1), partials)
+        weights = self._weights(self._spec.layers[layer])
+        return jax.jit(_finish(self._decoder)).lower(weights, self._hidden(batch, 1), *asked)
+
+    def attend(
+        self, layer: int, batch: int, blocks: tuple[int, ...], tail: int
+    ) -> jax.stages.Lowered:
+        cache = self._with_tail(layer, batch, blocks, tail)
+        where = (_int(len(cache)), _int(), _int(batch))
+        program = jax.jit(self.kernels.decode_attention)
+        return program.lower(self._query(layer, batch), cache, *where)
+
+    def rank(
+        self, layer: int, batch: int, blocks: tuple[int, ...], tail: int, most: int
+    ) -> jax.stages.Lowered:
+        keys = tuple(key for key, _ in self._with_tail(layer, batch, blocks, tail))
+        where = (_int(len(keys)), _int(), _int(batch))
+        program = jax.jit(partial(rank, most=most, tuning=self.kernels.tuning))
+        return program.lower(self._query(layer, batch), keys, *where)
+
+    def attend_ranked(
+        self, layer: int, batch: int, blocks: tuple[int, ...], tail: int, most: int
+    ) -> jax.stages.Lowered:
+        values = tuple(value for _, value in self._with_tail(layer, batch, blocks, tail))
+        most = min(most, sum(value.shape[2] for value in values))
+        heads = self._attention(layer).query_shape(batch)[:2]
         ranked: Any = (_float(*heads, most), _int(*heads, most), _float(*heads, 1))
-        return jax.jit(attend_ranked).lower(sides, Ranked(*ranked), _int(*heads))
-    if kind == "finish":
-        partial_result = (_float(*kv_shape(batch, 1)), _float(*kv_shape(batch, 1)[:3]))
-        asked = (array(*kv_shape(batch, 1)), tail(batch, 1), [partial_result] * shape[1])
-        args = (weights(layers[1]), array(batch, 1, config.hidden_size), *asked)
-        return jax.jit(_finish(config, dtype, kernels)).lower(*args)
-    if kind == "append":
-        args = (tail(batch, shape[1]), tail(batch, 1), _int())
+        program = jax.jit(partial(attend_ranked, tuning=self.kernels.tuning))
+        return program.lower(values, Ranked(*ranked), _int(*heads))
+
+    def _with_tail(
+        self, layer: int, batch: int, blocks: tuple[int, ...], tail: int
+    ) -> tuple[Any, ...]:
+        cache = self._blocks(layer, batch, blocks)
+        return (*cache, self._tail(layer, batch, tail)) if tail else cache
+
+    def append(self, layer: int, batch: int, tail: int) -> jax.stages.Lowered:
+        args = (self._tail(layer, batch, tail), self._tail(layer, batch, 1), _int())
         return jax.jit(_append, donate_argnums=0).lower(*args)
-    if kind == "seal":
-        return jax.jit(partial(_seal, formats)).lower(tail(batch, shape[1]))
-    if kind == "score":
-        hidden = array(batch, shape[1], config.hidden_size)
-        args = (weights(layers[-1]), hidden, _int(batch, shape[1]))
-        return jax.jit(_score(config, dtype, kernels)).lower(*args)
-    is_greedy, hidden = shape[1], array(batch, 1, config.hidden_size)
-    sampling = (_float(batch), _int(batch), _float(batch))
-    keys = jax.ShapeDtypeStruct((batch, 2), jnp.uint32)
-    args = (weights(layers[-1]), hidden, *(() if is_greedy else (*sampling, keys, _int())))
-    return jax.jit(_head(config, dtype, kernels, is_greedy)).lower(*args)
+
+    def seal(self, layer: int, batch: int, tail: int) -> jax.stages.Lowered:
+        return jax.jit(partial(_seal, self.formats)).lower(self._tail(layer, batch, tail))
+
+    def score(self, batch: int, tokens: int) -> jax.stages.Lowered:
+        args = (self._weights(self._spec.head), self._hidden(batch, tokens), _int(batch, tokens))
+        return jax.jit(_score(self._head)).lower(*args)
+
+    def head(self, batch: int, is_greedy: bool) -> jax.stages.Lowered:
+        keys = jax.ShapeDtypeStruct((batch, 2), jnp.uint32)
+        sampling = () if is_greedy else (_float(batch), _int(batch), _float(batch), keys, _int())
+        args = (self._weights(self._spec.head), self._hidden(batch, 1), *sampling)
+        return jax.jit(_head(self._head, is_greedy)).lower(*args)
+
+
+def _abstract(storage: Storage) -> Any:
+    """An array of which only the shapes of what is stored are there."""
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in storage.leaves]
+    return assemble(storage, leaves)
 
 
 class Programs:
-    """A model's compiled functions, by kind and shape; compiled when first asked for."""
+    """A model's compiled functions, by kind and shape; compiled when first asked for.
 
-    def __init__(self, config: ModelConfig, formats: Formats, kernels: Kernels = BY_XLA) -> None:
+    Decoder layers of equal shapes share their programs.
+    """
+
+    def __init__(self, config: ModelConfig, formats: Formats, kernels: Kernels) -> None:
+        self.kernels = kernels
         self._model = (config, formats, kernels)
+        self._alike = model_spec(config).alike
         self._found: dict[Any, jax.stages.Compiled] = {}
         self.compile_s = 0.0
 
@@ -318,57 +360,62 @@ class Programs:
             self._found[kind, shape] = program
         return program
 
+    def _of(self, kind: str, layer: LayerSpec, *shape: Any) -> jax.stages.Compiled:
+        return self._get(kind, self._alike[layer.index], *shape)
+
     def embed(self, batch: int, tokens: int) -> jax.stages.Compiled:
         """(weights, ids [batch, token], start, first_valid) -> hidden, all finite."""
         return self._get("embed", batch, tokens)
 
     def prefill(
-        self, batch: int, cuts: tuple[int, ...], only_last: bool = False
+        self, layer: LayerSpec, batch: int, cuts: tuple[int, ...], only_last: bool = False
     ) -> jax.stages.Compiled:
         """(weights, hidden, first_valid) -> hidden, of all tokens or `only_last`, blocks of `cuts`
         tokens, all finite."""
-        return self._get("prefill", batch, cuts, only_last)
+        return self._of("prefill", layer, batch, cuts, only_last)
 
     def decode(
-        self, batch: int, blocks: tuple[int, ...], tail: int, most: int
+        self, layer: LayerSpec, batch: int, blocks: tuple[int, ...], tail: int, most: int
     ) -> jax.stages.Compiled:
         """(weights, hidden, blocks, tail, position, first_valid, and unless `most` is 0, which is
         dense attention, counts) -> hidden, new KV, all finite."""
-        return self._get("decode", batch, blocks, tail, most)
+        return self._of("decode", layer, batch, blocks, tail, most)
 
-    def project(self, batch: int) -> jax.stages.Compiled:
+    def project(self, layer: LayerSpec, batch: int) -> jax.stages.Compiled:
         """(weights, hidden) -> query, new KV: `decode` up to its attention."""
-        return self._get("project", batch)
+        return self._of("project", layer, batch)
 
-    def attend(self, batch: int, blocks: tuple[int, ...], tail: int) -> jax.stages.Compiled:
+    def attend(
+        self, layer: LayerSpec, batch: int, blocks: tuple[int, ...], tail: int
+    ) -> jax.stages.Compiled:
         """(query, blocks and, unless its length is 0, the tail, the index of each one's
         first token, position, first_valid) -> partial result."""
-        return self._get("attend", batch, blocks, tail)
+        return self._of("attend", layer, batch, blocks, tail)
 
     def rank(
-        self, batch: int, blocks: tuple[int, ...], tail: int, most: int
+        self, layer: LayerSpec, batch: int, blocks: tuple[int, ...], tail: int, most: int
     ) -> jax.stages.Compiled:
         """(query, keys of blocks and tail, where they are as in `attend`) -> ranked tokens."""
-        return self._get("rank", batch, blocks, tail, most)
+        return self._of("rank", layer, batch, blocks, tail, most)
 
     def attend_ranked(
-        self, batch: int, blocks: tuple[int, ...], tail: int, most: int
+        self, layer: LayerSpec, batch: int, blocks: tuple[int, ...], tail: int, most: int
     ) -> jax.stages.Compiled:
         """(values of blocks and tail, ranked tokens, counts) -> partial result."""
-        return self._get("attend_ranked", batch, blocks, tail, most)
+        return self._of("attend_ranked", layer, batch, blocks, tail, most)
 
-    def finish(self, batch: int, places: int) -> jax.stages.Compiled:
+    def finish(self, layer: LayerSpec, batch: int, places: int) -> jax.stages.Compiled:
         """(weights, hidden, query, new KV, a partial result from each place) -> hidden, all
         finite: the rest of `decode`."""
-        return self._get("finish", batch, places)
+        return self._of("finish", layer, batch, places)
 
-    def append(self, batch: int, tail: int) -> jax.stages.Compiled:
+    def append(self, layer: LayerSpec, batch: int, tail: int) -> jax.stages.Compiled:
         """(tail, which is consumed, new KV, index) -> tail."""
-        return self._get("append", batch, tail)
+        return self._of("append", layer, batch, tail)
 
-    def seal(self, batch: int, tail: int) -> jax.stages.Compiled:
+    def seal(self, layer: LayerSpec, batch: int, tail: int) -> jax.stages.Compiled:
         """(a full tail) -> the block as it is kept."""
-        return self._get("seal", batch, tail)
+        return self._of("seal", layer, batch, tail)
 
     def head(self, batch: int, is_greedy: bool) -> jax.stages.Compiled:
         """(weights, hidden [batch, 1, hidden], and unless greedy the arguments of `sample`) ->

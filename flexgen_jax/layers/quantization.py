@@ -124,30 +124,31 @@ def _pack(codes: jax.Array, storage: Storage) -> jax.Array:
     return packed
 
 
-@jax.jit
-def dequantize(q: QuantizedArray) -> jax.Array:
-    """The array that `q` stands for, in its dtype."""
-    return jnp.concatenate(parts_of(q), axis=q.storage.axis)
+@partial(jax.jit, static_argnames="has_barrier")
+def dequantize(q: QuantizedArray, has_barrier: bool = False) -> jax.Array:
+    """The array that `q` stands for, in its dtype; has_barrier: see `Tuning.has_barriers`."""
+    return jnp.concatenate(parts_of(q, has_barrier), axis=q.storage.axis)
 
 
-def parts_of(x: Kept) -> list[jax.Array]:
+def parts_of(x: Kept, has_barrier: bool = False) -> list[jax.Array]:
     """A plain array itself; of a quantized one the planes, consecutive along its grouped axis."""
     if not isinstance(x, QuantizedArray):
         return [x]
     count = -(-x.shape[x.storage.axis] // x.storage.plane_length)
-    return [_plane(x, index) for index in range(count)]
+    return [_plane(x, index, has_barrier) for index in range(count)]
 
 
-def _plane(q: QuantizedArray, index: int) -> jax.Array:
+def _plane(q: QuantizedArray, index: int, has_barrier: bool) -> jax.Array:
     storage, start = q.storage, index * q.storage.plane_length
     length = min(storage.plane_length, storage.shape[storage.axis] - start)
     packed = jax.lax.slice_in_dim(q.packed, 0, length, axis=storage.axis)
     codes = (packed >> (storage.bits * index)) & ((1 << storage.bits) - 1)
     where = (storage.group_size, storage.axis, start, length)
-    return _levels(codes, _per_element(q.scale, *where), _per_element(q.minimum, *where), q.dtype)
+    scale, minimum = _per_element(q.scale, *where), _per_element(q.minimum, *where)
+    return _levels(codes, scale, minimum, q.dtype, has_barrier)
 
 
-def row_parts(q: QuantizedArray, most_bytes: int) -> list[jax.Array]:
+def row_parts(q: QuantizedArray, most_bytes: int, has_barrier: bool = False) -> list[jax.Array]:
     """A matrix grouped along its rows, dequantized in parts [plane, row, column], of at most
     `most_bytes` or a group: together along axis 1, the rows, the last of which may be padding.
 
@@ -156,7 +157,8 @@ def row_parts(q: QuantizedArray, most_bytes: int) -> list[jax.Array]:
     storage, group = q.storage, q.storage.group_size
     planes, length, columns = storage.planes, storage.plane_length, storage.shape[1]
     if length % group:  # only where it is small
-        return [jax.lax.optimization_barrier(dequantize(q))[None]]
+        whole = dequantize(q)[None]
+        return [jax.lax.optimization_barrier(whole) if has_barrier else whole]
     scale, minimum = (
         _padded(x.astype(jnp.float32), planes * length // group, 0).reshape(planes, -1, columns)
         for x in (q.scale, q.minimum)
@@ -171,16 +173,19 @@ def row_parts(q: QuantizedArray, most_bytes: int) -> list[jax.Array]:
         each_scale, each_minimum = (
             jnp.repeat(x[:, of_group], group, axis=1) for x in (scale, minimum)
         )
-        parts.append(_levels(codes, each_scale, each_minimum, q.dtype))
+        parts.append(_levels(codes, each_scale, each_minimum, q.dtype, has_barrier))
     return parts
 
 
-def _levels(codes: jax.Array, scale: jax.Array, minimum: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _levels(
+    codes: jax.Array, scale: jax.Array, minimum: jax.Array, dtype: jnp.dtype, has_barrier: bool
+) -> jax.Array:
     """What codes stand for; scale and minimum: fp32, of each code."""
     # By way of int32: from uint8 to float32 at once takes XLA's CPU backend a fifth longer.
     wide = codes.astype(jnp.int32).astype(jnp.float32) * scale + minimum
-    # Without the barrier XLA unpacks inside the loops of what follows, again and again.
-    found: jax.Array = jax.lax.optimization_barrier(_narrow(wide, dtype))
+    found: jax.Array = _narrow(wide, dtype)
+    if has_barrier:
+        found = jax.lax.optimization_barrier(found)
     return found
 
 

@@ -26,6 +26,7 @@ from flexgen_jax.layers.attention import (
     weighted_sum,
 )
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble
+from flexgen_jax.layers.tuning import PLAIN, Tuning
 
 
 class Ranked(NamedTuple):
@@ -53,6 +54,7 @@ def rank(
     position: jax.Array,
     first_valid: jax.Array,
     most: int,
+    tuning: Tuning = PLAIN,
 ) -> Ranked:
     """The `most` tokens with the highest scores, or all if they are fewer.
 
@@ -61,7 +63,7 @@ def rank(
     new token's index; first_valid: int32 [batch]. Tokens that are not valid score `MASKED`.
     """
     scores = [
-        key_scores(query, key, valid_tokens(start, key.shape[2], position, first_valid))
+        key_scores(query, key, valid_tokens(start, key.shape[2], position, first_valid), tuning)
         for start, key in zip(starts, keys, strict=True)
     ]
     together = jnp.concatenate(scores, axis=2)
@@ -71,7 +73,9 @@ def rank(
     return Ranked(highest, tokens, lse)
 
 
-def attend_ranked(values: tuple[Kept, ...], ranked: Ranked, counts: jax.Array) -> Partial:
+def attend_ranked(
+    values: tuple[Kept, ...], ranked: Ranked, counts: jax.Array, tuning: Tuning = PLAIN
+) -> Partial:
     """The query that ranked them against the first `counts` candidates of each head.
 
     values: of the blocks that were ranked; counts: int32 [batch, head], none of which is a
@@ -84,7 +88,7 @@ def attend_ranked(values: tuple[Kept, ...], ranked: Ranked, counts: jax.Array) -
         at = ranked.tokens - start
         is_inside = (at >= 0) & (at < length)
         gathered = _take(group, jnp.clip(at, 0, length - 1))
-        out = out + weighted_sum(jnp.where(is_inside, weights, 0), gathered)
+        out = out + weighted_sum(jnp.where(is_inside, weights, 0), gathered, tuning)
     return out, ranked.lse
 
 
@@ -96,6 +100,7 @@ def attend_top(
     first_valid: jax.Array,
     counts: jax.Array,
     most: int,
+    tuning: Tuning = PLAIN,
 ) -> Partial:
     """Sparse attention over blocks that are all in one place.
 
@@ -103,9 +108,9 @@ def attend_top(
     as in `rank`.
     """
     keys, values = zip(*blocks, strict=True)
-    ranked = rank(query, keys, starts, position, first_valid, most)
+    ranked = rank(query, keys, starts, position, first_valid, most, tuning)
     each = jnp.broadcast_to(counts[:, None], query.shape[:2])
-    return attend_ranked(values, ranked, each)
+    return attend_ranked(values, ranked, each, tuning)
 
 
 def _groups(values: Sequence[Kept]) -> Iterator[tuple[int, int, list[Kept]]]:

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu.backend import kernels_of_device
-from flexgen_jax.cpu.host_attention import HostAttention, HostBlock
+from flexgen_jax.cpu import HostAttention, HostBlock, kernels_of_device
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import Kept, quantize_as
 from flexgen_jax.models.checkpoint import numpy_dtype
@@ -87,7 +86,9 @@ class ComputeProbe:
     def __init__(self, config: ModelConfig, dtype: str, copies: int) -> None:
         self.config, self.dtype, self._copies = config, dtype, copies
         self._np = numpy_dtype(dtype)
-        self._layer = model_spec(config)[1]
+        self._spec = model_spec(config)
+        self._layer = self._spec.decoders[0]
+        self._heads = self._layer.attention
         self._host = HostAttention()
         self._attended: dict[tuple[int, int], Sample] = {}
         values = np.random.default_rng(0).standard_normal(1_000_003, np.float32)
@@ -104,6 +105,9 @@ class ComputeProbe:
     def _array(self, *shape: int) -> jax.Array:
         array: jax.Array = jax.device_put(np.resize(self._values, shape), jax.devices()[0])
         return array
+
+    def _hidden(self, batch: int, tokens: int) -> jax.Array:
+        return self._array(*self._spec.hidden_shape(batch, tokens))
 
     def _weights(self, formats: Formats) -> list[dict[str, Kept]]:
         """Of several layers, so that none is still in a cache when its turn comes."""
@@ -147,8 +151,9 @@ class ComputeProbe:
         return self._products(self._programs(formats), cycle(self._weights(formats)), rows)
 
     def _products(self, programs: Programs, layers: Any, rows: int) -> Callable[[], Any]:
-        project, finish = programs.project(rows), programs.finish(rows, 1)
-        hidden = self._array(rows, 1, self.config.hidden_size)
+        layer = self._layer
+        project, finish = programs.project(layer, rows), programs.finish(layer, rows, 1)
+        hidden = self._hidden(rows, 1)
         partials = [self._partial(rows)]
 
         def step() -> Any:
@@ -158,12 +163,12 @@ class ComputeProbe:
         return step
 
     def _partial(self, rows: int) -> tuple[jax.Array, jax.Array]:
-        heads = (rows, self.config.num_heads, 1)
-        return jnp.zeros((*heads, self.config.head_dim)), jnp.zeros(heads)
+        shape = self._heads.query_shape(rows)
+        return jnp.zeros(shape), jnp.zeros(shape[:3])
 
     def _prefill(self, programs: Programs, layers: Any, batch: int, tokens: int) -> Sample:
-        program = programs.prefill(batch, prompt_blocks(tokens, BLOCK))
-        hidden = self._array(batch, tokens, self.config.hidden_size)
+        program = programs.prefill(self._layer, batch, prompt_blocks(tokens, BLOCK))
+        hidden = self._hidden(batch, tokens)
         first = _first(batch)
         return timed(lambda: program(next(layers), hidden, first), repeat=5, at_least=1.5, keep=8)
 
@@ -172,7 +177,7 @@ class ComputeProbe:
         points = []
         for rows, tokens in PROMPTS:
             if tokens <= self.config.max_positions:
-                flops = 4.0 * rows * tokens**2 * self.config.hidden_size
+                flops = self._heads.prefill_flops(rows, tokens)
                 points.append((float(tokens), flops, self._causal(rows, tokens)))
         return rate_of(points)
 
@@ -184,8 +189,10 @@ class ComputeProbe:
 
     def _timed_causal(self, rows: int, tokens: int) -> Sample:
         """The projections as they come, to the cache's keys and values."""
-        sides = [self._array(rows, tokens, self.config.hidden_size) for _ in range(3)]
-        attend = partial(kernels_of_device().attend_prompt, heads=self.config.num_heads)
+        heads = self._heads
+        sizes = (heads.query_size, heads.kv_size, heads.kv_size)
+        sides = [self._array(rows, tokens, size) for size in sizes]
+        attend = partial(kernels_of_device().prefill_attention, heads=heads.num_heads)
         program = jax.jit(attend).lower(*sides, _first(rows)).compile()
         return timed(partial(program, *sides, _first(rows)), repeat=5)
 
@@ -193,14 +200,13 @@ class ComputeProbe:
         self, formats: Formats, rows: int, tokens: int
     ) -> tuple[tuple[tuple[Kept, Kept], ...], tuple[int, ...], int]:
         """Sealed blocks and an open one, their lengths, and the open one's."""
-        config = self.config
         lengths = prompt_blocks(tokens, BLOCK)
         blocks = []
         for length in lengths:
-            array = self._array(rows, config.num_heads, length, config.head_dim)
+            array = self._array(*self._heads.kv_shape(rows, length))
             storage = formats.kv(array.shape)
             blocks.append((_kept(array, storage), _kept(array + 1, storage)))
-        tail = self._array(rows, config.num_heads, BLOCK, config.head_dim)
+        tail = self._array(*self._heads.kv_shape(rows, BLOCK))
         return (*blocks, (tail, tail + 1)), lengths, BLOCK
 
     def device_attention(self, bits: int) -> Rate:
@@ -209,11 +215,11 @@ class ComputeProbe:
         programs = self._programs(formats)
         for rows, tokens in CACHES[1:3]:
             blocks, lengths, tail = self._blocks(formats, rows, tokens)
-            program = programs.attend(rows, lengths, tail)
-            query = self._array(rows, self.config.num_heads, 1, self.config.head_dim)
+            program = programs.attend(self._layer, rows, lengths, tail)
+            query = self._array(*self._heads.query_shape(rows))
             starts = np.cumsum((0, *lengths)).astype(np.int32)
             where = (starts, np.int32(tokens + tail), _first(rows))
-            elements = 2.0 * rows * (tokens + tail) * self.config.hidden_size
+            elements = 2.0 * rows * (tokens + tail) * self._heads.kv_size
 
             def step(
                 program: Any = program, query: Any = query, blocks: Any = blocks, where: Any = where
@@ -229,12 +235,12 @@ class ComputeProbe:
         rows, tokens = CACHES[1]
         blocks, lengths, tail = self._blocks(formats, rows, tokens)
         most = (tokens + tail) // 10
-        program = self._programs(formats).rank(rows, lengths, tail, most)
-        query = self._array(rows, self.config.num_heads, 1, self.config.head_dim)
+        program = self._programs(formats).rank(self._layer, rows, lengths, tail, most)
+        query = self._array(*self._heads.query_shape(rows))
         starts = np.cumsum((0, *lengths)).astype(np.int32)
         keys = tuple(key for key, _ in blocks)
         where = (starts, np.int32(tokens + tail), _first(rows))
-        scores = float(rows * self.config.num_heads * (tokens + tail))
+        scores = float(rows * self._heads.num_heads * (tokens + tail))
         return rate_of([(scores, scores, timed(lambda: program(query, keys, *where)))])
 
     def host_attention(self, bits: int) -> Rate:
@@ -252,7 +258,7 @@ class ComputeProbe:
             lambda: self._host.attend_top(query, blocks, tokens + BLOCK, first, counts, None, None)
         )
         left = max(sparse.seconds - 0.55 * dense.seconds, 0.05 * sparse.seconds)
-        scores = elements / 2 / self.config.head_dim
+        scores = elements / 2 / self._heads.head_dim
         return rate_of([(scores, scores, Sample(left, sparse.spread))])
 
     def _host_point(self, bits: int, rows: int, tokens: int) -> Any:
@@ -262,10 +268,9 @@ class ComputeProbe:
             HostBlock(int(start), jax.tree.map(np.array, block))
             for start, block in zip(starts, arrays, strict=True)
         ]
-        shape = (rows, self.config.num_heads, 1, self.config.head_dim)
-        query = np.resize(self._values, shape)
+        query = np.resize(self._values, self._heads.query_shape(rows))
         first = _first(rows)
-        elements = 2.0 * rows * (tokens + tail) * self.config.hidden_size
+        elements = 2.0 * rows * (tokens + tail) * self._heads.kv_size
         sample = timed(lambda: self._host.attend(query, blocks, tokens + tail, first))
         return elements, sample, query, blocks
 
@@ -274,8 +279,9 @@ class ComputeProbe:
         formats = Formats(self.dtype)
         programs, layers = self._programs(formats), cycle(self._weights(formats))
         _, attended, _, blocks = self._host_point(16, rows, tokens)
-        project, finish = programs.project(rows), programs.finish(rows, 1)
-        hidden = self._array(rows, 1, self.config.hidden_size)
+        layer = self._layer
+        project, finish = programs.project(layer, rows), programs.finish(layer, rows, 1)
+        hidden = self._hidden(rows, 1)
         first = _first(rows)
 
         def whole() -> Any:
@@ -292,8 +298,8 @@ class ComputeProbe:
         """Elements of a KV block a second."""
         formats, points = Formats(self.dtype, cache_bits=4), []
         for rows, tokens in ((4, 32), (16, 128)):
-            program = self._programs(formats).seal(rows, tokens)
-            array = self._array(rows, self.config.num_heads, tokens, self.config.head_dim)
+            program = self._programs(formats).seal(self._layer, rows, tokens)
+            array = self._array(*self._heads.kv_shape(rows, tokens))
             elements = 2.0 * array.size
             points.append((elements, elements, timed(partial(program, (array, array)))))
         return rate_of(points)

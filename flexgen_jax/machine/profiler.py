@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu.matmul import tile_unit, tile_units
+from flexgen_jax import __version__
+from flexgen_jax.cpu import features, kernels_of_device
 from flexgen_jax.machine.compute_probe import PREFILLS, ROWS, ComputeProbe, Sample, rate_of, timed
 from flexgen_jax.machine.limits import (
     available_memory,
@@ -66,7 +67,7 @@ def stages(dtype: str) -> int:
 def multiplies_integers(dtype: str) -> bool:
     """Whether products of 8-bit integers are others than those of floats that hold these."""
     on_cpu = jax.devices()[0].platform == "cpu"
-    return on_cpu and dtype == "bfloat16" and bool(tile_unit("int8"))
+    return on_cpu and dtype == "bfloat16" and bool(features().int8)
 
 
 def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> HardwareProfile:
@@ -139,6 +140,7 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
         drag=drag,
         slowed=slowed,
         linear_int8=linear_int8,
+        sizes=kernels_of_device().sizes,
         about={
             "source": "measured",
             "seconds": round(time.perf_counter() - started, 1),
@@ -157,10 +159,11 @@ def machine_key(dtype: str) -> dict[str, str]:
         "processor": f"{platform.machine()} {_cpu_name()} x{len(os.sched_getaffinity(0))}",
         "device": f"{device.platform} {device.device_kind}",
         "versions": " ".join(
-            f"{name} {version(name)}" for name in ("jax", "numba", "tensorstore", "flexgen-jax")
+            [f"flexgen-jax {__version__}"]
+            + [f"{name} {version(name)}" for name in ("jax", "numba", "tensorstore")]
         ),
         "dtype": dtype,
-        "tiles": " ".join(tile_units() + tile_units("int8")),
+        "units": str(features()),
     }
 
 
@@ -247,9 +250,9 @@ def step_seconds(dtype: str) -> float:
     config = _tiny()
     policy = Policy(batch_size=2, num_batches=2)
     runtime = Runtime.create(config, Formats(dtype), {}, None)
-    tokens, layers = 32, config.num_layers
+    tokens, steps = 32, len(runtime.spec.layers)
     try:
-        tiers = place_weights(runtime.layers, dtype, policy)
+        tiers = place_weights(runtime.spec, dtype, policy)
         weights = WeightStore(runtime, DummyWeights(config), tiers)
         weights.place(lambda _: None)
         ids = np.ones((2, 16), np.int32)
@@ -265,7 +268,7 @@ def step_seconds(dtype: str) -> float:
         weights.close()
     finally:
         runtime.close()
-    return seconds / (tokens * (layers + 2) * 2)
+    return seconds / (tokens * steps * len(batches))
 
 
 def _tiny() -> ModelConfig:

@@ -23,7 +23,7 @@ from flexgen_jax.models.config import (
     ModelConfig,
 )
 from flexgen_jax.models.families import family_of, read_config
-from flexgen_jax.models.spec import TensorSpec, model_spec, unique_tensors
+from flexgen_jax.models.spec import TensorSpec, model_spec
 
 FORMAT_VERSION = 1
 """Part of every fingerprint: raise it when the bytes written to offload folders change."""
@@ -116,7 +116,7 @@ class Checkpoint:
     def _match(self, where: Mapping[str, Path]) -> dict[str, tuple[str, Path]]:
         """Our keys to (the file's name for the tensor, the file)."""
         family = family_of(self.config)
-        tensors = unique_tensors(model_spec(self.config))
+        tensors = model_spec(self.config).tensors
         names = {key: family.checkpoint_name(key) for key in tensors}
         found: dict[str, tuple[str, Path]] = {}
         for key, name in names.items():

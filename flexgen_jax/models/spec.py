@@ -1,43 +1,32 @@
-"""Abstract shapes of a model: one tree that init, loading, placement and byte counts share.
+"""A model's shapes: one description that init, loading, placement, byte and FLOP counts share.
 
 This module imports no JAX, so that policies can be computed without it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
-from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.config import DTYPES, ModelConfig
 from flexgen_jax.models.storage import FORMAT_VERSION, Storage, kv_storage
 
-SCORE_BYTES = 16 << 20
-"""Prefill forms the fp32 attention scores of as many heads at a time as fit in this."""
-
-PREFILL_ROWS = {16: 1024, 8: 2048, 4: 2048}
-"""Prefill takes as many sequences through a layer at a time as have so many tokens, by the bits of
-the weights, which are unpacked anew each time: enough for products at full speed, and temporaries
-so small that they stay in caches and in memory that the process already has."""
-
-SCORED_ROWS = 256
-"""Scoring forms the logits of this many positions at a time."""
-
-PART_BYTES = 16 << 20
-"""A quantized kernel is unpacked and multiplied in parts of this size, which stay in the cache."""
-
 LayerKind = Literal["embedding", "decoder", "head"]
+Role = Literal["query", "key", "value", "other"]
+"""What a matrix of a decoder layer makes: the queries, keys or values of attention, or all else."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One weight: its path inside the layer ("attention.q.kernel"), its shape, and the key
-    that names it in the whole model. A tied head's table has the embedding table's key."""
+    """One weight: its path inside the layer ("attention.q.kernel"), its shape, the key that names
+    it in the whole model, and what it is for. A tied head's table has the embedding table's key."""
 
     path: str
     shape: tuple[int, ...]
     key: str
+    role: Role = "other"
 
     @property
     def size(self) -> int:
@@ -45,7 +34,7 @@ class TensorSpec:
 
     @property
     def is_small(self) -> bool:
-        """Biases and norms: 0.1 % of the bytes, so they always stay on the device."""
+        """Whether it is a bias or a norm: 0.1 % of the bytes, so these stay on the device."""
         return len(self.shape) == 1
 
     def storage(self, dtype: str, bits: int = 16) -> Storage:
@@ -71,8 +60,16 @@ class Formats:
         return tensor.storage(self.dtype, self.weight_bits)
 
     def kv(self, shape: tuple[int, ...]) -> Storage:
-        """Of a sealed block's keys, or values, [batch, head, token, head_dim]."""
+        """How a sealed block's keys, or values, [batch, head, token, head_dim], are kept."""
         return kv_storage(shape, self.dtype, self.cache_bits)
+
+    def kv_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a sealed block's keys and values, each of this shape."""
+        return 2 * self.kv(shape).nbytes
+
+    def open_kv_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of an open block's keys and values, each of this shape, in full precision."""
+        return 2 * prod(shape) * DTYPES[self.dtype]
 
     @property
     def suffix(self) -> str:
@@ -81,43 +78,174 @@ class Formats:
 
 
 @dataclass(frozen=True)
+class AttentionSpec:
+    """The shapes of a decoder layer's attention: query heads, which share heads of keys and values
+    where these are fewer, and elements in a head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def query_size(self) -> int:
+        """Elements of a token's query, and of what attention finds for it."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of a token's key, and of its value."""
+        return self.num_kv_heads * self.head_dim
+
+    def query_shape(self, batch: int) -> tuple[int, int, int, int]:
+        """[batch, head, 1, head_dim]."""
+        return batch, self.num_heads, 1, self.head_dim
+
+    def kv_shape(self, batch: int, tokens: int) -> tuple[int, int, int, int]:
+        """Shape of the keys, or values, of some tokens: [batch, head, token, head_dim]."""
+        return batch, self.num_kv_heads, tokens, self.head_dim
+
+    def prefill_flops(self, batch: int, tokens: int) -> float:
+        """FLOPs of prompts' attention to themselves: two products of 2 FLOPs a pair of tokens."""
+        return 4.0 * batch * tokens**2 * self.query_size
+
+
+@dataclass(frozen=True)
 class LayerSpec:
-    """One step's weights."""
+    """The weights and shapes of one layer.
+
+    mlp_width: elements between the two products of a decoder layer's MLP.
+    """
 
     kind: LayerKind
     index: int
     tensors: tuple[TensorSpec, ...]
+    hidden_size: int
+    mlp_width: int = 0
+    heads: AttentionSpec | None = None
 
     @property
     def name(self) -> str:
         return f"decoder layer {self.index - 1}" if self.kind == "decoder" else self.kind
 
     @property
+    def attention(self) -> AttentionSpec:
+        """The attention of a decoder layer."""
+        assert self.heads is not None, "only decoder layers attend"
+        return self.heads
+
+    @cached_property
     def large(self) -> tuple[TensorSpec, ...]:
         """The tensors that a policy places: matrices and tables."""
         return tuple(tensor for tensor in self.tensors if not tensor.is_small)
 
-    @property
+    @cached_property
     def large_size(self) -> int:
-        """Their elements together."""
+        """Elements of the large tensors together; a token takes twice as many FLOPs."""
         return sum(tensor.size for tensor in self.large)
+
+    @cached_property
+    def projected_share(self) -> float:
+        """The share of the products that make queries, keys and values."""
+        return self._size_of("query", "key", "value") / self.large_size
+
+    @cached_property
+    def kept_share(self) -> float:
+        """The share of the products that make keys and values."""
+        return self._size_of("key", "value") / self.large_size
+
+    def _size_of(self, *roles: Role) -> int:
+        return sum(tensor.size for tensor in self.large if tensor.role in roles)
+
+    def flops(self, rows: int) -> float:
+        """FLOPs of the layer's products with this many tokens."""
+        return 2.0 * rows * self.large_size
 
     def nbytes(self, dtype: str, bits: int = 16) -> int:
         return sum(tensor.nbytes(dtype, bits) for tensor in self.tensors)
 
+    @property
+    def without_names(self) -> LayerSpec:
+        """The shapes alone: equal for layers that can share compiled programs."""
+        return replace(self, index=0, tensors=tuple(replace(t, key="") for t in self.tensors))
 
-def _linear(path: str, out: int, into: int, bias: bool) -> list[tuple[str, tuple[int, ...]]]:
-    tensors: list[tuple[str, tuple[int, ...]]] = [(f"{path}.kernel", (out, into))]
+
+@dataclass(frozen=True, eq=False)
+class ModelSpec:
+    """The layers of a model in the order in which they run: embedding, decoder layers, head."""
+
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def embedding(self) -> LayerSpec:
+        return self.layers[0]
+
+    @property
+    def head(self) -> LayerSpec:
+        return self.layers[-1]
+
+    @cached_property
+    def decoders(self) -> tuple[LayerSpec, ...]:
+        return self.layers[1:-1]
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each layer the index of the first layer that has its shapes."""
+        first: dict[LayerSpec, int] = {}
+        return tuple(
+            first.setdefault(layer.without_names, index) for index, layer in enumerate(self.layers)
+        )
+
+    @cached_property
+    def decoder_kinds(self) -> tuple[tuple[LayerSpec, int], ...]:
+        """One decoder layer of each shape, and how many have it."""
+        indices = [self.alike[layer.index] for layer in self.decoders]
+        return tuple((self.layers[i], indices.count(i)) for i in dict.fromkeys(indices))
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Every stored tensor once, by key: a tied table counts for the embedding only."""
+        found: dict[str, TensorSpec] = {}
+        for layer in self.layers:
+            for tensor in layer.tensors:
+                found.setdefault(tensor.key, tensor)
+        return found
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.size for tensor in self.tensors.values())
+
+    def hidden_shape(self, batch: int, tokens: int) -> tuple[int, int, int]:
+        """Shape of the hidden states between two layers: [batch, token, hidden]."""
+        return batch, tokens, self.hidden_size
+
+    def hidden_bytes(self, batch: int, tokens: int, dtype: str) -> int:
+        return prod(self.hidden_shape(batch, tokens)) * DTYPES[dtype]
+
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+"""Paths of a layer's tensors and their shapes."""
+
+
+def _linear(path: str, out: int, into: int, bias: bool) -> Shapes:
+    tensors: Shapes = [(f"{path}.kernel", (out, into))]
     return [*tensors, (f"{path}.bias", (out,))] if bias else tensors
 
 
-def _norm(path: str, config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+def _norm(path: str, config: ModelConfig) -> Shapes:
     if not config.norm_affine:
         return []
     return [(f"{path}.scale", (config.hidden_size,)), (f"{path}.bias", (config.hidden_size,))]
 
 
-def _decoder(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+_ROLES: dict[str, Role] = {
+    "attention.q.kernel": "query",
+    "attention.k.kernel": "key",
+    "attention.v.kernel": "value",
+}
+
+
+def _decoder(config: ModelConfig) -> Shapes:
     hidden, bias = config.hidden_size, config.use_bias
     shapes = []
     for name in ("q", "k", "v", "out"):
@@ -128,63 +256,48 @@ def _decoder(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
     return shapes + _norm("mlp_norm", config)
 
 
-@lru_cache(maxsize=16)  # a policy search asks for the same one hundreds of times
-def model_spec(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """The embedding, the decoder layers and the head, in the order in which they run."""
+def _tensors(prefix: str, shapes: Shapes) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(path, shape, f"{prefix}.{path}", _ROLES.get(path, "other"))
+        for path, shape in shapes
+    )
+
+
+def _ends(config: ModelConfig) -> tuple[LayerSpec, LayerSpec]:
+    """The embedding and the head."""
     table = (config.vocab_size, config.embed_size)
     rows = config.max_positions + config.position_offset
-    embedding: list[tuple[str, tuple[int, ...]]] = [
-        ("tokens", table),
-        ("positions", (rows, config.hidden_size)),
-    ]
-    head: list[tuple[str, tuple[int, ...]]] = []
+    embedding: Shapes = [("tokens", table), ("positions", (rows, config.hidden_size))]
+    head: Shapes = []
     if config.final_norm:
         head += _norm("norm", config)
     if config.projects_embeddings:
         embedding += _linear("project_in", config.hidden_size, config.embed_size, False)
         head += _linear("project_out", config.embed_size, config.hidden_size, False)
-    head.append(("tokens", table))
-
-    def tensors(prefix: str, shapes: list[tuple[str, tuple[int, ...]]]) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(path, shape, f"{prefix}.{path}") for path, shape in shapes)
-
-    head_tensors = tensors("head", head)
-    if config.tied_head:
-        head_tensors = (*head_tensors[:-1], TensorSpec("tokens", table, "embedding.tokens"))
-    decoder = _decoder(config)
+    output = TensorSpec("tokens", table, "embedding.tokens" if config.tied_head else "head.tokens")
     return (
-        LayerSpec("embedding", 0, tensors("embedding", embedding)),
-        *(
-            LayerSpec("decoder", i + 1, tensors(f"decoder.{i}", decoder))
-            for i in range(config.num_layers)
+        LayerSpec("embedding", 0, _tensors("embedding", embedding), config.hidden_size),
+        LayerSpec(
+            "head", config.num_layers + 1, (*_tensors("head", head), output), config.hidden_size
         ),
-        LayerSpec("head", config.num_layers + 1, head_tensors),
     )
 
 
-def unique_tensors(layers: tuple[LayerSpec, ...]) -> dict[str, TensorSpec]:
-    """Every stored tensor once, by key: a tied table counts for the embedding only."""
-    found: dict[str, TensorSpec] = {}
-    for layer in layers:
-        for tensor in layer.tensors:
-            found.setdefault(tensor.key, tensor)
-    return found
-
-
-def num_parameters(config: ModelConfig) -> int:
-    return sum(tensor.size for tensor in unique_tensors(model_spec(config)).values())
-
-
-def part_bytes(rows: int, out: int) -> int:
-    """Of an unpacked part of a kernel; no smaller than the product, whose parts are joined."""
-    return max(PART_BYTES, 4 * rows * out)
-
-
-def prefilled(batch: int, tokens: int, weight_bits: int) -> int:
-    """How many of a batch's sequences go through a layer together in prefill."""
-    return max(1, min(batch, PREFILL_ROWS[weight_bits] // tokens))
-
-
-def scored_heads(heads: int, tokens: int) -> int:
-    """How many of a batch's heads have their scores in memory at the same time in prefill."""
-    return max(1, min(heads, SCORE_BYTES // (4 * tokens * tokens)))
+@lru_cache(maxsize=16)  # a policy search asks for the same one hundreds of times
+def model_spec(config: ModelConfig) -> ModelSpec:
+    """The shapes of the model that a config describes."""
+    embedding, head = _ends(config)
+    heads = AttentionSpec(config.num_heads, config.num_heads, config.head_dim)
+    shapes = _decoder(config)
+    decoders = (
+        LayerSpec(
+            kind="decoder",
+            index=i + 1,
+            tensors=_tensors(f"decoder.{i}", shapes),
+            hidden_size=config.hidden_size,
+            mlp_width=config.ffn_size,
+            heads=heads,
+        )
+        for i in range(config.num_layers)
+    )
+    return ModelSpec(config.hidden_size, (embedding, *decoders, head))

@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu.backend import kernels_of_device
-from flexgen_jax.cpu.host_attention import HostAttention
+from flexgen_jax.cpu import HostAttention, kernels_of_device
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import assemble
 from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.spec import Formats, LayerSpec, model_spec
+from flexgen_jax.models.spec import AttentionSpec, Formats, ModelSpec, model_spec
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.tiers import BufferPool, Memories
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.offload.watcher import Watcher
+from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.policy import Tier
 
@@ -33,13 +33,14 @@ class Runtime:
 
     config: ModelConfig
     formats: Formats
-    layers: tuple[LayerSpec, ...]
+    spec: ModelSpec
     memories: Memories
     ledger: Ledger
     metrics: Metrics
     pool: BufferPool
     watcher: Watcher
     programs: Programs
+    sizes: KernelSizes
     host_attention: HostAttention
     folder: OffloadFolder | None
 
@@ -54,19 +55,20 @@ class Runtime:
         trace: Trace | None = None,
     ) -> Runtime:
         """`offload_dir` is None where the policy puts nothing on disk."""
-        metrics, ledger = Metrics(trace), Ledger(budgets)
+        metrics, ledger, kernels = Metrics(trace), Ledger(budgets), kernels_of_device()
         watcher = Watcher(metrics)
         memories = Memories(watcher, unified)
         return cls(
             config=config,
             formats=formats,
-            layers=model_spec(config),
+            spec=model_spec(config),
             memories=memories,
             ledger=ledger,
             metrics=metrics,
             pool=BufferPool(memories, ledger),
             watcher=watcher,
-            programs=Programs(config, formats, kernels_of_device()),
+            programs=Programs(config, formats, kernels),
+            sizes=kernels.sizes,
             host_attention=HostAttention(),
             folder=OffloadFolder(offload_dir) if offload_dir is not None else None,
         )
@@ -82,13 +84,16 @@ class Runtime:
 
     def prepare_host(self, is_sparse: bool, keys_move: bool) -> None:
         """Makes `host_attention` ready for blocks of this model, open and sealed."""
-        shape = (1, self.config.num_heads, 1, self.config.head_dim)
-        sealed = self.formats.kv(shape)
+        for layer, _ in self.spec.decoder_kinds:
+            self._prepare_host(layer.attention, is_sparse, keys_move)
+
+    def _prepare_host(self, attention: AttentionSpec, is_sparse: bool, keys_move: bool) -> None:
+        sealed = self.formats.kv(attention.kv_shape(1, 1))
         blocks = []
         for storage in dict.fromkeys((sealed, replace(sealed, bits=16))):
             leaves = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in storage.leaves]
             blocks.append((assemble(storage, leaves),) * 2)
-        query = np.asarray(jnp.zeros(shape, self.formats.dtype))
+        query = np.asarray(jnp.zeros(attention.query_shape(1), self.formats.dtype))
         self.host_attention.prepare(query, blocks, is_sparse, keys_move)
 
     def on_host(self, attend: Callable[..., Any], query: jax.Array, *args: Any) -> Any:

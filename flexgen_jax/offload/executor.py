@@ -99,7 +99,7 @@ class BlockRun:
     ) -> None:
         self._runtime = runtime
         self._weights = weights
-        self._layers = runtime.layers
+        self._layers = runtime.spec.layers
         self._policy = policy
         self._batches = batches
         self._on_result = on_result
@@ -241,7 +241,7 @@ class BlockRun:
         # The head needs the last token only, unless it scores the prompt.
         only_last = self._layers[step.layer + 1].kind == "head" and batch.targets is None
         cuts = self._plan.prompt[step.batch]
-        program = self._runtime.programs.prefill(batch.size, cuts, only_last)
+        program = self._runtime.programs.prefill(self._layer(step), batch.size, cuts, only_last)
         hidden, blocks, finite = program(weights, hidden, batch.first_valid)
         return Computed(step, finite, blocks), hidden
 
@@ -255,16 +255,19 @@ class BlockRun:
         at = Moment.of(self._policy, position, batch.first_valid, room)
         if split.blocks:
             query, new = self._project(step, weights)
-            question = Question(self._runtime, query, at)
+            question = Question(self._runtime, self._layer(step), query, at)
             following = ahead.steps(1) if self._policy.overlap else []
             partials = attend_split(
                 question, moved, split, lambda: self._project_early(step, following, weights)
             )
-            program = programs.finish(batch.size, len(partials))
+            program = programs.finish(self._layer(step), batch.size, len(partials))
             hidden, finite = program(weights, hidden, query, new, partials)
         else:
             *sealed, tail = moved.blocks
-            program = programs.decode(batch.size, split.here.lengths, split.here.tail, at.most)
+            here = split.here
+            program = programs.decode(
+                self._layer(step), batch.size, here.lengths, here.tail, at.most
+            )
             hidden, new, finite = program(weights, hidden, tuple(sealed), tail, *at.arguments)
         self._kv_loads.used(step, finite)
         self._kv_loads.release(step)
@@ -275,7 +278,7 @@ class BlockRun:
         the step before."""
         if step in self._projected:
             return self._projected.pop(step)
-        program = self._runtime.programs.project(self._batches[step.batch].size)
+        program = self._runtime.programs.project(self._layer(step), self._batches[step.batch].size)
         found: tuple[jax.Array, KVBlock] = program(weights, self._hidden_loads.take(step))
         self._watch(step, weights, found[0], " (projection)")
         return found

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu.host_attention import HostBlock
+from flexgen_jax.cpu import HostBlock
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.models.checkpoint import numpy_dtype
+from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.models.storage import Storage
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk.direct_reads import whole_pages
@@ -104,28 +105,36 @@ class KVCache:
     def _stored(self, key: CacheKey) -> Records:
         """Where a block of all layers is, as a record of its keys' leaves and its values'."""
         if (key.batch, key.block) not in self._files:
-            name, layers = f"kv-{key.batch}-{key.block}", self._runtime.config.num_layers
-            records = Records.create(self._runtime.disk(), name, layers, self._nbytes(key))
+            name, layers = f"kv-{key.batch}-{key.block}", self._num_layers
+            sizes = (self._nbytes(key._replace(layer=layer)) for layer in range(layers))
+            records = Records.create(self._runtime.disk(), name, layers, max(sizes))
             self._files[key.batch, key.block] = records
         return self._files[key.batch, key.block]
 
-    def _shape(self, batch: int, tokens: int) -> tuple[int, int, int, int]:
-        config = self._runtime.config
-        return self._batch_sizes[batch], config.num_heads, tokens, config.head_dim
+    @property
+    def _num_layers(self) -> int:
+        return len(self._runtime.spec.decoders)
+
+    def _shape(self, key: CacheKey) -> tuple[int, int, int, int]:
+        """Shape of the block's keys, or values."""
+        attention = self._runtime.spec.decoders[key.layer].attention
+        tokens = self._plan.lengths(key.batch)[key.block]
+        return attention.kv_shape(self._batch_sizes[key.batch], tokens)
+
+    def _layer(self, decoder: int) -> LayerSpec:
+        return self._runtime.spec.decoders[decoder]
 
     def _storage(self, key: CacheKey) -> Storage:
         """Of the sealed block's keys, or values."""
-        shape = self._shape(key.batch, self._plan.lengths(key.batch)[key.block])
-        return self._runtime.formats.kv(shape)
+        return self._runtime.formats.kv(self._shape(key))
 
     def _nbytes(self, key: CacheKey) -> int:
         """Of the sealed block's keys and values together."""
-        return 2 * self._storage(key).nbytes
+        return self._runtime.formats.kv_bytes(self._shape(key))
 
     def _open_nbytes(self, key: CacheKey) -> int:
         """The same while the block is open, in full precision."""
-        shape = self._shape(key.batch, self._plan.lengths(key.batch)[key.block])
-        return 2 * int(np.prod(shape)) * self._runtime.numpy_dtype.itemsize
+        return self._runtime.formats.open_kv_bytes(self._shape(key))
 
     def tokens(self, where: Where) -> int:
         """How many tokens have been handed over, so that a load may start."""
@@ -134,7 +143,7 @@ class KVCache:
     @property
     def has_all_prompts(self) -> bool:
         """Whether all layers of all batches have handed over their prompt's cache."""
-        return len(self._tokens) == self._runtime.config.num_layers * len(self._batch_sizes)
+        return len(self._tokens) == self._num_layers * len(self._batch_sizes)
 
     def put_prompt(self, where: Where, blocks: tuple[KVBlock, ...]) -> None:
         """Hands over the prompt's blocks; what goes to disk waits for the computation."""
@@ -155,7 +164,9 @@ class KVCache:
             for view, array in zip(tail.views, moved, strict=True):
                 view[:, :, tail.used] = np.asarray(array)[:, :, 0]
         else:
-            append = self._runtime.programs.append(self._batch_sizes[where[1]], tail.length)
+            append = self._runtime.programs.append(
+                self._layer(where[0]), self._batch_sizes[where[1]], tail.length
+            )
             tail.arrays = append(tail.arrays, new, np.int32(tail.used))
         tail.used += 1
         self._tokens[where] += 1
@@ -170,7 +181,8 @@ class KVCache:
         if runtime.formats.cache_bits == 16:
             self._store(key, tail.arrays, tail.buffers)
             return
-        program = runtime.programs.seal(self._batch_sizes[key.batch], tail.length)
+        layer, rows = self._layer(key.layer), self._batch_sizes[key.batch]
+        program = runtime.programs.seal(layer, rows, tail.length)
         sealed = jax.block_until_ready(
             program(runtime.memories.to_device(tail.arrays, "cache", "a full KV block"))
         )
@@ -194,7 +206,7 @@ class KVCache:
             return
         key = CacheKey(*where, self._sealed[where])
         length = lengths[key.block]
-        shape, dtype = self._shape(key.batch, length), self._runtime.numpy_dtype
+        shape, dtype = self._shape(key), self._runtime.numpy_dtype
         is_unified = self._runtime.memories.unified
         if self._plan.homes[key] == "device" or is_unified:
             self._take(self._tail_tier(key), self._open_nbytes(key))

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flexgen_jax.cpu.host_attention import Candidates
+from flexgen_jax.cpu import Candidates
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.sparse_attention import Ranked
+from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.kv_cache import Moving, Split
 from flexgen_jax.policy.placement import Part
@@ -51,6 +52,7 @@ class Question(NamedTuple):
     """What a batch asks of a layer's cache."""
 
     runtime: Runtime
+    layer: LayerSpec
     query: jax.Array
     at: Moment
 
@@ -59,18 +61,19 @@ class Question(NamedTuple):
         return int(self.query.shape[0])
 
     def attend(self, blocks: tuple[KVBlock, ...], part: Part) -> Any:
-        program = self.runtime.programs.attend(self.rows, part.lengths, part.tail)
+        program = self.runtime.programs.attend(self.layer, self.rows, part.lengths, part.tail)
         return self._watched(program(self.query, blocks, _starts(part), *self.at[:2]))
 
     def rank(self, keys: tuple[Kept, ...], part: Part) -> Ranked:
-        program = self.runtime.programs.rank(self.rows, part.lengths, part.tail, self.at.most)
+        shape = (self.layer, self.rows, part.lengths, part.tail, self.at.most)
+        program = self.runtime.programs.rank(*shape)
         found: Ranked = self._watched(program(self.query, keys, _starts(part), *self.at[:2]))
         return found
 
     def attend_ranked(
         self, values: tuple[Kept, ...], part: Part, ranked: Ranked, counts: jax.Array
     ) -> Any:
-        shape = (self.rows, part.lengths, part.tail, self.at.most)
+        shape = (self.layer, self.rows, part.lengths, part.tail, self.at.most)
         program = self.runtime.programs.attend_ranked(*shape)
         return self._watched(program(values, ranked, counts))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from flexgen_jax.layers.quantization import Kept, assemble, encode
 from flexgen_jax.models.checkpoint import WeightSource, numpy_dtype
-from flexgen_jax.models.spec import LayerSpec, TensorSpec, unique_tensors
+from flexgen_jax.models.spec import LayerSpec, TensorSpec
 from flexgen_jax.models.storage import Leaf, Storage
 from flexgen_jax.offload.context import Runtime
 from flexgen_jax.offload.disk.folder import DiskArray, WeightFolder, row_ranges
@@ -60,7 +60,7 @@ class WeightStore:
 
     def place(self, progress: Progress) -> None:
         """Brings every tensor to its home tier, holding a few chunks beside them in RAM."""
-        tensors = list(unique_tensors(self._runtime.layers).values())
+        tensors = list(self._runtime.spec.tensors.values())
         for tensor in tensors:
             if self._tiers[tensor.key] != "disk":
                 self._place_in_memory(tensor)

@@ -148,7 +148,7 @@ class CacheSizes:
     def __init__(self, costs: Costs, plan: CachePlan, batch_sizes: tuple[int, ...]) -> None:
         self._costs, self._plan, self._rows = costs, plan, batch_sizes
         self._found: dict[tuple[int, int], Cached] = {}
-        self._costs_of: dict[tuple[int, int], tuple[int, float]] = {}
+        self._costs_of: dict[tuple[int, int, int], tuple[int, float]] = {}
 
     def of(self, layer: int, batch: int) -> Cached:
         found = self._found.get((layer, batch))
@@ -160,7 +160,7 @@ class CacheSizes:
         plan = self._plan
         lengths = plan.lengths(batch)
         keys = [CacheKey(layer, batch, block) for block in range(len(lengths))]
-        costs = [self._cost(self._rows[batch], length) for length in lengths]
+        costs = [self._cost(layer, self._rows[batch], length) for length in lengths]
         homes = tuple(plan.homes[key] for key in keys)
         reads = [
             cost if home == "disk" else (0, 0.0) for cost, home in zip(costs, homes, strict=True)
@@ -175,12 +175,15 @@ class CacheSizes:
             lengths=lengths,
         )
 
-    def _cost(self, rows: int, length: int) -> tuple[int, float]:
+    def _cost(self, decoder: int, rows: int, length: int) -> tuple[int, float]:
         """Bytes of a sealed block, and seconds of reading them."""
-        if (rows, length) not in self._costs_of:
-            seconds = self._costs.kv_read_s(rows, (length,))
-            self._costs_of[rows, length] = self._costs.kv_bytes(rows, length), seconds
-        return self._costs_of[rows, length]
+        spec = self._costs.spec
+        what = (spec.alike[decoder + 1], rows, length)
+        if what not in self._costs_of:
+            layer = spec.decoders[decoder]
+            seconds = self._costs.kv_read_s(layer, rows, (length,))
+            self._costs_of[what] = self._costs.kv_bytes(layer, rows, length), seconds
+        return self._costs_of[what]
 
     def sealed(self, batch: int, position: int) -> int:
         """How many blocks are full when so many tokens are cached."""

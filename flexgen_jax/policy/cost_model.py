@@ -9,12 +9,12 @@ sparse attention, the place of attention, the row schedule, fixed costs of steps
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flexgen_jax.models.config import DTYPES, ModelConfig
-from flexgen_jax.models.spec import Formats, LayerSpec, TensorSpec, model_spec, prefilled
+from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, TensorSpec, model_spec
 from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile
 from flexgen_jax.policy.policy import Policy, Workload, generated_blocks, prompt_blocks
 
@@ -54,17 +54,16 @@ def fractions_of(policy: Policy) -> dict[str, float]:
 
 
 class Costs:
-    """Seconds and bytes of single operations of one model on one machine."""
+    """Seconds and bytes of single operations of one model on one machine.
+
+    What differs from layer to layer takes a decoder layer; `mean` is the average over all of them.
+    """
 
     def __init__(self, config: ModelConfig, dtype: str, policy: Policy, hw: HardwareProfile):
         self.config, self.hw, self.policy = config, hw, policy
         self.formats: Formats = policy.formats(dtype)
-        self.item = DTYPES[dtype]
-        self.layers: tuple[LayerSpec, ...] = model_spec(config)
-        decoder = self.layers[1]
-        self._products = decoder.large_size
-        attention = sum(t.size for t in decoder.large if t.path.split(".")[1] in "qkv")
-        self._projected = attention / self._products
+        self.spec: ModelSpec = model_spec(config)
+        self._item = DTYPES[dtype]
         self._linear = hw.products(policy.weight_bits, policy.matmul_bits)
         self._ends = hw.linear[policy.weight_bits]
         self._device = hw.device_attention[policy.cache_bits]
@@ -72,114 +71,137 @@ class Costs:
         kept = policy.attention_sparsity
         self._read_share = (1 + kept) / 2  # all keys are read, and of the values those attended to
 
-    def linear_s(self, rows: int) -> float:
-        """Of one decoder layer's products: linear_layer in the paper, 8 h1^2 + 4 h1 h2 a row."""
-        return self._linear.seconds(2.0 * rows * self._products, rows)
+    def mean(self, cost: Callable[[LayerSpec], float]) -> float:
+        """The average of a decoder layer's cost over all decoder layers."""
+        (first, count), *others = self.spec.decoder_kinds
+        if not others:
+            return cost(first)
+        total = count * cost(first) + sum(n * cost(layer) for layer, n in others)
+        return total / len(self.spec.decoders)
 
-    def project_s(self, rows: int) -> float:
-        """The part of `linear_s` that comes before attention."""
-        return self._projected * self.linear_s(rows)
+    def linear_s(self, layer: LayerSpec, rows: float) -> float:
+        """Seconds of a decoder layer's products: linear_layer in the paper, 8 h1^2 + 4 h1 h2 FLOPs
+        a row."""
+        return self._linear.seconds(2.0 * rows * layer.large_size, rows)
 
-    def prefill_s(self, rows: int, tokens: int, only_last: bool = False) -> float:
-        """One layer's prefill, comp^p: products, attention 4 s^2 h1 a sequence, quantization.
+    def project_s(self, layer: LayerSpec, rows: int) -> float:
+        """Seconds of the part of `linear_s` that comes before attention."""
+        return layer.projected_share * self.linear_s(layer, rows)
+
+    def prefill_s(self, layer: LayerSpec, rows: int, tokens: int, only_last: bool = False) -> float:
+        """Seconds of a layer's prefill, comp^p: products, attention 4 s^2 h1 a sequence,
+        quantization.
 
         only_last: the last layer's, of all tokens keys and values and of one the rest.
         """
         if only_last:
-            kept, group = self.kept_share, prefilled(rows, tokens, self.policy.weight_bits)
-            rest = rows / group * self.linear_s(group)  # by groups, as all of a prefill
-            seconds = kept * self.linear_s(rows * tokens) + (1 - kept) * rest
+            group = self.hw.sizes.prefill_sequences(rows, tokens, self.policy.weight_bits)
+            rest = rows / group * self.linear_s(layer, group)  # by groups, as all of a prefill
+            kept = layer.kept_share
+            seconds = kept * self.linear_s(layer, rows * tokens) + (1 - kept) * rest
             attention = self.hw.device_attention[16]
-            seconds += attention.seconds(self.kv_elements(rows, tokens))
+            seconds += attention.seconds(self.kv_elements(layer, rows, tokens))
         else:
-            scores = 4.0 * rows * tokens**2 * self.config.hidden_size
-            seconds = self.linear_s(rows * tokens)
+            scores = layer.attention.prefill_flops(rows, tokens)
+            seconds = self.linear_s(layer, rows * tokens)
             seconds += self.hw.prefill_attention.seconds(scores, tokens)
         if self.policy.cache_bits < 16:
-            seconds += self.quantize_s(self.kv_elements(rows, tokens))
+            seconds += self.quantize_s(self.kv_elements(layer, rows, tokens))
         return seconds
 
     def mean_prefill_s(self, rows: int, tokens: int, scores_prompts: bool) -> float:
-        """`prefill_s` of a layer on average."""
-        layers = self.config.num_layers
-        last = self.prefill_s(rows, tokens, only_last=not scores_prompts)
-        return ((layers - 1) * self.prefill_s(rows, tokens) + last) / layers
-
-    @property
-    def kept_share(self) -> float:
-        """Of a layer's products, those that make keys and values."""
-        return 2 / 3 * self._projected
+        """Seconds of a layer's prefill, on average."""
+        layers, last = len(self.spec.decoders), self.spec.decoders[-1]
+        whole = self.mean(lambda layer: self.prefill_s(layer, rows, tokens))
+        saved = self.prefill_s(last, rows, tokens) - self.prefill_s(
+            last, rows, tokens, only_last=not scores_prompts
+        )
+        return whole - saved / layers
 
     def quantize_s(self, elements: float) -> float:
         return self.hw.quantize.seconds(elements)
 
-    def kv_elements(self, rows: int, tokens: float) -> float:
-        """Of one layer's keys and values."""
-        return 2.0 * rows * tokens * self.config.hidden_size
+    def kv_elements(self, layer: LayerSpec, rows: int, tokens: float) -> float:
+        """Elements of a layer's keys and values."""
+        return 2.0 * rows * tokens * layer.attention.kv_size
 
-    def device_attention_s(self, rows: int, tokens: float) -> float:
-        """One layer's decode attention on the device (att^g on bmm_flops)."""
-        seconds = self._device.seconds(self.kv_elements(rows, tokens))
+    def device_attention_s(self, layer: LayerSpec, rows: int, tokens: float) -> float:
+        """Seconds of a layer's decode attention on the device (att^g on bmm_flops)."""
+        seconds = self._device.seconds(self.kv_elements(layer, rows, tokens))
         if self.policy.is_sparse:
-            seconds = seconds * self._read_share + self._rank_s(rows, tokens, on_host=False)
+            ranking = self._rank_s(layer, rows, tokens, on_host=False)
+            seconds = seconds * self._read_share + ranking
         return seconds
 
-    def host_attention_s(self, rows: int, tokens: float) -> float:
-        """The same on the CPU (att^g on cpu_flops)."""
-        seconds = self._host.seconds(self.kv_elements(rows, tokens))
+    def host_attention_s(self, layer: LayerSpec, rows: int, tokens: float) -> float:
+        """Seconds of a layer's decode attention on the CPU (att^g on cpu_flops)."""
+        seconds = self._host.seconds(self.kv_elements(layer, rows, tokens))
         if self.policy.is_sparse:
-            seconds = seconds * self._read_share + self._rank_s(rows, tokens, on_host=True)
+            ranking = self._rank_s(layer, rows, tokens, on_host=True)
+            seconds = seconds * self._read_share + ranking
         return seconds
 
-    def split_attention_s(self, rows: int, here: float, there: float) -> tuple[float, float]:
-        """One layer's decode attention to tokens on the device and to those whose values stay on
-        the host, by processor. Sparse attention on the device has the keys of the latter moved."""
-        device = self.device_attention_s(rows, here) if here else 0.0
+    def split_attention_s(
+        self, layer: LayerSpec, rows: int, here: float, there: float
+    ) -> tuple[float, float]:
+        """Seconds of a layer's decode attention to tokens on the device and to those whose values
+        stay on the host, by processor. Sparse attention on the device has the keys of the latter
+        moved."""
+        device = self.device_attention_s(layer, rows, here) if here else 0.0
         if self.policy.attends_on_host:
-            return device, self.host_attention_s(rows, there)
-        elements = self.kv_elements(rows, there)
-        keys = self._device.seconds(elements) / 2 + self._rank_s(rows, there, on_host=False)
+            return device, self.host_attention_s(layer, rows, there)
+        elements = self.kv_elements(layer, rows, there)
+        keys = self._device.seconds(elements) / 2 + self._rank_s(layer, rows, there, on_host=False)
         values = self._host.seconds(elements) * self.policy.attention_sparsity / 2
         return device + keys, values
 
-    def _rank_s(self, rows: int, tokens: float, on_host: bool) -> float:
+    def _rank_s(self, layer: LayerSpec, rows: int, tokens: float, on_host: bool) -> float:
         rank = self.hw.host_rank if on_host else self.hw.device_rank
-        return rank.seconds(rows * self.config.num_heads * tokens)
+        return rank.seconds(rows * layer.attention.num_heads * tokens)
 
     def head_s(self, rows: int) -> float:
-        return self._ends.seconds(2.0 * rows * self.layers[-1].large_size, rows)
+        """Seconds of the head's product."""
+        return self._ends.seconds(self.spec.head.flops(rows), rows)
 
-    def kv_bytes(self, rows: int, tokens: int) -> int:
-        """Of one layer's sealed keys and values."""
-        shape = (rows, self.config.num_heads, tokens, self.config.head_dim)
-        return 2 * self.formats.kv(shape).nbytes
+    def kv_bytes(self, layer: LayerSpec, rows: int, tokens: int) -> int:
+        """Bytes of a layer's sealed keys and values."""
+        return self.formats.kv_bytes(layer.attention.kv_shape(rows, tokens))
 
-    def kv_read_s(self, rows: int, lengths: Iterable[int]) -> float:
-        """Of one layer's sealed blocks of so many tokens, from disk, each by itself."""
+    def open_kv_bytes(self, layer: LayerSpec, rows: int, tokens: int) -> int:
+        """Bytes of a layer's keys and values in full precision."""
+        return self.formats.open_kv_bytes(layer.attention.kv_shape(rows, tokens))
+
+    def query_bytes(self, layer: LayerSpec, rows: int) -> int:
+        """Bytes of a token's queries."""
+        return rows * layer.attention.query_size * self._item
+
+    def kv_read_s(self, layer: LayerSpec, rows: int, lengths: Iterable[int]) -> float:
+        """Seconds of reading a layer's sealed blocks of these lengths from disk, one by one."""
         read = self.hw.disk_read
         return sum(
-            count * read.seconds(self.kv_bytes(rows, tokens))
+            count * read.seconds(self.kv_bytes(layer, rows, tokens))
             for tokens, count in Counter(lengths).items()
         )
 
     def hidden_bytes(self, rows: int, tokens: int) -> int:
-        return rows * tokens * self.config.hidden_size * self.item
+        """Bytes of the hidden states between two layers."""
+        return self.spec.hidden_bytes(rows, tokens, self.formats.dtype)
 
-    def layer_bytes(self) -> int:
-        """Of one decoder layer's large tensors, which a policy places."""
-        return sum(self.formats.weight(t).nbytes for t in self.layers[1].large)
+    def layer_bytes(self, layer: LayerSpec) -> int:
+        """Bytes of a layer's large tensors, which a policy places."""
+        return sum(self.formats.weight(t).nbytes for t in layer.large)
 
     def end_bytes(self) -> int:
-        """Of the large tensors of embedding and head, a shared table counted twice."""
+        """Bytes of the large tensors of embedding and head, a shared table counted twice."""
         return sum(self.formats.weight(t).nbytes for t in self._end_tensors())
 
     def end_bytes_held(self) -> int:
-        """The same, a shared table counted once."""
+        """Bytes of the large tensors of embedding and head, a shared table counted once."""
         held = {t.key: self.formats.weight(t).nbytes for t in self._end_tensors()}
         return sum(held.values())
 
     def _end_tensors(self) -> list[TensorSpec]:
-        return [t for end in (self.layers[0], self.layers[-1]) for t in end.large]
+        return [t for end in (self.spec.embedding, self.spec.head) for t in end.large]
 
 
 @dataclass(frozen=True)
@@ -217,7 +239,7 @@ def block_terms(costs: Costs, workload: Workload, unified: bool) -> BlockTerms:
     """The terms for blocks of `costs.policy`'s batches, of all of which a workload makes."""
     policy = costs.policy
     rows, batches = policy.batch_size, policy.num_batches
-    layers = costs.config.num_layers
+    layers = len(costs.spec.decoders)
     formed = rows * (workload.prompt_len if workload.scores_prompts else 1)
     ends = workload.gen_len * batches * (costs.head_s(formed) + 2 * costs.hw.step_s)
     return BlockTerms(
@@ -234,7 +256,8 @@ def _weights(costs: Costs, reads_ends: bool) -> tuple[Linear, Linear]:
     """weights_ctog and weights_dtoc, in bytes; the two ends' are spread over the layers."""
     policy = costs.policy
     moves = policy.num_batches if policy.schedule == "row" else 1
-    layer, ends = costs.layer_bytes(), costs.end_bytes() / costs.config.num_layers
+    layer = costs.mean(costs.layer_bytes)
+    ends = costs.end_bytes() / len(costs.spec.decoders)
     read = layer * moves + (ends if reads_ends else 0)
     return Linear(AWAY_W) * (moves * (layer + ends)), Linear({"wd": float(read)})
 
@@ -253,7 +276,9 @@ def _prefill(costs: Costs, workload: Workload) -> Work:
     """Of the prompts; its computing is comp^p."""
     policy, tokens = costs.policy, workload.prompt_len
     rows, batches = policy.batch_size, policy.num_batches
-    cache = batches * costs.kv_bytes(rows, tokens) if workload.gen_len > 1 else 0
+    cache = 0.0
+    if workload.gen_len > 1:
+        cache = batches * costs.mean(lambda layer: costs.kv_bytes(layer, rows, tokens))
     hidden = batches * costs.hidden_bytes(rows, tokens)
     copied, read = _weights(costs, True)
     moved = {
@@ -272,14 +297,18 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     policy, hw = costs.policy, costs.hw
     rows, batches = policy.batch_size, policy.num_batches
     before = workload.prompt_len + workload.gen_len / 2
-    cache = batches * costs.kv_bytes(rows, 1) * before
+    mean = costs.mean
+    cache = batches * mean(lambda layer: costs.kv_bytes(layer, rows, 1)) * before
     hidden = batches * costs.hidden_bytes(rows, 1)
-    token = 2 * hidden  # a key and a value are each as large
+    token = batches * mean(lambda layer: costs.open_kv_bytes(layer, rows, 1))
+    query = batches * mean(lambda layer: costs.query_bytes(layer, rows))
     copied, read = _weights(costs, False)
     moved_share, size = policy.moved_share, policy.kv_block_tokens
-    asked = Linear(AWAY_C) * (hidden if policy.values_stay else 0)
-    on_device = costs.device_attention_s(rows, before) * batches
-    on_host = costs.host_attention_s(rows, before) * batches * (1 - moved_share)
+    asked = Linear(AWAY_C) * (query if policy.values_stay else 0)
+    on_device = batches * mean(lambda layer: costs.device_attention_s(layer, rows, before))
+    on_host = batches * mean(lambda layer: costs.host_attention_s(layer, rows, before))
+    on_host *= 1 - moved_share
+    sealed = batches * mean(lambda layer: costs.kv_bytes(layer, rows, size)) / size
     moved = {
         "host_to_device": copied
         + Linear(AWAY_H) * hidden
@@ -287,14 +316,16 @@ def _decode(costs: Costs, workload: Workload) -> Work:
         + asked * 2,
         "device_to_host": Linear(AWAY_H) * hidden + Linear(AWAY_C) * token + asked,
         "disk_read": read,
-        "disk_write": Linear({"cd": batches * costs.kv_bytes(rows, size) / size}),
+        "disk_write": Linear({"cd": sealed}),
     }
     prompt, new = prompt_blocks(workload.prompt_len, size), generated_blocks(workload.gen_len, size)
     half = workload.gen_len / 2 / max(sum(new), 1)
-    cached = batches * (costs.kv_read_s(rows, prompt) + half * costs.kv_read_s(rows, new))
-    fixed = batches * (costs.linear_s(rows) + hw.step_s + (hw.split_s if policy.values_stay else 0))
+    cached = mean(lambda layer: costs.kv_read_s(layer, rows, prompt))
+    cached += half * mean(lambda layer: costs.kv_read_s(layer, rows, new))
+    products = mean(lambda layer: costs.linear_s(layer, rows))
+    fixed = batches * (products + hw.step_s + (hw.split_s if policy.values_stay else 0))
     device = Linear({"cg": on_device}, fixed) + Linear(AWAY_C) * (moved_share * on_device)
-    return Work(moved, device, Linear(AWAY_C) * on_host, Linear({"cd": cached}))
+    return Work(moved, device, Linear(AWAY_C) * on_host, Linear({"cd": batches * cached}))
 
 
 def _combine(costs: Costs, work: Work, unified: bool) -> dict[str, Linear]:

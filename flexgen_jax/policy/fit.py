@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import BlockShape, peak_bytes
 from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier, Workload
 
@@ -76,10 +77,11 @@ class Fitter:
     workload: Workload
     budgets: Budgets
     unified: bool
+    sizes: KernelSizes
 
     def needed(self, policy: Policy) -> dict[Tier, int]:
         shape = BlockShape.of(policy, self.workload)
-        return peak_bytes(self.config, self.dtype, policy, shape, self.unified)
+        return peak_bytes(self.config, self.dtype, policy, shape, self.unified, self.sizes)
 
     def fits(self, policy: Policy) -> bool:
         return not self.budgets.shortfalls(self.needed(policy))

@@ -12,7 +12,7 @@ from typing import Any
 
 from flexgen_jax.errors import UserError
 
-PROFILE_VERSION = 5
+PROFILE_VERSION = 6
 """Of the JSON; a cached profile of another version is measured anew."""
 
 UNSTEADY = 1 / 3
@@ -66,6 +66,39 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class KernelSizes:
+    """How much work a device's kernels take at once; temporaries are as large. The defaults suit
+    the caches of a CPU.
+
+    prefill_rows, packed_prefill_rows: tokens that go through a layer together in prefill, with
+        weights in the dtype and with weights in fewer bits, which every group unpacks anew.
+    scored_rows: positions whose logits are formed together when texts are scored.
+    score_bytes: bytes of fp32 attention scores that a prefill forms together.
+    part_bytes: bytes of a kernel that are unpacked and multiplied together.
+    """
+
+    prefill_rows: int = 1024
+    packed_prefill_rows: int = 2048
+    scored_rows: int = 256
+    score_bytes: int = 16 << 20
+    part_bytes: int = 16 << 20
+
+    def prefill_sequences(self, batch: int, tokens: int, weight_bits: int) -> int:
+        """How many of a batch's sequences go through a layer together in prefill."""
+        rows = self.prefill_rows if weight_bits == 16 else self.packed_prefill_rows
+        return max(1, min(batch, rows // tokens))
+
+    def scored_heads(self, heads: int, tokens: int) -> int:
+        """How many of a batch's heads have their attention scores in memory together."""
+        return max(1, min(heads, self.score_bytes // (4 * tokens * tokens)))
+
+    def unpacked_bytes(self, rows: int, out: int) -> int:
+        """Bytes of an unpacked part of a kernel: no fewer than of the product, since the parts'
+        products are joined."""
+        return max(self.part_bytes, 4 * rows * out)
+
+
+@dataclass(frozen=True)
 class HardwareProfile:
     """One machine, for models of one dtype. Sizes and rates of transfers are in bytes.
 
@@ -83,6 +116,7 @@ class HardwareProfile:
     step_s: fixed seconds of a step; split_s: more of them where the CPU attends.
     drag: by transfer, the seconds of computing that are lost for one second of the transfer.
     slowed: by transfer, how many times as long it takes beside computing as alone.
+    sizes: how much the device's kernels take at once.
     about: where the figures come from.
     """
 
@@ -109,6 +143,7 @@ class HardwareProfile:
     drag: dict[str, float] = field(default_factory=dict)
     slowed: dict[str, float] = field(default_factory=dict)
     linear_int8: dict[int, Rate] = field(default_factory=dict)
+    sizes: KernelSizes = KernelSizes()
     about: dict[str, Any] = field(default_factory=dict)
 
     def products(self, weight_bits: int, matmul_bits: int) -> Rate:
@@ -159,6 +194,8 @@ def _parse(kind: str, value: Any) -> Any:
     if kind == "Rate":
         points = tuple((float(size), float(rate)) for size, rate in value["points"])
         return Rate(points, tuple(float(x) for x in value["spread"]))
+    if kind == "KernelSizes":
+        return KernelSizes(**{name: int(size) for name, size in value.items()})
     if kind == "dict[int, Rate]":
         return {int(bits): _parse("Rate", rate) for bits, rate in value.items()}
     if kind in ("int", "float"):

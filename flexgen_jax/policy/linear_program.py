@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexgen_jax.models.spec import Formats, LayerSpec, unique_tensors
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.cost_model import FRACTIONS, BlockTerms, Costs, Linear
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.memory import PENDING_WRITES, workspace_bytes
@@ -30,13 +31,17 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     The exact figures of a policy, with whole tensors and blocks, are `memory.peak_bytes`.
     """
     policy, config = costs.policy, costs.config
+    layers = len(costs.spec.decoders)
     rows, batches = policy.batch_size, policy.num_batches
     ahead = Ahead.of(policy)
     prompt, cached = workload.prompt_len, workload.prompt_len + max(workload.gen_len - 1, 0)
-    weights, small = _weight_bytes(costs.layers, costs.formats)
-    layer, ends = costs.layer_bytes(), costs.end_bytes()
-    kv_layer = costs.kv_bytes(rows, cached) if workload.gen_len > 1 else 0
-    cache = kv_layer * batches * config.num_layers
+    weights, small = _weight_bytes(config, costs.formats)
+    layer, ends = costs.mean(costs.layer_bytes), costs.end_bytes()
+    kv_prompt = costs.mean(lambda layer: costs.kv_bytes(layer, rows, prompt))
+    kv_layer = 0.0
+    if workload.gen_len > 1:
+        kv_layer = costs.mean(lambda layer: costs.kv_bytes(layer, rows, cached))
+    cache = kv_layer * batches * layers
     hidden = costs.hidden_bytes(rows, prompt)
     home = {
         "g": Linear({"wg": weights, "cg": cache, "hg": hidden * batches}, small),
@@ -44,15 +49,16 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
         "d": Linear({"wd": weights, "cd": cache, "hd": hidden * batches}),
     }
     opened = generated_blocks(workload.gen_len, policy.kv_block_tokens)
-    tail = costs.hidden_bytes(rows, max(opened, default=0)) * 2 * batches * config.num_layers
-    work = workspace_bytes(config, costs.formats, rows, prompt, workload.head)
+    tokens = max(opened, default=0)
+    tail = costs.mean(lambda layer: costs.open_kv_bytes(layer, rows, tokens)) * batches * layers
+    work = workspace_bytes(config, costs.formats, costs.hw.sizes, rows, prompt, workload.head)
     device = home["g"] + Linear({}, work)
     host = home["c"] + Linear(
         {
             "wd": (ahead.weight_reads + 1) * layer + costs.end_bytes_held(),
             "cd": max(
                 ahead.cache_buffers * kv_layer,
-                (PENDING_WRITES + 1) * costs.kv_bytes(rows, prompt),
+                (PENDING_WRITES + 1) * kv_prompt,
             )
             + tail,
             "hd": (ahead.hidden_reads + PENDING_WRITES + 2) * hidden
@@ -73,9 +79,9 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
 
 
 @lru_cache(maxsize=16)  # of every policy of a search the same, thousands of tensors
-def _weight_bytes(layers: tuple[LayerSpec, ...], formats: Formats) -> tuple[int, int]:
-    """Of the tensors that a policy places, and of the small ones."""
-    tensors = unique_tensors(layers).values()
+def _weight_bytes(config: ModelConfig, formats: Formats) -> tuple[int, int]:
+    """Bytes of the tensors that a policy places, and of the small ones."""
+    tensors = model_spec(config).tensors.values()
     small = sum(formats.weight(t).nbytes for t in tensors if t.is_small)
     return sum(formats.weight(t).nbytes for t in tensors) - small, small
 

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from flexgen_jax.models.config import DTYPES, ModelConfig
-from flexgen_jax.models.spec import (
-    PART_BYTES,
-    SCORED_ROWS,
-    Formats,
-    LayerSpec,
-    model_spec,
-    part_bytes,
-    prefilled,
-    scored_heads,
-)
+from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
 from flexgen_jax.models.storage import Leaf
+from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.placement import (
     CachePlan,
     place_activations,
@@ -68,30 +59,35 @@ def plan_cache(config: ModelConfig, policy: Policy, shape: BlockShape) -> CacheP
     size = policy.kv_block_tokens
     prompt = [prompt_blocks(tokens, size) for tokens in shape.prompt_lens]
     generated = [generated_blocks(shape.gen_len, size) for _ in shape.prompt_lens]
-    return place_cache(config.num_layers, prompt, generated, policy)
+    kv_sizes = [layer.attention.kv_size for layer in model_spec(config).decoders]
+    return place_cache(kv_sizes, prompt, generated, policy)
 
 
 class _Estimate:
     """Adds up one plan's bytes."""
 
     def __init__(
-        self, config: ModelConfig, dtype: str, policy: Policy, shape: BlockShape, unified: bool
+        self,
+        config: ModelConfig,
+        dtype: str,
+        policy: Policy,
+        shape: BlockShape,
+        unified: bool,
+        sizes: KernelSizes,
     ) -> None:
         self._config, self._policy, self._shape, self._unified = config, policy, shape, unified
-        self._formats, self._item = policy.formats(dtype), DTYPES[dtype]
-        self._layers = model_spec(config)
+        self._formats, self._sizes = policy.formats(dtype), sizes
+        self._spec = model_spec(config)
+        self._layers = self._spec.layers
         self._ahead = Ahead.of(policy)
-        self._kv: dict[tuple[int, int], tuple[int, int]] = {}
+        self._kv: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.bytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
         self.buffers = 0
 
     def add_weights(self) -> None:
-        tiers = place_weights(self._layers, self._formats.dtype, self._policy)
-        seen: set[str] = set()
-        for tensor in (tensor for layer in self._layers for tensor in layer.tensors):
-            if tensor.key not in seen:
-                self.bytes[tiers[tensor.key]] += self._formats.weight(tensor).nbytes
-                seen.add(tensor.key)
+        tiers = place_weights(self._spec, self._formats.dtype, self._policy)
+        for tensor in self._spec.tensors.values():
+            self.bytes[tiers[tensor.key]] += self._formats.weight(tensor).nbytes
         ring = self._ring(tiers)
         self.bytes["host"] += ring
         self.buffers += ring
@@ -110,29 +106,28 @@ class _Estimate:
     def _ring(self, tiers: Mapping[str, Tier]) -> int:
         """Host buffers for disk reads: for the decoder layers of each shape as many as the
         look-ahead ever holds; what is read of the two ends stays while a block runs."""
-        decoders = [layer for layer in self._layers if layer.kind == "decoder"]
         ends = {
             tensor.key: self._formats.weight(tensor).nbytes
-            for layer in self._layers
+            for layer in (self._spec.embedding, self._spec.head)
             for tensor in layer.tensors
-            if layer.kind != "decoder" and tiers[tensor.key] == "disk"
+            if tiers[tensor.key] == "disk"
         }
         most: Counter[Leaf] = Counter()
-        for layers in _windows(decoders, self._ahead.weight_reads + 1):
+        for layers in _windows(self._spec.decoders, self._ahead.weight_reads + 1):
             tensors = (tensor for layer in layers for tensor in layer.tensors)
             on_disk = (t for t in tensors if tiers[t.key] == "disk")
             most |= Counter(leaf for t in on_disk for leaf in self._formats.weight(t).leaves)
         ring = sum(leaf.nbytes * count for leaf, count in most.items())
         return ring + sum(ends.values())
 
-    def _kv_bytes(self, batch: int, tokens: int) -> tuple[int, int]:
-        """Of a block's keys and values: sealed, and open."""
-        rows = self._shape.batch_sizes[batch]
-        if (rows, tokens) not in self._kv:
-            shape = (rows, self._config.num_heads, tokens, self._config.head_dim)
-            sizes = (2 * self._formats.kv(shape).nbytes, 2 * prod(shape) * self._item)
-            self._kv[rows, tokens] = sizes
-        return self._kv[rows, tokens]
+    def _kv_bytes(self, layer: int, batch: int, tokens: int) -> tuple[int, int]:
+        """Bytes of a block's keys and values: sealed, and open."""
+        rows, kind = self._shape.batch_sizes[batch], self._spec.alike[layer + 1]
+        if (kind, rows, tokens) not in self._kv:
+            shape = self._spec.layers[kind].attention.kv_shape(rows, tokens)
+            sizes = (self._formats.kv_bytes(shape), self._formats.open_kv_bytes(shape))
+            self._kv[kind, rows, tokens] = sizes
+        return self._kv[kind, rows, tokens]
 
     def add_cache(self) -> None:
         if self._shape.gen_len < 2:
@@ -145,7 +140,7 @@ class _Estimate:
         opened_most = copied = 0
         for key, home in plan.homes.items():
             length = plan.lengths(key.batch)[key.block]
-            nbytes, opened_bytes = self._kv_bytes(key.batch, length)
+            nbytes, opened_bytes = self._kv_bytes(key.layer, key.batch, length)
             where = (key.layer, key.batch)
             if not self._unified:
                 away[where] += int(plan.moved(key) * nbytes)
@@ -194,8 +189,9 @@ class _Estimate:
     def add_activations(self) -> None:
         batches = range(len(self._shape.batch_sizes))
         homes = place_activations(len(self._layers) - 1, len(batches), self._policy).homes
+        dtype = self._formats.dtype
         sizes = [
-            rows * tokens * self._config.hidden_size * self._item
+            self._spec.hidden_bytes(rows, tokens, dtype)
             for rows, tokens in zip(self._shape.batch_sizes, self._shape.prompt_lens, strict=True)
         ]
         for tier in TIERS:
@@ -211,13 +207,15 @@ class _Estimate:
             self.buffers += ring
             # Of one token, which stay in RAM; buffers of the prompts' are not freed before.
             rows = sum(self._shape.batch_sizes)
-            self.bytes["host"] += rows * self._config.hidden_size * self._item
+            self.bytes["host"] += self._spec.hidden_bytes(rows, 1, dtype)
         if not self._unified and set(homes.values()) != {"device"}:
             self.bytes["device"] += (self._ahead.hidden_reads + 1) * max(sizes)
 
     def add_workspace(self) -> None:
         self.bytes["device"] += max(
-            workspace_bytes(self._config, self._formats, rows, tokens, self._shape.head)
+            workspace_bytes(
+                self._config, self._formats, self._sizes, rows, tokens, self._shape.head
+            )
             for rows, tokens in zip(self._shape.batch_sizes, self._shape.prompt_lens, strict=True)
         )
 
@@ -235,37 +233,72 @@ def _either(homes: Mapping[tuple[int, int], Tier], layer: int, batch: int) -> se
 
 
 def workspace_bytes(
-    config: ModelConfig, formats: Formats, rows: int, tokens: int, head: Head = "greedy"
+    config: ModelConfig,
+    formats: Formats,
+    sizes: KernelSizes,
+    rows: int,
+    tokens: int,
+    head: Head = "greedy",
 ) -> int:
-    """Temporaries and results of the largest computation: a layer's prefill, or the head."""
-    item = DTYPES[formats.dtype]
-    group = prefilled(rows, tokens, formats.weight_bits)
+    """Bytes of temporaries and results of the largest computation: a layer's prefill, or the
+    head."""
+    spec = model_spec(config)
+    # Sampling sorts the logits and scoring normalises them; both keep several copies.
+    copies = {"greedy": 1, "sample": 8, "score": 3}[head]
+    group = sizes.prefill_sequences(rows, tokens, formats.weight_bits)
+    formed = min(sizes.scored_rows, group * tokens) if head == "score" else rows
+    logits = copies * formed * config.vocab_size * 4
+    return max(
+        _unpacked_bytes(layer, formats, sizes, group * tokens)
+        + max(_prefill_bytes(layer, spec, formats, sizes, rows, tokens), logits)
+        for layer, _ in spec.decoder_kinds
+    )
+
+
+def _prefill_bytes(
+    layer: LayerSpec, spec: ModelSpec, formats: Formats, sizes: KernelSizes, rows: int, tokens: int
+) -> int:
+    """Bytes of a decoder layer's prefill, of as many sequences as go through it together."""
+    item, attention = DTYPES[formats.dtype], layer.attention
+    group = sizes.prefill_sequences(rows, tokens, formats.weight_bits)
     count = group * tokens
-    heads = scored_heads(group * config.num_heads, tokens)
+    heads = sizes.scored_heads(group * attention.num_heads, tokens)
     scores = 2 * heads * tokens * tokens * 4
-    mlp = count * config.ffn_size * (4 + item)
-    attention = count * config.hidden_size * (4 + 4 * item) + scores
-    prefill = max(mlp, attention) + count * config.hidden_size * (4 + 5 * item)
+    mlp = count * layer.mlp_width * (4 + item)
+    projected = 2 * attention.query_size + 2 * attention.kv_size
+    attending = count * (attention.query_size * 4 + projected * item) + scores
+    kept = spec.hidden_size * (4 + 3 * item) + 2 * attention.kv_size * item
+    prefill = max(mlp, attending) + count * kept
     # Hidden states, keys and values of finished groups, twice where they have to be joined; and the
     # keys and values of the step before, which are handed on when this one is under way.
     if group < rows:
-        parts = 5 if rows % group == 0 else 8
-        prefill += rows * tokens * config.hidden_size * parts * item
-    unpacked, largest = 0, max(config.ffn_size, config.hidden_size) * config.hidden_size * item
+        made, new = spec.hidden_size, 2 * attention.kv_size
+        parts = made + 2 * new if rows % group == 0 else 2 * (made + new) + new
+        prefill += rows * tokens * parts * item
+    return prefill
+
+
+def _unpacked_bytes(layer: LayerSpec, formats: Formats, sizes: KernelSizes, rows: int) -> int:
+    """Bytes of what is unpacked of a decoder layer's kernels for products of this many rows."""
+    unpacked = 0
+    largest = max(tensor.size for tensor in layer.large) * DTYPES[formats.dtype]
     if formats.weight_bits < 16:
-        unpacked = max(PART_BYTES, min(largest, part_bytes(count, config.ffn_size)))
+        part = sizes.unpacked_bytes(rows, layer.mlp_width)
+        unpacked = max(sizes.part_bytes, min(largest, part))
     if formats.matmul_bits == 8:  # a kernel's integers, and the product of outliers
-        unpacked = max(unpacked, 2 * largest) + count * config.ffn_size * 4
-    # Sampling sorts the logits and scoring normalises them; both keep several copies.
-    copies = {"greedy": 1, "sample": 8, "score": 3}[head]
-    formed = min(SCORED_ROWS, count) if head == "score" else rows
-    return unpacked + max(prefill, copies * formed * config.vocab_size * 4)
+        unpacked = max(unpacked, 2 * largest) + rows * layer.mlp_width * 4
+    return unpacked
 
 
 def _estimated(
-    config: ModelConfig, dtype: str, policy: Policy, shape: BlockShape, unified: bool
+    config: ModelConfig,
+    dtype: str,
+    policy: Policy,
+    shape: BlockShape,
+    unified: bool,
+    sizes: KernelSizes,
 ) -> _Estimate:
-    estimate = _Estimate(config, dtype, policy, shape, unified)
+    estimate = _Estimate(config, dtype, policy, shape, unified, sizes)
     estimate.add_weights()
     estimate.add_cache()
     estimate.add_activations()
@@ -274,17 +307,28 @@ def _estimated(
 
 
 def peak_bytes(
-    config: ModelConfig, dtype: str, policy: Policy, shape: BlockShape, unified: bool
+    config: ModelConfig,
+    dtype: str,
+    policy: Policy,
+    shape: BlockShape,
+    unified: bool,
+    sizes: KernelSizes,
 ) -> dict[Tier, int]:
     """The most bytes that a block of batches needs in each tier at any moment.
 
-    unified: host and device are the same RAM, and nothing is copied between them.
+    unified: host and device are the same RAM, and nothing is copied between them; sizes: of the
+        kernels that will compute.
     """
-    return _estimated(config, dtype, policy, shape, unified).bytes
+    return _estimated(config, dtype, policy, shape, unified, sizes).bytes
 
 
 def buffer_bytes(
-    config: ModelConfig, dtype: str, policy: Policy, shape: BlockShape, unified: bool
+    config: ModelConfig,
+    dtype: str,
+    policy: Policy,
+    shape: BlockShape,
+    unified: bool,
+    sizes: KernelSizes,
 ) -> int:
     """Of `peak_bytes`, those of host buffers that are used again and again."""
-    return _estimated(config, dtype, policy, shape, unified).buffers
+    return _estimated(config, dtype, policy, shape, unified, sizes).buffers

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import gcd
 from typing import NamedTuple
 
-from flexgen_jax.models.spec import Formats, LayerSpec, unique_tensors
+from flexgen_jax.models.spec import Formats, ModelSpec
 from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier
 
 
@@ -41,12 +42,13 @@ def realised(sizes: Sequence[int], tiers: Sequence[Tier]) -> dict[Tier, float]:
     }
 
 
-def place_weights(layers: tuple[LayerSpec, ...], dtype: str, policy: Policy) -> dict[str, Tier]:
+def place_weights(spec: ModelSpec, dtype: str, policy: Policy) -> dict[str, Tier]:
     """A tier for every tensor, by key. Biases and norms stay on the device."""
-    tensors = unique_tensors(layers)
-    large = [tensor for tensor in tensors.values() if not tensor.is_small]
+    large = [tensor for tensor in spec.tensors.values() if not tensor.is_small]
     tiers = split([t.nbytes(dtype, policy.weight_bits) for t in large], policy.weights)
-    small: dict[str, Tier] = {key: "device" for key, tensor in tensors.items() if tensor.is_small}
+    small: dict[str, Tier] = {
+        key: "device" for key, tensor in spec.tensors.items() if tensor.is_small
+    }
     return small | {tensor.key: tier for tensor, tier in zip(large, tiers, strict=True)}
 
 
@@ -56,7 +58,7 @@ out, a run in 1.5 GB came to a standstill."""
 
 
 def page_cached(
-    layers: tuple[LayerSpec, ...], formats: Formats, tiers: Mapping[str, Tier], spare: int
+    spec: ModelSpec, formats: Formats, tiers: Mapping[str, Tier], spare: int
 ) -> frozenset[str]:
     """Tensors on disk, evenly over the decoder layers, that the page cache has room for.
 
@@ -65,9 +67,9 @@ def page_cached(
     """
     large = {
         tensor.key: formats.weight(tensor).nbytes
-        for layer in layers
+        for layer in spec.decoders
         for tensor in layer.tensors
-        if layer.kind == "decoder" and tiers[tensor.key] == "disk"
+        if tiers[tensor.key] == "disk"
     }
     share = min(1.0, max(0, spare - PROGRAM_PAGES) / (sum(large.values()) or 1))
     chosen = split(large.values(), Placement(device=0.0, host=share))
@@ -140,24 +142,27 @@ class CachePlan:
 
 
 def place_cache(
-    layers: int,
+    kv_sizes: Sequence[int],
     prompt: Sequence[tuple[int, ...]],
     generated: Sequence[tuple[int, ...]],
     policy: Policy,
 ) -> CachePlan:
-    """Homes of all KV blocks. Blocks of the same age stand together in the order of the split,
-    so that the fractions hold at every moment of a generation."""
+    """Homes of all KV blocks of some decoder layers, of which `kv_sizes` has the elements of a
+    token's key. Blocks of one age stand together in the order of the split, so that the fractions
+    hold at every moment of a generation."""
     stay = (policy.values_stay, policy.attends_on_host)
     plan = CachePlan(tuple(prompt), tuple(generated), {}, *stay)
     most = max(len(plan.lengths(batch)) for batch in range(len(prompt)))
     keys = [
         CacheKey(layer, batch, block)
         for block in range(most)
-        for layer in range(layers)
+        for layer in range(len(kv_sizes))
         for batch in range(len(prompt))
         if block < len(plan.lengths(batch))
     ]
-    sizes = [plan.lengths(key.batch)[key.block] for key in keys]
+    unit = gcd(*kv_sizes)  # the split of equal layers depends on no size
+    parts = [size // unit for size in kv_sizes]
+    sizes = [parts[key.layer] * plan.lengths(key.batch)[key.block] for key in keys]
     plan.homes.update(zip(keys, split(sizes, policy.cache), strict=True))
     return plan
 

@@ -33,29 +33,32 @@ def roofline(
     costs = Costs(config, dtype, policy, hw)
     rows, later = workload.num_sequences, workload.gen_len - 1
     blocks = ceil(rows / (policy.batch_size * policy.num_batches))
-    layers = config.num_layers
-    ends = (*costs.layers[0].large, *costs.layers[-1].large)
+    decoders, head = costs.spec.decoders, costs.spec.head
+    layers = len(decoders)
+    ends = (*costs.spec.embedding.large, *head.large)
     tables = {t.key: costs.formats.weight(t).nbytes for t in ends}  # a shared one is read once
     # Tokens before the new one, added up over the decode steps; and those in full blocks.
     before = later * workload.prompt_len + later * (later - 1) // 2
     open_ = sum(new % policy.kv_block_tokens for new in range(later))
-    each = layers * costs.kv_bytes(rows, 1)
-    prompt, kept = workload.prompt_len, costs.kept_share
+    each = layers * costs.mean(lambda layer: costs.kv_bytes(layer, rows, 1))
+    prompt, last = workload.prompt_len, decoders[-1]
+    products, of_last = sum(layer.large_size for layer in decoders), last.large_size
     asked = prompt if workload.scores_prompts else 1
-    prefilled = (layers - 1 + kept) * prompt + (1 - kept) * asked  # tokens times layers
+    kept = last.kept_share
+    # Of the last layer, all tokens take the products that make keys and values.
+    prefilled = (products - (1 - kept) * of_last) * prompt + (1 - kept) * of_last * asked
 
     def phase(
         steps: int, computed: float, formed: int, once: float, cache: float, full: float
     ) -> dict[str, float]:
-        sizes = (costs.layers[1].large_size, costs.layers[-1].large_size)
-        flops = 2.0 * rows * (computed * sizes[0] + formed * sizes[1])
-        weights = blocks * (steps * layers * costs.layer_bytes() + once)
+        flops = 2.0 * rows * (computed + formed * head.large_size)
+        weights = blocks * (steps * layers * costs.mean(costs.layer_bytes) + once)
         seconds = {"compute": flops / _peak(hw, policy.matmul_bits)}
         return seconds | _moving(policy, dtype, hw, weights, cache, full)
 
     return {
         "prefill": phase(1, prefilled, asked, sum(tables.values()), 0, 0),
-        "decode": phase(later, later * layers, later, 0, each * before, each * (before - open_)),
+        "decode": phase(later, later * products, later, 0, each * before, each * (before - open_)),
     }
 
 

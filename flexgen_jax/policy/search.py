@@ -10,6 +10,7 @@ from math import ceil, floor
 from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.cost_model import Costs, block_terms
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import HardwareProfile
@@ -137,7 +138,8 @@ class Problem:
         return BlockShape.of(policy, self.of_block(policy))
 
     def peak(self, policy: Policy) -> dict[Tier, int]:
-        return peak_bytes(self.config, self.dtype, policy, self.shape(policy), self.unified)
+        shape = self.shape(policy)
+        return peak_bytes(self.config, self.dtype, policy, shape, self.unified, self.hw.sizes)
 
 
 def policies(problem: Problem) -> Iterator[Policy]:
@@ -303,12 +305,13 @@ def _reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budge
 def evaluate(problem: Problem, policy: Policy) -> Plan:
     """What a policy is predicted to do with a workload, by the simulator."""
     shape = problem.shape(policy)
-    sample = max(1, SAMPLED_STEPS // (problem.config.num_layers * len(shape.batch_sizes)))
+    layers = len(model_spec(problem.config).decoders)
+    sample = max(1, SAMPLED_STEPS // (layers * len(shape.batch_sizes)))
     needed = problem.peak(policy)
     costs = problem.costs(policy)
-    tiers = place_weights(costs.layers, problem.dtype, policy)
+    tiers = place_weights(costs.spec, problem.dtype, policy)
     spare = problem.budgets.spare_ram(needed)
-    cached = page_cached(costs.layers, costs.formats, tiers, spare)
+    cached = page_cached(costs.spec, costs.formats, tiers, spare)
     work = problem.of_block(policy).typical
     block = simulate(costs, BlockShape.of(policy, work), problem.unified, cached, sample)
     sequences = sum(shape.batch_sizes)

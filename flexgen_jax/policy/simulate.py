@@ -56,12 +56,13 @@ class Simulation:
     ) -> None:
         policy = costs.policy
         self.costs, self.shape, self.unified = costs, shape, unified
+        self._layers = costs.spec.layers
         self.page_cached = page_cached
         self._policy, self._ahead = policy, Ahead.of(policy)
         self._clock = Clock(costs.hw, policy.overlap, unified)
-        self._tiers = place_weights(costs.layers, costs.formats.dtype, policy)
+        self._tiers = place_weights(costs.spec, costs.formats.dtype, policy)
         self._plan = plan_cache(costs.config, policy, self.shape)
-        self._states = place_activations(len(costs.layers) - 1, len(shape.batch_sizes), policy)
+        self._states = place_activations(len(self._layers) - 1, len(shape.batch_sizes), policy)
         self._loads = {kind: dict[Hashable, Loading]() for kind in ("weights", "cache", "hidden")}
         self._warm: set[int] = set()
         self._writes: dict[tuple[int, int], float] = {}
@@ -72,14 +73,14 @@ class Simulation:
         self._hidden_writes: dict[int, float] = {}
         self._sizes = CacheSizes(costs, self._plan, shape.batch_sizes)
         self._cached_until: dict[tuple[int, int], int] = {}
-        self._prompts = costs.config.num_layers * len(shape.batch_sizes)
+        self._prompts = len(costs.spec.decoders) * len(shape.batch_sizes)
         self._projected: dict[Step, float] = {}
         self._tokens, self._weight = _sampled(shape.gen_len, sample)
-        self._weight_loads = [self._weights_of(layer) for layer in range(len(costs.layers))]
+        self._weight_loads = [self._weights_of(layer) for layer in range(len(self._layers))]
 
     def run(self) -> Prediction:
         """Goes through the steps."""
-        shape = (len(self._tokens), len(self.costs.layers), len(self.shape.batch_sizes))
+        shape = (len(self._tokens), len(self._layers), len(self.shape.batch_sizes))
         phases, last = [0.0, 0.0], 0.0
         before: tuple[Step, float] | None = None
         ahead = LookAhead(steps_of(self._policy.schedule, *shape))
@@ -108,7 +109,7 @@ class Simulation:
         """Of a layer: bytes read directly, through the page cache, copied; a read's size."""
         direct = cached = copied = 0
         largest = 1
-        for tensor in self.costs.layers[layer].tensors:
+        for tensor in self._layers[layer].tensors:
             nbytes = self.costs.formats.weight(tensor).nbytes
             tier = self._tiers[tensor.key]
             copied += 0 if tier == "device" else nbytes
@@ -124,7 +125,7 @@ class Simulation:
         direct, cached, copied, size = self._weight_loads[layer]
         clock = self._clock
         load = Loading(None, copied, size)
-        if layer in self._warm and self.costs.layers[layer].kind != "decoder":
+        if layer in self._warm and self._layers[layer].kind != "decoder":
             return load  # the ends are read once a block
         source = "page_cache" if layer in self._warm else "disk_read"
         self._warm.add(layer)
@@ -148,10 +149,9 @@ class Simulation:
         load = Loading(None, cached.moved[sealed])
         if sealed < len(cached.lengths) and cached.homes[sealed] != "device":
             share = self._policy.moved_share if cached.there[sealed] else 1.0
-            tail = self.costs.hidden_bytes(
-                self.shape.batch_sizes[step.batch], cached.lengths[sealed]
-            )
-            load.copied += int(2 * share * tail)
+            rows, length = self.shape.batch_sizes[step.batch], cached.lengths[sealed]
+            tail = self.costs.open_kv_bytes(self._layers[step.layer], rows, length)
+            load.copied += int(share * tail)
         if cached.read[sealed]:
             load.read = clock.read(cached.read[sealed], True, "disk_read", cached.read_s[sealed])
         return load
@@ -163,7 +163,7 @@ class Simulation:
         return step.token > 0 and self._is_decoder(step) and until >= step.token - 1
 
     def _is_decoder(self, step: Step) -> bool:
-        return self.costs.layers[step.layer].kind == "decoder"
+        return self._layers[step.layer].kind == "decoder"
 
     # Hidden states
 
@@ -189,7 +189,7 @@ class Simulation:
 
     def _only_last(self, layer: int) -> bool:
         """Whether a prompt's last token is all that is needed of the layer."""
-        return layer == len(self.costs.layers) - 2 and not self.shape.scores_prompts
+        return layer == len(self._layers) - 2 and not self.shape.scores_prompts
 
     # Loads ahead
 
@@ -240,7 +240,8 @@ class Simulation:
 
     def _compute(self, step: Step, ahead: LookAhead) -> float:
         costs, clock = self.costs, self._clock
-        kind = costs.layers[step.layer].kind
+        layer = self._layers[step.layer]
+        kind = layer.kind
         rows = self.shape.batch_sizes[step.batch]
         weights = self._loads["weights"]
         start = None if step.visit in weights else self._start_weights(step.layer)
@@ -260,7 +261,7 @@ class Simulation:
                 done = clock.compute(fixed + costs.head_s(formed), ready)
             elif step.token == 0:
                 tokens = self.shape.prompt_lens[step.batch]
-                seconds = costs.prefill_s(rows, tokens, self._only_last(step.layer))
+                seconds = costs.prefill_s(layer, rows, tokens, self._only_last(step.layer))
                 done = clock.compute(fixed + seconds, ready)
             else:
                 done = self._decode(step, ahead, ready, fixed)
@@ -272,7 +273,7 @@ class Simulation:
         return done
 
     def _decode(self, step: Step, ahead: LookAhead, ready: float, fixed: float) -> float:
-        costs, clock = self.costs, self._clock
+        costs, clock, layer = self.costs, self._clock, self._layers[step.layer]
         start = None if step in self._loads["cache"] else self._start_cache(step)
         ready = max(ready, self._take("cache", step, start))
         self._loads["cache"].pop(step)
@@ -288,13 +289,14 @@ class Simulation:
         here = position - there
         if not any(cached.there[: sealed + 1]):
             return clock.compute(
-                fixed + costs.linear_s(rows) + costs.device_attention_s(rows, here), ready
+                fixed + costs.linear_s(layer, rows) + costs.device_attention_s(layer, rows, here),
+                ready,
             )
-        asked = costs.hidden_bytes(rows, 1)
+        asked = costs.query_bytes(layer, rows)
         projected = self._projected.pop(step, None)
         if projected is None:
-            projected = clock.compute(costs.project_s(rows), ready)
-        on_device, on_host = costs.split_attention_s(rows, here, there)
+            projected = clock.compute(costs.project_s(layer, rows), ready)
+        on_device, on_host = costs.split_attention_s(layer, rows, here, there)
         if on_device:
             clock.compute(on_device, ready)
         if self._policy.overlap:
@@ -303,12 +305,12 @@ class Simulation:
                     if later not in self._loads["hidden"]:
                         self._loads["hidden"][later] = self._start_hidden(later)
                     at = self._take("hidden", later, None)
-                    self._projected[later] = clock.compute(costs.project_s(rows), at)
+                    self._projected[later] = clock.compute(costs.project_s(layer, rows), at)
         arrived = clock.pass_by("device_to_host", asked, projected)
         clock.host_compute(on_host, arrived)
-        partial = rows * costs.config.num_heads * (costs.config.head_dim + 1) * 4
+        partial = rows * (layer.attention.query_size + layer.attention.num_heads) * 4
         back = clock.pass_by("host_to_device", partial)
-        rest = costs.linear_s(rows) - costs.project_s(rows) + costs.hw.split_s
+        rest = costs.linear_s(layer, rows) - costs.project_s(layer, rows) + costs.hw.split_s
         return clock.compute(fixed + rest, back)
 
     def _put_hidden(self, step: Step, done: float) -> None:
@@ -321,11 +323,11 @@ class Simulation:
 
     def _retire(self, step: Step, done: float) -> None:
         """Waits for a step and stores its results."""
-        clock, kind = self._clock, self.costs.layers[step.layer].kind
+        clock, layer = self._clock, self._layers[step.layer]
         clock.wait(done)
-        if kind != "head":
+        if layer.kind != "head":
             self._settle_hidden(step)
-        if kind != "decoder" or step.token >= len(self._tokens) - 1:
+        if layer.kind != "decoder" or step.token >= len(self._tokens) - 1:
             return
         where = (step.layer - 1, step.batch)
         self._cached_until[where] = step.token
@@ -337,15 +339,16 @@ class Simulation:
         position = self._position(step)
         block = self._sizes.sealed(step.batch, position)
         if cached.homes[block] != "device":
-            clock.move("device_to_host", 2 * self.costs.hidden_bytes(rows, 1))
+            clock.move("device_to_host", self.costs.open_kv_bytes(layer, rows, 1))
         if self._sizes.sealed(step.batch, position + 1) > block:
             is_quantized = self._policy.cache_bits < 16
             if is_quantized:
                 # Quantized on the device, which a block in pinned memory first has to get to.
                 away = cached.homes[block] != "device"
-                opened = 2 * self.costs.hidden_bytes(rows, cached.lengths[block]) if away else 0
+                length = cached.lengths[block]
+                opened = self.costs.open_kv_bytes(layer, rows, length) if away else 0
                 ready = clock.move("host_to_device", opened)
-                elements = self.costs.kv_elements(rows, cached.lengths[block])
+                elements = self.costs.kv_elements(layer, rows, length)
                 clock.wait(clock.compute(self.costs.quantize_s(elements), ready))
             self._store(where, rows, cached, [block], on_device=is_quantized)
 
@@ -353,7 +356,8 @@ class Simulation:
         self, where: tuple[int, int], rows: int, cached: Cached, blocks: list[int], on_device: bool
     ) -> None:
         """Sends complete blocks to their homes; at most so many steps wait for the disk."""
-        sizes = {block: self.costs.kv_bytes(rows, cached.lengths[block]) for block in blocks}
+        layer, costs = self._layers[where[0] + 1], self.costs
+        sizes = {block: costs.kv_bytes(layer, rows, cached.lengths[block]) for block in blocks}
         away = sum(n for block, n in sizes.items() if cached.homes[block] != "device")
         moved = self._clock.move("device_to_host", away) if on_device and away else 0.0
         written = {block: n for block, n in sizes.items() if cached.homes[block] == "disk"}

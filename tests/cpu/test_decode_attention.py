@@ -14,8 +14,8 @@ import pytest
 
 from flexgen_jax import Policy
 from flexgen_jax.cpu import attention
-from flexgen_jax.cpu.attention import attend_inline, register
 from flexgen_jax.cpu.jit import attention_entry
+from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.attention import attend_blocks
 from tests.helpers.attention import (
@@ -25,6 +25,7 @@ from tests.helpers.attention import (
     numpy_attention,
     random_blocks,
 )
+from tests.helpers.kernels import CPU
 from tests.helpers.models import SHORT, run_greedy
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
@@ -57,7 +58,7 @@ def test_attention_is_the_formula(dtype: str, bits: int, head_dim: int) -> None:
     query = jnp.asarray(rng.normal(size=(4, 3, 1, head_dim)) * head_dim**-0.5, dtype)
     first = np.array([0, 3, 9, POSITION - 1], np.int32)
     starts = np.array([0, 7, 12], np.int32)
-    out, lse = jax.jit(attend_inline)(query, blocks, starts, np.int32(POSITION), first)
+    out, lse = jax.jit(CPU.decode_attention)(query, blocks, starts, np.int32(POSITION), first)
     at = np.arange(sum(LENGTHS))
     valid = (at[None] >= first[:, None]) & (at[None] < POSITION)
     asked = np.asarray(query.astype(jnp.float32))
@@ -72,7 +73,7 @@ def test_a_row_without_valid_tokens_weighs_nothing() -> None:
     first = np.array([0, POSITION, POSITION, 0], np.int32)
     starts = np.array([0, 7, 12], np.int32)
     args = (query, blocks, starts, np.int32(POSITION), first)
-    out, lse = jax.jit(attend_inline)(*args)
+    out, lse = jax.jit(CPU.decode_attention)(*args)
     expected, expected_lse = attend_blocks(*args)
     np.testing.assert_allclose(out[0], expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(out[1:3], 0)
@@ -85,14 +86,14 @@ def test_nan_shows() -> None:
     key, value = blocks[0]
     blocks = ((key.at[1, 2, 3].set(jnp.nan), value), *blocks[1:])
     args = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
-    out, _ = jax.jit(attend_inline)(jnp.ones((4, 3, 1, 8)), blocks, *args)
+    out, _ = jax.jit(CPU.decode_attention)(jnp.ones((4, 3, 1, 8)), blocks, *args)
     assert np.isnan(out[1, 2]).all()
     assert np.isfinite(out[0]).all()
 
 
 def test_calls_from_many_threads_at_once() -> None:
     """More at a time than XLA has threads: each ends, with the result that it has alone."""
-    program = jax.jit(attend_inline)
+    program = jax.jit(CPU.decode_attention)
     where = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
     query = jnp.ones((4, 3, 1, 64), jnp.bfloat16)
     caches = [random_cache(seed, "bfloat16", 4, 64)[0] for seed in range(8)]
@@ -132,8 +133,8 @@ def test_a_part_without_memory_is_an_error() -> None:
             raise MemoryError
         return 1
 
-    handler = attention_entry.handler("test_of_failing", compute)
-    target = register("test_of_failing", handler)
+    name = "test_of_failing"
+    target = register(name, lambda: attention_entry.handler(name, compute))
     program = jax.jit(jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((4, 1), jnp.float32)))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED.*no memory"):
         jax.block_until_ready(program(jnp.zeros(4)))
@@ -145,5 +146,5 @@ def test_the_smallest_numbers_of_half_precision_are_not_zero() -> None:
     blocks, _ = random_cache(0, "float16", 16, 20)
     blocks = tuple((key, jnp.asarray(np.full(value.shape, -small))) for key, value in blocks)
     where = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
-    out, _ = jax.jit(attend_inline)(jnp.ones((4, 3, 1, 20), jnp.float16), blocks, *where)
+    out, _ = jax.jit(CPU.decode_attention)(jnp.ones((4, 3, 1, 20), jnp.float16), blocks, *where)
     np.testing.assert_allclose(out, np.full(out.shape, -np.float32(small)), rtol=1e-4)

@@ -11,26 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from flexgen_jax.cpu import matmul
-from flexgen_jax.cpu.backend import INLINE
+from flexgen_jax.cpu import features, matmul
+from flexgen_jax.cpu.features import FOR_VECTORS, NUMBA_TARGETS, tile_unit, tile_units
 from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH
 from flexgen_jax.cpu.jit.matmul_small_batch import MOST
 from flexgen_jax.cpu.jit.packing import PAIR, give_rows
-from flexgen_jax.cpu.matmul import (
-    FOR_VECTORS,
-    NUMBA_TARGETS,
-    dense_inline,
-    logits_inline,
-    tile_unit,
-    tile_units,
-)
+from flexgen_jax.cpu.matmul import FEW_ROWS
 from flexgen_jax.layers import programs
-from flexgen_jax.layers.kernels import BY_XLA
-from flexgen_jax.layers.linear import FEW_ROWS, rounded
 from flexgen_jax.layers.quantization import dequantize, quantize, quantize_as
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec import Formats, model_spec
 from tests.helpers.arrays import anew, numbers
+from tests.helpers.kernels import CPU, XLA, XLA_ON_CPU
 from tests.helpers.models import BASE
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
@@ -78,8 +70,8 @@ def test_units_are_those_that_may_be_used(
 ) -> None:
     for name in NUMBA_TARGETS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(matmul, "_processor_flags", lambda: flags)
-    monkeypatch.setattr(matmul, "_may_use_amx", lambda: is_granted)
+    monkeypatch.setattr(features, "_processor_flags", lambda: flags)
+    monkeypatch.setattr(features, "_may_use_amx", lambda: is_granted)
     assert tile_units.__wrapped__() == units
     assert ("amx" in tile_units.__wrapped__("int8")) == ("amx_int8" in flags and is_granted)
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
@@ -121,9 +113,9 @@ def assert_nearest(found: jax.Array, expected: np.ndarray) -> None:
 def test_product_is_the_formula(rows: int, depth: int, columns: int, has_bias: bool) -> None:
     x, kernel = numbers(rows, depth), numbers(columns, depth, seed=1)
     bias = numbers(columns, seed=2) if has_bias else None
-    found = anew(dense_inline)(x, kernel, bias)
+    found = anew(CPU.matmul)(x, kernel, bias)
     assert_nearest(found, exact(x, kernel, bias))
-    stacked = anew(dense_inline)(x.reshape(1, rows, depth), kernel, bias)
+    stacked = anew(CPU.matmul)(x.reshape(1, rows, depth), kernel, bias)
     np.testing.assert_array_equal(stacked[0], found)
 
 
@@ -144,8 +136,8 @@ def test_quantized_kernels_are_unpacked(bits: int, rows: int, depth: int, column
     kernel = quantize(numbers(columns, depth, seed=1), bits, 64, 0)
     x, bias = numbers(rows, depth), numbers(columns, seed=2)
     target = f"{TARGET}_{bits}_{matmul.tile_unit()}"
-    assert target in anew(dense_inline).lower(x, kernel, bias).as_text()
-    found = anew(dense_inline)(x, kernel, bias)
+    assert target in anew(CPU.matmul).lower(x, kernel, bias).as_text()
+    found = anew(CPU.matmul)(x, kernel, bias)
     assert_nearest(found, exact(x, dequantize(kernel), bias))
 
 
@@ -156,9 +148,9 @@ def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> N
     kernel = quantize(numbers(columns, 96, seed=3), bits, 64, 0)
     whole = kernel.storage.plane_length % PAIR == 0
     unit = jnp.eye(96, dtype=jnp.bfloat16)
-    assert (TARGET in anew(dense_inline).lower(unit, kernel, None).as_text()) == whole
+    assert (TARGET in anew(CPU.matmul).lower(unit, kernel, None).as_text()) == whole
     for rows in (unit, unit[:MOST]):
-        found = anew(dense_inline)(rows, kernel, None)
+        found = anew(CPU.matmul)(rows, kernel, None)
         np.testing.assert_array_equal(found.T, dequantize(kernel)[:, : len(rows)])
 
 
@@ -169,8 +161,8 @@ def test_logits_are_not_rounded(rows: int, bits: int) -> None:
     x, table = numbers(rows, 320), numbers(COLUMNS + 64, 320, seed=1)
     kept = table if bits == 16 else quantize(table, bits, 64, 0)
     target = f"{TARGET}_{bits}_wide_{matmul.tile_unit()}"
-    assert target in anew(logits_inline).lower(x, kept).as_text()
-    found = anew(logits_inline)(x, kept)
+    assert target in anew(CPU.logits).lower(x, kept).as_text()
+    found = anew(CPU.logits)(x, kept)
     assert found.dtype == jnp.float32
     plain = table if bits == 16 else dequantize(kept)
     np.testing.assert_allclose(found, exact(x, plain, None), rtol=1e-5, atol=1e-4)
@@ -181,7 +173,7 @@ def test_logits_are_not_rounded(rows: int, bits: int) -> None:
 def test_nan_and_infinity_show_in_their_rows(rows: int, depth: int) -> None:
     x, kernel = numbers(rows, depth), numbers(64, depth, seed=1)
     x = x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)
-    found = np.asarray(anew(dense_inline)(x, kernel, None).astype(jnp.float32))
+    found = np.asarray(anew(CPU.matmul)(x, kernel, None).astype(jnp.float32))
     assert np.isnan(found[3]).all()
     assert np.isinf(found[7]).all()
     assert np.isfinite(np.delete(found, (3, 7), axis=0)).all()
@@ -227,16 +219,16 @@ def test_what_tiles_do_not_fit_is_left_to_xla(
         numbers(n, depth, seed=n).astype(dtype)
         for n, dtype in zip((40, columns), dtypes, strict=True)
     )
-    program = anew(dense_inline).lower(x, kernel, None)
+    program = anew(CPU.matmul).lower(x, kernel, None)
     assert TARGET not in program.as_text()
-    np.testing.assert_array_equal(dense_inline(x, kernel, None), rounded(x, kernel))
+    np.testing.assert_array_equal(CPU.matmul(x, kernel, None), XLA_ON_CPU.matmul(x, kernel, None))
 
 
 @with_tiles
 @pytest.mark.usefixtures("always")
 def test_processors_without_a_unit_leave_it_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "tile_unit", lambda: None)
-    program = anew(dense_inline).lower(numbers(44, 64), numbers(64, 64), None)
+    program = anew(CPU.matmul).lower(numbers(44, 64), numbers(64, 64), None)
     assert TARGET not in program.as_text()
 
 
@@ -246,13 +238,15 @@ def test_a_layer_is_that_of_xla(bits: int) -> None:
     config, formats = read_config(BASE), Formats("bfloat16", bits)
     hidden, first = numbers(6, 20, config.hidden_size), np.arange(6, dtype=np.int32)
     weights = {}
-    for seed, tensor in enumerate(model_spec(config)[1].tensors):
+    for seed, tensor in enumerate(model_spec(config).decoders[0].tensors):
         plain, storage = numbers(*tensor.shape, seed=seed) / 4, formats.weight(tensor)
         weights[tensor.path] = plain if storage.bits == 16 else quantize_as(plain, storage)
     outs = []
-    for kernels in (INLINE, BY_XLA):
-        program = programs.Programs(config, formats, kernels).prefill(6, (20,))
-        assert (TARGET in program.as_text()) == (kernels is INLINE)
+    for kernels in (CPU, XLA):
+        program = programs.Programs(config, formats, kernels).prefill(
+            model_spec(config).decoders[0], 6, (20,)
+        )
+        assert (TARGET in program.as_text()) == (kernels is CPU)
         found = program(weights, hidden, first)
         outs.append([np.asarray(x, np.float32) for x in jax.tree.leaves(found)])
     for ours, theirs in zip(*outs, strict=True):

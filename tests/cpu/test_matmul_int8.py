@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +19,32 @@ from safetensors.numpy import load_file
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cpu import matmul
-from flexgen_jax.cpu.backend import INLINE
+from flexgen_jax.cpu.features import tile_unit
 from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH
 from flexgen_jax.cpu.jit.matmul_int8 import CHUNK
-from flexgen_jax.cpu.matmul import int8_inline, tile_unit
 from flexgen_jax.layers import programs
-from flexgen_jax.layers.int8_products import (
+from flexgen_jax.layers.matmul_int8 import (
     OUTLIER,
     OUTLIER_BITS,
     column_scale,
     round_kernel,
     round_rows,
-    rounded_int8,
 )
-from flexgen_jax.layers.kernels import BY_XLA
 from flexgen_jax.layers.quantization import QuantizedArray, dequantize, quantize, quantize_as
 from flexgen_jax.models.families import known_shape, read_config
 from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import workspace_bytes
 from tests.helpers.arrays import anew, numbers
+from tests.helpers.kernels import CPU, XLA_ON_CPU
 from tests.helpers.models import BASE, PLACEMENTS, prompts, run_greedy, use_unit
 from tests.helpers.numpy_opt import NumpyOpt
 from tests.helpers.numpy_quantization import int8_product
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 TARGET = "flexgen_jax_multiply_integers"
+IN_TILES = partial(CPU.matmul, bits=8)
 with_tiles = pytest.mark.skipif(
     jax.default_backend() != "cpu" or tile_unit("int8") is None, reason="no unit for such tiles"
 )
@@ -56,9 +57,9 @@ def multiply(
 ) -> Callable[..., jax.Array]:
     """Products by XLA, or in tiles by a unit of the processor, however small."""
     if request.param == "XLA":
-        return rounded_int8
+        return partial(XLA_ON_CPU.matmul, bits=8)
     use_unit(request.param, monkeypatch)
-    return int8_inline
+    return IN_TILES
 
 
 def with_outliers(x: jax.Array, count: int) -> jax.Array:
@@ -135,11 +136,11 @@ def test_product_is_the_formula(
     x = with_outliers(numbers(rows, depth), outliers)
     kernel = plain if bits == 16 else quantize(plain, bits, 64, 0)
     target = f"{TARGET}_{bits}_{matmul.tile_unit('int8')}"
-    assert (target in anew(multiply).lower(x, kernel, bias).as_text()) == (multiply is int8_inline)
+    assert (target in anew(multiply).lower(x, kernel, bias).as_text()) == (multiply is IN_TILES)
     found = anew(multiply)(x, kernel, bias)
     assert found.dtype == jnp.bfloat16
     rounded_kernel = wide = single(plain) if bits == 16 else single(dequantize(kernel))
-    if bits < 16 and multiply is int8_inline:  # which takes them as they are unpacked
+    if bits < 16 and multiply is IN_TILES:  # which takes them as they are unpacked
         wide = levels(kernel)
     largest = None if bits == 16 else extremes(kernel)
     expected = int8_product(single(x), wide, largest, rounded_kernel) + single(bias)
@@ -195,7 +196,7 @@ def test_nothing_but_zeros(multiply: Any) -> None:
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
-    "kernels", [pytest.param(BY_XLA, id="XLA"), pytest.param(INLINE, marks=with_tiles, id="tiles")]
+    "kernels", [pytest.param(XLA_ON_CPU, id="XLA"), pytest.param(CPU, marks=with_tiles, id="tiles")]
 )
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_layer_is_near_that_of_16_bits(kernels: Any, bits: int) -> None:
@@ -205,12 +206,14 @@ def test_a_layer_is_near_that_of_16_bits(kernels: Any, bits: int) -> None:
     outs = []
     for matmul_bits in (16, 8):
         formats, weights = Formats("bfloat16", bits, matmul_bits=matmul_bits), {}
-        for seed, tensor in enumerate(model_spec(config)[1].tensors):
+        for seed, tensor in enumerate(model_spec(config).decoders[0].tensors):
             plain, storage = numbers(*tensor.shape, seed=seed) / 4, formats.weight(tensor)
             weights[tensor.path] = plain if storage.bits == 16 else quantize_as(plain, storage)
-        program = programs.Programs(config, formats, kernels).prefill(6, (20,))
+        program = programs.Programs(config, formats, kernels).prefill(
+            model_spec(config).decoders[0], 6, (20,)
+        )
         has_tiles = [target in program.as_text() for target in (TARGET, "multiply_rows")]
-        assert has_tiles == [kernels is INLINE and matmul_bits == n for n in (8, 16)]
+        assert has_tiles == [kernels is CPU and matmul_bits == n for n in (8, 16)]
         outs.append(single(program(weights, hidden, first)[0]))
     off = outs[1] - outs[0]
     assert 0 < np.sqrt(np.mean(off**2)) < 0.05 * np.std(outs[0])
@@ -220,10 +223,12 @@ def test_a_layer_is_near_that_of_16_bits(kernels: Any, bits: int) -> None:
 def test_memory_is_what_the_plan_counts(bits: int) -> None:
     """Of what XLA does by itself, which takes more than tiles."""
     config, formats = known_shape("facebook/opt-125m"), Formats("bfloat16", bits, matmul_bits=8)
-    program = programs.Programs(config, formats, BY_XLA).prefill(16, (128,))
+    program = programs.Programs(config, formats, XLA_ON_CPU).prefill(
+        model_spec(config).decoders[0], 16, (128,)
+    )
     found = program.memory_analysis()
     assert found.temp_size_in_bytes + found.output_size_in_bytes <= workspace_bytes(
-        config, formats, 16, 128
+        config, formats, KernelSizes(), 16, 128
     )
 
 

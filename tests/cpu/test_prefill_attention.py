@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from numba import njit
 
 from flexgen_jax import Policy, SamplingParams
-from flexgen_jax.cpu import attention
-from flexgen_jax.cpu.attention import attend_prompt_inline
+from flexgen_jax.cpu import CpuKernels, attention
 from flexgen_jax.cpu.jit.prefill_attention_ir import COLUMNS, ROWS, keep, multiply, widen
 from flexgen_jax.cpu.jit.softmax_ir import weigh
+from flexgen_jax.engine import llm
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.attention import MASKED
-from flexgen_jax.models.spec import PREFILL_ROWS
+from flexgen_jax.offload import context
+from flexgen_jax.policy.hardware import KernelSizes
+from tests.helpers.kernels import CPU
 from tests.helpers.models import run_greedy
 
 HEADS = 3
@@ -60,7 +62,7 @@ def test_attention_is_the_formula(dtype: str, tokens: int, head_dim: int) -> Non
     """With padding of none, some, and all but one of the tokens."""
     query, key, value = sides(4, tokens, head_dim, dtype)
     first = np.array([0, tokens // 3, tokens // 2, tokens - 1], np.int32)
-    attend = jax.jit(partial(attend_prompt_inline, heads=HEADS))
+    attend = jax.jit(partial(CPU.prefill_attention, heads=HEADS))
     out, (keys, values) = attend(query, key, value, first)
     at = np.arange(tokens)
     allowed = (at[:, None] >= at) & (at >= first[:, None])[:, None]
@@ -82,7 +84,7 @@ def test_attention_is_the_formula(dtype: str, tokens: int, head_dim: int) -> Non
 def test_what_is_not_finite_shows(side: int, special: float) -> None:
     arrays = sides(2, 13, 8, "float16")
     arrays[side] = arrays[side].at[1, 5, 9].set(special)
-    out, _ = jax.jit(partial(attend_prompt_inline, heads=HEADS))(*arrays, np.zeros(2, np.int32))
+    out, _ = jax.jit(partial(CPU.prefill_attention, heads=HEADS))(*arrays, np.zeros(2, np.int32))
     assert not np.isfinite(by_heads(out)[1, 1]).all()
     assert np.isfinite(by_heads(out)[0]).all()
 
@@ -96,7 +98,9 @@ def test_runs_are_those_of_xla(
     weight_bits: int,
 ) -> None:
     """The same tokens, also where a batch goes through a layer in groups, the last one smaller."""
-    monkeypatch.setitem(PREFILL_ROWS, weight_bits, 16)
+    sizes = KernelSizes(prefill_rows=16, packed_prefill_rows=16)
+    for module in (llm, context):
+        monkeypatch.setattr(module, "kernels_of_device", lambda: CpuKernels(sizes))
     policy = Policy.from_percent(
         *(0, 100, 0, 100, 0, 100), batch_size=5, num_batches=1, weight_bits=weight_bits
     )

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cli.main import main
-from flexgen_jax.cpu.matmul import tile_unit
+from flexgen_jax.cpu import features
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine import compute_probe, profiler, profiles
 from flexgen_jax.machine.compute_probe import ComputeProbe, Sample, timed
@@ -223,7 +223,7 @@ def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(told) == profiler.stages("bfloat16")
     assert found.unified
     assert set(found.linear) == {16, 8, 4}
-    assert set(found.linear_int8) == ({16, 4} if tile_unit("int8") else set())
+    assert set(found.linear_int8) == ({16, 4} if features().int8 else set())
     assert all(0 <= found.drag[name] <= times for name, times in found.slowed.items())
     assert type(known_machine("t4-16gb")).from_json(found.to_json()) == found
     assert not list(tmp_path.rglob("profile-*"))

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.models.families import OPT, read_config
-from flexgen_jax.models.spec import model_spec, unique_tensors
+from flexgen_jax.models.spec import model_spec
 
 BASE: dict[str, Any] = {
     "model_type": "opt",
@@ -80,7 +80,7 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     """Tensors of a spread that makes greedy tokens vary."""
     rng = np.random.default_rng(seed)
     tensors = {}
-    for key, spec in unique_tensors(model_spec(read_config(config))).items():
+    for key, spec in model_spec(read_config(config)).tensors.items():
         values = rng.normal(0, 0.2, spec.shape)
         if key.endswith("scale"):
             values += 1.0
@@ -136,8 +136,8 @@ def byte_tokenizer() -> dict[str, Any]:
 
 def use_unit(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has products in tiles made by this unit, where the processor has it."""
-    from flexgen_jax.cpu import matmul
+    from flexgen_jax.cpu import features, matmul
 
-    if jax.default_backend() != "cpu" or unit not in matmul.tile_units("int8"):
+    if jax.default_backend() != "cpu" or unit not in features().int8:
         pytest.skip(f"the processor has no {unit} with integers")
     monkeypatch.setattr(matmul, "tile_unit", lambda _kind="bf16": unit)

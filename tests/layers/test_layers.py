@@ -11,16 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax.cpu import attention
-from flexgen_jax.cpu.backend import INLINE
+from flexgen_jax.cpu.backend import CPU_TUNING
 from flexgen_jax.layers.attention import attend, causal_attention, merge
 from flexgen_jax.layers.decoder import DecoderLayer
 from flexgen_jax.layers.embedding import Embedding, Head
-from flexgen_jax.layers.kernels import BY_XLA, Kernels
-from flexgen_jax.layers.linear import dense
+from flexgen_jax.layers.kernels import Kernels
+from flexgen_jax.layers.matmul import matmul
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.sampling import keep_top, sample
+from flexgen_jax.layers.tuning import PLAIN, Tuning
 from flexgen_jax.models.families import read_config
-from flexgen_jax.models.spec import Formats, model_spec, prefilled, scored_heads
+from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.policy.hardware import KernelSizes
+from tests.helpers.kernels import CPU, XLA
 from tests.helpers.models import BASE, VARIANTS
 
 RNG = np.random.default_rng(0)
@@ -67,7 +70,7 @@ def test_causal_attention(tokens: int) -> None:
     scores = query @ key.swapaxes(2, 3)
     at = np.arange(tokens)
     causal = at[:, None] >= at[None, :]
-    found = np.asarray(causal_attention(query, key, value, first_valid))
+    found = np.asarray(causal_attention(query, key, value, first_valid, at_once=6))
     for row, first in enumerate(first_valid):
         mask = causal & (at >= first)[None, :]
         expected = softmax(np.where(mask, scores[row], -1e30)) @ value[row]
@@ -78,22 +81,25 @@ def test_causal_attention(tokens: int) -> None:
 def test_causal_attention_in_parts_is_the_same() -> None:
     """Enough heads and tokens that scores are formed for some of the heads at a time."""
     heads, tokens = 20, 1024
-    assert scored_heads(heads, tokens) < heads
+    at_once = KernelSizes().scored_heads(heads, tokens)
+    assert at_once < heads
     query, key, value = (normal(1, heads, tokens, 2) for _ in range(3))
     none = np.zeros(1, np.int32)
-    whole = np.asarray(causal_attention(query, key, value, none))
+    whole = np.asarray(causal_attention(query, key, value, none, at_once))
     for head in (0, heads - 1):
         one = slice(head, head + 1)
-        part = causal_attention(query[:, one], key[:, one], value[:, one], none)
+        part = causal_attention(query[:, one], key[:, one], value[:, one], none, 1)
         np.testing.assert_allclose(whole[:, one], part, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 65])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_dense(rows: int, dtype: np.dtype) -> None:
+@pytest.mark.parametrize("tuning", [PLAIN, CPU_TUNING])
+def test_products(rows: int, dtype: np.dtype, tuning: Tuning) -> None:
     x, kernel = jnp.asarray(normal(rows, 8), dtype), jnp.asarray(normal(5, 8), dtype)
     expected = np.asarray(x, np.float32) @ np.asarray(kernel, np.float32).T
-    np.testing.assert_allclose(dense(x, kernel), expected, rtol=1e-5, atol=1e-5)
+    found = matmul(x, kernel, tuning=tuning)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -103,12 +109,15 @@ def test_spec_is_what_the_modules_declare(variant: str) -> None:
     hidden = jnp.zeros((1, 2, config.hidden_size))
     key = jax.random.key(0)
     declared = [
-        jax.eval_shape(lambda: Embedding(config).init(key, ids, jnp.int32(0), first)),
-        jax.eval_shape(lambda: DecoderLayer(config).init(key, hidden, first, method="prefill")),
-        jax.eval_shape(lambda: Head(config).init(key, hidden)),
+        jax.eval_shape(lambda: Embedding(config, XLA).init(key, ids, jnp.int32(0), first)),
+        jax.eval_shape(
+            lambda: DecoderLayer(config, XLA).init(key, hidden, first, method="prefill")
+        ),
+        jax.eval_shape(lambda: Head(config, XLA).init(key, hidden)),
     ]
-    layers = model_spec(config)
-    for variables, layer in zip(declared, (layers[0], layers[1], layers[-1]), strict=True):
+    spec = model_spec(config)
+    layers = (spec.embedding, spec.decoders[0], spec.head)
+    for variables, layer in zip(declared, layers, strict=True):
         leaves = jax.tree_util.tree_flatten_with_path(variables.get("params", {}))[0]
         shapes = {".".join(k.key for k in path): leaf.shape for path, leaf in leaves}
         assert shapes == {tensor.path: tensor.shape for tensor in layer.tensors}
@@ -122,20 +131,20 @@ def test_sequences_prefilled_in_groups_are_as_alone(
     batch: int, dtype: str, cache_bits: int
 ) -> None:
     config, tokens = read_config(BASE | {"max_position_embeddings": 160}), 128
-    assert prefilled(batch, tokens, 16) == 8
+    assert XLA.sizes.prefill_sequences(batch, tokens, 16) == 8
     formats, close = Formats(dtype, 16, cache_bits), 2e-4 if dtype == "float32" else 5e-2
-    programs, cuts = Programs(config, formats), (100, 28)
-    tensors = model_spec(config)[1].tensors
-    weights = {t.path: jnp.asarray(normal(*t.shape) / 4, dtype) for t in tensors}
+    programs, cuts = Programs(config, formats, XLA), (100, 28)
+    layer = model_spec(config).decoders[0]
+    weights = {t.path: jnp.asarray(normal(*t.shape) / 4, dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     first = np.arange(batch, dtype=np.int32) * 3
-    whole, blocks, is_finite = programs.prefill(batch, cuts)(weights, hidden, first)
+    whole, blocks, is_finite = programs.prefill(layer, batch, cuts)(weights, hidden, first)
     assert is_finite and whole.shape == hidden.shape
     shapes = [side.shape for block in blocks for side in block]
     assert shapes == [(batch, config.num_heads, n, config.head_dim) for n in (100, 100, 28, 28)]
     for row in range(batch):
         one = slice(row, row + 1)
-        alone, parts, _ = programs.prefill(1, cuts)(weights, hidden[one], first[one])
+        alone, parts, _ = programs.prefill(layer, 1, cuts)(weights, hidden[one], first[one])
         sides = (np.asarray(x[:, first[row] :], np.float32) for x in (whole[one], alone))
         np.testing.assert_allclose(*sides, close, close)
         leaves = zip(jax.tree.leaves(blocks), jax.tree.leaves(parts), strict=True)
@@ -147,12 +156,12 @@ def test_sequences_prefilled_in_groups_are_as_alone(
                 assert np.mean(np.asarray(leaf[one]) == np.asarray(part)) > 0.99
     for row in (0, batch - 1):
         spoilt = hidden.at[row, tokens - 1, 0].set(np.nan)
-        assert not programs.prefill(batch, cuts)(weights, spoilt, first)[2]
+        assert not programs.prefill(layer, batch, cuts)(weights, spoilt, first)[2]
 
 
 @pytest.mark.parametrize(
     ("kernels", "dtype", "cache_bits"),
-    [(BY_XLA, "float32", 16), (INLINE, "float32", 16), (INLINE, "bfloat16", 4)],
+    [(XLA, "float32", 16), (CPU, "float32", 16), (CPU, "bfloat16", 4)],
     ids=["xla", "inline", "inline-bf16"],
 )
 @pytest.mark.parametrize("variant", ["base", "350m"])
@@ -171,13 +180,14 @@ def test_the_last_token_alone_is_as_among_all(
     batch, tokens, cuts = 33, 128, (64, 64)
     programs = Programs(config, Formats(dtype, 16, cache_bits), kernels)
     close = 2e-4 if dtype == "float32" else 5e-2
-    weights = {
-        t.path: jnp.asarray(normal(*t.shape) / 8, dtype) for t in model_spec(config)[1].tensors
-    }
+    layer = model_spec(config).decoders[0]
+    weights = {t.path: jnp.asarray(normal(*t.shape) / 8, dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     first = np.arange(batch, dtype=np.int32) * 3
-    whole, blocks, _ = programs.prefill(batch, cuts)(weights, hidden, first)
-    last, others, is_finite = programs.prefill(batch, cuts, only_last=True)(weights, hidden, first)
+    whole, blocks, _ = programs.prefill(layer, batch, cuts)(weights, hidden, first)
+    last, others, is_finite = programs.prefill(layer, batch, cuts, only_last=True)(
+        weights, hidden, first
+    )
     assert is_finite and last.shape == (batch, 1, config.hidden_size)
     sides = (np.asarray(x, np.float32) for x in (last, whole[:, -1:]))
     np.testing.assert_allclose(*sides, close, close)
@@ -185,7 +195,7 @@ def test_the_last_token_alone_is_as_among_all(
         sides = (np.asarray(x, np.float32) for x in (leaf, other))
         np.testing.assert_allclose(*sides, close, close)
     spoilt = hidden.at[5, tokens - 2, 0].set(np.nan)
-    assert not programs.prefill(batch, cuts, only_last=True)(weights, spoilt, first)[2]
+    assert not programs.prefill(layer, batch, cuts, only_last=True)(weights, spoilt, first)[2]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -193,11 +203,11 @@ def test_the_last_token_alone_is_as_among_all(
 def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> None:
     """One position, all in one go and a rest, and several groups of positions."""
     config = read_config(BASE)
-    layer = model_spec(config)[-1]
+    layer = model_spec(config).head
     weights = {t.path: jnp.asarray(normal(*t.shape), dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     targets = RNG.integers(0, config.vocab_size, (batch, tokens)).astype(np.int32)
-    program = Programs(config, Formats(dtype)).score(batch, tokens)
+    program = Programs(config, Formats(dtype), XLA).score(batch, tokens)
     found, is_finite = program(weights, hidden, targets)
     known = {path: np.asarray(x, np.float64) for path, x in weights.items()}
     x = np.asarray(hidden, np.float64)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax.layers.attention import attend
-from flexgen_jax.layers.linear import dense
+from flexgen_jax.layers.matmul import matmul
 from flexgen_jax.layers.quantization import (
     QuantizedArray,
     dequantize,
@@ -134,7 +134,7 @@ def test_dense_with_a_quantized_kernel(bits: int, rows: int, size: tuple[int, in
     bias = RNG.normal(size=size[0]).astype(np.float32)
     q = quantize(jnp.asarray(kernel), bits, 64, 0)
     expected = x @ np.asarray(dequantize(q)).T + bias
-    np.testing.assert_allclose(dense(jnp.asarray(x), q, jnp.asarray(bias)), expected, 2e-5, 2e-5)
+    np.testing.assert_allclose(matmul(jnp.asarray(x), q, jnp.asarray(bias)), expected, 2e-5, 2e-5)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

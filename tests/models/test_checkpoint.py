@@ -18,7 +18,7 @@ from flexgen_jax import LLM, Policy
 from flexgen_jax.models.checkpoint import Checkpoint, CheckpointError, DummyWeights
 from flexgen_jax.models.config import ConfigError
 from flexgen_jax.models.families import known_shape, read_config
-from flexgen_jax.models.spec import model_spec, unique_tensors
+from flexgen_jax.models.spec import model_spec
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.policy.placement import place_weights
 from tests.helpers.models import BASE, write_checkpoint
@@ -40,7 +40,7 @@ def shard(folder: Path, pieces: int = 3) -> Path:
 
 def read_all(folder: Path, dtype: str = "float32") -> dict[str, np.ndarray]:
     checkpoint = Checkpoint(folder)
-    tensors = unique_tensors(model_spec(checkpoint.config))
+    tensors = model_spec(checkpoint.config).tensors
     return {key: checkpoint.read(t, 0, t.shape[0], dtype) for key, t in tensors.items()}
 
 
@@ -86,7 +86,7 @@ def test_stored_dtypes(tmp_path: Path, stored: type, dtype: str) -> None:
 
 def test_rows_are_read_by_range(tmp_path: Path) -> None:
     checkpoint = Checkpoint(write_checkpoint(tmp_path / "m"))
-    tensor = unique_tensors(model_spec(checkpoint.config))["embedding.tokens"]
+    tensor = model_spec(checkpoint.config).tensors["embedding.tokens"]
     whole = checkpoint.read(tensor, 0, tensor.shape[0], "float32")
     np.testing.assert_array_equal(checkpoint.read(tensor, 7, 19, "float32"), whole[7:19])
 
@@ -180,7 +180,7 @@ def test_unknown_shape_lists_the_known() -> None:
 
 def test_dummy_weights_depend_on_seed_and_key_alone() -> None:
     config = read_config(BASE | {"vocab_size": 600})
-    tensors = unique_tensors(model_spec(config))
+    tensors = model_spec(config).tensors
     table = tensors["embedding.tokens"]
     source = DummyWeights(config, seed=1)
     whole = source.read(table, 0, 600, "float32")
@@ -241,16 +241,14 @@ def test_loading_holds_less_than_two_layers(tmp_path: Path, percent: tuple[int, 
     sizes = {"hidden_size": 512, "word_embed_proj_dim": 512, "ffn_dim": 2048}
     folder = write_checkpoint(tmp_path / "m", num_hidden_layers=6, **sizes)
     policy = Policy.from_percent(*percent, 100, 0, 100, 0)
-    layers = model_spec(Checkpoint(folder).config)
-    homes = place_weights(layers, "float32", policy)
+    spec = model_spec(Checkpoint(folder).config)
+    homes = place_weights(spec, "float32", policy)
     in_memory = sum(
-        tensor.nbytes("float32")
-        for key, tensor in unique_tensors(layers).items()
-        if homes[key] != "disk"
+        tensor.nbytes("float32") for key, tensor in spec.tensors.items() if homes[key] != "disk"
     )
     with LLM(folder, policy=policy, dtype="float32", offload_dir=tmp_path / "offload") as llm:
         tracemalloc.start()
         llm.warm_up(4, 1, 1)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peak - in_memory < 2 * layers[1].nbytes("float32")
+    assert peak - in_memory < 2 * spec.decoders[0].nbytes("float32")

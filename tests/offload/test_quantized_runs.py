@@ -18,6 +18,7 @@ from flexgen_jax.models.spec import Formats, TensorSpec
 from flexgen_jax.models.storage import GROUP_SIZE
 from flexgen_jax.offload import weights
 from flexgen_jax.offload.disk import folder
+from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import workspace_bytes
 from tests.helpers.models import PLACEMENTS, SHORT, prompts, run_greedy, write_checkpoint
 from tests.helpers.numpy_opt import NumpyOpt
@@ -203,7 +204,9 @@ def test_bytes_are_counted_packed(
         rows[bits]["stored"] = report["peak_bytes"][tier]
         if tier == "device":  # which also holds what is not stored: temporaries and hidden states
             formats = policy.formats("bfloat16")
-            rows[bits]["stored"] -= workspace_bytes(config, formats, 2, 128) + 2 * 128 * 128 * 2
+            rows[bits]["stored"] -= (
+                workspace_bytes(config, formats, KernelSizes(), 2, 128) + 2 * 128 * 128 * 2
+            )
     for name, nbytes in rows[4].items():
         assert nbytes <= 0.29 * rows[16][name], name
 

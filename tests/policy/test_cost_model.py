@@ -11,9 +11,10 @@ import pytest
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import known_shape, read_config
+from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.cost_model import FRACTIONS, Costs, Linear, block_terms, fractions_of
 from flexgen_jax.policy.fit import Budgets
-from flexgen_jax.policy.hardware import Rate
+from flexgen_jax.policy.hardware import KernelSizes, Rate
 from flexgen_jax.policy.linear_program import memory_terms, solve
 from flexgen_jax.policy.memory import BlockShape, peak_bytes
 from flexgen_jax.policy.policy import TIERS, Policy, Workload
@@ -25,14 +26,15 @@ POLICY = Policy.from_percent(20, 30, 10, 60, 25, 50, batch_size=48, num_batches=
 
 def test_layers_may_multiply_integers_but_the_head_does_not() -> None:
     config = known_shape("facebook/opt-30b")
+    layer = model_spec(config).decoders[0]
     measured = machine(linear_int8={4: Rate.constant(50e12)})
     for bits, times in ((4, 2.5), (16, 1.0)):  # the latter was not measured
         plain, integers = (
             Costs(config, "float16", replace(POLICY, weight_bits=bits, matmul_bits=n), measured)
             for n in (16, 8)
         )
-        assert plain.linear_s(96) == pytest.approx(times * integers.linear_s(96))
-        assert plain.prefill_s(4, 64) > integers.prefill_s(4, 64) or times == 1
+        assert plain.linear_s(layer, 96) == pytest.approx(times * integers.linear_s(layer, 96))
+        assert plain.prefill_s(layer, 4, 64) > integers.prefill_s(layer, 4, 64) or times == 1
         assert plain.head_s(96) == integers.head_s(96)
 
 
@@ -40,12 +42,15 @@ def test_sparse_attention_on_the_device_has_the_keys_moved_to_it() -> None:
     config, rows, here, there = known_shape("facebook/opt-30b"), 4, 100, 300
     policy = replace(POLICY, attention="device", attention_sparsity=0.1)
     costs = Costs(config, "float16", policy, machine())
+    layer = model_spec(config).decoders[0]
     keys = rows * there * config.hidden_size
     scores = rows * config.num_heads * there
-    device = costs.device_attention_s(rows, here) + keys / 100e9 + scores / 1e9
-    assert costs.split_attention_s(rows, here, there) == pytest.approx((device, 0.1 * keys / 10e9))
+    device = costs.device_attention_s(layer, rows, here) + keys / 100e9 + scores / 1e9
+    assert costs.split_attention_s(layer, rows, here, there) == pytest.approx(
+        (device, 0.1 * keys / 10e9)
+    )
     on_host = Costs(config, "float16", replace(policy, attention="host"), machine())
-    found = on_host.split_attention_s(rows, 0, there)
+    found = on_host.split_attention_s(layer, rows, 0, there)
     assert found == pytest.approx((0, 1.1 * keys / 10e9 + scores / 1e9))
 
 
@@ -86,11 +91,12 @@ def test_the_last_layer_makes_keys_and_values_of_a_prompt_and_one_token_more() -
     costs = Costs(config, "float16", POLICY, hw)
     h1, rows, tokens = config.hidden_size, 8, 256
     kept, rest = 2 * 2 * h1**2 * rows * tokens, 2 * 10 * h1**2 * rows
-    last = costs.prefill_s(rows, tokens, only_last=True)
+    layer = model_spec(config).decoders[-1]
+    last = costs.prefill_s(layer, rows, tokens, only_last=True)
     assert last == pytest.approx((kept + rest) / rate)
-    mean = (47 * costs.prefill_s(rows, tokens) + last) / 48
+    mean = (47 * costs.prefill_s(layer, rows, tokens) + last) / 48
     assert costs.mean_prefill_s(rows, tokens, scores_prompts=False) == pytest.approx(mean)
-    whole = costs.prefill_s(rows, tokens)
+    whole = costs.prefill_s(layer, rows, tokens)
     assert costs.mean_prefill_s(rows, tokens, scores_prompts=True) == pytest.approx(whole)
 
 
@@ -198,7 +204,9 @@ def test_memory_terms_are_near_the_exact_peaks(percent: tuple[int, ...], unified
     config, workload = known_shape("facebook/opt-6.7b"), Workload(512, 33, 64)
     policy = Policy.from_percent(*percent, batch_size=16, num_batches=4, attention="host")
     costs = Costs(config, "float16", policy, machine())
-    exact = peak_bytes(config, "float16", policy, BlockShape.of(policy, workload), unified)
+    exact = peak_bytes(
+        config, "float16", policy, BlockShape.of(policy, workload), unified, KernelSizes()
+    )
     for tier, term in memory_terms(costs, workload, unified).items():
         linear = term.at(fractions_of(policy))
         assert linear == pytest.approx(exact[tier], rel=0.1, abs=0.02 * sum(exact.values())), tier

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax.models.families import known_shape, read_config
-from flexgen_jax.models.spec import model_spec, num_parameters, unique_tensors
+from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.fit import Budgets, Fitter
+from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import BlockShape, peak_bytes, plan_cache
 from flexgen_jax.policy.placement import place_weights, realised, split
 from flexgen_jax.policy.policy import (
@@ -47,15 +48,15 @@ def test_split_is_within_one_tensor_everywhere(sizes: list[int], percent: tuple[
 
 def test_opt_30b_split_is_exact() -> None:
     """The original puts 8.3 % of OPT-30B on the GPU when asked for 20."""
-    layers = model_spec(known_shape("facebook/opt-30b"))
+    spec = model_spec(known_shape("facebook/opt-30b"))
     policy = Policy.from_percent(20, 80, 0, 100, 0, 100)
-    tiers = place_weights(layers, "float16", policy)
-    large = [t for t in unique_tensors(layers).values() if not t.is_small]
+    tiers = place_weights(spec, "float16", policy)
+    large = [t for t in spec.tensors.values() if not t.is_small]
     sizes = [t.nbytes("float16") for t in large]
     found = realised(sizes, [tiers[t.key] for t in large])
     assert found["device"] == pytest.approx(0.2, abs=max(sizes) / sum(sizes))
     assert found["disk"] == 0
-    assert all(tiers[t.key] == "device" for t in unique_tensors(layers).values() if t.is_small)
+    assert all(tiers[t.key] == "device" for t in spec.tensors.values() if t.is_small)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_opt_30b_split_is_exact() -> None:
     [("125m", 0.125), ("350m", 0.331), ("1.3b", 1.316), ("30b", 29.97), ("175b", 175.2)],
 )
 def test_known_shapes_have_the_published_sizes(name: str, billions: float) -> None:
-    assert num_parameters(known_shape(f"facebook/opt-{name}")) / 1e9 == pytest.approx(
+    assert model_spec(known_shape(f"facebook/opt-{name}")).num_parameters / 1e9 == pytest.approx(
         billions, rel=0.01
     )
 
@@ -133,14 +134,12 @@ def test_computed_peak_covers_what_is_placed(
     config = read_config(BASE)
     policy = Policy.from_percent(*weights, *cache, *hidden, batch_size=4, num_batches=3)
     shape = BlockShape((4, 4, 4), (16, 32, 32), 40)
-    peaks = peak_bytes(config, "float32", policy, shape, unified)
+    peaks = peak_bytes(config, "float32", policy, shape, unified, KernelSizes())
     tiers = place_weights(model_spec(config), "float32", policy)
     plan = plan_cache(config, policy, shape)
     for tier in TIERS:
         placed = sum(
-            t.nbytes("float32")
-            for t in unique_tensors(model_spec(config)).values()
-            if tiers[t.key] == tier
+            t.nbytes("float32") for t in model_spec(config).tensors.values() if tiers[t.key] == tier
         )
         placed += sum(
             2 * 4 * 4 * config.hidden_size * plan.lengths(key.batch)[key.block]
@@ -159,7 +158,7 @@ MIB = 1 << 20
 def test_fill_fastest_fits_and_prefers_the_device(device: int, host: int) -> None:
     config = known_shape("facebook/opt-125m")
     budgets = Budgets(device * MIB, host * MIB, 1 << 40)
-    fitter = Fitter(config, "float16", Workload(128, 32, 8), budgets, unified=False)
+    fitter = Fitter(config, "float16", Workload(128, 32, 8), budgets, False, KernelSizes())
     found = fitter.largest_batches(Policy(batch_size=8))
     if found is None:
         assert "no plan fits" in fitter.advice(Policy(batch_size=8))

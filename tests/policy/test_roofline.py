@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flexgen_jax.models.families import known_shape
-from flexgen_jax.models.spec import num_parameters
+from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload
@@ -45,7 +45,7 @@ def test_compute_is_two_flops_a_parameter_and_token() -> None:
     assert found["prefill"]["compute"] == pytest.approx(2 * 40 * (prompt + head) / 2e12)
     assert found["decode"]["compute"] == pytest.approx(2 * 40 * 10 * (layers + head) / 2e12)
     flops = 2e12 * sum(phase["compute"] for phase in found.values())
-    usual = 2 * 40 * (110 * num_parameters(CONFIG) - skipped)
+    usual = 2 * 40 * (110 * model_spec(CONFIG).num_parameters - skipped)
     assert flops == pytest.approx(usual, rel=0.1)
     scored = roofline(
         CONFIG,

@@ -33,6 +33,7 @@ from flexgen_jax.cpu.jit.xla_calls import (
     run_part,
     words,
 )
+from flexgen_jax.cpu.targets import INTERFACE
 from flexgen_jax.layers.attention import MASKED
 
 carray: Any = vars(numba)["carray"]
@@ -42,7 +43,7 @@ CALLS = source_of(__file__, xla_calls.__file__)
 """See `host_kernels.SOURCE`."""
 
 METADATA = 1
-API_VERSION = np.int64(3 << 32)  # major 0, minor 3
+API_VERSION = np.int64(INTERFACE[1] << 32 | INTERFACE[0])
 PACKED = 6  # uint8 among XLA's types
 FAIL, SCHEDULE, THREADS = 6, 17, 18  # words of XLA_FFI_Api
 RESOURCE_EXHAUSTED = 8

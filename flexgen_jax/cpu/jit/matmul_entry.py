@@ -44,7 +44,7 @@ def product_handler(name: str, bits: int, is_wide: bool, by_amx: bool) -> tuple[
 
 @lru_cache
 def rounding_handler(name: str) -> tuple[Any, ...]:
-    """The handler of `layers.int8_products.round_rows`.
+    """The handler of `layers.matmul_int8.round_rows`.
 
     Its argument: bfloat16 [row, depth]. Results: where outliers are, uint8 [panel, depth], a panel
     being `PAIR` rows; int8 [row, depth], their scales, fp32 [row], and sums, int32 [row].

@@ -1,5 +1,5 @@
 """Products of 8-bit integers on CPUs that have AMX or AVX-512 for them, compiled by Numba:
-`layers.int8_products`, with the loops and the memory of `product_kernels`."""
+`layers.matmul_int8`, with the loops and the memory of `product_kernels`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from flexgen_jax.cpu.jit.packing_int8 import (
     take_integers,
     take_outliers,
 )
-from flexgen_jax.layers import int8_products
+from flexgen_jax.layers import matmul_int8
 
-SOURCE = matmul_blocked.SOURCE + source_of(__file__, packing_int8.__file__, int8_products.__file__)
+SOURCE = matmul_blocked.SOURCE + source_of(__file__, packing_int8.__file__, matmul_int8.__file__)
 """See `host_kernels.SOURCE`."""
 
 CHUNK = 512

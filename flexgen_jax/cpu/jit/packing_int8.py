@@ -44,7 +44,7 @@ from flexgen_jax.cpu.jit.packing import (
     packed_place,
     store_columns,
 )
-from flexgen_jax.layers.int8_products import LEVELS, OUTLIER_BITS
+from flexgen_jax.layers.matmul_int8 import LEVELS, OUTLIER_BITS
 
 cgutils: Any = untyped
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.linear import dense
+from flexgen_jax.layers.matmul import matmul
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, dequantize
+from flexgen_jax.layers.tuning import PLAIN, Tuning
 
 LEVELS = 127
 OUTLIER = 6.0
@@ -34,17 +35,25 @@ class Rounded(NamedTuple):
     scale: jax.Array
 
 
-def rounded_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None = None) -> jax.Array:
-    """`linear.rounded` by products of 8-bit integers, which any device can multiply as floats:
-    these hold them exactly."""
+def matmul_int8(
+    x: jax.Array,
+    kernel: Kept,
+    bias: jax.Array | None = None,
+    part_bytes: int = 1 << 62,
+    tuning: Tuning = PLAIN,
+) -> jax.Array:
+    """Returns `x @ kernel.T + bias` by products of 8-bit integers, in x's dtype; arguments as in
+    `matmul.matmul`. The integers are multiplied as floats, which hold them exactly, so that any
+    device can."""
     rows, scale = x.reshape(-1, x.shape[-1]), column_scale(kernel)
     codes, row_scale = round_rows(rows)
-    found = dense(codes.astype(x.dtype), round_kernel(kernel, scale).astype(x.dtype))
+    integers = round_kernel(kernel, scale, tuning.has_barriers).astype(x.dtype)
+    found = matmul(codes.astype(x.dtype), integers, None, part_bytes, tuning)
     found = found * (row_scale[:, None] * scale)
     apart = is_outlier(rows)
     found = jax.lax.cond(
         apart.any(),
-        lambda: found + dense(jnp.where(apart, rows, 0), kernel),
+        lambda: found + matmul(jnp.where(apart, rows, 0), kernel, None, part_bytes, tuning),
         lambda: found,
     )
     if bias is not None:
@@ -79,9 +88,9 @@ def column_scale(kernel: Kept) -> jax.Array:
     return scale
 
 
-def round_kernel(kernel: Kept, scale: jax.Array) -> jax.Array:
+def round_kernel(kernel: Kept, scale: jax.Array, has_barrier: bool = False) -> jax.Array:
     """The integers of a kernel whose columns have this scale, int8 [column, depth]."""
-    plain = dequantize(kernel) if isinstance(kernel, QuantizedArray) else kernel
+    plain = dequantize(kernel, has_barrier) if isinstance(kernel, QuantizedArray) else kernel
     return _codes(plain.astype(jnp.float32), scale)
 
 

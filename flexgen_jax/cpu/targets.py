@@ -1,0 +1,66 @@
+"""Makes generated code known to XLA, by its foreign-function interface.
+
+What cannot be generated or called is left to XLA's own code: the result is the same, later.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+
+INTERFACE = (0, 3)
+"""Major and minor version of `xla/ffi/api/c_api.h` whose layouts `jit.attention_entry` reads."""
+
+NEWEST = (0, 5)
+"""The newest version that was found to keep these layouts; minor versions only add to them."""
+
+
+class KernelWarning(RuntimeWarning):
+    """The CPU's own kernels cannot be used, so that XLA's are, which are slower."""
+
+
+@lru_cache
+def interface_version() -> tuple[int, int] | None:
+    """The version of XLA's foreign-function interface, None where its header is not there."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        text = header.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(part[1]) if part else -1 for part in found)
+    return major, minor
+
+
+def can_be_called() -> bool:
+    """Whether XLA's interface is the one that the handlers are written for."""
+    version = interface_version()
+    return version is None or INTERFACE <= version <= NEWEST  # without the header, XLA checks
+
+
+def register(name: str, make: Callable[[], tuple[Any, ...]]) -> str | None:
+    """Makes the handler that `make` generates known to XLA by this name; returns the name, or None
+    where that does not work, with a `KernelWarning` that says why."""
+    if not can_be_called():
+        _warn(f"XLA's foreign-function interface {interface_version()} is newer than {NEWEST}")
+        return None
+    try:
+        handler = make()
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler[0].ctypes), platform="cpu")
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever Numba, LLVM or XLA do not like
+        _warn(f"{name}: {type(error).__name__}: {error}")
+        return None
+    return name
+
+
+def _warn(reason: str) -> None:
+    text = f"the CPU's own kernels cannot be used, so computing is slower: {reason}"
+    warnings.warn(text, KernelWarning, stacklevel=3)
