@@ -1,4 +1,4 @@
-"""What is the user's to mend."""
+"""Exceptions that the user can act on."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class UserError(ValueError):
-    """Something outside this package is wrong: the message says what, where and the way out."""
+    """An error that the user can fix: the message says what is wrong, where, and what to do."""
 
 
 class PromptError(UserError):
     """Some prompts cannot be continued.
 
-    indices: of these prompts, of which the message names the first.
+    indices: positions of these prompts in the list that was given; the message names the first.
     """
 
     def __init__(self, message: str, indices: Sequence[int]) -> None:
@@ -21,6 +21,6 @@ class PromptError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its type where it says nothing."""
+    """Returns the first line of an error's message, or the name of its type if that is empty."""
     said = str(error).strip().splitlines()
     return said[0] if said else type(error).__name__

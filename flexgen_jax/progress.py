@@ -1,4 +1,4 @@
-"""Progress on stderr for work that takes a while; it ticks with a throughput and an ETA."""
+"""Progress bars on stderr for long work, with throughput and the estimated time left."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
 
 class Progress:
-    """Bars where `shown`, nothing otherwise."""
+    """Progress bars, which appear only if `shown` is true, and messages, which always appear."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
 
     @contextmanager
     def placing(self, total_bytes: int) -> Iterator[Callable[[int], object]]:
-        """Yields a function to call with the bytes that were placed."""
+        """Shows a bar of placed weights; yields a function to call with the bytes just placed."""
         bar: Any = tqdm(
             total=total_bytes,
             desc="placing weights",
@@ -35,7 +35,10 @@ class Progress:
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[str], object]]:
-        """Yields a function to call with the name of each part of `what` that begins."""
+        """Shows a bar of `total` parts of `what`.
+
+        Yields a function to call with the name of each part when it begins.
+        """
         bar: Any = tqdm(total=total, desc=what, bar_format=_BAR, disable=not self._shown)
 
         def begin(part: str) -> None:
@@ -46,14 +49,17 @@ class Progress:
             yield begin
 
     def say(self, message: str) -> None:
-        """Something that happened, in a line of its own."""
+        """Prints a message on a line of its own."""
         tqdm.write(message, file=sys.stderr)
 
     @contextmanager
     def generating(
         self, total_steps: int, num_tokens: Callable[[], int]
     ) -> Iterator[Callable[[], object]]:
-        """Yields a function to call after every step; the bar shows tokens per second."""
+        """Shows a bar of steps, with tokens per second.
+
+        Yields a function to call after every step; num_tokens: returns the tokens made so far.
+        """
         started = time.perf_counter()
         bar: Any = tqdm(
             total=total_steps,

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parses sizes in bytes as people write them, such as "16GB"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ _UNITS = {
 
 
 def parse_bytes(size: str | int | None) -> int | None:
-    """Reads "16GB" as 16 * 10^9 and "512MiB" as 512 * 2^20; numbers are bytes, None stays."""
+    """Returns a size in bytes: "16GB" is 16 * 10^9, "512MiB" is 512 * 2^20.
+
+    An integer is a number of bytes already, and None stays None. Raises `UserError` for a text
+    that is not a size.
+    """
     if size is None or isinstance(size, int):
         return size
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())

@@ -1,14 +1,14 @@
-"""Measures this project and the PyTorch reference in turn, under the same limits.
+"""Measures this project and the PyTorch reference alternately, under equal limits.
 
     sudo .venv/bin/python scripts/benchmark.py cpu-full --folder /ssd/bench --json result.json
 
-Every run is a process of its own that begins with a cold page cache, on a CPU in its own memory
-cgroup (page cache counted). Compilation, warm-up in memory, and placing the weights are not
-counted. First the machine is measured, for the planner and for the bound, and again before a round
-that begins ten minutes later or more; the disk's rate in the bound is that at which a run's weights
-are read right before or after it, the higher one. The reference's best batch is looked for, by
-doubling it until the run fails or slows; then all take turns (A B C A B C ...). The suites for the
-CPU leave a GPU alone. Suites:
+Every run is a process of its own that begins with a cold page cache. On a CPU it has a memory
+cgroup of its own, which counts the page cache. Compilation, warm-up in memory, and placing the
+weights are not counted. The machine is measured first, for the planner and for the bound, and again
+before each round that begins ten minutes later or more. The disk's rate in the bound is the one at
+which a run's weights are read right before or after the run, whichever is higher. The reference's
+best batch is found by doubling it until the run fails or slows; then all take turns (A B C A B C
+...). The suites for the CPU leave a GPU alone. Suites:
 
   cpu-quick  ten minutes            ablation   one technique less at a time (the paper's table 4)
   cpu-full   some hours             latency    throughput over latency (figure 1)
@@ -47,14 +47,14 @@ KEPT = (
     *("predicted", "bytes", "busy_s", "breakdown", "storage_read_bytes", "peak_bytes"),
     *("computed_peak_bytes", "offload", "batch_size"),
 )
-"""Of a run's report."""
+"""Fields of a run's report that are kept."""
 
 FRESH_S = 600.0
-"""Before a round, a profile older than this is measured anew: shared machines drift within minutes,
-and a bound from another hour says nothing."""
+"""A profile older than this many seconds is measured again before a round: shared machines drift
+within minutes, and an old bound says nothing."""
 
 TRIES = 3
-"""A machine too busy to be measured is measured again, so many times at most."""
+"""A machine too busy to be measured is measured again, at most this many times in all."""
 
 
 class Bench:
@@ -76,7 +76,7 @@ class Bench:
         return self.folder / "profile.json"
 
     def renew_profile(self) -> None:
-        """Measures this machine, unless that was done lately or its profile is to be kept."""
+        """Measures this machine, unless that was done recently or its profile is to be kept."""
         if self.profiles and (self.keep_profile or time.monotonic() - self.profiled_at < FRESH_S):
             return
         for _ in range(0 if self.keep_profile else TRIES):
@@ -95,7 +95,7 @@ class Bench:
         subprocess.run([*command, "--offload-dir", str(self.folder / "offload")], check=True)
 
     def case(self, case: Case, keep: Any) -> None:
-        """Runs a case; every run's row goes to `keep`."""
+        """Runs a case; calls `keep` with every run's row."""
         best = self._best_reference(case, keep) if self._write_checkpoint(case) else None
         chosen: dict[str, Any] | None = None
         for round_ in range(self.repeat):
@@ -109,7 +109,8 @@ class Bench:
                 keep(self.reference(case, *best) | {"round": round_})
 
     def _write_checkpoint(self, case: Case) -> bool:
-        """For the reference; false where there is none, or no room for it."""
+        """Writes the reference's checkpoint; returns false if the case has no reference or there is
+        no room."""
         if not case.offloads:
             return False
         write = [*self._reference_command(case, "none", 1), "--write-only"]
@@ -120,7 +121,7 @@ class Bench:
         return False
 
     def _best_reference(self, case: Case, keep: Any) -> tuple[str, int] | None:
-        """The offload and the batch of the reference's highest throughput."""
+        """Returns the offload and the batch of the reference's highest throughput."""
         if case.is_batch_fixed:
             return case.offloads[0], case.batch
         if self.known is not None:
@@ -138,7 +139,7 @@ class Bench:
         return best if best is not None and found[best] > 0 else None
 
     def ours(self, case: Case, ours: Ours, chosen: dict[str, Any] | None) -> dict[str, Any]:
-        """One `flexgen-jax bench`, with its bound."""
+        """Runs `flexgen-jax bench` once; returns its row, with its bound."""
         flags = [*self._shape(case), "--dtype", self.dtype, "--dummy-weights", *ours.flags]
         flags += ["--offload-dir", str(self.folder / "offload")]
         if case.on_gpu:
@@ -160,14 +161,15 @@ class Bench:
         return row | self._bound(case, row)
 
     def _disk_rate(self, case: Case, flags: list[str]) -> float | None:
-        """Byte/s at which the weights of a run are read just now, if they are on disk."""
+        """Returns the byte/s at which the weights of a run can be read now; None if they are not on
+        disk."""
         bits = int(flags[flags.index("--weight-bits") + 1]) if "--weight-bits" in flags else 16
         name = DummyWeights(known_shape(case.model)).fingerprint(self.dtype)
         name += Policy(weight_bits=bits).formats(self.dtype).suffix
         return read_rate(self.folder / "offload" / "weights" / name)
 
     def reference(self, case: Case, offload: str, batch: int) -> dict[str, Any]:
-        """One run of the PyTorch reference."""
+        """Runs the PyTorch reference once; returns its row."""
         name = f"reference, {offload}, batch {batch}"
         return self._measured(case, name, self._reference_command(case, offload, batch))
 
@@ -176,7 +178,7 @@ class Bench:
         command += ["--offload", offload, "--batch-size", str(batch), "--folder", str(self.folder)]
         if case.on_gpu:
             return [*command, "--device", "cuda", "--device-memory", str(case.limit)]
-        # What is left of the limit is for Python, PyTorch, the KV cache and temporaries.
+        # The rest of the limit is for Python, PyTorch, the KV cache and temporaries.
         return [*command, "--host-memory", str(case.limit // 3)]
 
     def _shape(self, case: Case) -> list[str]:
@@ -184,7 +186,7 @@ class Bench:
         return ["--model", case.model, *lengths]
 
     def _measured(self, case: Case, name: str, command: list[str]) -> dict[str, Any]:
-        """Runs a command that writes its figures to a file; a failed run says how it failed."""
+        """Runs a command that writes its figures to a file; returns them, or how the run failed."""
         result = self.folder / "result.json"
         result.unlink(missing_ok=True)
         command = [*command, "--json", str(result)]
@@ -204,8 +206,8 @@ class Bench:
         return row
 
     def _bound(self, case: Case, row: dict[str, Any]) -> dict[str, Any]:
-        """The least seconds, and the share of the run that they are: by the profile, but with the
-        disk at its best around the run."""
+        """Returns the least possible seconds of a run, and their share of its time: by the profile,
+        but with the disk at its best around the run."""
         policy = Policy.from_json(json.dumps(row["policy"]))
         workload = Workload(case.prompt_len, case.gen_len, row["num_sequences"])
         config = known_shape(case.model)
@@ -218,8 +220,11 @@ class Bench:
 
 
 def search(run: Callable[[int], float], first: int) -> dict[int, float]:
-    """Token/s by batch; 0 is a run that failed. Halves the first batch until a run succeeds,
-    doubles until one fails or two in a row are slower, and tries the middle before a failure."""
+    """Searches the fastest batch; returns token/s by batch, where 0 is a run that failed.
+
+    It halves the first batch until a run succeeds, doubles it until a run fails or two in a row are
+    slower, and tries the middle before a failure.
+    """
     found = {first: run(first)}
     batch = first
     while not found[batch] and batch > 1:
@@ -258,7 +263,8 @@ def version_of(package: str) -> str | None:
 
 
 def find_gpu(suite: str) -> bool:
-    """Whether the suite is to use one; asked in a process of its own, which gives it back."""
+    """Returns whether the suite should use a GPU. A process of its own asks JAX, so that the GPU is
+    free again afterwards."""
     if not suite.startswith("gpu"):
         os.environ["JAX_PLATFORMS"] = "cpu"
         return False
@@ -268,7 +274,7 @@ def find_gpu(suite: str) -> bool:
 
 
 def known_best(text: str) -> tuple[str, int]:
-    """`disk:16` as an offload and a batch; raises `ValueError`."""
+    """Parses `disk:16` as an offload and a batch; raises `ValueError`."""
     offload, batch = text.split(":")
     return offload, int(batch)
 
@@ -310,7 +316,7 @@ def main() -> None:
 
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
-        if args.json:  # after every run: a suite takes long
+        if args.json:  # written after every run, since a suite takes long
             profiles = [json.loads(profile.to_json()) for profile in bench.profiles]
             content = {**about, "profiles": profiles, "runs": rows}
             args.json.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,13 +1,13 @@
-"""Times quantized products and decode attention on this machine, beside the memory's speed.
+"""Times quantized products and decode attention on this machine, relative to the memory's speed.
 
     python scripts/benchmark_kernels.py --json result.json
 
-The matrices are those of one decoder layer (four of hidden x hidden, two of hidden x 4 hidden).
-A run walks over several layers' own weights, as a model does, so that they come from memory and
-not from a cache. Every figure is a median; plain, quantized, and quantized with products of 8-bit
-integers take turns, each computed with what the device's programs use. Attention is that of
-16 sequences of 32 heads: on the host's path, the same to the values of 10 % of the tokens, on the
-device's path where the device is the CPU, and PyTorch's, where it is installed.
+The matrices are those of one decoder layer (four of hidden x hidden, two of hidden x 4 hidden). A
+run walks over the weights of several layers, as a model does, so that they come from memory and not
+from a cache. Every figure is a median. Plain products, quantized ones, and quantized ones of 8-bit
+integers alternate, each computed as in the device's programs. Attention is that of 16 sequences of
+32 heads: on the host's path, also to the values of 10 % of the tokens only; on the device's path if
+the device is the CPU; and PyTorch's, if it is installed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from flexgen_jax.offload.allocator import tune_allocator
 
 LAYERS = 4
 KV_SHAPE = (16, 32, 64)
-"""Sequences, heads and head dimension of the attention's benchmark."""
+"""Sequences, heads and head dimension in the benchmark of attention."""
 
 KV_FORMATS = (("float32", 16), ("bfloat16", 16), ("bfloat16", 8), ("bfloat16", 4))
 
@@ -57,8 +57,11 @@ def layer_weights(hidden: int, seed: int) -> list[jax.Array]:
 
 
 def products(dense: Dense, x: jax.Array, weights: Layer) -> jax.Array:
-    """The layer's six products, one depending on the other as in a model, with numbers of the size
-    that layer norms give them: then products of integers have next to no outliers."""
+    """Computes a layer's six products, each depending on the one before as in a model.
+
+    The numbers have the size that layer norms give them, so products of integers have hardly any
+    outliers.
+    """
     q, k, v = (dense(x, kernel, None) for kernel in weights[:3])
     x = dense(jax.nn.standardize(q + k + v), weights[3], None)
     x = dense(jax.nn.standardize(x), weights[4], None)
@@ -66,7 +69,7 @@ def products(dense: Dense, x: jax.Array, weights: Layer) -> jax.Array:
 
 
 def compiled(x: jax.Array, layer: Layer, formats: Formats) -> jax.stages.Compiled:
-    """`products` as the model's programs are compiled."""
+    """Compiles `products` as the model's programs are compiled."""
     dense = kernels_of_device().multiplying(formats.matmul_bits).dense
     lowered = jax.jit(partial(products, dense)).lower(x, layer)
     return lowered.compile(compiler_options=compiler_options(formats))
@@ -79,7 +82,8 @@ def timed(function: Callable[..., Any], *args: Any) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a large copy on all cores, read and write counted (as in STREAM)."""
+    """Measures a large copy on all cores, in bytes per second, reads and writes counted (as in
+    STREAM)."""
     cores = os.cpu_count() or 1
     source = np.ones((cores, 1 << 27), np.uint8)
     target = np.empty_like(source)
@@ -93,7 +97,7 @@ def copy_bandwidth() -> float:
 
 
 def measure(hidden: int, rows: list[int], bits: int, repeat: int) -> list[dict[str, Any]]:
-    """One row of figures for each number of rows of the input."""
+    """Returns one row of figures for each number of rows of the input."""
     plain = [layer_weights(hidden, seed) for seed in range(LAYERS)]
     packed = [[quantize(kernel, bits, axis=0) for kernel in layer] for layer in plain]
     found = []
@@ -131,7 +135,7 @@ def measure(hidden: int, rows: list[int], bits: int, repeat: int) -> list[dict[s
 
 
 def attention_runs(dtype: str, bits: int, tokens: int) -> dict[str, Callable[[Any, Any], object]]:
-    """Functions of a key and a value, [batch, head, token, head_dim], by name."""
+    """Returns functions of a key and a value, [batch, head, token, head_dim], by name."""
     query = jnp.ones((*KV_SHAPE[:2], 1, KV_SHAPE[2]), dtype)
     valid, first = jnp.ones((KV_SHAPE[0], tokens), bool), np.zeros(KV_SHAPE[0], np.int32)
     host, device, rows = HostAttention(), jax.jit(attend), np.asarray(query.astype(jnp.float32))
@@ -145,7 +149,7 @@ def attention_runs(dtype: str, bits: int, tokens: int) -> dict[str, Callable[[An
         "device": lambda k, v: jax.block_until_ready(device(query, k, v, valid)),
     }
     if bits == 16 and find_spec("torch"):
-        # Its idle threads would spin, in the time of whoever has the next turn.
+        # Otherwise PyTorch's idle threads would spin while others are timed.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
 
@@ -158,7 +162,8 @@ def attention_runs(dtype: str, bits: int, tokens: int) -> dict[str, Callable[[An
 def measure_attention(
     dtype: str, bits: int, tokens: int, repeat: int, bandwidth: float
 ) -> dict[str, Any]:
-    """Milliseconds by who attends, GB/s of keys and values, and those relative to the copy."""
+    """Measures each way to attend: milliseconds, GB/s of keys and values, and that relative to the
+    copy."""
     shape = (*KV_SHAPE[:2], tokens, KV_SHAPE[2])
     keys = jax.random.split(jax.random.key(0), 4)
     sides = [jax.random.normal(key, shape, dtype) for key in keys]
@@ -168,7 +173,7 @@ def measure_attention(
     samples: dict[str, list[float]] = {}
     runs = attention_runs(dtype, bits, tokens)
     for turn in range(-1, repeat):
-        # By turns of several calls each: after the first, the threads of whoever ran before sleep.
+        # Each turn has several calls: after the first, the threads of the one before sleep.
         for name, run in runs.items():
             for side in range(len(sides)):
                 seconds = timed(run, sides[side], sides[side - 1])

@@ -1,4 +1,4 @@
-"""Draws what `benchmark.py` and `flexgen-jax bench --trace` measured.
+"""Draws the measurements of `benchmark.py` and `flexgen-jax bench --trace`.
 
 python scripts/benchmark_pictures.py bars result.json --out throughput.png
 python scripts/benchmark_pictures.py frontier latency.json --out latency.png
@@ -23,11 +23,11 @@ from benchmark_report import groups, is_reference, median, speeds
 
 OURS, REFERENCE = "tab:blue", "tab:gray"
 BINS = 400
-"""Of time in the picture of utilisation."""
+"""Time bins in the picture of utilisation."""
 
 
 def draw_bars(content: dict[str, Any], axes: Any) -> None:
-    """Medians of token/s, with whiskers from the lowest to the highest run."""
+    """Draws medians of token/s, with whiskers from the lowest to the highest run."""
     names, places, at = [], [], 0.0
     for case, runs in groups(content["runs"]).items():
         for name, rows in runs.items():
@@ -50,7 +50,7 @@ def draw_bars(content: dict[str, Any], axes: Any) -> None:
 
 
 def draw_frontier(content: dict[str, Any], axes: Any) -> None:
-    """Throughput over the time that a block of sequences takes."""
+    """Draws throughput over the time that a block of sequences takes."""
     rows = [row for row in content["runs"] if "failed" not in row]
     for label, color, wanted in (("this project", OURS, False), ("reference", REFERENCE, True)):
         points = [
@@ -69,7 +69,7 @@ def draw_frontier(content: dict[str, Any], axes: Any) -> None:
 
 
 def draw_utilisation(events: list[dict[str, Any]], start: float, length: float, axes: Any) -> None:
-    """For each resource and content, the share of every moment in which it was busy."""
+    """Draws, for each resource and content, the share of every moment in which it was busy."""
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [e for e in events if e["ph"] == "X"]
     first = min(e["ts"] for e in spans) / 1e6 + start

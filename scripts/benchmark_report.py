@@ -1,4 +1,4 @@
-"""Tables of what `benchmark.py` measured."""
+"""Formats the measurements of `benchmark.py` as tables."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ HEAD = "| {} | token/s | spread | times the reference | of the bound | bound by 
 
 
 def groups(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
-    """The rows of the rounds, without those that looked for the reference's best batch, by case
-    and by name."""
+    """Groups the rows by case and by name, without those that searched the reference's best
+    batch."""
     found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         if row["round"] != "search":
@@ -20,7 +20,7 @@ def groups(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
 
 
 def speeds(rows: list[Row]) -> list[float]:
-    """Token/s of the runs that did not fail."""
+    """Returns token/s of the runs that did not fail."""
     return [row["generation_throughput"] for row in rows if "failed" not in row]
 
 
@@ -30,7 +30,7 @@ def median(rows: list[Row]) -> float | None:
 
 
 def reference_speed(case: dict[str, list[Row]]) -> float | None:
-    """The median of the reference's runs."""
+    """Returns the median token/s of the reference's runs."""
     return next((median(rows) for name, rows in case.items() if is_reference(name)), None)
 
 
@@ -39,7 +39,7 @@ def is_reference(name: str) -> bool:
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table for each case: medians, lowest to highest, ratios of medians."""
+    """Formats a table for each case: medians, lowest to highest runs, and ratios of medians."""
     tables = []
     for name, case in groups(rows).items():
         lines = [HEAD.format(name), "| --- | --- | --- | --- | --- | --- | --- |"]

@@ -1,4 +1,4 @@
-"""What the suites of `benchmark.py` run, as data."""
+"""The suites of `benchmark.py`, as data."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Ours:
-    """One way to run `flexgen-jax bench`. policy: changes to the policy that the case's first run
-    chose, so that a single technique is taken away; None where flags say it all."""
+    """One way to run `flexgen-jax bench`.
+
+    policy: changes to the policy that the case's first run chose, so that a single technique is
+    removed; None if the flags say everything.
+    """
 
     name: str
     flags: tuple[str, ...] = ()
@@ -18,11 +21,11 @@ class Ours:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape under one memory limit, the same for both sides.
+    """One shape of model and workload under one memory limit, for this project and the reference.
 
     limit: bytes of the memory cgroup, page cache included, or with `on_gpu` of the GPU; offloads:
     the reference's ways (see benchmark_torch.py), each at its best batch, found by doubling from
-    `batch`, or at just that batch if `is_batch_fixed`.
+    `batch`, or at exactly that batch if `is_batch_fixed`.
     """
 
     name: str
@@ -42,14 +45,15 @@ FOUR = ("--weight-bits", "4", "--cache-bits", "4")
 BOTH = (Ours("16 bits"), Ours("4 bits", FOUR))
 INTEGERS = Ours("8-bit products", (*FOUR, "--matmul-bits", "8"))
 MINUTES = ("--num-sequences", "64")
-"""As many as take minutes on a CPU, where a free choice takes an hour."""
+"""Flags for a number of sequences that takes minutes on a CPU, where a free choice takes much
+longer."""
 
 BRIEF = tuple(Ours(ours.name, (*ours.flags, *MINUTES)) for ours in BOTH)
 SMALL = "facebook/opt-1.3b"
 
 
 def in_memory(batch: int) -> Case:
-    flags = ("--percent", "100", "0", "100", "0", "100", "0", "--warm-up")  # as the reference is
+    flags = ("--percent", "100", "0", "100", "0", "100", "0", "--warm-up")  # as the reference runs
     flags += ("--batch-size", str(batch), "--num-batches", "1")
     ours = (Ours(f"batch {batch}", flags),)
     name = f"in memory, batch {batch}"
@@ -57,7 +61,7 @@ def in_memory(batch: int) -> Case:
 
 
 def cpu_quick() -> list[Case]:
-    """About ten minutes."""
+    """Returns cases that take about ten minutes."""
     case = Case("OPT-1.3B, 2.5 GB", SMALL, 128, 8, 25 * 10**8, BOTH, ("disk",), 32)
     return [case, in_memory(4)]
 
@@ -74,7 +78,8 @@ def cpu_full() -> list[Case]:
 
 
 def gpu_16gb(has_gpu: bool) -> list[Case]:
-    """Table 2 of the paper; without a GPU, models and memory of a tenth, by the same code."""
+    """Returns the cases of the paper's table 2; without a GPU, a tenth of the models' size and
+    memory."""
     models = ("facebook/opt-6.7b", "facebook/opt-30b", "facebook/opt-175b")
     offloads, limit, prompts = ("none", "cpu", "auto", "zero"), 16 * 10**9, (512, 1024)
     ours = BOTH
@@ -89,7 +94,7 @@ def gpu_16gb(has_gpu: bool) -> list[Case]:
             prompt,
             32,
             limit,
-            # OPT-175B in 16 bits is twice what fits into the lent machine's disk and memory.
+            # OPT-175B in 16 bits needs more disk and memory than the test machine has.
             ours[1:] if "175b" in model else ours,
             offloads,
             4,
@@ -101,10 +106,10 @@ def gpu_16gb(has_gpu: bool) -> list[Case]:
 
 
 def ablation() -> list[Case]:
-    """Tables 4 and 23: one technique less at a time."""
+    """Returns the cases of tables 4 and 23: one technique less at a time."""
     plain = (*MINUTES, "--percent", "0", "0", "0", "100", "100", "0")
     plain += ("--batch-size", "16", "--num-batches", "1")
-    row = {"schedule": "row", "batch_size": 4, "num_batches": 1}  # whose cache fits beside weights
+    row = {"schedule": "row", "batch_size": 4, "num_batches": 1}  # its cache fits beside weights
     row |= {"cache": {"device": 1.0, "host": 0.0}, "activations": {"device": 1.0, "host": 0.0}}
     ours = (
         Ours("all techniques", MINUTES),
@@ -117,7 +122,7 @@ def ablation() -> list[Case]:
 
 
 def latency() -> list[Case]:
-    """Figure 1: throughput over the latency of a block, by its size."""
+    """Returns the cases of figure 1: throughput over the latency of a block, by its size."""
     sizes = (1, 4, 16, 64, 128)
     ours = tuple(Ours(f"{n} sequences", ("--num-sequences", str(n))) for n in sizes)
     case = Case("OPT-1.3B, 2.5 GB", SMALL, 128, 32, 25 * 10**8, ours, ("disk",), 1)
@@ -143,9 +148,10 @@ def suites(has_gpu: bool) -> dict[str, Callable[[], list[Case]]]:
 
 
 def narrowed(cases: list[Case], only: str, ours: str) -> list[Case]:
-    """The cases whose name contains `only`, with those of our ways whose name contains `ours`.
+    """Returns the cases whose name contains `only`, each with those of our ways whose name contains
+    `ours`.
 
-    Raises `ValueError` where nothing is left to run.
+    Raises `ValueError` if nothing is left to run.
     """
     named = [case for case in cases if only in case.name]
     if not named:

@@ -31,7 +31,7 @@ from flexgen_jax.models.families import family_of, known_shape
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:
-    """A random bf16 checkpoint of a known shape, one shard a layer, unless it is there."""
+    """Writes a random bf16 checkpoint of a known shape, one shard per layer, unless it exists."""
     target = folder / name.replace("/", "--")
     if (target / "config.json").exists():
         return target
@@ -59,7 +59,8 @@ def write_checkpoint(name: str, folder: Path) -> Path:
 
 
 def load(path: Path, args: argparse.Namespace) -> Any:
-    """The model, placed as --offload says; the embeddings stay where the layers are computed."""
+    """Loads the model, placed as --offload says; the embeddings stay where the layers are
+    computed."""
     dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
     options: dict[str, Any] = {"dtype": dtype}
     if args.offload == "zero":
@@ -74,7 +75,7 @@ def load(path: Path, args: argparse.Namespace) -> Any:
         options |= {"device_map": device_map | {"lm_head": home}}
     elif args.offload == "auto":
         limits: dict[int | str, int] = {"cpu": args.host_memory or free_memory()}
-        if args.device == "cuda":  # a third of it is for the KV cache and temporaries
+        if args.device == "cuda":  # a third is left for the KV cache
             limits[0] = (args.device_memory or torch.cuda.mem_get_info()[0]) * 2 // 3
         options |= {"device_map": "auto", "max_memory": limits}
     else:
@@ -85,12 +86,13 @@ def load(path: Path, args: argparse.Namespace) -> Any:
 
 
 def free_memory() -> int:
-    """Bytes of RAM that can be had."""
+    """Returns the bytes of RAM that are available."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 9 // 10
 
 
 def with_deepspeed(model: Any) -> Any:
-    """Parameters stay in pinned RAM and pass through the GPU layer by layer."""
+    """Wraps the model with DeepSpeed: parameters stay in pinned RAM and pass through the GPU layer
+    by layer."""
     import deepspeed
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

@@ -1,7 +1,8 @@
-"""Every placement, schedule, place of attention, width and sparsity against the resident run of
-the same width and sparsity, on whatever accelerator JAX finds.
+"""Compares every policy with the resident run, on whatever accelerator JAX finds.
 
-Prints a table; exits with 1 where any run's fp32 greedy tokens differ.
+Policies differ in placement, schedule, place of attention, width and sparsity; each is compared
+with the resident run of equal width and sparsity. Prints a table; exits with 1 if any run's fp32
+greedy tokens differ.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ PLACEMENTS = (
     (30, 40, 20, 50, 0, 100),
 )
 FORMATS = tuple(product((16, 8, 4), (1.0,))) + tuple(product((16, 4), (0.2,)))
-"""Bits of weights and cache, and the fraction of tokens attended to."""
+"""Pairs of the bits of weights and cache, and the fraction of tokens attended to."""
 
 
 def policies() -> Iterator[dict[str, Any]]:
-    """What differs from the resident run."""
+    """Yields the arguments in which policies differ from the resident run's."""
     for percent, schedule, overlap in product(PLACEMENTS, SCHEDULES, (True, False)):
         for attention in ("device", "host") if percent[2] < 100 else ("auto",):
             yield {

@@ -3,8 +3,8 @@
     python scripts/check_predictions.py --folder /ssd/check --json result.json
 
 Measures the machine, predicts, and runs `flexgen-jax bench` once for each policy, each in its own
-process: OPT-1.3B's shape with random weights, the same 64 sequences. Also compares the computed
-with the measured peaks of every tier.
+process: OPT-1.3B's shape with random weights, 64 sequences. Also compares the computed with the
+measured peaks of every tier.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from flexgen_jax.policy.policy import Policy
 
 MODEL, PROMPT, GEN, SEQUENCES = "facebook/opt-1.3b", 128, 32, 64
 MEMORY = "6GB"
-"""Of each of device and host, for all runs."""
+"""Limit of the device's memory, and of the host's, for all runs."""
 
 
 def policies() -> dict[str, Policy]:
-    """Disk and host weights, KV cache in every tier, 16 and 4 bits, three batch shapes."""
+    """Returns the policies by name: disk and host weights, KV cache in every tier, 16 and 4 bits,
+    three batch shapes."""
 
     def of(*percent: float, **options: Any) -> Policy:
         return Policy.from_percent(*percent, **{"batch_size": 16, "num_batches": 4, **options})
@@ -78,7 +79,7 @@ def run(arguments: list[str]) -> None:
 
 
 def row(folder: Path, name: str, policy: Policy | None) -> dict[str, Any]:
-    """One run of `bench`, by its report."""
+    """Runs `bench` once; returns a row made from its report."""
     result = folder / "report.json"
     command = ["bench", "--model", MODEL, "--dummy-weights", "--dtype", "bfloat16"]
     command += ["--prompt-len", str(PROMPT), "--gen-len", str(GEN)]

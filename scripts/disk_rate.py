@@ -1,8 +1,8 @@
-"""How fast a disk reads what is there, straight from files and past the page cache.
+"""Measures how fast a disk reads existing files, past the page cache.
 
-A profile reads what it has just written; what a virtual disk has of that in its host's memory, and
-how fast it is, changes within minutes. So a benchmark's bound takes the rate at which the weights
-of a run are read right before or after it.
+A profile reads data that it has just written. A virtual disk has some of that in its host's memory,
+and how much and how fast changes within minutes. So a benchmark's bound takes the rate at which a
+run's weights are read right before or after the run.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flexgen_jax.offload.disk.direct_reads import Piece, ReadQueue, whole_pages
 from flexgen_jax.offload.disk.folder import CHUNK_BYTES, READS_AT_ONCE
 
 SMALLEST = 1 << 20
-"""Of the files that are read: these are large enough for the disk's full speed."""
+"""The least size in bytes of the files that are read: large enough for the disk's full speed."""
 
 MOST_BYTES = 3 << 30
 ENOUGH_S = 3.0
 
 
 def read_rate(folder: Path) -> float | None:
-    """Byte/s of direct reads of the large files below a folder; None where there are none, or where
-    the file system has no direct reads."""
+    """Returns the byte/s of direct reads of the large files below a folder; None if there are none,
+    or if the file system has no direct reads."""
     found = ((path, path.stat().st_size) for path in sorted(folder.rglob("*")) if path.is_file())
     files = [(path, size) for path, size in found if SMALLEST <= size <= CHUNK_BYTES]
     buffers = deque(whole_pages(CHUNK_BYTES) for _ in range(2 * READS_AT_ONCE))

@@ -1,4 +1,4 @@
-"""The library in one page: continue a few prompts with most of the model outside the GPU.
+"""Shows the library in one page: continues a few prompts with most of the model outside the GPU.
 
 python scripts/generate.py                          # the small model of the package
 python scripts/generate.py --model facebook/opt-30b --percent 10 90 0 100 100 0

@@ -18,7 +18,8 @@ _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Outcome:
-    """returncode is None where the command ran out of time, peak_bytes where it had no cgroup."""
+    """The outcome of a command. returncode is None if it ran out of time, peak_bytes if it had no
+    cgroup."""
 
     returncode: int | None
     seconds: float
@@ -28,7 +29,7 @@ class Outcome:
 
 @contextmanager
 def memory_cgroup(limit: int) -> Iterator[Path]:
-    """A fresh memory cgroup, version 1 or 2, of `limit` bytes."""
+    """Makes a fresh memory cgroup, version 1 or 2, of `limit` bytes, and removes it afterwards."""
     is_v1 = (_V1 / "memory.limit_in_bytes").exists()
     group = (_V1 if is_v1 else _V2) / f"flexgen-{uuid.uuid4().hex[:8]}"
     group.mkdir()
@@ -85,13 +86,13 @@ def _run(
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """The process and those that it started."""
+    """Kills the process and those that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _peak(group: Path | None) -> int | None:
-    """The most memory that a cgroup's processes have had, page cache included."""
+    """Returns the most memory that a cgroup's processes have had, in bytes, page cache included."""
     if group is None:
         return None
     peak = group / "memory.max_usage_in_bytes"

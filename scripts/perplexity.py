@@ -1,11 +1,12 @@
-"""Perplexity of a model in several numbers of bits, with products of integers, and with sparse
-attention, on its held-out text or another one.
+"""Measures a model's perplexity in several widths, with products of integers, and with sparse
+attention, on its held-out text or on another text.
 
     python scripts/perplexity.py --json docs/benchmarks/accuracy.json
 
-Consecutive windows of the whole context, the beginning-of-text token first, as when the shipped
-model was trained. Where the KV cache is quantized or attention is sparse, windows are read token by
-token through the cache, as a generation would, and so they are for one row without either.
+The text is cut into consecutive windows of the whole context, each with the beginning-of-text token
+first, as when the shipped model was trained. Where the KV cache is quantized or attention is
+sparse, windows are read token by token through the cache, as in a generation. For comparison, one
+row without either is read that way too.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ BITS = [(16, 16), (8, 16), (4, 16), (16, 8), (16, 4), (8, 8), (4, 4)]
 RUNS = [(*bits, 16, 1.0) for bits in BITS]
 RUNS += [(16, 16, 8, 1.0), (4, 16, 8, 1.0), (4, 4, 8, 1.0)]
 RUNS += [(bits, bits, 16, f) for bits in (16, 4) for f in (0.5, 0.2, 0.1)]
-"""Bits of weights, of the KV cache and of products, and the fraction of tokens attended to."""
+"""The bits of weights, of the KV cache and of products, and the fraction of tokens attended to."""
 
 
 def windows(model: str, text: str) -> list[list[int]]:
-    """The text's tokens in windows of the context's length, each behind the token that begins a
-    text; a short rest is left out."""
+    """Returns the text's tokens in windows of the context's length, each after the token that
+    begins a text; a short rest is left out."""
     opened = open_model(model, dummy_weights=False, seed=0)
     assert opened.tokenizer is not None, "the model has a tokenizer"
     (first, *ids), step = opened.tokenizer.encode(text), opened.config.max_positions - 1
@@ -40,7 +41,7 @@ def windows(model: str, text: str) -> list[list[int]]:
 def perplexity(
     model: str, ids: Sequence[Sequence[int]], policy: Policy, through_cache: bool
 ) -> float:
-    """exp of the mean negative log-probability a token, fp32."""
+    """Returns exp of the mean negative log-probability per token, in fp32."""
     with LLM(model, policy=policy, dtype="float32") as llm:
         scores = llm.score(prompt_token_ids=ids, through_cache=through_cache)
     logprobs = [x for score in scores for x in score.logprobs]

@@ -32,7 +32,7 @@ from flexgen_jax.models.families import family_of
 from flexgen_jax.models.spec import num_parameters
 
 Params = dict[str, Any]
-END = 2  # "</s>", which OPT puts before a prompt and between documents
+END = 2  # token "</s>", which OPT puts before a prompt and between documents
 
 
 def tiny_config(vocab_size: int) -> ModelConfig:
@@ -49,7 +49,8 @@ def tiny_config(vocab_size: int) -> ModelConfig:
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with OPT's special tokens; a prompt gets "</s>" in front."""
+    """Trains a byte-level BPE tokenizer with OPT's special tokens; a prompt gets "</s>" in
+    front."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -67,13 +68,14 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
 
 
 def token_stream(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
-    """All documents' tokens, each document with "</s>" in front. int32 [token]."""
+    """Returns all documents' tokens, int32 [token], each document with "</s>" in front."""
     encoded = tokenizer.encode_batch(documents)
     return np.concatenate([np.asarray(doc.ids, np.int32) for doc in encoded])
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """One entry a layer: "embedding", "decoder.0" and so on, "head"."""
+    """Returns random parameters with one entry per layer: "embedding", "decoder.0" and so on,
+    "head"."""
     ids, none = jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32)
     hidden = jnp.zeros((1, 2, config.hidden_size))
     keys = jax.random.split(key, config.num_layers + 2)
@@ -83,12 +85,13 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
         variables = layer.init(keys[i + 1], hidden, none, method="prefill")
         params[f"decoder.{i}"] = variables["params"]
     params["head"] = Head(config).init(keys[-1], hidden)["params"]
-    del params["head"]["tokens"]  # tied
+    del params["head"]["tokens"]  # tied to the embedding
     return params
 
 
 def logits_of(config: ModelConfig, params: Params, ids: jax.Array) -> jax.Array:
-    """ids: int32 [batch, token] without padding -> fp32 [batch, token, vocabulary]."""
+    """Returns the logits, fp32 [batch, token, vocabulary]; ids: int32 [batch, token] without
+    padding."""
     none = jnp.zeros(ids.shape[0], jnp.int32)
     hidden = Embedding(config).apply({"params": params["embedding"]}, ids, jnp.int32(0), none)
     layer = DecoderLayer(config)
@@ -100,13 +103,14 @@ def logits_of(config: ModelConfig, params: Params, ids: jax.Array) -> jax.Array:
 
 
 def mean_loss(config: ModelConfig, params: Params, ids: jax.Array) -> jax.Array:
-    """Mean negative log-likelihood of ids[:, 1:], in nats."""
+    """Returns the mean negative log-likelihood of ids[:, 1:], in nats."""
     logits = logits_of(config, params, ids[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
 
 def windows(stream: np.ndarray, length: int, starts: np.ndarray) -> np.ndarray:
-    """Windows of `length` + 1 tokens, "</s>" first as at generation. int32 [start, length + 1]."""
+    """Returns windows of `length` + 1 tokens, int32 [start, length + 1], with "</s>" first as at
+    generation."""
     body = stream[starts[:, None] + np.arange(length)[None, :]]
     return np.concatenate([np.full((len(starts), 1), END, np.int32), body], axis=1)
 
@@ -141,7 +145,7 @@ def train(config: ModelConfig, stream: np.ndarray, args: argparse.Namespace) -> 
 
 
 def heldout_perplexity(config: ModelConfig, params: Params, stream: np.ndarray) -> float:
-    """exp of the mean loss over consecutive windows of the whole context."""
+    """Returns exp of the mean loss over consecutive windows of the whole context."""
     length = config.max_positions
     starts = np.arange(0, len(stream) - length + 1, length)
     loss = jax.jit(lambda ids: mean_loss(config, params, ids))

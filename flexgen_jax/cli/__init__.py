@@ -1,1 +1,1 @@
-"""The command line, a file for each command."""
+"""The command line: `main` has the commands, the other modules what they share and print."""

@@ -1,4 +1,4 @@
-"""One measured run on random prompts, and its report for people."""
+"""Measures one run on random prompts, and formats its report for people."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def run_bench(
     seed: int,
     warm_up: bool = False,
 ) -> dict[str, Any]:
-    """Generates `gen_len` tokens after random prompts of `prompt_len`; returns the report.
+    """Generates `gen_len` tokens after random prompts of `prompt_len` tokens; returns the report.
 
-    num_sequences None is one block of the policy. With `warm_up` all is run twice, and the
-    report is of the second time.
+    With num_sequences None it runs one block of the policy. With `warm_up` it runs twice and
+    reports the second run.
     """
     llm.config.check_lengths(prompt_len, gen_len)
     if num_sequences is not None and num_sequences < 1:
@@ -39,7 +39,7 @@ def run_bench(
 
 
 def bench_summary(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Formats a run's report for people."""
     moved = ", ".join(f"{link} {n / 1e9:.2f} GB" for link, n in report["bytes"].items() if n)
     steps = max(1, report["decode_steps"])
     decoded = report["decode_bytes"].items()
@@ -59,8 +59,9 @@ def bench_summary(report: dict[str, Any]) -> str:
 
 
 def breakdown_table(report: dict[str, Any]) -> str:
-    """Where the time of each phase went, as in table 8 of the FlexGen paper: busy seconds, and GB
-    of transfers. What overlaps counts in every row, so the rows are not a sum."""
+    """Formats where the time of each phase went, as table 8 of the FlexGen paper does: busy
+    seconds, and GB of transfers. Time that overlaps counts in every row, so the rows do not add
+    up."""
     rows = [f"{'':34}{'prefill s':>10}{'GB':>8}{'GB/s':>6}  {'decode s':>10}{'GB':>8}{'GB/s':>6}"]
     total = [f"{report[f'{phase}_s']:10.2f}{'':14}" for phase in PHASES]
     rows.append(f"{'wall clock':34}{'  '.join(total)}")

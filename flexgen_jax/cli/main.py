@@ -1,4 +1,5 @@
-"""The command line: parses, calls the library, prints. Errors of use are one line and exit 2."""
+"""The command line: parses flags, calls the library and prints. Wrong use gives one line and exit
+status 2."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ DEMO_PROMPT = "The people of the United States"
 
 
 class Commands(click.Group):
-    """Reports errors of use in one line, without a traceback."""
+    """The group of commands, which reports wrong use in one line, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -78,7 +79,7 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_json(path: Path | None, flag: str = "--json") -> None:
-    """Refuses a file that cannot be written before the work is done, not after."""
+    """Raises `UserError` for a file that cannot be written, before the work is done."""
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"cannot write {flag} {path}; choose another file")
 
@@ -86,8 +87,8 @@ def check_json(path: Path | None, flag: str = "--json") -> None:
 def write_json(path: Path | None, content: Any) -> None:
     if path is None:
         return
-    path = path.resolve() if path.is_file() else path  # a link stays one
-    # Whole or not at all, but where it is a pipe, a device, or in a folder of somebody else's.
+    path = path.resolve() if path.is_file() else path  # a symbolic link stays one
+    # Written whole or not at all, unless it is a pipe, a device, or in a folder of somebody else's.
     is_whole = (path.is_file() or not path.exists()) and os.access(path.parent, os.W_OK)
     part = path.with_name(path.name + ".part") if is_whole else path
     try:
@@ -179,8 +180,11 @@ def generate(
 def run_prompts(
     given: Sequence[Prompt], params: SamplingParams, output: Path | None, options: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The results of all prompts, of which some may be in `output` already, and the report of the
-    others' run, empty where there were none."""
+    """Returns the results of all prompts and the report of the run.
+
+    Some prompts may be finished in `output` already; if all are, there is no run and the report is
+    empty.
+    """
     from flexgen_jax.engine.files import OutputFile, as_json
     from flexgen_jax.models.checkpoint import digest
 
@@ -290,7 +294,7 @@ def profile(
     check_json(json_file)
     unified, folder = set_up(offload_dir)
     shown = Progress(sys.stderr.isatty() if progress is None else progress)
-    narrow = "bfloat16" if unified else "float16"  # what models are computed in by default
+    narrow = "bfloat16" if unified else "float16"  # the default dtype of computation
     kind = narrow if dtype == "auto" else dtype
     found = measured_profile(kind, folder, unified, shown)
     click.echo(profile_text(found))

@@ -1,4 +1,4 @@
-"""Flags that all commands share, and what they build."""
+"""The flags that commands share, and the objects that are built from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _apply(command: Command, options: list[Callable[[Command], Command]]) -> Com
 
 
 def model_options(command: Command) -> Command:
-    """Which model, in which dtype, within which budgets."""
+    """Adds the flags for the model, its dtype and its budgets to a command."""
     return _apply(
         command,
         [
@@ -92,7 +92,7 @@ def _bits_option(name: str, what: str) -> Callable[[Command], Command]:
 
 
 def plan_options(command: Command) -> Command:
-    """What a plan is for, and what it may choose."""
+    """Adds the flags for the purpose of a plan, and for what it may choose, to a command."""
     return _apply(
         command,
         [
@@ -143,7 +143,8 @@ def plan_options(command: Command) -> Command:
 
 
 def policy_options(command: Command) -> Command:
-    """Where everything lives and how a block of batches is walked."""
+    """Adds the flags for a policy, where data lies and how a block of batches is walked, to a
+    command."""
     placement = "device=20,host=80"
     return _apply(
         command,
@@ -208,7 +209,7 @@ def policy_options(command: Command) -> Command:
 
 
 def parse_split(name: str, text: str) -> Placement:
-    """ "device=20,host=80" as a placement; what is left of 100 goes to disk."""
+    """Parses "device=20,host=80" as a placement; what is left of 100 goes to disk."""
     shares: dict[str, float] = {}
     for part in text.split(","):
         tier, _, percent = part.partition("=")
@@ -237,7 +238,7 @@ def build_policy(
     default_batches: int,
     **shape: Any,
 ) -> Policy | None:
-    """The policy that the flags describe; None for auto."""
+    """Returns the policy that the flags describe; None for auto."""
     named = {"weights": weights, "cache": cache, "activations": activations}
     given = {name: parse_split(name, text) for name, text in named.items() if text is not None}
     changes = {name: value for name, value in shape.items() if value is not None}
@@ -285,7 +286,7 @@ def open_llm(
     trace: Path | None = None,
     **policy_flags: Any,
 ) -> LLM:
-    """The `LLM` that the shared flags describe."""
+    """Creates the `LLM` that the shared flags describe."""
     policy = build_policy(default_batches=default_batches, **policy_flags)
     from flexgen_jax.engine.llm import LLM
 
@@ -316,8 +317,8 @@ def open_llm(
 def plan_policy(
     allow_compression: bool, allow_sparsity: float | None, flags: dict[str, Any]
 ) -> tuple[Policy, Policy | None, Choices]:
-    """Of `plan`'s flags: what the search starts from, the policy if it is given, and what may be
-    chosen."""
+    """Returns what `plan`'s flags ask for: the policy that the search starts from, the given policy
+    or None, and the choices of the search."""
     placing = {name: value for name, value in flags.items() if name not in _NOT_PLACING}
     fixed = {name: flags[name] for name in _CHANGING if flags[name] is not None}
     given = build_policy(default_batches=Policy().batch_size, **placing)
@@ -333,7 +334,7 @@ def plan_policy(
 
 
 _CHANGING = ("weight_bits", "cache_bits", "matmul_bits", "attention", "attention_sparsity")
-"""Flags that change a policy and fix none: the search goes on with them."""
+"""Flags that change a policy but do not fix it: the search goes on with them."""
 
 _NOT_PLACING = {
     *_CHANGING,

@@ -1,4 +1,4 @@
-"""`flexgen-jax profile` and `flexgen-jax plan`: what they print, draw and write."""
+"""The commands `flexgen-jax profile` and `flexgen-jax plan`: what they print, draw and write."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from flexgen_jax.progress import Progress
 
 WORTH_A_HINT = 1.2
-"""A change is mentioned if it makes the predicted throughput so many times as high."""
+"""A hint is given if a change makes the predicted throughput at least this many times as high."""
 
 BAR = 30
 
 
 def profile_text(profile: HardwareProfile) -> str:
-    """A profile for people: every figure with the spread of its samples."""
+    """Formats a profile for people: every figure with the spread of its samples."""
     lines = [f"{profile.name}, for models of {profile.dtype}"]
     lines += [f"  {key}: {value}" for key, value in profile.about.items()]
     for tier, nbytes in zip(
@@ -101,7 +101,8 @@ def make_problem(
     choices: Choices,
     progress: Progress,
 ) -> Problem:
-    """The search that the flags of `plan` ask for; without hardware, for this machine."""
+    """Returns the search problem that the flags of `plan` describe; without `hardware`, for this
+    machine."""
     from flexgen_jax.machine.profiles import read_profile, this_machine
     from flexgen_jax.models.loading import resolve_dtype, shape_of
 
@@ -130,7 +131,7 @@ def make_problem(
 
 
 def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
-    """The plans, the chosen one first; raises `UserError` where there is none."""
+    """Returns the plans, the chosen one first; raises `UserError` if there is none."""
     if given is not None:
         missing = problem.budgets.shortfalls(problem.peak(given))
         if missing:
@@ -153,7 +154,8 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
 
 
 def hints(problem: Problem) -> list[dict[str, Any]]:
-    """Changes of hardware or flags that would help much: what, and how many times as fast."""
+    """Returns changes of hardware or flags that would help much: what, and how many times as
+    fast."""
     base = candidates(problem)
     if not base:
         return []
@@ -188,7 +190,8 @@ def hints(problem: Problem) -> list[dict[str, Any]]:
 
 
 def _compressed(problem: Problem) -> Problem | None:
-    """The same with 4 bits allowed, unless it has to do with bits already."""
+    """Returns the problem with 4 bits allowed for weights and cache; None if the bits are chosen
+    already."""
     choices = problem.choices
     if (choices.weight_bits, choices.cache_bits) != ((16,), (16,)):
         return None
@@ -198,7 +201,7 @@ def _compressed(problem: Problem) -> Problem | None:
 def plan_json(
     problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What `plan --json` writes; bytes are bytes, times seconds."""
+    """Returns the content of `plan --json`; sizes are in bytes, times in seconds."""
     first = plans[0]
     return {
         "hardware": problem.hw.name,
@@ -230,7 +233,7 @@ def _described(plan: Plan) -> dict[str, Any]:
 
 
 def flags_of(policy: Policy) -> str:
-    """A policy as flags of the command line."""
+    """Formats a policy as flags of the command line."""
     percent = " ".join(f"{x:g}" for x in policy.percent)
     flags = (
         f"--percent {percent} --batch-size {policy.batch_size} --num-batches {policy.num_batches}"
@@ -244,7 +247,7 @@ def flags_of(policy: Policy) -> str:
 
 
 def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any]]) -> str:
-    """The plan for people."""
+    """Formats the plan for people."""
     plan, work = plans[0], problem.workload
     total = max(plan.total_s, 1e-12)
     busy = {
@@ -287,7 +290,7 @@ def _bar(name: str, used: int, limit: int | None) -> str:
 
 
 def curve_text(points: Sequence[Candidate]) -> str:
-    """The latency-throughput frontier as a table."""
+    """Formats the latency-throughput frontier as a table."""
     lines = [f"{'block s':>10} {'token/s':>9} {'sequences':>9}  policy"]
     for point in points:
         policy = point.policy
@@ -306,8 +309,8 @@ _SIX = ("wg", "wc", "cg", "cc", "hg", "hc")
 
 
 def draw_curve(problem: Problem, path: Path) -> list[Candidate]:
-    """Draws the frontier (the paper's figure 1), with and without compression, and returns the
-    points of the search as it was asked for."""
+    """Draws the frontier (the paper's figure 1), with and without compression; returns the points
+    of the search as it was asked for."""
     import matplotlib
 
     matplotlib.use("Agg")

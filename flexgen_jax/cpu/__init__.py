@@ -1,4 +1,5 @@
-"""Kernels for processors. What is imported here is all that other rooms use of this one."""
+"""Compute kernels for the CPU: attention and matrix products. Other packages use only what is
+imported here."""
 
 from flexgen_jax.cpu.backend import CpuKernels, kernels_of_device
 from flexgen_jax.cpu.features import Features, features

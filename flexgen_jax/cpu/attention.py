@@ -1,8 +1,8 @@
-"""Attention inside XLA's programs, where the device is a CPU.
+"""Attention on the CPU, called from inside XLA's programs.
 
-Keys and values are read where they lie, at memory speed, from within the program of a step: with
-programs before and after the kernels, XLA's threads would go on spinning beside them. Each function
-returns None where XLA's own code is to be used.
+Keys and values are read where they lie, at memory speed, from within the program of a step: if the
+step were split into programs, XLA's threads would keep spinning beside the compute kernels. Each
+function returns None if XLA's own code should be used.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import QuantizedArray
 
 FEW_ELEMENTS = 1 << 20
-"""Of keys and values, with which XLA's own attention costs no more than a tenth of a millisecond,
-and does without the loading of Numba."""
+"""Below this many elements of keys and values, XLA's own attention is fast enough, and Numba need
+not be loaded."""
 
 FEW_OF_A_PROMPT = 1 << 18
-"""The same for prompts that go through a layer together: 2 milliseconds."""
+"""Below this many elements of a prompt batch's keys and values, XLA's own attention is fast enough,
+and Numba need not be loaded."""
 
 
 def decode_attention(
@@ -33,7 +34,8 @@ def decode_attention(
     position: jax.Array,
     first_valid: jax.Array,
 ) -> Partial | None:
-    """A new token's attention to some blocks; see `layers.kernels.Kernels.decode_attention`."""
+    """Attends from one new token per sequence to some KV blocks, or returns None; see
+    `layers.kernels.Kernels.decode_attention`."""
     batch, heads, _, size = query.shape
     rows = batch * heads
     if 2 * rows * size * sum(key.shape[2] for key, _ in blocks) < FEW_ELEMENTS:
@@ -56,7 +58,8 @@ def decode_attention(
 def prefill_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array, heads: int
 ) -> tuple[jax.Array, KVPair] | None:
-    """Prompts' attention to themselves; see `layers.kernels.Kernels.prefill_attention`."""
+    """Computes prompts' attention to themselves, or returns None; see
+    `layers.kernels.Kernels.prefill_attention`."""
     batch, tokens, hidden = query.shape
     dtype, rows, size = query.dtype, batch * heads, hidden // heads
     if key.size + value.size < FEW_OF_A_PROMPT:
@@ -72,12 +75,13 @@ def prefill_attention(
     return out.reshape(query.shape).astype(dtype), (key, value)
 
 
-# Numba takes half a second to import, and not every run attends here.
+# Numba is slow to import, and not every run attends here.
 
 
 @lru_cache
 def _target(size: int, dtype: str, bits: int) -> str | None:
-    """The registered function for heads of this size, whose blocks are kept in this format."""
+    """Returns the name of the registered function for this head size and cache format; None if it
+    cannot be used."""
     name = f"flexgen_jax_attend_{size}_{dtype}_{bits}"
 
     def make() -> tuple[Any, ...]:

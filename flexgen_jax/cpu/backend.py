@@ -1,4 +1,4 @@
-"""The kernels that a device's programs compute with, where the device may be a CPU."""
+"""Chooses the compute kernels of a device's programs, where the device may be a CPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flexgen_jax.policy.hardware import KernelSizes
 CPU_TUNING = Tuning(
     lanes=8, kernel_first_rows=matmul.FEW_ROWS, doubles_lone_row=True, has_barriers=True
 )
-"""XLA's CPU backend adds one element after the other, copies a product's right operand, is slow
-with a lone 16-bit row, and unpacks inside loops."""
+"""Settings for XLA's CPU backend: it adds one element after the other, copies a product's right
+operand, is slow with a lone 16-bit row, and unpacks inside loops."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class DeviceKernels(XlaKernels):
 
 @dataclass(frozen=True)
 class CpuKernels(DeviceKernels):
-    """Generated code for this processor, and XLA's own where that is as fast or there is no
-    other; see `layers.kernels.Kernels`."""
+    """Compute kernels generated for this processor; XLA's own are used where these are no faster or
+    do not exist. See `layers.kernels.Kernels`."""
 
     tuning: Tuning = CPU_TUNING
 
@@ -74,8 +74,9 @@ class CpuKernels(DeviceKernels):
         return super().logits(x, table) if found is None else found
 
     def compiler_options(self, formats: Formats) -> dict[str, str | bool] | None:
-        """Vectors as wide as the processor has them, and where something is unpacked the order of
-        the least memory: the usual one unpacks all of a layer before its first product."""
+        """Returns XLA's options for a program: vectors of the processor's full width and, where
+        weights are unpacked, the order that needs the least memory; by default XLA unpacks all of a
+        layer first."""
         options: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
         if (formats.weight_bits, formats.cache_bits, formats.matmul_bits) != (16, 16, 16):
             options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
@@ -83,6 +84,6 @@ class CpuKernels(DeviceKernels):
 
 
 def kernels_of_device() -> DeviceKernels:
-    """Generated code where the device is a CPU, XLA's own elsewhere."""
+    """Returns the kernels with generated code on a CPU, and XLA's own elsewhere."""
     sizes = KernelSizes()
     return CpuKernels(sizes) if jax.default_backend() == "cpu" else DeviceKernels(sizes)

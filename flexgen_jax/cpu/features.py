@@ -1,4 +1,4 @@
-"""What this processor has that the kernels use."""
+"""The processor's features that the compute kernels use."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 NUMBA_TARGETS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
-"""Set, they may have Numba compile for a processor without tiles."""
+"""Environment variables that can make Numba compile for another processor, one without these
+units."""
 
 FOR_VECTORS = {"avx512f", "avx512_bf16", "avx512_vnni"}
-"""Flags of processors with AVX-512's products of pairs of bfloat16 and of four integers."""
+"""Flags of processors whose AVX-512 has dot products of bfloat16 pairs and of four 8-bit
+integers."""
 
-ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # of x86-64's Linux
+ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # numbers of x86-64 Linux
 
 
 class Features(NamedTuple):
-    """The processor's units for products, best first: "amx", "avx512". Where there is none, XLA
-    multiplies by itself.
+    """The processor's units for products, best first: "amx", "avx512". Without any, XLA multiplies.
 
-    bf16: for products of bfloat16; int8: for products of 8-bit integers.
+    bf16: units for products of bfloat16; int8: units for products of 8-bit integers.
     """
 
     bf16: tuple[str, ...]
@@ -34,19 +35,23 @@ class Features(NamedTuple):
 
 
 def features() -> Features:
-    """What this processor has, and the operating system lets this process use."""
+    """Returns the features that this processor has and the operating system lets this process
+    use."""
     return Features(tile_units(), tile_units("int8"))
 
 
 def tile_unit(kind: str = "bf16") -> str | None:
-    """The best of `tile_units`."""
+    """Returns the best unit of `tile_units`, or None."""
     return next(iter(tile_units(kind)), None)
 
 
 @lru_cache
 def tile_units(kind: str = "bf16") -> tuple[str, ...]:
-    """The processor's units for tiles of bfloat16, or of "int8": "amx", which Linux is asked to let
-    this process use, and "avx512"."""
+    """Returns the processor's units for tiles of bfloat16 or, if `kind` is "int8", of 8-bit
+    integers.
+
+    They are "amx", if Linux lets this process use it (it is asked here), and "avx512", best first.
+    """
     if any(map(os.environ.get, NUMBA_TARGETS)):
         return ()
     flags = _processor_flags()
@@ -55,7 +60,7 @@ def tile_units(kind: str = "bf16") -> tuple[str, ...]:
 
 
 def _processor_flags() -> set[str]:
-    """As Linux names them."""
+    """Returns the processor's features by the names that Linux gives them."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("flags"):

@@ -1,7 +1,7 @@
-"""Decode attention over the KV blocks in host memory, on the CPU (FlexGen, section 4.2).
+"""Decode attention over KV blocks in host memory, computed by the CPU (FlexGen, section 4.2).
 
-Moving a block to the device costs as many bytes as it has tokens; moving the query to the block
-costs one. So the query comes here, and what goes back is as large as the query.
+Moving a KV block to the device costs as many bytes as its tokens hold; moving the query to the
+block costs one token's worth. So the query comes here, and what goes back is as large as the query.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 
 HostPartial = tuple[np.ndarray, np.ndarray]
-"""As `layers.attention.Partial`, in NumPy."""
+"""A partial attention result like `layers.attention.Partial`, as NumPy arrays."""
 
 
 class HostBlock(NamedTuple):
-    """A block in host memory, and the index of its first token."""
+    """A KV block in host memory, and the index of its first token in the sequence."""
 
     start: int
     arrays: KVBlock
 
 
 class Candidates(NamedTuple):
-    """Tokens that were ranked elsewhere.
+    """Tokens that were ranked elsewhere, with their attention scores.
 
-    scores: fp32 [batch, head, candidate], `MASKED` for one that is not valid; tokens: int32, their
-    indices in the sequence; lse: fp32 [batch, head, 1], of the scores of all that were ranked.
+    scores: fp32 [batch, head, candidate], `MASKED` for a candidate that is not valid; tokens: int32
+    [batch, head, candidate], indices in the sequence; lse: fp32 [batch, head, 1], the log-sum-exp
+    of the scores of all tokens that were ranked.
     """
 
     scores: np.ndarray
@@ -42,7 +43,8 @@ class Candidates(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A block as the kernels take it: what `*_for` is asked for, and their arguments."""
+    """A KV block in the form that the compute kernels take: `kind` selects a kernel (the arguments
+    of `fold_for`, `score_for` and `add_for`), and the other fields are the kernel's arguments."""
 
     kind: tuple[int, bool, int]
     keys: tuple[np.ndarray, ...]
@@ -53,7 +55,7 @@ class _Prepared(NamedTuple):
 
     @classmethod
     def of(cls, block: HostBlock, first_valid: np.ndarray, position: int) -> _Prepared:
-        """first_valid: int64 [row]."""
+        """Prepares a block for a query at `position`; first_valid: int64 [row]."""
         key, value = block.arrays
         bits = key.storage.bits if isinstance(key, QuantizedArray) else 16
         return cls(
@@ -67,7 +69,7 @@ class _Prepared(NamedTuple):
 
 
 class HostAttention:
-    """Attends with all cores that the process may use."""
+    """Computes decode attention with all cores that the process may use."""
 
     def __init__(self) -> None:
         count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -81,12 +83,12 @@ class HostAttention:
         position: int,
         first_valid: np.ndarray,
     ) -> HostPartial:
-        """One query token a sequence against some blocks.
+        """Attends from one query token per sequence to some KV blocks.
 
-        query: [batch, head, 1, head_dim], scaled; position: the query's index, before which the
-        blocks' tokens are valid; first_valid: int32 [batch], each sequence's first valid token.
+        query: [batch, head, 1, head_dim], scaled; position: the query's index in the sequence (only
+        tokens before it are valid); first_valid: int32 [batch], each sequence's first valid token.
         """
-        # Numba takes half a second to import, and not every run attends here.
+        # Numba is slow to import, and not every run attends here.
         from flexgen_jax.cpu.jit.decode_attention import fold_for
 
         queries, first = _rows(query), np.repeat(first_valid.astype(np.int64), query.shape[1])
@@ -112,12 +114,14 @@ class HostAttention:
         here: Candidates | None,
         there: Candidates | None,
     ) -> tuple[HostPartial, np.ndarray]:
-        """Top-K sparse attention to the values of some blocks; see `layers.sparse_attention`.
+        """Computes top-K sparse attention to the values of some blocks; see
+        `layers.sparse_attention`.
 
-        counts: int32 [batch], how many of all tokens are attended to in each head; here: the
-        candidates of other blocks, if there are any; there: those of these blocks, None to compute
-        their scores from their keys. The rest as in `attend`. Returns the partial result, and
-        int32 [batch, head], how many of `here` were chosen.
+        counts: int32 [batch], the number of tokens, over all blocks, that each head attends to;
+        here: candidates from other blocks, if there are any; there: candidates from these blocks,
+        or None to compute their scores from their keys. The other arguments are those of `attend`.
+        Returns the partial result, and int32 [batch, head]: how many of the candidates in `here`
+        were chosen.
         """
         from flexgen_jax.cpu.jit.decode_attention import add_for, choose_top, score_for
 
@@ -150,8 +154,9 @@ class HostAttention:
     def prepare(
         self, query: np.ndarray, blocks: Sequence[KVBlock], is_sparse: bool, is_ranked: bool
     ) -> None:
-        """Compiles the kernels for such a query and blocks, of one sequence and one token, or loads
-        what an earlier process compiled; is_ranked: their keys will be ranked elsewhere."""
+        """Compiles the compute kernels for a query and blocks like these (of one sequence and one
+        token), or loads them if an earlier process compiled them. is_ranked: the blocks' keys will
+        be ranked elsewhere."""
         heads, first = query.shape[1], np.zeros(1, np.int32)
         there = [HostBlock(start, block) for start, block in enumerate(blocks)]
         where = (query, there, len(there), first)
@@ -159,12 +164,12 @@ class HostAttention:
             self.attend(*where)
             return
         scores = np.zeros((1, heads, 1), np.float32)
-        scores.setflags(write=False)  # as what comes from JAX; to Numba that is another type
+        scores.setflags(write=False)  # Numba compiles separately for read-only arrays, as JAX gives
         ranked = Candidates(scores, np.zeros((1, heads, 1), np.int32), scores)
         self.attend_top(*where, np.ones(1, np.int32), None, ranked if is_ranked else None)
 
     def _on_all_cores(self, work: Callable[[int, int], None], rows: int) -> None:
-        """work(start, end) for all rows, a range on each core."""
+        """Calls work(start, end) for all rows, one range of rows on each core."""
         bounds = [rows * part // self._threads for part in range(self._threads + 1)]
         for done in [self._pool.submit(work, *pair) for pair in pairwise(bounds)]:
             done.result()
@@ -174,25 +179,28 @@ class HostAttention:
 
 
 def _rows(query: np.ndarray) -> np.ndarray:
-    """[batch, head, 1, head_dim] as fp32 [row, head_dim]."""
+    """Reshapes a query [batch, head, 1, head_dim] to fp32 [row, head_dim]."""
     return np.ascontiguousarray(query, np.float32).reshape(-1, query.shape[3])
 
 
 def _nothing(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Peak, total and out before any block."""
+    """Returns the initial peak, total and out, before any block is folded in."""
     rows = len(queries)
     return np.full(rows, MASKED, np.float32), np.zeros(rows, np.float32), np.zeros_like(queries)
 
 
 def _lse(peak: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """A row without a valid token keeps the masked score, which weighs nothing in a merge; what is
-    not a number stays so."""
+    """Returns each row's log-sum-exp, fp32 [row].
+
+    A row without a valid token gets `MASKED`, which has no weight in a merge. NaN stays NaN.
+    """
     lse = peak + np.log(np.where(total == 0, 1, total))
     return np.where(total == 0, MASKED, lse).astype(np.float32)
 
 
 def _scores(rows: int, position: int, known: Sequence[Candidates]) -> np.ndarray:
-    """Room for the scores of a sequence's tokens, fp32 [row, token], with those that are known."""
+    """Returns an array for the scores of all tokens, fp32 [row, token], with the known scores
+    filled in and -inf elsewhere."""
     tokens = [found.tokens.reshape(rows, -1) for found in known]
     width = max([position, *(int(each.max()) + 1 for each in tokens)])
     scores = np.full((rows, width), -np.inf, np.float32)
@@ -202,7 +210,8 @@ def _scores(rows: int, position: int, known: Sequence[Candidates]) -> np.ndarray
 
 
 def _views(kept: Kept, rows: int) -> tuple[np.ndarray, ...]:
-    """The arrays that a side of a block is kept in, [row, token, ...], 16-bit floats as bits."""
+    """Returns the arrays that hold a block's keys, or its values, as [row, token, ...]; 16-bit
+    floats are viewed as uint16."""
     leaves = [kept.packed, kept.scale, kept.minimum] if isinstance(kept, QuantizedArray) else [kept]
     views = []
     for leaf in leaves:

@@ -1,7 +1,8 @@
-"""Products inside XLA's programs on the CPU, where the processor has a unit for them: of many rows,
-of any number of rows with a packed kernel, and by AVX-512 of few rows.
+"""Matrix products on the CPU, called from inside XLA's programs.
 
-Each function returns None where XLA's own code is to be used.
+If the processor has a unit for them, they take over products of many rows, products of any number
+of rows with packed kernel weights, and, by AVX-512, products of few rows. Each function returns
+None if XLA's own code should be used.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.models.storage import GROUP_SIZE
 
 FEW_PRODUCTS = 1 << 28
-"""Multiplications with which XLA's own product takes no more than a millisecond, and does without
-the loading of Numba."""
+"""Below this many multiplications, XLA's own product is fast enough, and Numba need not be
+loaded."""
 
 FEW_PACKED = 1 << 20
-"""Elements of a packed kernel that XLA unpacks in a millisecond."""
+"""Below this many elements, XLA unpacks packed kernel weights fast enough."""
 
 MULTIPLE = 32
-"""Of a kernel's rows and columns, as tiles are (`tiles`, which would load Numba)."""
+"""Rows and columns of kernel weights must be multiples of this, the size of a pair of tiles: the
+`PAIR` of `cpu.jit.packing`, which is not imported because it would load Numba."""
 
 FEW_ROWS = 64
-"""Up to this many rows a product takes little longer than the reading of its kernel."""
+"""Up to this many rows, a product takes little longer than reading its kernel weights."""
 
 
 def matmul(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> jax.Array | None:
-    """`x @ kernel.T + bias` in `dtype`, x's own or fp32; see `layers.kernels.Kernels.matmul`."""
+    """Computes `x @ kernel.T + bias` in `dtype`, x's own or fp32, or returns None; see
+    `layers.kernels.Kernels.matmul`."""
     unit = _unit_for(x, kernel)
     bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
     target = _target(bits, dtype == jnp.float32, unit) if unit else None
@@ -47,7 +50,8 @@ def matmul(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> ja
 
 
 def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array | None:
-    """`x @ kernel.T + bias` by products of 8-bit integers, in x's dtype."""
+    """Computes `x @ kernel.T + bias` by products of 8-bit integers, in x's dtype, or returns
+    None."""
     unit = _unit_for_integers(x, kernel)
     bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
     target = _int8_target(bits, unit) if unit else None
@@ -66,8 +70,12 @@ def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
 
 
 def _rounded(target: str, rows: jax.Array) -> list[jax.Array]:
-    """Where outliers are, uint8 [rows / 32, depth], `layers.matmul_int8.round_rows`, and the sums
-    of its rows, int32."""
+    """Rounds rows, bfloat16 [row, depth], to int8, as `layers.matmul_int8.round_rows` does.
+
+    Returns four arrays: flags of the columns with outliers, uint8 [rows / 32 rounded up, depth];
+    the codes, int8 [row, depth]; the rows' scales, fp32 [row]; the sums of the rows' codes, int32
+    [row].
+    """
     count, depth = rows.shape
     kinds = (
         jax.ShapeDtypeStruct((-(-count // MULTIPLE), depth), jnp.uint8),
@@ -79,21 +87,24 @@ def _rounded(target: str, rows: jax.Array) -> list[jax.Array]:
 
 
 def _unit_for_integers(x: jax.Array, kernel: Kept) -> str | None:
-    """The same of 8-bit integers, to which XLA would round a plain kernel in memory too."""
+    """Returns the unit that takes a product of 8-bit integers, or None if XLA should compute it.
+
+    Plain kernel weights count as large too, because XLA would round them in memory.
+    """
     fits = _fit_tiles(x, kernel) and kernel.shape[1] % (2 * MULTIPLE) == 0
     is_large = kernel.shape[0] * kernel.shape[1] >= FEW_PACKED
     return tile_unit("int8") if fits and is_large else None
 
 
 def _unit_for(x: jax.Array, kernel: Kept) -> str | None:
-    """Which unit takes a product in tiles, if one can, and is faster than XLA."""
+    """Returns the unit that takes a product in tiles, or None if none can or XLA is faster."""
     columns, depth = kernel.shape
-    if isinstance(kernel, QuantizedArray):  # which XLA unpacks in memory
+    if isinstance(kernel, QuantizedArray):  # XLA unpacks these in memory
         is_faster = columns * depth >= FEW_PACKED
     else:
         rows = x.size // depth
         is_faster = rows > FEW_ROWS and rows * columns * depth >= FEW_PRODUCTS
-        if tile_unit() == "avx512" and rows <= FEW_ROWS:  # as the kernel comes from memory
+        if tile_unit() == "avx512" and rows <= FEW_ROWS:  # memory speed is the limit
             is_faster = columns * depth >= FEW_PACKED
     return tile_unit() if _fit_tiles(x, kernel) and is_faster else None
 
@@ -108,7 +119,7 @@ def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
     return fits and is_grouped and storage.plane_length % MULTIPLE == 0
 
 
-# Numba takes half a second to import, and not every run multiplies here.
+# Numba is slow to import, and not every run multiplies here.
 
 
 @lru_cache

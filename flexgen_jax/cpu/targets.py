@@ -1,6 +1,6 @@
-"""Makes generated code known to XLA, by its foreign-function interface.
+"""Registers generated code with XLA, through its foreign-function interface.
 
-What cannot be generated or called is left to XLA's own code: the result is the same, later.
+If code cannot be generated or called, XLA's own code is used: with equal results, but slower.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NEWEST = (0, 5)
 
 
 class KernelWarning(RuntimeWarning):
-    """The CPU's own kernels cannot be used, so that XLA's are, which are slower."""
+    """The generated CPU kernels cannot be used, so XLA's, which are slower, are used instead."""
 
 
 @lru_cache
 def interface_version() -> tuple[int, int] | None:
-    """The version of XLA's foreign-function interface, None where its header is not there."""
+    """Returns the version of XLA's foreign-function interface; None if its header is missing."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
         text = header.read_text(encoding="utf-8")
@@ -39,14 +39,16 @@ def interface_version() -> tuple[int, int] | None:
 
 
 def can_be_called() -> bool:
-    """Whether XLA's interface is the one that the handlers are written for."""
+    """Returns whether XLA's interface is the one that the handlers are written for."""
     version = interface_version()
     return version is None or INTERFACE <= version <= NEWEST  # without the header, XLA checks
 
 
 def register(name: str, make: Callable[[], tuple[Any, ...]]) -> str | None:
-    """Makes the handler that `make` generates known to XLA by this name; returns the name, or None
-    where that does not work, with a `KernelWarning` that says why."""
+    """Registers the handler that `make` generates with XLA under `name`.
+
+    Returns the name, or None if that fails, with a `KernelWarning` that says why.
+    """
     if not can_be_called():
         _warn(f"XLA's foreign-function interface {interface_version()} is newer than {NEWEST}")
         return None
@@ -55,7 +57,7 @@ def register(name: str, make: Callable[[], tuple[Any, ...]]) -> str | None:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler[0].ctypes), platform="cpu")
     except MemoryError:
         raise
-    except Exception as error:  # whatever Numba, LLVM or XLA do not like
+    except Exception as error:  # any failure of Numba, LLVM or XLA
         _warn(f"{name}: {type(error).__name__}: {error}")
         return None
     return name

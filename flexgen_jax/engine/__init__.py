@@ -1,1 +1,1 @@
-"""What a user calls, from prompts to outputs."""
+"""The engine that a user calls, from prompts to outputs."""

@@ -1,4 +1,4 @@
-"""Requests into padded batches and blocks of batches."""
+"""Groups requests into padded batches and blocks of batches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ LENGTH_BUCKET = 16
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to continue. `max_tokens` is what its context has room for, at most what
-    its parameters ask; `forced` are the tokens to continue it with, to score them."""
+    """One sequence to continue.
+
+    max_tokens: the new tokens that its parameters ask for, limited by the room in the model's
+    context; forced: tokens to continue it with, in order to score them.
+    """
 
     index: int
     prompt_ids: tuple[int, ...]
@@ -26,16 +29,17 @@ class Request:
 
 
 def padded_length(tokens: int, max_positions: int) -> int:
-    """The next bucket, capped at the model's context."""
+    """Returns the length rounded up to the next bucket, limited by the model's context, at least
+    1."""
     return max(min(-(-tokens // LENGTH_BUCKET) * LENGTH_BUCKET, max_positions), 1)
 
 
 def make_blocks(
     requests: Sequence[Request], batch_size: int, num_batches: int
 ) -> list[list[list[Request]]]:
-    """Blocks of batches of requests, neighbours in length together.
+    """Groups requests into blocks of batches, with requests of similar length together.
 
-    The last block's requests are spread evenly over as few batches as hold them.
+    The requests of the last block are spread evenly over as few batches as hold them.
     """
     ordered = sorted(requests, key=lambda r: (len(r.prompt_ids), len(r.forced), r.index))
     per_block = batch_size * num_batches
@@ -51,9 +55,11 @@ def make_blocks(
 def pad_prompts(
     batch: Sequence[Request], rows: int, pad_id: int, max_positions: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Left-padded ids, int32 [rows, token], and each row's first real index, int32 [rows].
+    """Returns left-padded ids, int32 [rows, token], and the index of each row's first real token,
+    int32 [rows].
 
-    Rows beyond the batch are filled with one padding token, so that shapes stay the same.
+    Rows beyond the batch count as one padding token, so that all batches of a block have equal
+    shapes.
     """
     tokens = padded_length(max(len(r.prompt_ids) for r in batch), max_positions)
     ids = np.full((rows, tokens), pad_id, np.int32)

@@ -1,4 +1,5 @@
-"""Prompts from files, and finished texts to a file with which a broken-off run goes on."""
+"""Reads prompts from files, and writes finished texts to a file from which an interrupted run can
+continue."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ from flexgen_jax.errors import UserError
 
 
 class Prompt(NamedTuple):
-    """A prompt, and where it stands: "prompts.txt, line 3"."""
+    """A prompt, and its place in the input, such as "prompts.txt, line 3"."""
 
     text: str
     where: str
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, one a line, or of .jsonl the "prompt" of each line's object.
+    """Reads the prompts of a file: one per line or, for a .jsonl file, the "prompt" of each line's
+    object.
 
-    Blank lines are left out; "-" is standard input. Raises `UserError` with the line.
+    Blank lines are skipped; "-" is standard input. Raises `UserError` that names the line.
     """
     is_piped = str(path) == "-"
     name = "standard input" if is_piped else str(path)
@@ -34,7 +36,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --prompts-file {path}: {error}") from None
     prompts = []
-    # Not `splitlines`, which also splits at characters that texts may have in them.
+    # Not `splitlines`, which also splits at other characters that may be part of a text.
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             where, line = f"{name}, line {number}", line.removesuffix("\r")
@@ -62,16 +64,17 @@ RESULT = ("prompt", "text", "token_ids", "finish_reason")
 
 
 def as_json(result: RequestOutput) -> dict[str, Any]:
-    """What is written of a finished text."""
+    """Returns the fields of a finished text that are written to a file."""
     return {name: getattr(result, name) for name in RESULT}
 
 
 class OutputFile:
-    """Finished texts as lines of JSON, each of which is in the file before the next is made.
+    """A file of finished texts as lines of JSON; each line is in the file before the next text is
+    made.
 
-    A line has the run, a digest of what the texts depend on; the prompt's index; and `as_json`.
-    A file that is there already must be of the same run and prompts: `finished` are the texts in it
-    by index, and what follows its last whole line, which was broken off, is cut off.
+    A line has "run", a digest of everything that the texts depend on; "index", the prompt's index;
+    and the fields of `as_json`. A file that exists already must be of this run and these prompts.
+    Its texts are then in `finished`, by index, and an incomplete last line is cut off.
     """
 
     def __init__(self, path: Path, run: str, prompts: Sequence[str]) -> None:
@@ -93,7 +96,7 @@ class OutputFile:
         self._file.close()
 
     def write(self, index: int, result: RequestOutput) -> None:
-        """Adds the text of a prompt; raises `UserError` where it cannot be written."""
+        """Adds the text of a prompt; raises `UserError` if it cannot be written."""
         content = as_json(result)
         line = json.dumps({"run": self._run, "index": index, **content}) + "\n"
         rest = memoryview(line.encode())
@@ -108,7 +111,7 @@ class OutputFile:
         self.finished[index] = content
 
     def results(self) -> list[dict[str, Any]]:
-        """All that is in the file, in the prompts' order, as `as_json` has it."""
+        """Returns all texts in the file, in the prompts' order, with the fields of `as_json`."""
         return [content for _, content in sorted(self.finished.items())]
 
     def _lock(self) -> None:

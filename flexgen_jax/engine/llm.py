@@ -1,4 +1,4 @@
-"""`LLM`: prompts in, continuations out, through the three tiers."""
+"""The class `LLM`: continues prompts with a model that is spread over the three memory tiers."""
 
 from __future__ import annotations
 
@@ -39,25 +39,30 @@ Prompts = str | Sequence[str]
 
 
 class LLM:
-    """A language model whose weights, KV cache and activations lie where a policy puts them.
+    """A language model whose weights, KV cache and hidden states lie where a policy puts them.
 
-    model: a Hugging Face folder, a hub id, a known shape's name with `dummy_weights`, or None
-        for the small model that ships with the package.
+    model: a Hugging Face folder, a hub id, a known shape's name with `dummy_weights`, or None for
+        the small model that ships with the package.
     policy: a `Policy`, or "auto" for the one that `policy.search` finds for each workload. For long
         runs it first measures this machine, in about a minute, once.
-    dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
-        in place of float16).
-    weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in so many bits an element;
-        16 is the dtype.
-    matmul_bits: 8 has decoder layers multiply integers of 8 bits, at some quality; faster with
-        4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower elsewhere.
-    attention, attention_sparsity: see `Policy`. Of these five, None is what the policy says.
-    device_memory, host_memory, disk_space: budgets such as "16GB"; None is what is there.
+    dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16 in
+        place of float16).
+    weight_bits, cache_bits: 8 or 4 stores weights, or full KV blocks, in that many bits per
+        element; 16 is the dtype.
+    matmul_bits: 8 makes decoder layers multiply 8-bit integers, which costs some quality; faster
+        with 4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower
+        elsewhere.
+    attention, attention_sparsity: see `Policy`. For these five arguments, None leaves the choice to
+        the policy.
+    device_memory, host_memory, disk_space: budgets such as "16GB"; None is all that is free.
     offload_dir: where the disk tier lies; reused by later runs.
+    dummy_weights, seed: random weights of a known shape in place of files, and their seed.
+    progress: show progress on stderr.
+    unified: whether host and device are one RAM; None is whether the device is a CPU.
     hardware: the profile to plan with: a file or a known machine's name; None is this machine's.
     trace: a file to which every transfer and computation is written, for ui.perfetto.dev.
 
-    Raises `UserError` where something about these, or about a prompt, is wrong.
+    Raises `UserError` if one of these arguments, or a prompt, is wrong.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class LLM:
         given = replace(Policy() if policy == "auto" else policy, **changes)
         unified = on_cpu if unified is None else unified
         if policy != "auto" and unified and given.attention == "auto" and not given.is_sparse:
-            given = replace(given, attention="device")  # the same memory, and one program a step
+            given = replace(given, attention="device")  # one RAM, and one program per step
         formats = given.formats(self.dtype)
         self._planner = Planner(
             config=self.config,
@@ -131,10 +136,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues every prompt; the results are in the prompts' order.
 
-        skip: indices of prompts that are left out, as if these were done already: the random
-            numbers of the others stay the same.
+        skip: indices of prompts that are left out as if they were done already; the random numbers
+            of the others do not change.
         on_output: called with a prompt's index and its result as soon as it is finished, which is
-            long before the last one is; what it raises ends the run.
+            long before the last one is; an exception that it raises ends the run.
         """
         texts, ids = self._inputs(prompts, prompt_token_ids)
         requests = [r for r in self._requests(ids, sampling_params) if r.index not in skip]
@@ -150,10 +155,10 @@ class LLM:
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
         through_cache: bool = False,
     ) -> list[ScoreOutput]:
-        """Log-probabilities of every text's tokens but the first, for perplexity.
+        """Returns the log-probabilities of every text's tokens except the first, for perplexity.
 
-        through_cache: token by token, as a generation would go, so that every token sees those
-        before it through the KV cache; slower, and shows what a quantized cache costs.
+        through_cache: score token by token, as a generation goes, so that every token sees those
+            before it through the KV cache; slower, and shows what a quantized cache costs.
         """
         given, ids = self._inputs(texts, prompt_token_ids)
         self._check_lengths(ids, 0)
@@ -169,8 +174,11 @@ class LLM:
         return scoring.outputs(given, requests)
 
     def _run(self, requests: Sequence[Request], collector: Generation | Scoring) -> None:
-        """Walks every block of batches through the model; a plan that runs out of memory gives way
-        to a smaller one, which begins with the requests that are not finished."""
+        """Walks every block of batches through the model.
+
+        A plan that runs out of memory is replaced by a smaller one, which begins with the requests
+        that are not finished.
+        """
         left, is_scoring = list(requests), isinstance(collector, Scoring)
         while left:
             workload = self._workload(left, is_scoring)
@@ -242,13 +250,13 @@ class LLM:
         return batches
 
     def warm_up(self, prompt_len: int, gen_len: int, num_sequences: int) -> None:
-        """Places the weights and compiles everything that a greedy run of this shape needs."""
+        """Places the weights and compiles all programs that a greedy run of this shape needs."""
         workload = Workload(self._padded(prompt_len), gen_len, num_sequences)
         policy = self._planner.policy_for(workload)
         self._open(policy, workload).compile(workload)
 
     def block_sequences(self, prompt_len: int, gen_len: int) -> int:
-        """How many sequences of these lengths one block of batches holds."""
+        """Returns how many sequences of these lengths one block of batches holds."""
         return self._planner.block_sequences(self._padded(prompt_len), gen_len)
 
     def _padded(self, prompt_len: int) -> int:
@@ -256,8 +264,9 @@ class LLM:
 
     @property
     def fingerprint(self) -> str:
-        """Of all that texts depend on beside prompts and sampling: the weights, the tokenizer, the
-        dtype, and what a policy has in fewer bits or leaves out. A copy's is the same."""
+        """A text that identifies everything that the results depend on besides prompts and
+        sampling: the weights, the tokenizer, the dtype, and the parts of the policy that lose
+        precision. A copy of the model has an equal fingerprint."""
         policy = self._planner.policy
         lossy = f"{policy.weight_bits}-{policy.cache_bits}-{policy.attention_sparsity}"
         lossy += f"-{policy.matmul_bits}" if policy.matmul_bits < 16 else ""
@@ -270,7 +279,8 @@ class LLM:
         return self._session.policy if self._session else None
 
     def report(self) -> dict[str, Any]:
-        """What the last run measured: seconds, bytes, peaks, the realised split."""
+        """Returns the measurements of the last run: seconds, bytes, peaks, and the split between
+        tiers."""
         if self._session is None:
             raise UserError("nothing has been run yet")
         report = self._session.report()
@@ -283,7 +293,7 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Frees the tiers; what later runs can reuse stays in the offload folder."""
+        """Frees the tiers; files that later runs can reuse stay in the offload folder."""
         self._close_session()
         if self._trace is not None:
             self._trace.close()
@@ -305,7 +315,7 @@ class LLM:
         self.close()
 
     def _open(self, policy: Policy, workload: Workload) -> Session:
-        """The session with its weights in place, a new one where they must lie elsewhere."""
+        """Returns a session with its weights in place; a new one if they must lie elsewhere."""
         if self._session is not None and self._session.suits(policy):
             self._session.adopt(policy, workload)
             return self._session
@@ -324,7 +334,7 @@ class LLM:
     def _inputs(
         self, prompts: Prompts | None, prompt_token_ids: Sequence[Sequence[int]] | None
     ) -> tuple[list[str | None], list[list[int]]]:
-        """The texts, where given, and everybody's token ids."""
+        """Returns the prompts' texts, None where only ids were given, and their token ids."""
         if (prompts is None) == (prompt_token_ids is None):
             raise UserError("give either prompts or prompt_token_ids")
         if prompt_token_ids is not None:
@@ -379,7 +389,7 @@ class LLM:
         return requests
 
     def _check_lengths(self, ids: Sequence[Sequence[int]], new: int) -> None:
-        """Refuses prompts that are empty or leave no room for so many new tokens."""
+        """Raises `PromptError` for prompts that are empty or leave no room for `new` new tokens."""
         most = self.config.max_positions - new
         bad = [index for index, row in enumerate(ids) if not 1 <= len(row) <= most]
         if bad:

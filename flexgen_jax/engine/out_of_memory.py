@@ -1,4 +1,4 @@
-"""How running out of memory looks, and whose memory it was."""
+"""Recognizes errors that mean running out of memory, and tells whose memory it was."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from flexgen_jax.errors import UserError
 
 
 class OutOfMemoryError(UserError, MemoryError):
-    """A tier's memory ran out, and there is no smaller plan to go on with."""
+    """A tier's memory ran out, and there is no smaller plan to continue with."""
 
 
 def is_on_host(error: BaseException) -> bool:
-    """Whether it was the host's memory that ran out, pinned or not, and not the device's."""
+    """Returns whether the host's memory ran out, pinned or not, rather than the device's."""
     said = str(error)
     if isinstance(error, MemoryError):
         return not said.startswith("device memory")
@@ -18,6 +18,6 @@ def is_on_host(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller plan may help."""
+    """Returns whether an error means running out of memory, so that a smaller plan may help."""
     said = str(error)
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said or "Out of mem" in said

@@ -1,4 +1,4 @@
-"""What becomes of the heads' results: token ids to finished sequences, or scores."""
+"""Collects the heads' results: token ids into finished sequences, or scores."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One continuation. `text` is "" where the model has no tokenizer; `token_ids` are the new
-    tokens, an end token included; `finish_reason` "stop" means end token or stop string."""
+    """The continuation of one prompt.
+
+    text: "" if the model has no tokenizer; token_ids: the new tokens, including an end token;
+    finish_reason: "stop" for an end token or a stop string, "length" for the limit of tokens.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -33,7 +36,7 @@ OnOutput = Callable[[int, RequestOutput], object]
 
 @dataclass(frozen=True)
 class ScoreOutput:
-    """Log-probabilities (natural) of a text's tokens, each given those before it; the first
+    """Natural log-probabilities of a text's tokens, each given the tokens before it; the first
     token has none."""
 
     text: str | None
@@ -50,7 +53,7 @@ class _Sequence:
 
 
 class Generation:
-    """Collects tokens until every request is finished.
+    """Collects the tokens of requests until every request is finished.
 
     prompts: texts by the requests' indices; on_output: see `LLM.generate`.
     """
@@ -70,7 +73,8 @@ class Generation:
         self._sequences = {request.index: _Sequence(request) for request in requests}
 
     def receiver(self, block: Sequence[Sequence[Request]]) -> Callable[[Step, np.ndarray], bool]:
-        """The executor's callback for one block of batches."""
+        """Returns the callback that gives the executor's results for one block of batches to this
+        object."""
 
         def receive(step: Step, ids: np.ndarray) -> bool:
             members = [self._sequences[request.index] for request in block[step.batch]]
@@ -94,7 +98,7 @@ class Generation:
             self._on_output(sequence.request.index, self._output(sequence))
 
     def _until_stop(self, sequence: _Sequence) -> str | None:
-        """The text before the first stop string, or None where there is none yet."""
+        """Returns the text before the first stop string, or None if there is none yet."""
         text = self._decode(sequence.ids)
         found = [text.find(stop) for stop in sequence.request.params.stop]
         places = [place for place in found if place >= 0]
@@ -108,14 +112,14 @@ class Generation:
         return sum(len(sequence.ids) for sequence in self._sequences.values())
 
     def restart(self, requests: Sequence[Request]) -> list[Request]:
-        """Those that are not finished, which begin again."""
+        """Returns the requests that are not finished, and resets what was collected for them."""
         left = [r for r in requests if self._sequences[r.index].reason is None]
         for request in left:
             self._sequences[request.index] = _Sequence(request)
         return left
 
     def outputs(self) -> list[RequestOutput]:
-        """The results in the order of the requests."""
+        """Returns the results in the order of the requests."""
         return [self._output(sequence) for _, sequence in sorted(self._sequences.items())]
 
     def _output(self, sequence: _Sequence) -> RequestOutput:
@@ -147,7 +151,7 @@ class Scoring:
                 if step.token < len(request.forced):
                     self._logprobs[request.index].append(float(logprobs[row, 0]))
                 elif not forced:
-                    # Position t predicts token t + 1, so the last position's score is of nothing.
+                    # Position t predicts token t + 1, so the last position scores nothing.
                     count = len(request.prompt_ids)
                     self._logprobs[request.index] = [float(x) for x in logprobs[row, -count:-1]]
             return step.token + 1 >= forced
@@ -155,7 +159,7 @@ class Scoring:
         return receive
 
     def restart(self, requests: Sequence[Request]) -> list[Request]:
-        """Those that are not finished, which begin again."""
+        """Returns the requests that are not finished, and resets what was collected for them."""
         left = [
             r
             for r in requests

@@ -1,4 +1,4 @@
-"""Chooses or checks the policy of a run against what the machine has."""
+"""Chooses the policy of a run, or checks a given one, against what the machine has."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from flexgen_jax.policy.search import Choices, Plan, Problem, evaluate, search
 from flexgen_jax.progress import Progress
 
 WORTH_MEASURING_S = 120.0
-"""A run that is predicted to be shorter is planned without measuring the machine first."""
+"""A run with fewer predicted seconds than this is planned without measuring the machine first."""
 
 STAY = 1.25
-"""Weights stay where they are as long as that takes at most so many times the time."""
+"""Weights stay where they are as long as the run takes at most this many times the best plan's
+time."""
 
 BACK_OFF, BACK_OFFS = 0.8, 5
-"""After running out of memory, a plan for so much of what was allowed; so many times."""
+"""After running out of memory, plans use this fraction of what was allowed; and how often that is
+repeated."""
 
 
 @dataclass
 class Planner:
-    """One model's limits, and a policy; with `is_auto` placements and batches are searched.
+    """The limits and the policy of one model; with `is_auto`, placements and batches are searched.
 
-    profile: of the machine to plan for; None is this one's, measured if it is worth it.
+    profile: of the machine to plan for; None is this machine's, measured if it is worth it.
     """
 
     config: ModelConfig
@@ -54,20 +56,22 @@ class Planner:
 
     @property
     def budgets(self) -> Budgets:
-        """Detected once, before the run itself uses memory."""
+        """The budgets, detected once, before the run itself uses memory."""
         if self._budgets is None:
             asked = (self.device_memory, self.host_memory, self.disk_space)
             self._budgets = detect_budgets(*asked, self.offload_dir, self.fingerprint, self.unified)
         return self._budgets
 
     def block_sequences(self, prompt_len: int, gen_len: int) -> int:
-        """Sequences in one block of the given policy, or in the one that is best."""
+        """Returns the sequences in one block of the given policy, or of the best one if it is
+        searched."""
         if not self.is_auto:
             return self.policy.batch_size * self.policy.num_batches
         return self._best(Workload(prompt_len, gen_len, 0)).block_sequences
 
     def policy_for(self, workload: Workload) -> Policy:
-        """A policy that fits, or `BudgetError` with the numbers and the nearest one that does."""
+        """Returns a policy that fits; raises `BudgetError` with the numbers and the nearest policy
+        that fits."""
         if not self.is_auto:
             self._check(self._fitter(workload), self.policy)
             return self.policy
@@ -76,15 +80,16 @@ class Planner:
         return self._plan.policy
 
     def _best(self, workload: Workload) -> Plan:
-        """The best plan for a workload; the same as before, where it was asked for before."""
+        """Returns the best plan for a workload; each workload is searched once."""
         if workload not in self._known:
             self._known[workload] = self._searched(workload)
         return self._known[workload]
 
     def _searched(self, workload: Workload) -> Plan:
-        """By the profile that is worth having for this workload."""
+        """Searches the best plan for a workload, after measuring the machine if a long run is
+        predicted."""
         plans = search(self.problem(workload))
-        # Not while a model is in memory: what it takes would be neither free nor quiet.
+        # Not while a model is in memory, because the machine would be neither free nor quiet.
         is_first = self._plan is None and self._backed_off == 0
         if self.profile is None and is_first and plans and plans[0].total_s > WORTH_MEASURING_S:
             self._measure()
@@ -94,7 +99,7 @@ class Planner:
         return plans[0]
 
     def _measure(self) -> None:
-        """Measures the machine; a disk that cannot be measured is no reason not to run."""
+        """Measures the machine; a disk that cannot be measured does not stop the run."""
         try:
             self.profile = measured_profile(
                 self.dtype, self.offload_dir, self.unified, self.progress
@@ -102,11 +107,12 @@ class Planner:
         except (OSError, ValueError) as error:
             what = first_line(error)
             self.progress.say(f"flexgen-jax: planning without measuring this machine: {what}")
-        self._budgets = None  # what measuring has left behind is not free
+        self._budgets = None  # what measuring left behind is not free any more
         self._known.clear()
 
     def _staying(self, problem: Problem, best: Plan) -> Plan:
-        """The last plan's weights with new batches, where that is nearly as fast as `best`."""
+        """Returns a plan that leaves the weights where the last plan put them, if it is nearly as
+        fast as `best`; else `best`."""
         if self._plan is None or best.policy.weights == self._plan.policy.weights:
             return best
         for policy in (
@@ -120,7 +126,8 @@ class Planner:
         return best
 
     def _fitted(self, workload: Workload) -> Policy:
-        """Something that fits where the linear program finds nothing: its memory is an estimate."""
+        """Returns a policy that fits where the linear program, whose memory is an estimate, finds
+        none."""
         fitter = self._fitter(replace(workload, num_sequences=workload.num_sequences or 1))
         found = fitter.largest_batches(self.policy)
         if found is None:
@@ -128,7 +135,7 @@ class Planner:
         return found or self.policy
 
     def problem(self, workload: Workload) -> Problem:
-        """The search for this model and machine."""
+        """Returns the search problem for this model, machine and workload."""
         return Problem(
             config=self.config,
             dtype=self.dtype,
@@ -141,14 +148,16 @@ class Planner:
         )
 
     def _known_profile(self) -> HardwareProfile:
-        """What there is without measuring: asked for, cached, or a generic machine's."""
+        """Returns the best profile known without measuring: the given one, a cached one, or a
+        generic machine's."""
         if self.profile is None:
             self.profile = cached_profile(self.dtype, self.offload_dir)
         found = self.profile or known_machine("generic-cpu" if self.unified else "rtx3090-24gb")
         return replace(found, sizes=self.sizes)  # this device computes, whatever it plans with
 
     def predicted(self, policy: Policy, workload: Workload) -> dict[str, float | str] | None:
-        """What a run was to take, by this machine's profile; None where there is none."""
+        """Returns the predicted times of a run by this machine's profile; None if there is no
+        profile."""
         problem = self.problem(workload)
         if self.profile is None:
             return None
@@ -162,8 +171,11 @@ class Planner:
         }
 
     def back_off(self, on_host: bool) -> bool:
-        """After running out of memory: plans for less from now on, unless that was tried often
-        enough or the policy was given. on_host: it was not the device's memory."""
+        """Plans for less memory from now on, after running out of it.
+
+        on_host: it was not the device's memory. Returns false if that was done `BACK_OFFS` times
+        already, or if the policy was given.
+        """
         if not self.is_auto or self._backed_off == BACK_OFFS:
             return False
         self._backed_off += 1
@@ -186,7 +198,7 @@ class Planner:
         return True
 
     def spare_ram(self, policy: Policy, workload: Workload) -> int:
-        """Host bytes that a run leaves free."""
+        """Returns the bytes of host memory that a run leaves free."""
         return self.budgets.spare_ram(self._fitter(workload).needed(policy))
 
     def _fitter(self, workload: Workload) -> Fitter:

@@ -10,12 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Choices for one request; the defaults are greedy.
+    """Sampling parameters of one request; the defaults are greedy.
 
-    temperature 0 is greedy; top_k 0 and top_p 1 leave everything in. `stop` strings end a
-    sequence and are not part of its text. `seed` and the request's place in the call decide
-    its random draws, whatever else runs beside it. With `ignore_eos`, all of `max_tokens` are
-    generated.
+    A temperature of 0 is greedy; top_k 0 and top_p 1 exclude no token. The `stop` strings end a
+    sequence and are not part of its text. Its random draws depend only on `seed` and on the
+    request's place in the call, whatever else runs beside it. With `ignore_eos`, the end token does
+    not end a sequence.
     """
 
     max_tokens: int = 32
@@ -45,9 +45,9 @@ class SamplingParams:
 def sampling_arrays(
     params: Sequence[SamplingParams], indices: Sequence[int]
 ) -> tuple[np.ndarray, ...]:
-    """The arguments of `layers.sampling.sample` for a batch; () if all rows are greedy.
+    """Returns the arguments of `layers.sampling.sample` for a batch, or () if all rows are greedy.
 
-    Returns temperature fp32 [batch], top_k int32 [batch], top_p fp32 [batch] and the requests'
+    They are temperature fp32 [batch], top_k int32 [batch], top_p fp32 [batch] and the requests'
     random keys uint32 [batch, 2].
     """
     if all(p.temperature == 0 for p in params):

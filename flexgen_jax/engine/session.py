@@ -1,4 +1,5 @@
-"""A placed model: weights in their tiers, ready to run blocks and to report on them."""
+"""A placed model: its weights are in their tiers, ready to run blocks of batches and report on
+them."""
 
 from __future__ import annotations
 
@@ -72,13 +73,13 @@ class Session:
         self._init_s = self._kernels_s = 0.0
 
     def suits(self, policy: Policy) -> bool:
-        """Whether weights and formats are already as the policy wants them."""
+        """Returns whether weights and formats already are as the policy wants them."""
         same_place = self.policy.weights == policy.weights
         has_disk = self._runtime.folder is not None or not policy.uses_disk
         return same_place and has_disk and self._formats == policy.formats(self._dtype)
 
     def adopt(self, policy: Policy, workload: Workload) -> None:
-        """Runs under this policy, which `suits`, from now on."""
+        """Uses a policy, which must suit this session (see `suits`), from now on."""
         self.policy = policy
         spare = self._planner.spare_ram(policy, workload)
         self._weights.cached = page_cached(self._runtime.spec, self._formats, self._tiers, spare)
@@ -123,7 +124,8 @@ class Session:
             self._runtime.programs.seal(layer, rows, tail)
 
     def _compile_decode(self, plan: CachePlan, batch: int, rows: int, sealed: int) -> None:
-        """Every program that a step needs in some layer when so many blocks are sealed."""
+        """Compiles every program that a step may need, in any layer, when `sealed` KV blocks are
+        sealed."""
         programs = self._runtime.programs
         room = sum(plan.lengths(batch)[: sealed + 1])
         most = self.policy.attended(room) if self.policy.is_sparse else 0
@@ -143,7 +145,7 @@ class Session:
                 programs.rank(layer, rows, there.lengths, there.tail, most)
 
     def start(self) -> None:
-        """Begins a run's measurements."""
+        """Starts the measurements of a run."""
         self._runtime.metrics.reset()
         self._runtime.ledger.reset_peak()
         self._storage_read = storage_read_bytes()
@@ -234,7 +236,7 @@ class Session:
         return self._config, self._dtype, self.policy, shape, unified, sizes
 
     def _realized(self, shape: BlockShape) -> dict[str, dict[Tier, float]]:
-        """The fractions of the bytes that each tier really got."""
+        """Returns the fractions of the bytes that each tier really got."""
         spec = self._runtime.spec
         tensors = [t for t in spec.tensors.values() if not t.is_small]
         weights = [self._formats.weight(t).nbytes for t in tensors]

@@ -1,7 +1,7 @@
 """Attention as a fold over write-once blocks of keys and values.
 
-Shapes are [batch, head, token, head_dim]: with heads before tokens XLA's CPU backend reads
-KV ten times faster than with tokens first. A block's partial result carries its
+Shapes are [batch, head, token, head_dim]: XLA's CPU backend reads keys and values much faster
+with heads before tokens than with tokens first. A block's partial result carries its
 log-sum-exp, so that blocks can be attended to anywhere, in any order, and merged.
 """
 
@@ -20,8 +20,8 @@ MASKED = -1e30
 """Score of a masked key: finite, so that a block with no valid key stays free of NaN."""
 
 Partial = tuple[jax.Array, jax.Array]
-"""What attention found in some blocks: softmax-weighted values, fp32 [batch, head, 1, head_dim],
-and the log-sum-exp of the scores, fp32 [batch, head, 1]."""
+"""Result of attention to some blocks: the softmax-weighted sum of values, fp32 [batch, head, 1,
+head_dim], and the log-sum-exp of the scores, fp32 [batch, head, 1]."""
 
 KVPair = tuple[jax.Array, jax.Array]
 """Keys and values, each [batch, head, token, head_dim]."""
@@ -30,7 +30,7 @@ KVPair = tuple[jax.Array, jax.Array]
 def attend(
     query: jax.Array, key: Kept, value: Kept, valid: jax.Array, tuning: Tuning = PLAIN
 ) -> Partial:
-    """One query token a sequence against one block.
+    """Attends with one query token per sequence to one block.
 
     query: [batch, head, 1, head_dim], already scaled; key, value: [batch, head, token,
     head_dim], unpacked here if they are quantized; valid: bool [batch, token].
@@ -39,7 +39,7 @@ def attend(
 
 
 def _mixed(scores: list[jax.Array], values: list[Kept], tuning: Tuning) -> Partial:
-    """The values of some blocks by the softmax of all of their scores."""
+    """Attends to several blocks: weights their values by one softmax over all their scores."""
     peak = reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in scores])
     weights = [jnp.exp(x - peak) for x in scores]
     total = reduce(jnp.add, [x.sum(-1, keepdims=True) for x in weights])
@@ -49,9 +49,9 @@ def _mixed(scores: list[jax.Array], values: list[Kept], tuning: Tuning) -> Parti
 
 
 def key_scores(query: jax.Array, key: Kept, valid: jax.Array, tuning: Tuning = PLAIN) -> jax.Array:
-    """fp32 [batch, head, token]: the query times each key, `MASKED` where that is not valid."""
-    # Not as a product: those XLA's CPU backend computes with a copy of what it streams, which is
-    # the cache; multiplied and summed, keys and values are read once, five times as fast.
+    """Returns the query times each key, fp32 [batch, head, token]; `MASKED` for invalid keys."""
+    # For a matrix product, XLA's CPU backend would first copy the cache. Multiplying and summing
+    # reads keys and values only once, which is much faster.
     rows, start = query.astype(jnp.float32), 0
     scores = jnp.zeros((), jnp.float32)
     for part in parts_of(key, tuning.has_barriers):
@@ -62,15 +62,17 @@ def key_scores(query: jax.Array, key: Kept, valid: jax.Array, tuning: Tuning = P
 
 
 def _sum_last(x: jax.Array, lanes: int) -> jax.Array:
-    """Adds up [batch, head, token, element] over the elements, `lanes` sums side by side."""
+    """Adds up x, [batch, head, token, element], over its elements, in `lanes` partial sums."""
     if lanes == 1 or x.shape[3] % lanes:
         return x.sum(3)
     return x.reshape(*x.shape[:3], -1, lanes).sum(3).sum(3)
 
 
 def weighted_sum(weights: jax.Array, value: Kept, tuning: Tuning = PLAIN) -> jax.Array:
-    """Values [batch, head, token, head_dim] times weights, fp32 [batch, head, token], added up:
-    fp32 [batch, head, 1, head_dim]."""
+    """Returns the weighted sum of values over tokens, fp32 [batch, head, 1, head_dim].
+
+    weights: fp32 [batch, head, token]; value: [batch, head, token, head_dim].
+    """
     parts = parts_of(value, tuning.has_barriers)
     mixed = [(part.astype(jnp.float32) * weights[..., None]).sum(2) for part in parts]
     return jnp.concatenate(mixed, axis=-1)[:, :, None]
@@ -84,11 +86,11 @@ def attend_blocks(
     first_valid: jax.Array,
     tuning: Tuning = PLAIN,
 ) -> Partial:
-    """The new token's query against some blocks, at least one, merged.
+    """Attends with the new token's query to one or more blocks together.
 
-    starts: int32 [block], the index of each one's first token; position: int32, the new token's
-    index, before which the blocks' tokens are valid; first_valid: int32 [batch]. Shapes as in
-    `attend`.
+    starts: int32 [block], the index of each block's first token; position: int32 [], the index of
+    the new token, before which tokens are valid; first_valid: int32 [batch], the index of each
+    sequence's first real token. Query and blocks have the shapes that `attend` takes.
     """
     scores = []
     for start, (key, _) in zip(starts, blocks, strict=True):
@@ -98,21 +100,26 @@ def attend_blocks(
 
 
 def attend_itself(query: jax.Array, key: Kept, value: Kept, tuning: Tuning = PLAIN) -> Partial:
-    """The new token's query against its own key and value, [batch, head, 1, head_dim]."""
+    """Attends with the new token's query to its own key and value, [batch, head, 1, head_dim]."""
     return attend(query, key, value, jnp.ones((query.shape[0], 1), bool), tuning)
 
 
 def valid_tokens(
     start: jax.Array, count: int, position: jax.Array, first_valid: jax.Array
 ) -> jax.Array:
-    """bool [batch, token]: which of `count` tokens from index `start` on are in the past."""
+    """Returns which of `count` tokens from index `start` on are valid, bool [batch, token].
+
+    Valid tokens are real ones (from `first_valid` on) before `position`.
+    """
     at = start + jnp.arange(count)
     return (at[None, :] >= first_valid[:, None]) & (at < position)[None, :]
 
 
 def merge(partials: list[Partial]) -> Partial:
-    """Combines partial results of `attend` by their log-sum-exp: the attention over all the
-    blocks' keys together."""
+    """Combines partial results of `attend` by their log-sum-exp.
+
+    The result equals attention over the keys of all the blocks together.
+    """
     peak = partials[0][1]
     for _, lse in partials[1:]:
         peak = jnp.maximum(peak, lse)
@@ -128,7 +135,7 @@ def merge(partials: list[Partial]) -> Partial:
 def causal_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array, at_once: int
 ) -> jax.Array:
-    """Attention of a left-padded prompt to itself, for `at_once` heads of the batch at a time.
+    """Computes a left-padded prompt's causal attention to itself, `at_once` heads at a time.
 
     query (scaled), key, value: [batch, head, token, head_dim]; first_valid: int32 [batch],
     the index of each sequence's first real token. Returns [batch, head, token, head_dim] in
@@ -166,20 +173,21 @@ def attend_prompt(
     heads: int,
     at_once: int,
 ) -> tuple[jax.Array, KVPair]:
-    """A left-padded prompt's attention to itself, and its keys and values as they are cached.
+    """Computes a left-padded prompt's attention to itself, and its keys and values for the cache.
 
-    query (scaled), key, value: [batch, token, hidden]; at_once: as in `causal_attention`. Returns
-    [batch, token, hidden].
+    query (scaled), key, value: [batch, token, hidden]; at_once: number of heads, of the whole
+    batch, that are computed at a time. Returns the result, [batch, token, hidden], and keys and
+    values, each [batch, head, token, head_dim].
     """
     query, key, value = (split_heads(x, heads) for x in (query, key, value))
     return join_heads(causal_attention(query, key, value, first_valid, at_once)), (key, value)
 
 
 def split_heads(x: jax.Array, heads: int) -> jax.Array:
-    """[batch, token, hidden] -> [batch, head, token, head_dim]."""
+    """Reshapes [batch, token, hidden] to [batch, head, token, head_dim]."""
     return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
 
 
 def join_heads(x: jax.Array) -> jax.Array:
-    """[batch, head, token, head_dim] -> [batch, token, hidden]."""
+    """Reshapes [batch, head, token, head_dim] to [batch, token, hidden]."""
     return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)

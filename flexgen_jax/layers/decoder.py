@@ -29,7 +29,7 @@ KVBlock = tuple[Kept, Kept]
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention; what it attends to comes in as blocks."""
+    """Multi-head attention to keys and values that come in as blocks."""
 
     config: ModelConfig
     kernels: Kernels
@@ -43,14 +43,20 @@ class SelfAttention(nn.Module):
         self.v, self.out = Linear(hidden, *how), Linear(hidden, *how)
 
     def prefill(self, x: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVPair]:
-        """x: [batch, token, hidden] -> the same shape, and the prompt's keys and values."""
+        """Attends within a prompt x, [batch, token, hidden].
+
+        Returns an array of x's shape, and the prompt's keys and values.
+        """
         out, block = self.kernels.prefill_attention(
             *self._all_heads(x), first_valid, self.config.num_heads
         )
         return self.out(out), block
 
     def prefill_last(self, x: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVPair]:
-        """The same for the last token only: [batch, 1, hidden], and all keys and values."""
+        """Attends with only the last token of a prompt x, [batch, token, hidden].
+
+        Returns [batch, 1, hidden], and the keys and values of all tokens.
+        """
         heads, last = self.config.num_heads, jnp.int32(x.shape[1])
         query = split_heads(self._query(x[:, -1:]), heads)
         block = split_heads(self.k(x), heads), split_heads(self.v(x), heads)
@@ -59,20 +65,24 @@ class SelfAttention(nn.Module):
         return self.out(join_heads(out.astype(self.dtype))), block
 
     def join(self, query: jax.Array, new: KVBlock, partials: list[Partial]) -> jax.Array:
-        """The new token's attention to itself, and what it found wherever the cache is -> [batch,
-        1, hidden]."""
+        """Merges the new token's attention to itself with partial results for the cache.
+
+        Returns [batch, 1, hidden].
+        """
         itself = attend_itself(query, *new, self.kernels.tuning)
         out, _ = merge([itself, *partials])
         return self.out(join_heads(out.astype(self.dtype)))
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x: [batch, token, hidden] -> query (scaled), key and value, each [batch, head, token,
-        head_dim]."""
+        """Projects x, [batch, token, hidden], to query (scaled), key and value.
+
+        Each result is [batch, head, token, head_dim].
+        """
         query, key, value = (split_heads(y, self.config.num_heads) for y in self._all_heads(x))
         return query, key, value
 
     def _all_heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query (scaled), key and value, each [batch, token, hidden]."""
+        """Returns query (scaled), key and value, each [batch, token, hidden]."""
         return self._query(x), self.k(x), self.v(x)
 
     def _query(self, x: jax.Array) -> jax.Array:
@@ -81,9 +91,9 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with residuals; layer norm before (most OPTs) or after (350m).
+    """Attention and MLP with residuals; layer norm comes before each (most OPTs) or after (350m).
 
-    kernels: what the layer computes with, XLA's own code or something faster for the machine;
+    kernels: the functions of the large computations, XLA's own or faster ones for the machine;
     matmul_bits: 16, or 8 for products of 8-bit integers.
     """
 
@@ -102,10 +112,11 @@ class DecoderLayer(nn.Module):
     def prefill(
         self, hidden: jax.Array, first_valid: jax.Array, only_last: bool = False
     ) -> tuple[jax.Array, KVBlock]:
-        """hidden: [batch, token, hidden] -> the same, and keys and values of the prompt.
+        """Runs a prompt's hidden states, [batch, token, hidden], through the layer.
 
-        only_last: of the result just the last token's, [batch, 1, hidden], as the last layer's
-        is used; keys and values are all.
+        Returns the new hidden states, and the prompt's keys and values. With `only_last`, hidden
+        states are those of the last token, [batch, 1, hidden], which is all that is used of the
+        last layer; keys and values are those of all tokens.
         """
         x = self._before(hidden, self.attention_norm)
         if only_last:
@@ -126,11 +137,12 @@ class DecoderLayer(nn.Module):
         counts: jax.Array | None = None,
         most: int = 0,
     ) -> tuple[jax.Array, KVBlock]:
-        """hidden: [batch, 1, hidden] -> the same, and the new token's key and value.
+        """Runs one token's hidden states, [batch, 1, hidden], through the layer.
 
-        blocks hold the tokens from 0 on, all written; tail holds those up to `position`
-        (int32, the new token's index) and room after them. With `counts`, int32 [batch], attention
-        is sparse: to so many tokens, at most `most`.
+        Returns the new hidden states, and the token's key and value. `blocks` hold the tokens from
+        0 on and are full; `tail` holds the tokens after them up to `position` (int32 [], the new
+        token's index), and has room for more. With `counts`, int32 [batch], attention is sparse:
+        each sequence attends to that number of earlier tokens, which is at most `most`.
         """
         query, new = self.project(hidden)
         starts = jnp.array([0, *accumulate(key.shape[2] for key, _ in blocks)])
@@ -142,14 +154,14 @@ class DecoderLayer(nn.Module):
         return self.finish(hidden, query, new, [here]), new
 
     def project(self, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:
-        """The first part of `decode`: hidden -> the query, and the new token's key and value."""
+        """Computes `decode` up to attention: the query, and the new token's key and value."""
         query, key, value = self.attention.project(self._before(hidden, self.attention_norm))
         return query, (key, value)
 
     def finish(
         self, hidden: jax.Array, query: jax.Array, new: KVBlock, partials: list[Partial]
     ) -> jax.Array:
-        """The last part of `decode`: what attention found, wherever it ran -> hidden."""
+        """Computes `decode` after attention: hidden states from the partial results."""
         out = self.attention.join(query, new, partials)
         hidden = self._after(hidden + out, self.attention_norm)
         return self._feed_forward(hidden)

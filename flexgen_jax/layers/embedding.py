@@ -16,7 +16,10 @@ _init = nn.initializers.normal(0.02)
 
 
 class Embedding(nn.Module):
-    """Token and learned position embeddings, projected to the hidden size where they differ."""
+    """Token and learned position embeddings.
+
+    Token embeddings are projected to the hidden size if theirs differs.
+    """
 
     config: ModelConfig
     kernels: Kernels
@@ -24,11 +27,12 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: jax.Array, start: jax.Array, first_valid: jax.Array) -> jax.Array:
-        """token_ids: int32 [batch, token], whose first column has index `start` (int32 [])
-        in the left-padded sequence; first_valid: int32 [batch]. Returns [batch, token, hidden].
+        """Embeds token_ids, int32 [batch, token]; returns [batch, token, hidden].
 
-        A real token's position counts from its sequence's first real token; padding gets
-        position -1, as in transformers, and the table is entered `position_offset` rows down.
+        start: int32 [], the index of the first column in the left-padded sequences; first_valid:
+        int32 [batch], the index of each sequence's first real token. A real token's position
+        counts from there; padding has position -1, as in transformers. The table's row of a
+        position is `position_offset` further down.
         """
         config = self.config
         shape = (config.vocab_size, config.embed_size)
@@ -54,7 +58,7 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: jax.Array) -> jax.Array:
-        """hidden: [..., hidden] -> logits, fp32 [..., vocabulary]."""
+        """Returns the logits, fp32 [..., vocabulary], of hidden states [..., hidden]."""
         config = self.config
         if config.final_norm:
             hidden = LayerNorm(config, self.dtype, name="norm")(hidden)

@@ -1,8 +1,8 @@
-"""What a device's programs compute the large parts of a layer with: one interface, and XLA's own
-implementation of it. `cpu/` has another one.
+"""The interface of the large computations of a layer, and its implementation by XLA's own code.
+`cpu/` has another implementation.
 
 Shapes: "in" and "out" are a kernel's axes, [out, in] as in checkpoints; "hidden" is heads times
-head_dim. A `Kept` array may be quantized; whoever computes with it unpacks it.
+head_dim. A `Kept` array may be quantized; the function that computes with it unpacks it.
 """
 
 from __future__ import annotations
@@ -21,33 +21,36 @@ from flexgen_jax.models.spec import Formats
 
 
 class Sizes(Protocol):
-    """How much work kernels take at once; `policy.hardware.KernelSizes` has it for plans too."""
+    """Amounts of work that kernels take at once, as in `policy.hardware.KernelSizes`."""
 
     @property
     def scored_rows(self) -> int:
-        """Positions whose logits are formed together when texts are scored."""
+        """Number of positions whose logits are computed together when texts are scored."""
 
     def prefill_sequences(self, batch: int, tokens: int, weight_bits: int) -> int:
-        """How many of a batch's sequences go through a layer together in prefill."""
+        """Returns the number of a batch's sequences that prefill takes through a layer together."""
 
     def scored_heads(self, heads: int, tokens: int) -> int:
-        """How many of a batch's heads have their attention scores in memory together."""
+        """Returns the number of a batch's heads whose attention scores are in memory at once."""
 
     def unpacked_bytes(self, rows: int, out: int) -> int:
-        """Bytes of a kernel that are unpacked for a product of this many rows and columns."""
+        """Returns the bytes of a kernel that are unpacked at a time, for a product [rows, out]."""
 
 
 class Kernels(Protocol):
-    """The computations that take a layer's time. Implementations are hashable and equal if they
-    compute alike, since programs are compiled once for each."""
+    """The computations that take most of a layer's time.
+
+    Implementations are hashable, and equal if they compute alike, since programs are compiled once
+    for each.
+    """
 
     @property
     def sizes(self) -> Sizes:
-        """How much these kernels take at once."""
+        """Amounts of work that these kernels take at once."""
 
     @property
     def tuning(self) -> Tuning:
-        """How XLA's own code beside these kernels is written."""
+        """Formulations for the XLA code beside these kernels."""
 
     def __hash__(self) -> int:
         """Equal for implementations that are equal."""
@@ -60,7 +63,7 @@ class Kernels(Protocol):
         position: jax.Array,
         first_valid: jax.Array,
     ) -> Partial:
-        """A new token's attention to some KV blocks, at least one.
+        """Computes a new token's attention to one or more KV blocks.
 
         query: [batch, head, 1, head_dim], scaled; blocks: keys and values, each [batch, head,
         token, head_dim]; starts: int32 [block], the index of each block's first token; position:
@@ -77,7 +80,7 @@ class Kernels(Protocol):
         first_valid: jax.Array,
         heads: int,
     ) -> tuple[jax.Array, KVPair]:
-        """A left-padded prompt's causal attention to itself.
+        """Computes a left-padded prompt's causal attention to itself.
 
         query (scaled), key, value: [batch, token, hidden]; first_valid: int32 [batch]. Returns
         [batch, token, hidden], and keys and values as they are cached, each [batch, head, token,
@@ -97,12 +100,12 @@ class Kernels(Protocol):
         """Returns `x @ table.T`, fp32 [..., vocabulary]; x: [..., in]; table: [vocabulary, in]."""
 
     def compiler_options(self, formats: Formats) -> dict[str, str | bool] | None:
-        """XLA's options for programs with these kernels, None for its defaults."""
+        """Returns XLA's options for programs with these kernels, None for its defaults."""
 
 
 @dataclass(frozen=True)
 class XlaKernels:
-    """XLA's own code, on any backend; see `Kernels`."""
+    """Kernels in plain JAX, which XLA compiles for any backend; see `Kernels`."""
 
     sizes: Sizes
     tuning: Tuning = PLAIN

@@ -15,7 +15,7 @@ from flexgen_jax.layers.quantization import Kept, QuantizedArray
 def parameter(
     module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: jnp.dtype
 ) -> Kept:
-    """A module's tensor, which may be quantized: Flax checks the shape of plain ones only."""
+    """Returns a module's tensor, plain or quantized; Flax checks the shape of plain ones only."""
     found: Kept | None = module.get_variable("params", name)
     if isinstance(found, QuantizedArray):
         return found
@@ -26,7 +26,7 @@ def parameter(
 class Linear(nn.Module):
     """A dense layer whose kernel keeps the checkpoint's `[out, in]` layout.
 
-    bits: what is multiplied; 8 has `kernels` round to 8-bit integers.
+    bits: 16, or 8 to multiply numbers that `kernels` rounds to 8-bit integers.
     """
 
     features: int
@@ -37,7 +37,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [..., in] -> [..., features], in x's dtype."""
+        """Returns the layer's result, [..., features], for x, [..., in], in x's dtype."""
         shape = (self.features, x.shape[-1])
         kernel = parameter(self, "kernel", nn.initializers.normal(0.02), shape, self.dtype)
         bias = None

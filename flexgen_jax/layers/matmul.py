@@ -10,7 +10,7 @@ from flexgen_jax.layers.tuning import PLAIN, Tuning
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
-    """fp32 means fp32: an accelerator must not round operands to TF32 or bf16."""
+    """Returns the precision of products: fp32 operands must not be rounded to TF32 or bf16."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
@@ -47,7 +47,7 @@ def matmul(
 
 
 def _product(rows: jax.Array, kernel: jax.Array, tuning: Tuning) -> jax.Array:
-    """rows [n, in] @ kernel [out, in].T, fp32."""
+    """Computes rows [n, in] @ kernel [out, in].T in fp32."""
 
     def dot(left: jax.Array, right: jax.Array) -> jax.Array:
         return jax.lax.dot_general(
@@ -60,6 +60,6 @@ def _product(rows: jax.Array, kernel: jax.Array, tuning: Tuning) -> jax.Array:
 
     if rows.shape[0] > tuning.kernel_first_rows or rows.dtype == jnp.float32:
         return dot(rows, kernel)
-    # Without the barrier XLA would turn the product around again.
+    # Without the barrier XLA would swap the operands back.
     turned: jax.Array = jax.lax.optimization_barrier(dot(kernel, rows))
     return turned.T

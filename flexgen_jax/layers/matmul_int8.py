@@ -3,10 +3,11 @@
     x @ kernel.T  ~  row_scale * column_scale * (integers of x) @ (integers of kernel).T
                      + (outliers of x) @ kernel.T
 
-Rows of x and rows of the kernel, the result's columns, are rounded to -127 ... 127 with a scale
-each. Elements of x of at least `OUTLIER` are left out of that and multiplied as they are: large
-models have a few features tens of times as large as the rest, to which a row's levels would all
-go. The paper takes the whole column of such an element; here no row's result depends on others.
+Every row of x, and every row of the kernel (a column of the result), is rounded to integers from
+-127 to 127 with a scale of its own. Outliers, elements of x of at least `OUTLIER`, are multiplied
+as they are: large models have a few features that are much larger than the rest and would take
+all the levels of their row. In the paper an outlier's whole column is left unrounded; here only
+the element is, so that no row's result depends on other rows.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from flexgen_jax.layers.tuning import PLAIN, Tuning
 
 LEVELS = 127
 OUTLIER = 6.0
-"""Section 3.2's threshold."""
+"""Absolute value from which an element of x is an outlier: the threshold of section 3.2."""
 
 OUTLIER_BITS = 0x40C0
-"""The same as a bfloat16."""
+"""Bits of `OUTLIER` as a bfloat16."""
 
 
 class Rounded(NamedTuple):
-    """Rows as integers, int8 [row, depth], and what 1 stands for, fp32 [row]."""
+    """Rows as integers, int8 [row, depth], and the scale of each row, fp32 [row]."""
 
     codes: jax.Array
     scale: jax.Array
@@ -42,9 +43,11 @@ def matmul_int8(
     part_bytes: int = 1 << 62,
     tuning: Tuning = PLAIN,
 ) -> jax.Array:
-    """Returns `x @ kernel.T + bias` by products of 8-bit integers, in x's dtype; arguments as in
-    `matmul.matmul`. The integers are multiplied as floats, which hold them exactly, so that any
-    device can."""
+    """Returns `x @ kernel.T + bias` by products of 8-bit integers, in x's dtype.
+
+    Arguments are those of `matmul.matmul`. The integers are multiplied as floats, which hold them
+    exactly, so that any device can do it.
+    """
     rows, scale = x.reshape(-1, x.shape[-1]), column_scale(kernel)
     codes, row_scale = round_rows(rows)
     integers = round_kernel(kernel, scale, tuning.has_barriers).astype(x.dtype)
@@ -63,20 +66,22 @@ def matmul_int8(
 
 
 def is_outlier(x: jax.Array) -> jax.Array:
-    """Of each element; NaN is one."""
+    """Returns whether each element is an outlier; NaN is one."""
     return ~(jnp.abs(x.astype(jnp.float32)) < OUTLIER)
 
 
 def round_rows(x: jax.Array) -> Rounded:
-    """[row, depth] to the nearest of each row's levels, outliers to 0."""
+    """Rounds each row of x, [row, depth], to its nearest levels, and outliers to 0."""
     wide = jnp.where(is_outlier(x), 0.0, x.astype(jnp.float32))
     scale = jnp.max(jnp.abs(wide), axis=1) * jnp.float32(1 / LEVELS)
     return Rounded(_codes(wide, scale), scale)
 
 
 def column_scale(kernel: Kept) -> jax.Array:
-    """What 1 stands for in each row of a kernel [column, depth], fp32 [column]; in one that is
-    packed, whose rows make groups, one number for all of a group."""
+    """Returns the scale of each row of a kernel [column, depth], fp32 [column].
+
+    In a packed kernel, where rows form groups, all rows of a group have one scale.
+    """
     if isinstance(kernel, QuantizedArray):
         storage, low = kernel.storage, kernel.minimum.astype(jnp.float32)
         high = low + ((1 << storage.bits) - 1) * kernel.scale.astype(jnp.float32)
@@ -89,7 +94,7 @@ def column_scale(kernel: Kept) -> jax.Array:
 
 
 def round_kernel(kernel: Kept, scale: jax.Array, has_barrier: bool = False) -> jax.Array:
-    """The integers of a kernel whose columns have this scale, int8 [column, depth]."""
+    """Returns a kernel as integers, int8 [column, depth]; scale: of each row, fp32 [column]."""
     plain = dequantize(kernel, has_barrier) if isinstance(kernel, QuantizedArray) else kernel
     return _codes(plain.astype(jnp.float32), scale)
 

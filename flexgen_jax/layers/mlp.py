@@ -15,7 +15,7 @@ from flexgen_jax.models.config import ModelConfig
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """The function behind a name of `config.ACTIVATIONS`; "gelu" is the exact, erf-based one."""
+    """Returns the function of a name in `config.ACTIVATIONS`; "gelu" is exact, with erf."""
     functions: dict[str, Callable[[jax.Array], jax.Array]] = {
         "relu": jax.nn.relu,
         "gelu": partial(jax.nn.gelu, approximate=False),
@@ -25,7 +25,7 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 
 
 class MLP(nn.Module):
-    """fc2(activation(fc1(x)))."""
+    """The feed-forward block: fc2(activation(fc1(x)))."""
 
     config: ModelConfig
     kernels: Kernels
@@ -34,7 +34,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [..., hidden] -> the same shape."""
+        """Returns the block's result, [..., hidden], for x, [..., hidden]."""
         config = self.config
         how = (self.kernels, config.use_bias, self.dtype, self.matmul_bits)
         up = activation(config.activation)(Linear(config.ffn_size, *how, name="fc1")(x))

@@ -17,7 +17,7 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [..., hidden] -> the same shape and dtype."""
+        """Returns x, [..., hidden], normalised, in x's dtype."""
         wide = x.astype(jnp.float32)
         mean = wide.mean(-1, keepdims=True)
         centred = wide - mean

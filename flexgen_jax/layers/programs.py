@@ -34,7 +34,7 @@ Weights = Mapping[str, Kept]
 
 
 def _apply(module: Any, weights: Weights, *args: Any, **options: Any) -> Any:
-    """The module's result with a layer's tensors as its parameters."""
+    """Calls a module with a layer's tensors as its parameters."""
     variables = {"params": unflatten_dict(dict(weights), sep=".")}
     return module.apply(variables, *args, **options)
 
@@ -57,8 +57,11 @@ def _prefill(
     sizes = layer.kernels.sizes
 
     def some(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
-        """Hidden states of some sequences, the stored leaves of their blocks, and whether each
-        of the former is finite, which is told while it is in the cache."""
+        """Prefills some sequences.
+
+        Returns their hidden states, the stored leaves of their KV blocks, and whether each
+        sequence's hidden states are finite, which is checked while they are in the CPU's cache.
+        """
         hidden, (key, value) = _apply(
             layer, weights, hidden, first_valid, only_last=only_last, method="prefill"
         )
@@ -85,7 +88,7 @@ def _prefill(
 
 
 def _in_groups(compute: Callable[..., Any], size: int, *arrays: jax.Array) -> Any:
-    """`compute` of `size` rows at a time, one group after the other; its results joined."""
+    """Applies `compute` to `size` rows at a time, one group after the other; joins the results."""
     count, rest = divmod(arrays[0].shape[0], size)
     if count == 1 and not rest:
         return compute(*arrays)
@@ -97,7 +100,8 @@ def _in_groups(compute: Callable[..., Any], size: int, *arrays: jax.Array) -> An
         found = compute(*map(_from_bits, group, arrays))
         return jax.tree.map(_as_bits, found)
 
-    # XLA's CPU backend copies 16-bit floats from and to the joined arrays by way of fp32.
+    # As integers, since XLA's CPU backend copies 16-bit floats to and from joined arrays by way of
+    # fp32.
     found = jax.tree.map(_from_bits, jax.lax.map(one, groups), kinds)
     found = jax.tree.map(lambda x: x.reshape(cut, *x.shape[2:]), found)
     if not rest:
@@ -107,7 +111,7 @@ def _in_groups(compute: Callable[..., Any], size: int, *arrays: jax.Array) -> An
 
 
 def _as_bits(x: jax.Array) -> jax.Array:
-    """16-bit floats as integers."""
+    """Returns an array of 16-bit floats as uint16, and any other array unchanged."""
     if x.dtype.itemsize != 2:
         return x
     bits: jax.Array = jax.lax.bitcast_convert_type(x, jnp.uint16)
@@ -122,7 +126,7 @@ def _from_bits(x: jax.Array, like: Any) -> jax.Array:
 
 
 def _seal(formats: Formats, block: KVBlock) -> KVBlock:
-    """A complete block as it is kept."""
+    """Returns a full block as the cache keeps it, quantized or not."""
     if formats.cache_bits == 16:
         return block
     key, value = (quantize_as(x, formats.kv(x.shape)) for x in block)
@@ -172,7 +176,7 @@ def _head(module: Head, is_greedy: bool) -> Callable[..., Any]:
 
 def _score(module: Head) -> Callable[..., Any]:
     def score(weights: Weights, hidden: jax.Array, targets: jax.Array) -> Any:
-        """Log-probability of each target at its position, fp32 [batch, token]."""
+        """Returns each target's log-probability, fp32 [batch, token], and if all are finite."""
 
         def some(rows: jax.Array, wanted: jax.Array) -> jax.Array:
             logits = _apply(module, weights, rows)
@@ -205,8 +209,10 @@ def _compile(
 
 @dataclass(frozen=True)
 class _Lowering:
-    """Traces each kind of program for its abstract arguments; the methods are those of `Programs`,
-    with a layer's index in the place of the layer."""
+    """Traces each kind of program for its abstract arguments.
+
+    The methods are those of `Programs`, but take a layer's index in place of the layer.
+    """
 
     config: ModelConfig
     formats: Formats
@@ -333,15 +339,17 @@ class _Lowering:
 
 
 def _abstract(storage: Storage) -> Any:
-    """An array of which only the shapes of what is stored are there."""
+    """Returns an abstract array: the shapes and dtypes of what is stored, without the numbers."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in storage.leaves]
     return assemble(storage, leaves)
 
 
 class Programs:
-    """A model's compiled functions, by kind and shape; compiled when first asked for.
+    """A model's programs by kind and shape, each compiled when it is first asked for.
 
-    Decoder layers of equal shapes share their programs.
+    Decoder layers of equal shapes share their programs. A method's docstring says what its program
+    does, takes and returns. `is_finite` is bool [], whether all numbers that were computed are
+    finite.
     """
 
     def __init__(self, config: ModelConfig, formats: Formats, kernels: Kernels) -> None:
@@ -364,70 +372,82 @@ class Programs:
         return self._get(kind, self._alike[layer.index], *shape)
 
     def embed(self, batch: int, tokens: int) -> jax.stages.Compiled:
-        """(weights, ids [batch, token], start, first_valid) -> hidden, all finite."""
+        """Embeds tokens: (weights, ids [batch, token], start, first_valid) -> hidden, is_finite."""
         return self._get("embed", batch, tokens)
 
     def prefill(
         self, layer: LayerSpec, batch: int, cuts: tuple[int, ...], only_last: bool = False
     ) -> jax.stages.Compiled:
-        """(weights, hidden, first_valid) -> hidden, of all tokens or `only_last`, blocks of `cuts`
-        tokens, all finite."""
+        """Prefills a decoder layer: (weights, hidden, first_valid) -> hidden, blocks, is_finite.
+
+        Hidden states are those of all tokens, or with `only_last` of the last one. The KV blocks
+        have `cuts` tokens.
+        """
         return self._of("prefill", layer, batch, cuts, only_last)
 
     def decode(
         self, layer: LayerSpec, batch: int, blocks: tuple[int, ...], tail: int, most: int
     ) -> jax.stages.Compiled:
-        """(weights, hidden, blocks, tail, position, first_valid, and unless `most` is 0, which is
-        dense attention, counts) -> hidden, new KV, all finite."""
+        """Decodes one token in a decoder layer: (weights, hidden, blocks, tail, position,
+        first_valid, counts) -> hidden, new key and value, is_finite.
+
+        If `most` is 0, attention is dense and there is no argument `counts`.
+        """
         return self._of("decode", layer, batch, blocks, tail, most)
 
     def project(self, layer: LayerSpec, batch: int) -> jax.stages.Compiled:
-        """(weights, hidden) -> query, new KV: `decode` up to its attention."""
+        """Computes `decode` up to attention: (weights, hidden) -> query, new key and value."""
         return self._of("project", layer, batch)
 
     def attend(
         self, layer: LayerSpec, batch: int, blocks: tuple[int, ...], tail: int
     ) -> jax.stages.Compiled:
-        """(query, blocks and, unless its length is 0, the tail, the index of each one's
-        first token, position, first_valid) -> partial result."""
+        """Attends to KV blocks: (query, blocks, starts, position, first_valid) -> partial result.
+
+        The tail is the last of the blocks, unless its length is 0; starts: int32 [block], the
+        index of each block's first token.
+        """
         return self._of("attend", layer, batch, blocks, tail)
 
     def rank(
         self, layer: LayerSpec, batch: int, blocks: tuple[int, ...], tail: int, most: int
     ) -> jax.stages.Compiled:
-        """(query, keys of blocks and tail, where they are as in `attend`) -> ranked tokens."""
+        """Ranks tokens for sparse attention: (query, keys of blocks and tail, starts, position,
+        first_valid) -> `Ranked` with at most `most` candidates."""
         return self._of("rank", layer, batch, blocks, tail, most)
 
     def attend_ranked(
         self, layer: LayerSpec, batch: int, blocks: tuple[int, ...], tail: int, most: int
     ) -> jax.stages.Compiled:
-        """(values of blocks and tail, ranked tokens, counts) -> partial result."""
+        """Attends to ranked tokens: (values of blocks and tail, `Ranked`, counts) -> partial
+        result."""
         return self._of("attend_ranked", layer, batch, blocks, tail, most)
 
     def finish(self, layer: LayerSpec, batch: int, places: int) -> jax.stages.Compiled:
-        """(weights, hidden, query, new KV, a partial result from each place) -> hidden, all
-        finite: the rest of `decode`."""
+        """Computes `decode` after attention: (weights, hidden, query, new key and value, a list
+        of partial results, one for each place) -> hidden, is_finite."""
         return self._of("finish", layer, batch, places)
 
     def append(self, layer: LayerSpec, batch: int, tail: int) -> jax.stages.Compiled:
-        """(tail, which is consumed, new KV, index) -> tail."""
+        """Appends a token to a tail: (tail, which is donated, new key and value, index) -> tail."""
         return self._of("append", layer, batch, tail)
 
     def seal(self, layer: LayerSpec, batch: int, tail: int) -> jax.stages.Compiled:
-        """(a full tail) -> the block as it is kept."""
+        """Seals a full tail: (tail) -> the block as the cache keeps it."""
         return self._of("seal", layer, batch, tail)
 
     def head(self, batch: int, is_greedy: bool) -> jax.stages.Compiled:
-        """(weights, hidden [batch, 1, hidden], and unless greedy the arguments of `sample`) ->
-        ids, all finite."""
+        """Chooses tokens: (weights, hidden [batch, 1, hidden], and unless `is_greedy` the further
+        arguments of `sample`) -> ids [batch, 1], is_finite."""
         return self._get("head", batch, is_greedy)
 
     def score(self, batch: int, tokens: int) -> jax.stages.Compiled:
-        """(weights, hidden, targets [batch, token]) -> log-probabilities, all finite."""
+        """Scores tokens: (weights, hidden, targets [batch, token]) -> log-probabilities [batch,
+        token], is_finite."""
         return self._get("score", batch, tokens)
 
     @property
     def workspace(self) -> int:
-        """The largest temporary memory of any program compiled so far, in bytes."""
+        """Bytes of temporaries and results of the program that needs most, of those compiled."""
         stats = [program.memory_analysis() for program in self._found.values()]
         return max((s.temp_size_in_bytes + s.output_size_in_bytes for s in stats if s), default=0)

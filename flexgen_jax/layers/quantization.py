@@ -6,8 +6,8 @@ Groups of consecutive elements along one axis share a minimum and a scale:
 
 Codes are packed in planes along that axis: with 4 bits, byte j of n/2 holds the codes of
 elements j (low half) and j + n/2 (high half). So each plane unpacks with one shift and one
-mask into a contiguous half of the array, and a product takes the halves one after the other;
-interleaved neighbours unpack at a tenth of the speed on XLA's CPU backend.
+mask into a contiguous half of the array, and a product takes the halves one after the other.
+Interleaved neighbours would unpack much more slowly on XLA's CPU backend.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PACKED_BITS = (2, 4, 8)
 
 @dataclass(frozen=True)
 class QuantizedArray:
-    """An array in few bits an element; `storage` has its logical shape and dtype.
+    """An array in few bits per element; `storage` has its logical shape and dtype.
 
-    packed: uint8, the logical shape with the grouped axis 8 / bits times shorter; scale,
-    minimum: with it `group_size` times shorter (both rounded up), in float16 for a float16
-    array and bfloat16 for others.
+    packed: uint8, with the grouped axis 8 / bits times shorter than in the logical shape;
+    scale, minimum: with the grouped axis `group_size` times shorter, in float16 for a float16
+    array and in bfloat16 for others. Both lengths are rounded up.
     """
 
     storage: Storage
@@ -58,11 +58,11 @@ jax.tree_util.register_dataclass(
 )
 
 Kept = jax.Array | QuantizedArray
-"""What a layer may be given for a tensor, and what is kept and moved."""
+"""A tensor as it is kept, moved and given to layers: plain or quantized."""
 
 
 def assemble(storage: Storage, leaves: Sequence[Any]) -> Any:
-    """The array whose stored leaves these are: a `QuantizedArray`, or the only leaf itself."""
+    """Returns the array with these stored leaves: a `QuantizedArray`, or the only leaf itself."""
     return leaves[0] if storage.bits == 16 else QuantizedArray(storage, *leaves)
 
 
@@ -74,7 +74,7 @@ def quantize(
     The error is at most half the group's stored scale. Minimum and scale are rounded outwards
     to their two bytes before the codes are computed, so their rounding adds none. Infinities
     become the largest numbers (`largest_kept`); the last group may be short. Raises `ValueError`
-    for bits, group size or axis that make no sense.
+    for bits, a group size or an axis that cannot be used.
     """
     if bits not in PACKED_BITS:
         raise ValueError(f"bits must be one of {PACKED_BITS}, not {bits}")
@@ -87,14 +87,14 @@ def quantize(
 
 @partial(jax.jit, static_argnames="storage")
 def quantize_as(x: jax.Array, storage: Storage) -> QuantizedArray:
-    """`quantize` with its arguments in one."""
+    """Quantizes x as `quantize` does, with bits, group size and axis from `storage`."""
     codes, scale, minimum = encode(x, storage)
     return QuantizedArray(storage, _pack(codes, storage), scale, minimum)
 
 
 @partial(jax.jit, static_argnames="storage")
 def encode(x: jax.Array, storage: Storage) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Codes (uint8, x's shape, not packed), scales and minima; see `quantize`."""
+    """Returns x's codes (uint8, in x's shape, not packed), scales and minima; see `quantize`."""
     group_size, axis = storage.group_size, storage.axis
     levels = (1 << storage.bits) - 1
     kept = jnp.dtype(parameter_dtype(storage.dtype))
@@ -104,7 +104,7 @@ def encode(x: jax.Array, storage: Storage) -> tuple[jax.Array, jax.Array, jax.Ar
         for reduce in (jnp.min, jnp.max)
     )
     minimum = _round_towards(low, kept, -jnp.inf)
-    # XLA makes a division by a constant this product anyway; NumPy would not.
+    # A product, since XLA turns a division by a constant into one while NumPy does not.
     spread = (high - minimum.astype(jnp.float32)) * jnp.float32(1 / levels)
     scale = _round_towards(spread, kept, jnp.inf)
     each_minimum = _per_element(minimum, group_size, axis, 0, x.shape[axis])
@@ -126,12 +126,15 @@ def _pack(codes: jax.Array, storage: Storage) -> jax.Array:
 
 @partial(jax.jit, static_argnames="has_barrier")
 def dequantize(q: QuantizedArray, has_barrier: bool = False) -> jax.Array:
-    """The array that `q` stands for, in its dtype; has_barrier: see `Tuning.has_barriers`."""
+    """Returns the plain array that `q` stands for; has_barrier: see `Tuning.has_barriers`."""
     return jnp.concatenate(parts_of(q, has_barrier), axis=q.storage.axis)
 
 
 def parts_of(x: Kept, has_barrier: bool = False) -> list[jax.Array]:
-    """A plain array itself; of a quantized one the planes, consecutive along its grouped axis."""
+    """Returns plain arrays that make up x: x itself, or the unpacked planes of a quantized array.
+
+    Planes are consecutive along the grouped axis.
+    """
     if not isinstance(x, QuantizedArray):
         return [x]
     count = -(-x.shape[x.storage.axis] // x.storage.plane_length)
@@ -149,14 +152,15 @@ def _plane(q: QuantizedArray, index: int, has_barrier: bool) -> jax.Array:
 
 
 def row_parts(q: QuantizedArray, most_bytes: int, has_barrier: bool = False) -> list[jax.Array]:
-    """A matrix grouped along its rows, dequantized in parts [plane, row, column], of at most
-    `most_bytes` or a group: together along axis 1, the rows, the last of which may be padding.
+    """Dequantizes a matrix that is grouped along its rows, in parts [plane, row, column].
 
-    A product with one part after the other finds each in the processor's cache.
+    A part has at most `most_bytes` bytes, or one group of each plane. Joined along axis 1, the
+    parts hold all rows, plane after plane; the last rows may be padding. A product with one part
+    after the other finds each of them in the processor's cache.
     """
     storage, group = q.storage, q.storage.group_size
     planes, length, columns = storage.planes, storage.plane_length, storage.shape[1]
-    if length % group:  # only where it is small
+    if length % group:  # happens only if the matrix is small
         whole = dequantize(q)[None]
         return [jax.lax.optimization_barrier(whole) if has_barrier else whole]
     scale, minimum = (
@@ -180,8 +184,8 @@ def row_parts(q: QuantizedArray, most_bytes: int, has_barrier: bool = False) -> 
 def _levels(
     codes: jax.Array, scale: jax.Array, minimum: jax.Array, dtype: jnp.dtype, has_barrier: bool
 ) -> jax.Array:
-    """What codes stand for; scale and minimum: fp32, of each code."""
-    # By way of int32: from uint8 to float32 at once takes XLA's CPU backend a fifth longer.
+    """Returns the values of codes in `dtype`; scale, minimum: fp32, one for each code."""
+    # By way of int32, since XLA's CPU backend is slower in converting uint8 to float32 directly.
     wide = codes.astype(jnp.int32).astype(jnp.float32) * scale + minimum
     found: jax.Array = _narrow(wide, dtype)
     if has_barrier:
@@ -190,26 +194,31 @@ def _levels(
 
 
 def _narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Finite fp32 to `dtype`, to the nearest; to bfloat16 ties go away from zero."""
+    """Rounds finite fp32 numbers to the nearest of `dtype`; bfloat16 ties go away from zero."""
     if dtype == jnp.float16:  # the top level may lie a little beyond the largest number
         x = jnp.clip(x, -largest_kept(dtype), largest_kept(dtype))
     if dtype != jnp.bfloat16:
         return x.astype(dtype)
-    # XLA's own conversion also minds NaN, which halves the speed of unpacking on the CPU.
+    # XLA's own conversion also handles NaN, which makes unpacking on the CPU much slower.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jax.lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.uint16), dtype)
 
 
 def largest_kept(dtype: jnp.dtype) -> float:
-    """Larger numbers are taken as this: the dtype's largest, or a quarter of float32's, so that
-    no difference and no product overflows in float32."""
+    """Returns the number to which larger ones are clipped when an array is quantized.
+
+    It is float16's largest number, or for other dtypes a quarter of float32's, so that no
+    difference and no product overflows in float32.
+    """
     largest = {"float16": float(np.finfo(np.float16).max)}
     return largest.get(str(dtype), float(np.finfo(np.float32).max) / 4)
 
 
 def take_rows(table: Kept, rows: jax.Array) -> jax.Array:
-    """table[rows] of a [row, column] table that may be grouped along the rows; only what is
-    taken is unpacked. rows: int32 of any shape; returns [*rows.shape, column]."""
+    """Returns `table[rows]`, [*rows.shape, column], and unpacks only these rows.
+
+    table: [row, column], which may be grouped along its rows; rows: int32 of any shape.
+    """
     if not isinstance(table, QuantizedArray):
         return table[rows]
     storage = table.storage
@@ -224,7 +233,7 @@ def take_rows(table: Kept, rows: jax.Array) -> jax.Array:
 
 
 def _padded(x: jax.Array, length: int, axis: int) -> jax.Array:
-    """`x` with an axis filled up to `length` with zeros."""
+    """Returns `x` with zeros appended along `axis` up to `length`."""
     if x.shape[axis] == length:
         return x
     return jnp.pad(x, [(0, length - n if i == axis else 0) for i, n in enumerate(x.shape)])
@@ -233,7 +242,7 @@ def _padded(x: jax.Array, length: int, axis: int) -> jax.Array:
 def _per_group(
     x: jax.Array, reduce: Callable[..., jax.Array], group_size: int, axis: int
 ) -> jax.Array:
-    """min or max of every group along `axis`; the last group may be short."""
+    """Returns the min or max (`reduce`) of every group along `axis`; the last may be short."""
     short = -x.shape[axis] % group_size
     if short:
         widths = [(0, short) if i == axis else (0, 0) for i in range(x.ndim)]
@@ -246,7 +255,7 @@ def _per_group(
 def _per_element(
     values: jax.Array, group_size: int, axis: int, start: int, length: int
 ) -> jax.Array:
-    """The group values, fp32, of `length` elements of the axis from `start` on."""
+    """Returns the group value, fp32, of each of `length` elements of `axis` from `start` on."""
     first, stop = start // group_size, -(-(start + length) // group_size)
     values = _padded(values.astype(jnp.float32), max(stop, values.shape[axis]), axis)
     values = jax.lax.slice_in_dim(values, first, stop, axis=axis)
@@ -256,7 +265,7 @@ def _per_element(
 
 
 def _round_towards(x: jax.Array, dtype: jnp.dtype, direction: float) -> jax.Array:
-    """fp32 to `dtype`, never past `x` against `direction`."""
+    """Rounds fp32 numbers to `dtype`, up or down as `direction` (inf or -inf) says."""
     near = x.astype(dtype)
     beyond = near.astype(jnp.float32) < x if direction > 0 else near.astype(jnp.float32) > x
     return jnp.where(beyond, jnp.nextafter(near, jnp.asarray(direction, dtype)), near)

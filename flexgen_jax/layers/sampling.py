@@ -1,4 +1,4 @@
-"""From logits to token ids."""
+"""Choice of token ids from logits: greedy, or random with temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import jax.numpy as jnp
 
 
 def greedy(logits: jax.Array) -> jax.Array:
-    """logits: fp32 [batch, vocabulary] -> int32 [batch]; ties go to the lowest id."""
+    """Returns the ids, int32 [batch], of the largest logits; ties go to the lowest id.
+
+    logits: fp32 [batch, vocabulary].
+    """
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def keep_top(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Masks what top-k and then top-p leave out with -inf.
+    """Replaces the logits that top-k, and then top-p, leave out by -inf.
 
     logits: fp32 [batch, vocabulary], divided by the temperature; top_k: int32 [batch], 0 for
     all; top_p: fp32 [batch], 1 for all. The most likely token always stays.
@@ -37,11 +40,12 @@ def sample(
     keys: jax.Array,
     token: jax.Array,
 ) -> jax.Array:
-    """One token id a row, int32 [batch].
+    """Draws one token id per row, int32 [batch].
 
-    temperature, top_p: fp32 [batch]; top_k: int32 [batch]; keys: uint32 [batch, 2], a random
-    key a request; token: int32 [], the how-manieth token. A row of temperature 0 is greedy.
-    The draw depends on a row's own key and token alone, not on its neighbours.
+    logits: fp32 [batch, vocabulary]; temperature, top_p: fp32 [batch]; top_k: int32 [batch]; keys:
+    uint32 [batch, 2], a random key for each request; token: int32 [], the index of the token that
+    is generated. A row of temperature 0 is greedy. The draw depends on a row's own key and token
+    alone, not on its neighbours.
     """
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     kept = keep_top(scaled, top_k, top_p)

@@ -1,12 +1,12 @@
-"""Top-K sparse attention: scores over all keys, values of the few tokens that score highest
-(FlexGen, section 5).
+"""Top-K sparse attention (FlexGen, section 5): all keys are scored, few values are read.
 
-The softmax is over all tokens; then, in every head, all are dropped but the new token and the
-`counts` earlier ones with the highest scores (the earlier one where scores are equal). As in
-FlexGen's own code, the weights of those that stay are not scaled up, which also loses less.
+The softmax is over all tokens. Then every head keeps the new token and the `counts` earlier tokens
+with the highest scores (of equal scores, the earlier token), and drops the others. As in FlexGen's
+own code, the weights of the kept tokens are not scaled up, which also loses less accuracy.
 
-`rank` finds candidates among some blocks, `attend_ranked` gathers the values of as many of them as
-`counts` says, so that whoever knows the candidates of other places can decide in between.
+`rank` finds candidates among some blocks, and `attend_ranked` gathers the values of the first
+`counts` of them. Between the two calls, a caller that also knows the candidates of other places
+can decide on the counts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from flexgen_jax.layers.tuning import PLAIN, Tuning
 
 
 class Ranked(NamedTuple):
-    """What `rank` found in some blocks.
+    """The candidates that `rank` found in some blocks.
 
-    scores: fp32 [batch, head, candidate], highest first; tokens: int32, the candidates' indices
-    as if the blocks were one; lse: fp32 [batch, head, 1], log-sum-exp of all the blocks' scores.
+    scores: fp32 [batch, head, candidate], highest first; tokens: int32 [batch, head, candidate],
+    the candidates' indices as if the blocks were one; lse: fp32 [batch, head, 1], the log-sum-exp
+    of all the blocks' scores.
     """
 
     scores: jax.Array
@@ -42,9 +43,9 @@ class Ranked(NamedTuple):
 
 
 GATHERED_TOGETHER = 4
-"""Values are gathered from so many blocks at a time, as if they were one. XLA looks for every
-element's block: for a few that costs nothing, with 16 it took as long as reading everything. Each
-time room for all candidates is gathered, so a cache of very many blocks is better on the host."""
+"""Number of blocks from which values are gathered at a time, as if they were one. XLA looks up
+every element's block, which costs little only for a few blocks. Each time, room for all candidates
+is gathered, so that a cache of very many blocks is better on the host."""
 
 
 def rank(
@@ -56,7 +57,7 @@ def rank(
     most: int,
     tuning: Tuning = PLAIN,
 ) -> Ranked:
-    """The `most` tokens with the highest scores, or all if they are fewer.
+    """Returns the `most` tokens with the highest scores, or all tokens if they are fewer.
 
     query: [batch, head, 1, head_dim], scaled; keys: each [batch, head, token, head_dim]; starts:
     int32 [block], the index of each block's first token in the sequence; position: int32, the
@@ -76,10 +77,10 @@ def rank(
 def attend_ranked(
     values: tuple[Kept, ...], ranked: Ranked, counts: jax.Array, tuning: Tuning = PLAIN
 ) -> Partial:
-    """The query that ranked them against the first `counts` candidates of each head.
+    """Attends with the query that was ranked to the first `counts` candidates of each head.
 
-    values: of the blocks that were ranked; counts: int32 [batch, head], none of which is a
-    candidate that is not valid.
+    values: those of the ranked blocks, each [batch, head, token, head_dim]; counts: int32 [batch,
+    head], at most the number of valid candidates.
     """
     slots = jnp.arange(ranked.scores.shape[2])
     weights = jnp.where(slots < counts[..., None], jnp.exp(ranked.scores - ranked.lse), 0)
@@ -102,10 +103,10 @@ def attend_top(
     most: int,
     tuning: Tuning = PLAIN,
 ) -> Partial:
-    """Sparse attention over blocks that are all in one place.
+    """Computes sparse attention to blocks that are all in one place.
 
-    counts: int32 [batch], at most `most` and the number of each sequence's valid tokens; the rest
-    as in `rank`.
+    counts: int32 [batch], at most `most` and the number of each sequence's valid tokens; the other
+    arguments are those of `rank`.
     """
     keys, values = zip(*blocks, strict=True)
     ranked = rank(query, keys, starts, position, first_valid, most, tuning)
@@ -114,8 +115,10 @@ def attend_top(
 
 
 def _groups(values: Sequence[Kept]) -> Iterator[tuple[int, int, list[Kept]]]:
-    """Consecutive blocks that are kept alike, a few together: the index of the first token, the
-    number of tokens, and the blocks."""
+    """Groups up to `GATHERED_TOGETHER` consecutive blocks that are kept alike.
+
+    Yields the index of a group's first token, its number of tokens, and its blocks.
+    """
     starts = [0, *accumulate(value.shape[2] for value in values)]
     begin = 0
     while begin < len(values):
@@ -130,8 +133,10 @@ def _groups(values: Sequence[Kept]) -> Iterator[tuple[int, int, list[Kept]]]:
 
 
 def _take(blocks: list[Kept], tokens: jax.Array) -> Kept:
-    """Some tokens of blocks that are kept alike, as they are kept; tokens: int32 [batch, head,
-    slot]."""
+    """Gathers some tokens, int32 [batch, head, slot], of blocks that are kept alike.
+
+    Tokens of quantized blocks stay quantized.
+    """
     leaves = [
         jnp.take_along_axis(jnp.concatenate(parts, axis=2), tokens[..., None], axis=2)
         for parts in zip(*map(jax.tree.leaves, blocks), strict=True)

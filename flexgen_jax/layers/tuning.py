@@ -1,4 +1,4 @@
-"""How XLA's own code is written for a backend. Results differ in rounding only."""
+"""Formulations of plain JAX code that suit a backend. Results differ in rounding only."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 class Tuning:
     """Choices between formulations that give one result; the defaults leave all to XLA.
 
-    lanes: how many partial sums a row's elements are added to, for a backend that adds one
+    lanes: number of partial sums that a row's elements are added to, for a backend that adds one
         element after the other; 1 is a plain sum.
     kernel_first_rows: up to this many rows in 16 bits, a product has the kernel as its left
         operand, for a backend that copies the right one.
     doubles_lone_row: whether a single row in 16 bits is multiplied as two, for a backend that is
         slow with one.
-    has_barriers: whether unpacked arrays are kept apart from the loops of what follows, for a
-        backend that would unpack there again and again.
+    has_barriers: whether a barrier separates unpacked arrays from the loops of later operations,
+        for a backend that would unpack repeatedly inside them.
     """
 
     lanes: int = 1

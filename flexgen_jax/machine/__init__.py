@@ -1,1 +1,1 @@
-"""What this machine has and how fast it is."""
+"""The machine that a run is on: its memory, its speed, and the caches that it keeps."""

@@ -1,4 +1,4 @@
-"""What is kept between runs, in the user's cache."""
+"""Files that are kept between runs, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 PROGRAMS_BYTES = 1 << 30
-"""Of compiled programs; a short run of the model of the package takes 0.2 MB."""
+"""Limit of the compiled programs that are kept, in bytes."""
 
 OTHERS_MAY_WRITE = 0o022
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of this package's in the user's cache."""
+    """Returns the folder of this package with a name in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "flexgen_jax" / name
 
 
 def keep_programs(environment: MutableMapping[str, str]) -> None:
-    """Has JAX, imported after this, keep what it compiles for later processes, unless the user has
-    settled where. environment: of this process; gets JAX's own variables.
+    """Makes JAX, if it is imported after this, keep compiled programs for later processes, unless
+    the user has set a folder for them already.
 
-    Programs are machine code, so they are kept for this processor alone, and only in a folder
-    that is this user's, where nobody else may write. Without one, each process compiles its own.
+    environment: of this process; JAX's own variables are set in it. Programs are machine code, so
+    they are kept for this processor only, and only in a folder that is this user's and where nobody
+    else may write. Without such a folder, each process compiles its own programs.
     """
     if "JAX_COMPILATION_CACHE_DIR" in environment:
         return
@@ -42,7 +43,8 @@ def keep_programs(environment: MutableMapping[str, str]) -> None:
 
 
 def _processor() -> str:
-    """A digest of what it is and can do; JAX's own key does not tell processors apart."""
+    """Returns a digest of the processor's model and features; JAX's own key does not tell
+    processors apart."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

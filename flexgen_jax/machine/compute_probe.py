@@ -1,4 +1,4 @@
-"""Times the real layer functions, for a `HardwareProfile`."""
+"""Measures the speed of the real layer functions, for a `HardwareProfile`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.policy import prompt_blocks
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-"""Of decoding steps."""
+"""Rows (sequences) of the decode steps that are measured."""
 
 PREFILLS = ((4, 128), (16, 128), (32, 128))
-"""Sequences and tokens of prefills, for products of many rows."""
+"""Sequences and tokens of the prefills that are measured, for products of many rows."""
 
 PROMPTS = ((16, 128), (4, 512), (2, 1024))
-"""As many rows in all, with ever more attention."""
+"""Sequences and tokens of the prompts whose attention is measured: about the same rows in all, with
+ever more attention."""
 
 CACHES = ((4, 128), (16, 128), (16, 512), (16, 1024))
-"""Sequences and tokens of decode attention."""
+"""Sequences and tokens of the KV caches whose decode attention is measured."""
 
 BLOCK = 32
 """Tokens in a KV block of generated tokens."""
@@ -43,9 +44,9 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Sample:
-    """The mean of some timings in seconds, and their interquartile range relative to it.
+    """The mean of some timings in seconds, and their interquartile range relative to the mean.
 
-    The mean, because a run takes the sum of its steps, the disturbed ones included.
+    The mean is used because a run takes the sum of its steps, including the disturbed ones.
     """
 
     seconds: float
@@ -59,8 +60,8 @@ def timed(
     keep: int = 4,
     warm_up: int = 2,
 ) -> Sample:
-    """Runs so many times, after some that warm up, and for so many seconds. What the last `keep`
-    runs returned is kept meanwhile, as a real run keeps its results."""
+    """Times a function: at least `repeat` runs and `at_least` seconds, after `warm_up` runs that do
+    not count. The results of the last `keep` runs are kept, as a real run keeps its results."""
     kept = deque([jax.block_until_ready(run()) for _ in range(warm_up)], maxlen=keep)
     samples: list[float] = []
     while len(samples) < repeat or sum(samples) < at_least:
@@ -72,7 +73,7 @@ def timed(
 
 
 def rate_of(points: Sequence[tuple[float, float, Sample]]) -> Rate:
-    """From (size, units, sample)."""
+    """Returns a rate, units per second by size, from points of (size, units, sample)."""
     ordered = sorted(points, key=lambda point: point[0])
     return Rate(
         tuple((size, units / sample.seconds) for size, units, sample in ordered),
@@ -81,7 +82,7 @@ def rate_of(points: Sequence[tuple[float, float, Sample]]) -> Rate:
 
 
 class ComputeProbe:
-    """Programs and random arrays of one model's decoder layers, in one dtype."""
+    """The programs of one model's decoder layers in one dtype, and random arrays for them."""
 
     def __init__(self, config: ModelConfig, dtype: str, copies: int) -> None:
         self.config, self.dtype, self._copies = config, dtype, copies
@@ -96,7 +97,7 @@ class ComputeProbe:
 
     @property
     def products(self) -> int:
-        """Elements of a layer's kernels."""
+        """Elements of a layer's kernel weights."""
         return self._layer.large_size
 
     def close(self) -> None:
@@ -110,7 +111,8 @@ class ComputeProbe:
         return self._array(*self._spec.hidden_shape(batch, tokens))
 
     def _weights(self, formats: Formats) -> list[dict[str, Kept]]:
-        """Of several layers, so that none is still in a cache when its turn comes."""
+        """Returns the weights of several layers, so that none is still in a cache when it is used
+        again."""
 
         def kept(tensor: TensorSpec) -> Kept:
             return _kept(self._array(*tensor.shape), formats.weight(tensor))
@@ -127,7 +129,11 @@ class ComputeProbe:
         prefills: Sequence[tuple[int, int]],
         matmul_bits: int = 16,
     ) -> Rate:
-        """FLOP/s of a layer's products at so many rows, norms and all."""
+        """Measures FLOP/s of a layer's products, norms included, by the number of rows.
+
+        rows: of decode steps; prefills: sequences and tokens of prompts, whose attention is
+        subtracted.
+        """
         formats = Formats(self.dtype, weight_bits=bits, matmul_bits=matmul_bits)
         programs, layers = self._programs(formats), cycle(self._weights(formats))
         points = []
@@ -146,7 +152,8 @@ class ComputeProbe:
         return rate_of(points)
 
     def step(self, rows: int) -> Callable[[], Any]:
-        """A decoding step's products, layer after layer."""
+        """Returns a function that computes a decode step's products, each time with the next
+        layer's weights."""
         formats = Formats(self.dtype)
         return self._products(self._programs(formats), cycle(self._weights(formats)), rows)
 
@@ -173,7 +180,8 @@ class ComputeProbe:
         return timed(lambda: program(next(layers), hidden, first), repeat=5, at_least=1.5, keep=8)
 
     def prefill_attention(self) -> Rate:
-        """FLOP/s of a prompt's attention, 4 s^2 h1 a sequence."""
+        """Measures FLOP/s of a prompt's attention, counted as 4 s^2 h1 per sequence, by its
+        tokens."""
         points = []
         for rows, tokens in PROMPTS:
             if tokens <= self.config.max_positions:
@@ -182,13 +190,15 @@ class ComputeProbe:
         return rate_of(points)
 
     def _causal(self, rows: int, tokens: int) -> Sample:
-        """Timed once for each shape: products of several bits ask for the same."""
+        """Times a prompt's attention, once for each shape: the products of every width ask for
+        it."""
         if (rows, tokens) not in self._attended:
             self._attended[rows, tokens] = self._timed_causal(rows, tokens)
         return self._attended[rows, tokens]
 
     def _timed_causal(self, rows: int, tokens: int) -> Sample:
-        """The projections as they come, to the cache's keys and values."""
+        """Times a prompt's attention, from the projections as they come to the cache's keys and
+        values."""
         heads = self._heads
         sizes = (heads.query_size, heads.kv_size, heads.kv_size)
         sides = [self._array(rows, tokens, size) for size in sizes]
@@ -199,7 +209,8 @@ class ComputeProbe:
     def _blocks(
         self, formats: Formats, rows: int, tokens: int
     ) -> tuple[tuple[tuple[Kept, Kept], ...], tuple[int, ...], int]:
-        """Sealed blocks and an open one, their lengths, and the open one's."""
+        """Returns sealed KV blocks and an open one, the sealed blocks' lengths, and the open
+        one's."""
         lengths = prompt_blocks(tokens, BLOCK)
         blocks = []
         for length in lengths:
@@ -210,7 +221,7 @@ class ComputeProbe:
         return (*blocks, (tail, tail + 1)), lengths, BLOCK
 
     def device_attention(self, bits: int) -> Rate:
-        """Elements of keys and values a second, attended to on the device."""
+        """Measures decode attention on the device, in elements of keys and values per second."""
         formats, points = Formats(self.dtype, cache_bits=bits), []
         programs = self._programs(formats)
         for rows, tokens in CACHES[1:3]:
@@ -230,7 +241,8 @@ class ComputeProbe:
         return rate_of(points)
 
     def device_rank(self) -> Rate:
-        """Attention scores a second, the largest of them found on the device."""
+        """Measures how fast the device computes scores and finds the largest, in scores per
+        second."""
         formats = Formats(self.dtype)
         rows, tokens = CACHES[1]
         blocks, lengths, tail = self._blocks(formats, rows, tokens)
@@ -244,12 +256,13 @@ class ComputeProbe:
         return rate_of([(scores, scores, timed(lambda: program(query, keys, *where)))])
 
     def host_attention(self, bits: int) -> Rate:
-        """Elements of keys and values a second, attended to by the CPU."""
+        """Measures decode attention by the CPU, in elements of keys and values per second."""
         points = [self._host_point(bits, *cache)[:2] for cache in CACHES]
         return rate_of([(elements, elements, sample) for elements, sample in points])
 
     def host_rank(self) -> Rate:
-        """Scores a second of choosing the largest: what sparse attention takes beyond reading."""
+        """Measures how fast the CPU chooses the largest scores, in scores per second: the time that
+        sparse attention takes besides reading."""
         rows, tokens = CACHES[2]
         elements, dense, query, blocks = self._host_point(16, rows, tokens)
         counts = np.full(rows, tokens // 10, np.int32)
@@ -275,7 +288,8 @@ class ComputeProbe:
         return elements, sample, query, blocks
 
     def split_s(self, rows: int, tokens: int) -> float:
-        """Seconds by which a step whose cache is on the host takes longer than its parts."""
+        """Measures the seconds by which a step whose cache is on the host takes longer than the sum
+        of its parts."""
         formats = Formats(self.dtype)
         programs, layers = self._programs(formats), cycle(self._weights(formats))
         _, attended, _, blocks = self._host_point(16, rows, tokens)
@@ -295,7 +309,7 @@ class ComputeProbe:
         return more
 
     def quantize(self) -> Rate:
-        """Elements of a KV block a second."""
+        """Measures how fast full KV blocks are quantized, in elements per second."""
         formats, points = Formats(self.dtype, cache_bits=4), []
         for rows, tokens in ((4, 32), (16, 128)):
             program = self._programs(formats).seal(self._layer, rows, tokens)
@@ -310,5 +324,5 @@ def _kept(array: jax.Array, storage: Storage) -> Kept:
 
 
 def _first(rows: int) -> np.ndarray:
-    """Every sequence is valid from its first token."""
+    """Returns first_valid, int32 [batch], for sequences that are valid from their first token."""
     return np.zeros(rows, np.int32)

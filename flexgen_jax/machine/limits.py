@@ -1,4 +1,4 @@
-"""What this machine has: memory that is left, and the allocator's settings."""
+"""The memory and disk space that this machine has left."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flexgen_jax.offload.disk.folder import remove_dead_runs
 from flexgen_jax.policy.fit import Budgets, human
 
 SAFETY = 0.9
-"""Part of the free memory that a plan may use; the rest is what the allocator holds unused."""
+"""Fraction of the free memory that a plan may use; the allocator holds the rest unused."""
 
 RUNTIME_BYTES = 250_000_000
-"""Of RAM that this process takes after its memory was asked for, beside what a plan counts: 150 MB
-as libraries start and programs are compiled, and the pages of their files that are in use."""
+"""Bytes of RAM that this process takes after its memory was detected, besides what a plan counts:
+libraries that start, programs that are compiled, and pages of their files in use."""
 
 _CGROUPS = (
     # (limit, usage, statistics, the statistic that counts reclaimable page cache)
@@ -28,7 +28,8 @@ _CGROUPS = (
 
 
 def available_memory() -> int:
-    """Bytes of RAM that can still be used, the process's memory cgroup respected."""
+    """Returns the bytes of RAM that can still be used, within the limits of the process's memory
+    cgroups."""
     free = _meminfo("MemAvailable")
     for folder in _cgroup_folders():
         for limit_name, usage_name, stat_name, cache_name in _CGROUPS:
@@ -41,7 +42,8 @@ def available_memory() -> int:
 
 
 def storage_read_bytes() -> int | None:
-    """Bytes this process made the storage read so far, page cache hits not counted."""
+    """Returns the bytes that the storage has read for this process so far, without page cache hits;
+    None if the system does not tell."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/io").read_text().splitlines():
             if line.startswith("read_bytes:"):
@@ -58,7 +60,7 @@ def _meminfo(name: str) -> int:
 
 
 def _cgroup_folders() -> list[Path]:
-    """The process's memory cgroup and those above it, version 1 or 2."""
+    """Returns the folders of the process's memory cgroup and those above it, version 1 or 2."""
     folders: list[Path] = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -78,12 +80,12 @@ def detect_budgets(
     fingerprint: str,
     unified: bool,
 ) -> Budgets:
-    """The budgets asked for, and what the machine has where nothing is asked for.
+    """Returns the budgets: those asked for, and what the machine has where nothing is asked for.
 
-    fingerprint: of the weights; what an earlier run stored of them counts as free disk, and what
-    runs that were killed have left there is removed first. Raises
-    `UserError` for more than there is, but of RAM that device and host share, whose limit is held
-    beside these.
+    fingerprint: of the weights; the bytes that an earlier run stored of them count as free disk
+    space. Runs that were killed are removed from the offload folder first. Raises `UserError` if
+    more is asked for than there is, except for RAM that device and host share, whose limit is kept
+    beside the budgets.
     """
     remove_dead_runs(offload_dir)
     ram = max(0, int(SAFETY * available_memory()) - RUNTIME_BYTES)
@@ -114,7 +116,7 @@ def detect_budgets(
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there already, on the disk where it will be."""
+    """Returns the folder, or the nearest parent that exists, which is on the same disk."""
     return next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
 
 

@@ -1,4 +1,4 @@
-"""Measures this machine through the real stores and layer functions: a `HardwareProfile`."""
+"""Measures this machine, using the real stores and layer functions, for a `HardwareProfile`."""
 
 from __future__ import annotations
 
@@ -47,11 +47,14 @@ from flexgen_jax.policy.policy import Policy
 
 MB = 1 << 20
 DISK_SIZES = ((MB // 8, 64 * MB), (1 * MB, 128 * MB), (8 * MB, 3072 * MB))
-"""Of an array, and of all that are written and read: a virtual disk serves what is little from the
-memory of its host, at twice the speed of the disk. KV blocks of few tokens are small."""
+"""Sizes in bytes of one array, and of all arrays written and read.
+
+KV blocks of few tokens are small. The total is large because a virtual disk serves small amounts
+from its host's memory, faster than the disk.
+"""
 
 ROOMY = 4
-"""Where less than so many times that is free, a twelfth of it has to do."""
+"""If less than this many times the total is free on the disk, only a twelfth of it is used."""
 
 COPY_SIZES = (1 * MB, 8 * MB, 64 * MB)
 SMALL_MEMORY = 3 << 30
@@ -60,20 +63,22 @@ Tell = Callable[[str], object]
 
 
 def stages(dtype: str) -> int:
-    """How many times `measure` tells what it measures."""
+    """Returns how many times `measure` calls `tell`."""
     return 14 if multiplies_integers(dtype) else 12
 
 
 def multiplies_integers(dtype: str) -> bool:
-    """Whether products of 8-bit integers are others than those of floats that hold these."""
+    """Returns whether products of 8-bit integers have a unit of their own here, and so another
+    speed than products of floats that hold integers."""
     on_cpu = jax.devices()[0].platform == "cpu"
     return on_cpu and dtype == "bfloat16" and bool(features().int8)
 
 
 def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> HardwareProfile:
-    """Profiles this machine for models of a dtype; in one to three minutes.
+    """Profiles this machine for models of a dtype, in one to three minutes.
 
-    offload_dir: where the disk is measured. tell: called with what is measured next.
+    offload_dir: where the disk is measured; tell: called with the name of each measurement before
+    it begins.
     """
     started = time.perf_counter()
     on_cpu = jax.devices()[0].platform == "cpu"
@@ -152,7 +157,7 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
 
 
 def machine_key(dtype: str) -> dict[str, str]:
-    """What a cached profile must have in common with this process."""
+    """Returns the properties that a cached profile must share with this process."""
     device = jax.devices()[0]
     return {
         "host": platform.node(),
@@ -176,7 +181,8 @@ def _cpu_name() -> str:
 
 
 def disk_rates(offload_dir: Path) -> tuple[Rate, Rate, Rate]:
-    """Byte/s of direct reads, writes and reads from the page cache, by the size of an array."""
+    """Measures direct reads, writes and reads from the page cache, in byte/s by the size of an
+    array."""
     folder = OffloadFolder(offload_dir)
     reads, writes, cached = [], [], []
     try:
@@ -195,7 +201,7 @@ def disk_rates(offload_dir: Path) -> tuple[Rate, Rate, Rate]:
             total = float(size * count)
             writes.append((float(size), total, _once(partial(_write_all, arrays, buffer.view))))
             read = partial(_read_all, arrays, buffer.view)
-            read()  # while what was written still goes to the disk
+            read()  # written data is still on its way to the disk
             reads.append((float(size), total, timed(read, 2, 0.0, warm_up=0)))
             warm = [replace(array, direct=False) for array in arrays[: 128 * MB // size]]
             read = partial(_read_all, warm, buffer.view)
@@ -203,7 +209,7 @@ def disk_rates(offload_dir: Path) -> tuple[Rate, Rate, Rate]:
     finally:
         folder.clear_scratch()
         folder.close()
-    # Small arrays are few enough to come from that memory.
+    # Small arrays may be few enough to come from the memory of a virtual disk's host.
     limit = reads[-1][1] / reads[-1][2].seconds
     reads = [(size, min(units, limit * s.seconds), s) for size, units, s in reads]
     return rate_of(reads), rate_of(writes), rate_of(cached)
@@ -228,7 +234,8 @@ def _read_all(arrays: list[DiskArray], out: np.ndarray) -> None:
 
 
 def copy_rates() -> tuple[Rate, Rate]:
-    """Byte/s of copies to the device and back, between pinned memory and the device."""
+    """Measures copies between pinned memory and the device, to the device and back, in byte/s by
+    size."""
     watcher = Watcher(Metrics())
     memories = Memories(watcher, unified=False)
     what: tuple[Content, str] = ("weights", "a copy to measure")
@@ -245,8 +252,8 @@ def copy_rates() -> tuple[Rate, Rate]:
 
 
 def step_seconds(dtype: str) -> float:
-    """Fixed seconds of a decoding step: a model with next to nothing to compute, in the real
-    loop."""
+    """Measures the fixed seconds of a decode step: a model with next to nothing to compute runs in
+    the real loop."""
     config = _tiny()
     policy = Policy(batch_size=2, num_batches=2)
     runtime = Runtime.create(config, Formats(dtype), {}, None)
@@ -284,7 +291,8 @@ def _tiny() -> ModelConfig:
 
 
 def beside_computing(probe: ComputeProbe, offload_dir: Path) -> tuple[dict[str, float], ...]:
-    """`drag` and `slowed` of direct reads and of reads from the page cache."""
+    """Measures `drag` and `slowed` (see `HardwareProfile`) for direct reads and for reads from the
+    page cache, each by the name of the link."""
     folder = OffloadFolder(offload_dir)
     drag, slowed = {}, {}
     try:
@@ -299,7 +307,8 @@ def beside_computing(probe: ComputeProbe, offload_dir: Path) -> tuple[dict[str, 
             idle = timed(read, 9, 0.3).seconds
             beside, busy = _together(step, read)
             slowed[name] = max(busy / idle, 1.0)
-            # A second's worth of reading takes `slowed` seconds, in which so much is lost.
+            # A second's worth of reading takes `slowed` seconds, each of which loses this share of
+            # computing.
             drag[name] = slowed[name] * min(max(1 - alone / beside, 0.0), 1.0)
     finally:
         folder.clear_scratch()
@@ -308,7 +317,7 @@ def beside_computing(probe: ComputeProbe, offload_dir: Path) -> tuple[dict[str, 
 
 
 def _together(compute: Callable[[], object], read: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of each where the other goes on all the time."""
+    """Measures the seconds of computing and of reading while the other one goes on all the time."""
     done = threading.Event()
     reads: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Where a hardware profile comes from: a named machine, a file, the cache, or a measurement."""
+"""The sources of a hardware profile: a named machine, a file, the cache, or a measurement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from flexgen_jax.progress import Progress
 
 
 def read_profile(name: str | Path) -> HardwareProfile:
-    """The profile of a named machine, or of a file that `flexgen-jax profile` wrote."""
+    """Returns the profile of a named machine, or the one in a file that `flexgen-jax profile`
+    wrote."""
     if str(name) in MACHINES:
         return known_machine(str(name))
     path = Path(name).expanduser()
@@ -39,19 +40,22 @@ def read_profile(name: str | Path) -> HardwareProfile:
 
 
 def cached_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:
-    """What was measured on this machine with these versions and this disk, if anything was."""
+    """Returns the cached profile of this machine, these versions and this disk; None if there is
+    none."""
     path = _cache_file(dtype, offload_dir)
     try:
         return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ProfileError):
-        return None  # it is measured anew
+        return None  # measured again
 
 
 def measured_profile(
     dtype: str, offload_dir: Path, unified: bool, progress: Progress
 ) -> HardwareProfile:
-    """Measures this machine, in one to three minutes, and keeps the result for later runs, unless
-    the machine was too busy for figures that can be trusted."""
+    """Measures this machine, in one to three minutes.
+
+    The profile is kept for later runs, unless the machine was too busy for reliable figures.
+    """
     with progress.counting("measuring this machine", stages(dtype)) as tell:
         profile = measure(dtype, offload_dir, unified, tell)
     if profile.spread() > UNSTEADY:
@@ -73,7 +77,8 @@ def measured_profile(
 
 
 def set_up(offload_dir: Path | None) -> tuple[bool, Path]:
-    """Makes ready to measure; whether host and device are one RAM, and where the disk tier lies."""
+    """Prepares for measuring; returns whether host and device are one RAM, and the folder of the
+    disk tier."""
     import jax
 
     tune_allocator()
@@ -88,8 +93,10 @@ def this_machine(
     limits: tuple[int | None, int | None, int | None],
     progress: Progress,
 ) -> tuple[str, HardwareProfile, Budgets]:
-    """The resolved dtype, the profile of this machine, measured if it never was, and what it has
-    of device memory, host memory and disk, within the limits given."""
+    """Returns the resolved dtype, this machine's profile, and its budgets within the given limits.
+
+    The machine is measured if it never was. limits: bytes of device memory, host memory and disk.
+    """
     unified, folder = set_up(offload_dir)
     kind = resolve_dtype(dtype, config, unified)
     profile = cached_profile(kind, folder) or measured_profile(kind, folder, unified, progress)

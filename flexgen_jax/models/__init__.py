@@ -1,1 +1,1 @@
-"""What a model is: config, shapes, formats, checkpoints, tokenizer. No JAX."""
+"""Models: config, shapes, storage formats, checkpoints, tokenizer. Imports no JAX."""

@@ -1,6 +1,6 @@
-"""Where weights come from: safetensors files read in place, or seeded random numbers.
+"""Sources of weights: safetensors files that are read in place, or seeded random numbers.
 
-A source hands out ranges of a tensor's rows, so that no tensor has to be in RAM whole.
+A source returns ranges of a tensor's rows, so that no tensor has to be in RAM whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flexgen_jax.models.families import family_of, read_config
 from flexgen_jax.models.spec import TensorSpec, model_spec
 
 FORMAT_VERSION = 1
-"""Part of every fingerprint: raise it when the bytes written to offload folders change."""
+"""Version of the bytes in offload folders, part of every fingerprint; raise it on a change."""
 
 FINGERPRINT_SAMPLES = 256
 
@@ -47,22 +47,25 @@ class WeightSource(Protocol):
     config: ModelConfig
 
     def read(self, tensor: TensorSpec, start: int, stop: int, dtype: str) -> np.ndarray:
-        """Rows [start, stop) of the tensor's first axis, in `dtype`."""
+        """Returns rows [start, stop) of the tensor's first axis, in `dtype`."""
         ...
 
     def fingerprint(self, dtype: str) -> str:
-        """A name for these weights in this dtype, by which a later run finds them again."""
+        """Returns a name for these weights in `dtype`, by which later runs find stored copies.
+
+        It changes when the files are modified or replaced, even by equal ones.
+        """
         ...
 
     def content(self, dtype: str) -> str:
-        """The same without the files' times: a copy has it too."""
+        """Returns a name for the content of these weights in `dtype`, equal for copied files."""
         ...
 
 
 class DummyWeights:
     """Random weights of the right shapes. A tensor's numbers depend on seed and key alone."""
 
-    ROWS = 256  # numbers are drawn in pieces of so many rows, whatever ranges are asked for
+    ROWS = 256  # numbers are drawn in pieces of this many rows, whatever range is read
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         self.config = config
@@ -81,7 +84,7 @@ class DummyWeights:
         return np.concatenate(pieces)[start - offset : stop - offset]
 
     def _draw(self, tensor: TensorSpec, piece: int, dtype: np.dtype) -> np.ndarray:
-        """Uniform numbers of standard deviation 0.02, OPT's own initial scale."""
+        """Draws uniform numbers with standard deviation 0.02, OPT's own initial scale."""
         name = f"{self._seed}/{tensor.key}/{piece}".encode()
         seed = int.from_bytes(hashlib.sha256(name).digest()[:16], "little")
         generator = np.random.Generator(np.random.SFC64(seed))
@@ -101,8 +104,8 @@ class DummyWeights:
 class Checkpoint:
     """A Hugging Face folder's safetensors, single or sharded, read lazily and in place.
 
-    Every tensor of the model must be there with its shape, and nothing unknown beside them;
-    all headers are checked when the checkpoint is opened.
+    Opening it checks all headers: every tensor of the model must be there with its shape, and no
+    tensor that is not part of the model. Raises `CheckpointError` otherwise.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,7 +117,7 @@ class Checkpoint:
         self._where = self._match(where)
 
     def _match(self, where: Mapping[str, Path]) -> dict[str, tuple[str, Path]]:
-        """Our keys to (the file's name for the tensor, the file)."""
+        """Returns for each tensor's key the tensor's name in its file, and the file's path."""
         family = family_of(self.config)
         tensors = model_spec(self.config).tensors
         names = {key: family.checkpoint_name(key) for key in tensors}
@@ -156,7 +159,7 @@ class Checkpoint:
     def fingerprint(self, dtype: str) -> str:
         files = []
         for path, identity in sorted(self._identity.items()):
-            if _identity(path) != identity:  # what is read is the file that was opened
+            if _identity(path) != identity:  # reads still go to the file that was opened
                 raise CheckpointError(f"{path} was replaced since it was opened; start again")
             _, *size_and_time = identity
             files.append((path.name, *size_and_time, self._samples[path]))
@@ -177,10 +180,10 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 
 def _sampled_hash(path: Path) -> str:
-    """SHA-256 of the header's first MiB and of samples all over the file.
+    """Returns the SHA-256 of the file's first MiB and of samples all over the file.
 
-    Reading all of a large checkpoint at every start would take minutes; two training runs
-    differ in nearly every tensor, so samples tell them apart even where times are equal.
+    Reading all of a large checkpoint at every start would take minutes. Two training runs differ
+    in nearly every tensor, so samples tell them apart even if their files' times are equal.
     """
     size, found = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:
@@ -192,7 +195,7 @@ def _sampled_hash(path: Path) -> str:
 
 
 def digest(*parts: Any) -> str:
-    """A short name for what has this `repr`."""
+    """Returns a short name for some values: 24 hex digits of the SHA-256 of their `repr`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
@@ -217,7 +220,7 @@ def read_folder_config(folder: Path) -> ModelConfig:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The folder's safetensors files; an index may name only files inside the folder."""
+    """Returns the folder's safetensors files; an index may name only files inside the folder."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         single = folder / "model.safetensors"
@@ -237,9 +240,12 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def safe_member(folder: Path, name: str, index: Path) -> Path:
-    """`folder`/`name`, refused where the index points outside the folder."""
+    """Returns `folder` / `name`, a file that `index` names.
+
+    Raises `CheckpointError` if the file is missing or the name points outside the folder.
+    """
     path = folder / name
-    # Not resolved: a hub's cache links its files to a blob store beside the folder.
+    # The path is not resolved: files in the hub's cache are links to a blob store elsewhere.
     if Path(name).name != name or name in (".", ".."):
         raise CheckpointError(f"{index} names the file {name!r}, which is outside its folder")
     if not path.is_file():
@@ -255,7 +261,7 @@ def _open_shard(path: Path) -> Any:
 
 
 def _what_is_wrong(path: Path) -> str | None:
-    """Which tensor a truncated file cuts off, where its header can still be read."""
+    """Returns how a file is broken, e.g. which tensor is cut off, or None if nothing is found."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)

@@ -22,11 +22,11 @@ def _is_id(value: object) -> bool:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything the layers need to know of a decoder-only transformer.
+    """Everything the layers need to know about a decoder-only transformer.
 
     Sizes count elements. `max_positions` is the context length in tokens; the position table
-    has `position_offset` rows more (OPT keeps two for padding). `embed_size` differs from
-    `hidden_size` where embeddings are projected (OPT-350m).
+    has `position_offset` more rows (OPT keeps two for padding). `embed_size` differs from
+    `hidden_size` if embeddings are projected (OPT-350m).
     """
 
     model_type: str
@@ -82,7 +82,7 @@ class ModelConfig:
             )
 
     def check_lengths(self, prompt_len: int, gen_len: int) -> None:
-        """Raises `UserError` unless so many tokens fit into the context."""
+        """Raises `UserError` unless prompt and generated tokens together fit into the context."""
         if prompt_len < 1 or gen_len < 1 or prompt_len + gen_len > self.max_positions:
             raise UserError(
                 f"--prompt-len {prompt_len} and --gen-len {gen_len} must be positive and together "

@@ -1,4 +1,4 @@
-"""PyTorch .bin checkpoints to safetensors, one shard in memory at a time."""
+"""Converts PyTorch .bin checkpoints to safetensors, one shard in memory at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def convert_folder(source: Path, destination: Path) -> list[Path]:
     """Writes `source`'s tensors to `destination` as safetensors, and copies its other files.
 
     Every file appears whole or not at all, config.json last. Returns the weight files. Raises
-    `CheckpointError` where PyTorch is missing or a file holds anything but tensors.
+    `CheckpointError` if PyTorch is missing or a file holds anything but tensors.
     """
     read_folder_config(source)
     shards = _bin_files(source)
@@ -90,7 +90,7 @@ def _load(shard: Path) -> dict[str, Any]:
 
 
 def _save(tensors: dict[str, Any], path: Path) -> int:
-    """Writes one file; tensors that share memory (a tied head) are written once each."""
+    """Writes one file and returns its tensors' bytes; tensors that share memory are duplicated."""
     from safetensors.torch import save_file
 
     copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}

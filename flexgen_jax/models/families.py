@@ -1,6 +1,6 @@
-"""What is particular to a model family, as data: its config's spelling, tensor names, shapes.
+"""Model families as data: the spelling of their configs, their tensor names, known shapes.
 
-The one place where Hugging Face's spelling is read. A new family is one more `Family`.
+This is the only place where Hugging Face's spelling is read. A new family is one more `Family`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from flexgen_jax.models.config import ConfigError, ModelConfig
 
 @dataclass(frozen=True)
 class Family:
-    """How one `model_type` maps to this package.
+    """How one `model_type` of Hugging Face maps to this package.
 
-    names: our tensor keys to Hugging Face's, "{i}" standing for the decoder layer's index.
-    prefixes: what may stand before every Hugging Face name.
-    ignored: patterns of tensors that checkpoints carry and inference does not need.
+    names: Hugging Face's tensor names by this package's keys; "{i}" is the decoder layer's index.
+    prefixes: strings that may precede every Hugging Face name.
+    ignored: patterns of names of tensors in checkpoints that inference does not need.
     """
 
     model_type: str
@@ -30,7 +30,7 @@ class Family:
     ignored: tuple[str, ...]
 
     def checkpoint_name(self, key: str) -> str:
-        """The tensor's name without prefix, e.g. "decoder.layers.3.fc1.weight"."""
+        """Returns a tensor's Hugging Face name, without prefix: "decoder.layers.3.fc1.weight"."""
         layer = re.match(r"decoder\.(\d+)\.(.*)", key)
         if layer is None:
             return self.names[key]
@@ -139,7 +139,10 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Builds the config of a Hugging Face `config.json`; raises `ConfigError`."""
+    """Builds the config from a Hugging Face `config.json`.
+
+    Raises `ConfigError` for a config that is incomplete or not supported.
+    """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
@@ -180,7 +183,10 @@ def _opt_shape(size: str) -> ModelConfig:
 
 
 def known_shape(name: str) -> ModelConfig:
-    """The config of "facebook/opt-125m" to "facebook/opt-175b", without any file."""
+    """Returns the config of "facebook/opt-125m" to "facebook/opt-175b", without any file.
+
+    Raises `ConfigError` for any other name.
+    """
     size = name.removeprefix("facebook/").removeprefix("opt-")
     if size not in _OPT_SHAPES or not name.startswith(("facebook/opt-", "opt-")):
         known = ", ".join(f"facebook/opt-{size}" for size in _OPT_SHAPES)

@@ -1,4 +1,4 @@
-"""From what a user names as the model to its config, weights and tokenizer."""
+"""Opens the model that a user names: its config, weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HUB_FILES = ("*.json", "*.safetensors", "merges.txt")
 
 @dataclass(frozen=True)
 class Model:
-    """An opened model. The tokenizer is None where there is none, as with dummy weights."""
+    """An opened model. The tokenizer is None if there is none, as with dummy weights."""
 
     name: str
     config: ModelConfig
@@ -39,14 +39,15 @@ class Model:
 
 
 def shipped_model() -> Path:
-    """The small trained OPT inside the package."""
+    """Returns the folder of the small trained OPT that ships with the package."""
     return Path(str(resources.files("flexgen_jax"))) / "data" / "tiny_opt"
 
 
 def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
     """Opens a Hugging Face folder, a hub id or, with dummy weights, a known shape's name.
 
-    None is the shipped model. Raises `UserError` that says what is wrong with it.
+    The name None stands for the shipped model. seed: for dummy weights. Raises `UserError` if the
+    model cannot be opened.
     """
     if dummy_weights:
         if name is None:
@@ -61,7 +62,7 @@ def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model
 
 
 def shape_of(name: str | None) -> ModelConfig:
-    """The config alone, of a known shape or of what `open_model` takes, to plan with."""
+    """Returns only the config, of a known shape or of a model that `open_model` can open."""
     if name is not None and not Path(name).expanduser().exists():
         with contextlib.suppress(UserError):
             return known_shape(name)
@@ -80,7 +81,7 @@ def _local_folder(name: str, needs_weights: bool = False) -> Path:
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # the hub's many network errors
+    except Exception as error:  # the hub raises many kinds of network errors
         raise CheckpointError(
             f"{name} is not a local folder and cannot be had from the hub: {first_line(error)}"
         ) from None
@@ -94,8 +95,11 @@ def _local_folder(name: str, needs_weights: bool = False) -> Path:
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, on_cpu: bool) -> str:
-    """ "auto" is the checkpoint's dtype, but on the CPU, where float16 products are 3 to 30
-    times slower, bfloat16 in its place."""
+    """Returns the dtype to compute in; "auto" stands for the checkpoint's dtype.
+
+    On the CPU, "auto" takes bfloat16 in place of float16, whose products are much slower there.
+    Raises `UserError` for an unknown dtype.
+    """
     if dtype == "auto":
         return "bfloat16" if on_cpu and config.dtype == "float16" else config.dtype
     if dtype not in DTYPES:

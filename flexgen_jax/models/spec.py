@@ -15,7 +15,7 @@ from flexgen_jax.models.storage import FORMAT_VERSION, Storage, kv_storage
 
 LayerKind = Literal["embedding", "decoder", "head"]
 Role = Literal["query", "key", "value", "other"]
-"""What a matrix of a decoder layer makes: the queries, keys or values of attention, or all else."""
+"""Result of a decoder layer's matrix: attention's queries, keys or values, or anything else."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,14 @@ class TensorSpec:
 
     @property
     def is_small(self) -> bool:
-        """Whether it is a bias or a norm: 0.1 % of the bytes, so these stay on the device."""
+        """Whether this is a bias or norm; they are few bytes and always stay on the device."""
         return len(self.shape) == 1
 
     def storage(self, dtype: str, bits: int = 16) -> Storage:
-        """How it is kept: only what is large is quantized, in groups along the output channels
-        (the first axis)."""
+        """Returns how the tensor is kept.
+
+        Only large tensors are quantized, in groups along the output channels (the first axis).
+        """
         return Storage(self.shape, dtype, 16 if self.is_small else bits)
 
     def nbytes(self, dtype: str, bits: int = 16) -> int:
@@ -48,8 +50,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Formats:
-    """How a run keeps weights and sealed KV blocks, and what decoder layers multiply: bits an
-    element, 16 for `dtype` itself."""
+    """Formats of a run's numbers: bits per element of weights, of sealed KV blocks, and of what
+    decoder layers multiply; 16 stands for `dtype` itself."""
 
     dtype: str
     weight_bits: int = 16
@@ -60,27 +62,29 @@ class Formats:
         return tensor.storage(self.dtype, self.weight_bits)
 
     def kv(self, shape: tuple[int, ...]) -> Storage:
-        """How a sealed block's keys, or values, [batch, head, token, head_dim], are kept."""
+        """Returns how a sealed block's keys or values, [batch, head, token, head_dim], are kept."""
         return kv_storage(shape, self.dtype, self.cache_bits)
 
     def kv_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a sealed block's keys and values, each of this shape."""
+        """Returns the bytes of a sealed block's keys and values, each of this shape."""
         return 2 * self.kv(shape).nbytes
 
     def open_kv_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of an open block's keys and values, each of this shape, in full precision."""
+        """Returns the bytes of an open block's keys and values, each of this shape, in `dtype`."""
         return 2 * prod(shape) * DTYPES[self.dtype]
 
     @property
     def suffix(self) -> str:
-        """What tells these stored weights from those of other formats."""
+        """Suffix that tells stored weights of these formats from those of other formats."""
         return "" if self.weight_bits == 16 else f"-{self.weight_bits}bit-v{FORMAT_VERSION}"
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The shapes of a decoder layer's attention: query heads, which share heads of keys and values
-    where these are fewer, and elements in a head."""
+    """The shapes of a decoder layer's attention: numbers of heads, and elements in a head.
+
+    Query heads share heads of keys and values if there are fewer of the latter.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -88,7 +92,7 @@ class AttentionSpec:
 
     @property
     def query_size(self) -> int:
-        """Elements of a token's query, and of what attention finds for it."""
+        """Elements of a token's query, and of its attention result."""
         return self.num_heads * self.head_dim
 
     @property
@@ -97,15 +101,18 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     def query_shape(self, batch: int) -> tuple[int, int, int, int]:
-        """[batch, head, 1, head_dim]."""
+        """Returns the shape of one token's queries: [batch, head, 1, head_dim]."""
         return batch, self.num_heads, 1, self.head_dim
 
     def kv_shape(self, batch: int, tokens: int) -> tuple[int, int, int, int]:
-        """Shape of the keys, or values, of some tokens: [batch, head, token, head_dim]."""
+        """Returns the shape of some tokens' keys or values: [batch, head, token, head_dim]."""
         return batch, self.num_kv_heads, tokens, self.head_dim
 
     def prefill_flops(self, batch: int, tokens: int) -> float:
-        """FLOPs of prompts' attention to themselves: two products of 2 FLOPs a pair of tokens."""
+        """Returns the FLOPs of prompts' attention to themselves.
+
+        They are two products, with 2 FLOPs per element and pair of tokens.
+        """
         return 4.0 * batch * tokens**2 * self.query_size
 
 
@@ -140,24 +147,24 @@ class LayerSpec:
 
     @cached_property
     def large_size(self) -> int:
-        """Elements of the large tensors together; a token takes twice as many FLOPs."""
+        """Elements of all large tensors; products of one token take two FLOPs for each."""
         return sum(tensor.size for tensor in self.large)
 
     @cached_property
     def projected_share(self) -> float:
-        """The share of the products that make queries, keys and values."""
+        """Share of the layer's products that makes queries, keys and values."""
         return self._size_of("query", "key", "value") / self.large_size
 
     @cached_property
     def kept_share(self) -> float:
-        """The share of the products that make keys and values."""
+        """Share of the layer's products that makes keys and values."""
         return self._size_of("key", "value") / self.large_size
 
     def _size_of(self, *roles: Role) -> int:
         return sum(tensor.size for tensor in self.large if tensor.role in roles)
 
     def flops(self, rows: int) -> float:
-        """FLOPs of the layer's products with this many tokens."""
+        """Returns the FLOPs of the layer's products with this number of tokens."""
         return 2.0 * rows * self.large_size
 
     def nbytes(self, dtype: str, bits: int = 16) -> int:
@@ -198,13 +205,13 @@ class ModelSpec:
 
     @cached_property
     def decoder_kinds(self) -> tuple[tuple[LayerSpec, int], ...]:
-        """One decoder layer of each shape, and how many have it."""
+        """One decoder layer of each shape, and the number of layers with that shape."""
         indices = [self.alike[layer.index] for layer in self.decoders]
         return tuple((self.layers[i], indices.count(i)) for i in dict.fromkeys(indices))
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """Every stored tensor once, by key: a tied table counts for the embedding only."""
+        """Returns every stored tensor once, by key; a tied table counts for the embedding only."""
         found: dict[str, TensorSpec] = {}
         for layer in self.layers:
             for tensor in layer.tensors:
@@ -216,7 +223,7 @@ class ModelSpec:
         return sum(tensor.size for tensor in self.tensors.values())
 
     def hidden_shape(self, batch: int, tokens: int) -> tuple[int, int, int]:
-        """Shape of the hidden states between two layers: [batch, token, hidden]."""
+        """Returns the shape of the hidden states between two layers: [batch, token, hidden]."""
         return batch, tokens, self.hidden_size
 
     def hidden_bytes(self, batch: int, tokens: int, dtype: str) -> int:
@@ -283,9 +290,9 @@ def _ends(config: ModelConfig) -> tuple[LayerSpec, LayerSpec]:
     )
 
 
-@lru_cache(maxsize=16)  # a policy search asks for the same one hundreds of times
+@lru_cache(maxsize=16)  # a policy search asks for one model's spec hundreds of times
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """The shapes of the model that a config describes."""
+    """Returns the shapes of the model that a config describes."""
     embedding, head = _ends(config)
     heads = AttentionSpec(config.num_heads, config.num_heads, config.head_dim)
     shapes = _decoder(config)

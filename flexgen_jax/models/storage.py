@@ -1,4 +1,4 @@
-"""How an array is kept: as it is, or in groups of few bits. Shapes only, no JAX."""
+"""Storage formats of arrays: plain, or quantized in groups. Shapes only, no JAX."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from math import prod
 from flexgen_jax.models.config import DTYPES
 
 BITS = (16, 8, 4)
-"""What a policy may ask for; 16 stands for the compute dtype, whatever its size."""
+"""Bits per element that a policy may ask for; 16 stands for the compute dtype of any size."""
 
 MATMUL_BITS = (16, 8)
-"""The same of what decoder layers multiply."""
+"""Bits of the numbers that decoder layers may multiply; 16 stands for the compute dtype."""
 
 GROUP_SIZE = 64
 FORMAT_VERSION = 1
-"""Of what is stored in few bits; another version is not read but written anew."""
+"""Version of the quantized format; stored weights of another version are written anew."""
 
 _ITEM_BYTES = {**DTYPES, "uint8": 1}
 
@@ -36,7 +36,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Storage:
-    """An array of `shape` and `dtype`, kept in `bits` bits an element.
+    """The format of an array of `shape` and `dtype` that is kept in `bits` bits per element.
 
     With fewer than 16 bits, `group_size` consecutive elements along `axis` (not negative) share
     a scale and a minimum, and a byte holds 8 / bits elements of that axis; see
@@ -51,7 +51,7 @@ class Storage:
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The arrays it is kept in: itself, or packed codes, scales and minima."""
+        """The stored arrays: the array itself, or packed codes, scales and minima."""
         if self.bits == 16:
             return (Leaf("", self.shape, self.dtype),)
         kept = parameter_dtype(self.dtype)
@@ -67,18 +67,18 @@ class Storage:
 
     @property
     def planes(self) -> int:
-        """How many codes a byte holds."""
+        """Number of codes in a byte."""
         return 8 // self.bits
 
     @property
     def plane_length(self) -> int:
-        """How many elements of the axis a plane holds: whole groups, where that costs little."""
+        """Number of elements of the axis in a plane: whole groups, if that adds little padding."""
         length = -(-self.shape[self.axis] // self.planes)
         whole = -(-length // self.group_size) * self.group_size
         return whole if whole <= 1.02 * length else length
 
     def along(self, length: int) -> tuple[int, ...]:
-        """The shape with another length of the axis."""
+        """Returns the shape with `length` elements along the grouped axis."""
         return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
 
     @property
@@ -87,14 +87,17 @@ class Storage:
 
 
 def parameter_dtype(dtype: str) -> str:
-    """In which dtype a group's scale and minimum are kept: two bytes, with the array's range."""
+    """Returns the dtype of a group's scale and minimum: two bytes, with the array's range."""
     return "float16" if dtype == "float16" else "bfloat16"
 
 
-@lru_cache(maxsize=1024)  # of every block of a search the same few
+@lru_cache(maxsize=1024)  # the blocks of a policy search have few different shapes
 def kv_storage(shape: tuple[int, ...], dtype: str, bits: int) -> Storage:
-    """Keys or values of a sealed block, [batch, head, token, head_dim], in groups along the
-    hidden dimension: equal parts of a head, of 64 or the next larger size that divides."""
+    """Returns how a sealed block's keys or values, [batch, head, token, head_dim], are kept.
+
+    Groups are along the hidden dimension: equal parts of a head, of 64 elements or the next
+    larger size that divides it.
+    """
     head_dim = shape[-1]
     parts = max(n for n in range(1, max(1, head_dim // GROUP_SIZE) + 1) if head_dim % n == 0)
     return Storage(shape, dtype, bits, head_dim // parts, len(shape) - 1)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a Hugging Face folder's own files."""
+"""Conversion of text to token ids and back, with the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from flexgen_jax.models.checkpoint import CheckpointError, digest, read_json
 
 
 class Tokenizer:
-    """Wraps `tokenizers`. A prompt gets the special tokens that its folder asks for: by the
-    post-processor of tokenizer.json, or for GPT-2's two files by `add_bos_token`."""
+    """A tokenizer of the `tokenizers` library.
+
+    A prompt gets the special tokens that the model's folder asks for: by the post-processor of
+    tokenizer.json, or by `add_bos_token` for GPT-2's two files.
+    """
 
     def __init__(self, folder: Path, bos_id: int | None) -> None:
         self._tokenizer = _load(folder)
@@ -22,11 +25,12 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Differs where prompts would become other tokens, or tokens another text."""
+        """Name of this tokenizer, different from those of tokenizers that encode or decode
+        differently."""
         return digest(self._tokenizer.to_str(), self._bos_id, sorted(self._special))
 
     def encode(self, text: str) -> list[int]:
-        """The prompt's token ids; raises `CheckpointError` for text that is not Unicode."""
+        """Returns the prompt's token ids; raises `CheckpointError` for text that is not Unicode."""
         try:
             ids = list(self._tokenizer.encode(text).ids)
         except TypeError:
@@ -36,7 +40,7 @@ class Tokenizer:
         return [self._bos_id, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, without special tokens."""
+        """Returns the text of token ids, without special tokens."""
         kept = [int(i) for i in ids if int(i) not in self._special]
         return str(self._tokenizer.decode(kept, skip_special_tokens=True))
 
@@ -46,7 +50,7 @@ def _load(folder: Path) -> FastTokenizer:
     try:
         if whole.is_file():
             found = FastTokenizer.from_file(str(whole))
-            # A file may keep how it was used in training; a prompt is taken as it is.
+            # The file may ask for truncation or padding, as in training; a prompt needs neither.
             found.no_truncation()
             found.no_padding()
             return found
@@ -60,7 +64,7 @@ def _load(folder: Path) -> FastTokenizer:
 
 
 def _wants_bos(folder: Path) -> bool:
-    """Whether the folder asks for a beginning token; OPT's two-file tokenizers do by default."""
+    """Returns whether the folder asks for a beginning token; OPT's two files do by default."""
     path = folder / "tokenizer_config.json"
     raw = read_json(path) if path.is_file() else {}
     default = not (folder / "tokenizer.json").is_file()
@@ -68,7 +72,7 @@ def _wants_bos(folder: Path) -> bool:
 
 
 def _special_ids(folder: Path, tokenizer: FastTokenizer) -> set[int]:
-    """Ids that stand for no text: those the tokenizer marks, and those the folder names."""
+    """Returns ids that stand for no text: those the tokenizer marks, and those the folder names."""
     added = tokenizer.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
     named = folder / "special_tokens_map.json"

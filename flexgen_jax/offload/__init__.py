@@ -1,1 +1,1 @@
-"""Tiers, transfers and the executor that walks a schedule's steps."""
+"""The memory tiers, the transfers between them, and the executor that walks a schedule's steps."""

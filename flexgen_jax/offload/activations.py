@@ -1,4 +1,4 @@
-"""Hidden states between layers, each batch's in the tier that the policy gives it."""
+"""The hidden states between layers, each batch's in the tier that the policy gives it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexgen_jax.policy.policy import Tier
 
 
 class Activations:
-    """The hidden state of every batch, from one layer's output to the next one's input."""
+    """The hidden states of every batch, from one layer's output to the next one's input."""
 
     def __init__(self, runtime: Runtime, plan: ActivationPlan) -> None:
         self._runtime = runtime
@@ -30,14 +30,15 @@ class Activations:
         self._version: dict[int, tuple[int, int]] = {}
 
     def is_ready(self, token: int, layer: int, batch: int) -> bool:
-        """Whether the output of `layer` can be loaded without waiting for its computation."""
+        """Returns whether the output of `layer` can be loaded without waiting for its
+        computation."""
         return self._version.get(batch) == (token, layer) and not self._is_unwritten(batch)
 
     def _is_unwritten(self, batch: int) -> bool:
         return self._taken[batch][0] == "disk" and batch not in self._on_disk
 
     def put(self, token: int, layer: int, batch: int, hidden: jax.Array) -> None:
-        """Takes the output of `layer`; for the disk it is written by `settle`."""
+        """Stores the output of `layer`; if its home is the disk, `settle` writes it there."""
         home = self._plan.home(hidden.shape[1], layer, batch)
         self._forget(batch)
         self._runtime.ledger.take(home, hidden.nbytes)
@@ -48,7 +49,7 @@ class Activations:
         self._version[batch] = (token, layer)
 
     def settle(self, token: int, layer: int, batch: int) -> None:
-        """The output of `layer` is computed: starts writing it if its home is the disk."""
+        """Starts writing the output of `layer`, which is now computed, if its home is the disk."""
         if self._version.get(batch) == (token, layer) and self._is_unwritten(batch):
             self._write(batch)
 
@@ -69,9 +70,10 @@ class Activations:
             self._finish_write(next(iter(self._writes)))
 
     def start(self, batch: int) -> Load[jax.Array]:
-        """Starts bringing the batch's hidden state to the device.
+        """Starts bringing the batch's hidden states to the device.
 
-        What is still in RAM, because it is needed again so soon, does not go by way of the disk.
+        If they are still in RAM, because they are needed again so soon, they are not read from
+        disk.
         """
         if batch in self._arrays:
             return Load("activations", _name(batch), self._arrays[batch])
@@ -85,7 +87,7 @@ class Activations:
         return load
 
     def _finish_write(self, batch: int) -> None:
-        """Waits for the batch's write, if there is one, and gives back the memory it holds."""
+        """Waits for the batch's write, if there is one, and releases the memory that it holds."""
         if batch in self._writes:
             write, nbytes = self._writes.pop(batch)
             self._runtime.ledger.give("host", nbytes)
@@ -100,7 +102,7 @@ class Activations:
         self._on_disk.pop(batch, None)
 
     def close(self) -> None:
-        """Lets go of everything, also of writes that nobody will read."""
+        """Releases everything, including writes that nobody will read."""
         for write, nbytes in self._writes.values():
             write.exception()
             self._runtime.ledger.give("host", nbytes)

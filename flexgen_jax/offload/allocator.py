@@ -1,4 +1,4 @@
-"""The allocator of the C library: set up before JAX starts, trimmed while a run goes on."""
+"""Settings of the C library's allocator: tuned before JAX starts, trimmed while a run goes on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import sys
 def tune_allocator() -> None:
     """Lets XLA's temporaries on the CPU reuse memory instead of faulting in fresh pages.
 
-    glibc gives large blocks back to the system at once; without that, attention in bf16 ran
-    3.5 times as fast. One arena for all threads keeps what they free usable by the others,
-    which is a third of the memory of an offloaded run. To be called before JAX starts its
-    threads. Other C libraries are left alone.
+    By default glibc gives large blocks back to the system at once, which makes attention in bf16
+    much slower. One arena for all threads keeps the memory that they free usable by the others,
+    which saves much of an offloaded run's memory. Call this before JAX starts its threads. Other C
+    libraries are left alone.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -27,12 +27,13 @@ def tune_allocator() -> None:
 
 
 def release_memory() -> None:
-    """Gives back to the system what is no longer used, where the allocator would keep it."""
+    """Returns unused memory to the system, after a garbage collection; the allocator would keep
+    it."""
     gc.collect()
     trim_heap()
 
 
 def trim_heap() -> None:
-    """The same without a look for what is no longer used."""
+    """Returns the heap's free memory to the system, without a garbage collection."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What every part of the runtime works with."""
+"""The objects that every part of the runtime works with."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Runtime:
         unified: bool | None = None,
         trace: Trace | None = None,
     ) -> Runtime:
-        """`offload_dir` is None where the policy puts nothing on disk."""
+        """Creates the runtime of a model; `offload_dir` is None if the policy puts nothing on
+        disk."""
         metrics, ledger, kernels = Metrics(trace), Ledger(budgets), kernels_of_device()
         watcher = Watcher(metrics)
         memories = Memories(watcher, unified)
@@ -75,7 +76,7 @@ class Runtime:
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """Of activations, open KV blocks and what is not quantized."""
+        """The NumPy dtype of hidden states, open KV blocks and everything that is not quantized."""
         return numpy_dtype(self.formats.dtype)
 
     def disk(self) -> OffloadFolder:
@@ -83,7 +84,8 @@ class Runtime:
         return self.folder
 
     def prepare_host(self, is_sparse: bool, keys_move: bool) -> None:
-        """Makes `host_attention` ready for blocks of this model, open and sealed."""
+        """Compiles or loads the kernels of `host_attention` for KV blocks of this model, open and
+        sealed."""
         for layer, _ in self.spec.decoder_kinds:
             self._prepare_host(layer.attention, is_sparse, keys_move)
 
@@ -97,8 +99,8 @@ class Runtime:
         self.host_attention.prepare(query, blocks, is_sparse, keys_move)
 
     def on_host(self, attend: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
-        """What a method of `host_attention` finds for a query on the device, to which its results
-        are sent."""
+        """Calls a method of `host_attention` with a query that is on the device; returns its
+        results on the device."""
         rows = np.asarray(self.memories.to_host(query, "attention", "queries"))
         operation = self.metrics.begin("host_compute", "attention", "attention on the host")
         try:

@@ -1,7 +1,7 @@
-"""The only loop: walks a schedule's steps over one block of batches.
+"""Runs the model: one loop walks a schedule's steps over one block of batches.
 
-Everything that is loaded ahead is derived from the steps to come. Overlap off is a look-ahead
-of zero and a wait after every step; nothing else differs.
+Everything that is prefetched is derived from the steps to come. Without overlap, the look-ahead is
+zero and the loop waits after every step; nothing else differs.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from flexgen_jax.policy.policy import Ahead, Head, Policy
 from flexgen_jax.policy.schedule import LookAhead, Step, steps_of
 
 TRIM_S = 10.0
-"""Between looks for free parts of the heap, which take some 25 ms for 100 MB."""
+"""Seconds between trims of the heap, which take a while."""
 
 
 class NonFiniteError(UserError, ArithmeticError):
-    """A layer produced NaN or infinity; names it."""
+    """A layer produced NaN or infinity; the message names the layer."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch's input.
+    """The input of one batch.
 
-    ids: int32 [batch, token], left-padded; first_valid: int32 [batch], the index of each
-    sequence's first real token; sampling: the arguments of `layers.sampling.sample` but the
-    logits and the token, or () for greedy; targets: int32 [batch, token] to score the prompt
-    against instead of generating; forced: int32 [batch, generated token] to score and to go on
-    with.
+    ids: int32 [batch, token], left-padded; first_valid: int32 [batch], the index of each sequence's
+    first real token; sampling: the arguments of `layers.sampling.sample` except the logits and the
+    token, or () for greedy decoding; targets: int32 [batch, token] to score the prompt against,
+    instead of generating; forced: int32 [batch, generated token] to score and to continue with.
     """
 
     ids: np.ndarray
@@ -72,7 +71,10 @@ class Batch:
 
 @dataclass
 class Computed:
-    """A dispatched step and what has to be handed on when it is done."""
+    """A dispatched step, and the results to hand on when it is done.
+
+    finite: bool, whether all results are finite; result: KV blocks, ids or log-probabilities.
+    """
 
     step: Step
     finite: jax.Array
@@ -80,11 +82,12 @@ class Computed:
 
 
 OnResult = Callable[[Step, np.ndarray], bool]
-"""Receives a head's result (ids [batch, 1] or log-probabilities); true if the batch is done."""
+"""Receives a step and the head's result for it (ids [batch, 1] or log-probabilities [batch,
+token]); returns whether the batch is done."""
 
 
 class BlockRun:
-    """One block of batches on its way through the model."""
+    """One block of batches passing through the model."""
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class BlockRun:
         )
 
     def run(self) -> None:
-        """Computes the steps of all tokens, or until every batch is done."""
+        """Computes the steps of all tokens, until every batch is done."""
         shape = (self._tokens, len(self._layers), len(self._batches))
         ahead = LookAhead(steps_of(self._policy.schedule, *shape))
         try:
@@ -152,15 +155,16 @@ class BlockRun:
             self._close()
 
     def _trim_now_and_then(self) -> None:
-        """Gives back the free parts of the heap, which does not shrink by itself: the cache's open
-        blocks lie between temporaries."""
+        """Returns the free parts of the heap to the system at most every `TRIM_S` seconds. The heap
+        does not shrink by itself, because the cache's open blocks lie between temporaries."""
         if time.monotonic() - self._trimmed_at > TRIM_S:
             trim_heap()
             self._trimmed_at = time.monotonic()
 
     def _read_ahead(self, ahead: LookAhead, visit: int) -> None:
-        """Starts the disk reads of the layers and batches that come next."""
-        # The ends are read once a block: while they compute, the disk goes on with what follows.
+        """Starts prefetching from disk for the layers and batches that come next."""
+        # Embedding and head are read once per block: while they compute, the disk goes on with what
+        # follows.
         visits = ahead.visits(visit, self._depth.weight_reads, self._is_decoder)
         visits = [step for step in ahead.steps(1) if step.visit == visit] + visits
         self._weight_loads.ahead([(step.visit, step.layer) for step in visits])
@@ -178,16 +182,16 @@ class BlockRun:
         self._hidden_loads.copy(steps)
 
     def _is_cached(self, step: Step) -> bool:
-        """Whether the step attends to a cache that is complete by now."""
+        """Returns whether the step attends to a KV cache that is complete by now."""
         if step.token == 0 or not self._is_decoder(step):
             return False
         if self._policy.schedule == "zigzag" and not self._cache.has_all_prompts:
-            return False  # buffers for reading are not to be added to what prompts still hold
+            return False  # read buffers must not come on top of what prompts still hold
         expected = self._batches[step.batch].prompt_len + step.token - 1
         return self._cache.tokens((step.layer - 1, step.batch)) == expected
 
     def _is_waiting(self, step: Step) -> bool:
-        """Whether the step's input has been handed over by now."""
+        """Returns whether the step's input has been handed over by now."""
         return self._activations.is_ready(step.token, step.layer - 1, step.batch)
 
     def _is_decoder(self, step: Step) -> bool:
@@ -200,7 +204,7 @@ class BlockRun:
         return self._layers[step.layer]
 
     def _compute(self, step: Step, ahead: LookAhead) -> Computed:
-        """Dispatches one layer for one batch, and hands on what needs no waiting."""
+        """Dispatches one layer for one batch, and hands on the results that need no waiting."""
         kind = self._kind(step)
         weights = self._weight_loads.take((step.visit, step.layer))
         if kind == "embedding":
@@ -221,8 +225,8 @@ class BlockRun:
         return computed
 
     def _watch(self, step: Step, weights: Any, result: Any, part: str = "") -> None:
-        """Counts the device as busy with a step from when its weights are there until `result`,
-        which was enqueued, is computed."""
+        """Counts the device as busy with a step, from when its weights are there until `result`,
+        which is already enqueued, is computed."""
         what = f"{self._layer(step).name}{part}, token {step.token}, batch {step.batch}"
         operation = self._runtime.metrics.queue("compute", "layers", what)
         self._runtime.watcher.follow(operation, weights, result)
@@ -274,8 +278,8 @@ class BlockRun:
         return Computed(step, finite, new), hidden
 
     def _project(self, step: Step, weights: Any) -> tuple[jax.Array, KVBlock]:
-        """The step's query and new KV, which may have been computed while the CPU attended for
-        the step before."""
+        """Returns the step's query and new KV, which may have been computed already while the CPU
+        attended for the step before."""
         if step in self._projected:
             return self._projected.pop(step)
         program = self._runtime.programs.project(self._layer(step), self._batches[step.batch].size)
@@ -284,7 +288,8 @@ class BlockRun:
         return found
 
     def _project_early(self, step: Step, following: list[Step], weights: Any) -> None:
-        """Gives the device the next batch's projection, while the CPU attends for this one."""
+        """Dispatches the next batch's projection to the device, while the CPU attends for this
+        batch."""
         for later in following:
             if later.visit == step.visit and self._is_waiting(later):
                 self._projected[later] = self._project(later, weights)
@@ -296,7 +301,7 @@ class BlockRun:
         if batch.targets is not None:
             program = programs.score(batch.size, batch.prompt_len)
             result, finite = program(weights, hidden, batch.targets)
-            self._ids[step.batch] = batch.targets[:, -1:]  # for a step that is dropped too late
+            self._ids[step.batch] = batch.targets[:, -1:]  # for a step that may still be dispatched
             return Computed(step, finite, result)
         if batch.forced is not None:
             target = batch.forced[:, step.token : step.token + 1]
@@ -317,7 +322,8 @@ class BlockRun:
             self._weight_loads.release((step.visit, step.layer))
 
     def _retire(self, computed: Computed, ahead: LookAhead) -> None:
-        """Waits for a step and stores its results: one step behind, so the device stays busy."""
+        """Waits for a step and stores its results. Called one step behind, so that the device stays
+        busy."""
         step = computed.step
         computed.finite.block_until_ready()
         self._on_step(step)
@@ -341,7 +347,7 @@ class BlockRun:
             put(where, computed.result)
 
     def _close(self) -> None:
-        """Lets go of everything, also after an error or Ctrl-C, whatever one part does."""
+        """Releases everything, also after an error or Ctrl-C, and even if one part of it fails."""
         with ExitStack() as parts:
             if self._runtime.folder is not None:
                 parts.callback(self._runtime.folder.clear_scratch)

@@ -1,10 +1,10 @@
-"""The KV cache of one block of batches: write-once token blocks and one open tail each.
+"""The KV cache of one block of batches: write-once KV blocks and one open tail per layer and batch.
 
     prompt blocks          sealed blocks of generated tokens        tail
     [0 ... 127][128 ...]   [32 tokens][32 tokens]                   [x x x . . . .]
 
-A sealed block never changes, wherever it is. The tail of a block whose home is the disk is
-kept on the host until it is full.
+A sealed block never changes, wherever it is. The tail of a block whose home is the disk is kept on
+the host until it is full.
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ from flexgen_jax.policy.placement import CacheKey, CachePlan, Part
 from flexgen_jax.policy.policy import Tier
 
 Where = tuple[int, int]
-"""A decoder layer, counted from 0, and a batch."""
+"""A decoder layer, counted from 0, and a batch: which part of the cache is meant."""
 
 
 class Moving(NamedTuple):
-    """What goes to the device: blocks, the tail as the last one, and keys whose values stay."""
+    """The part of a layer's cache that goes to the device: KV blocks, the tail as the last one, and
+    keys of blocks whose values stay on the host."""
 
     blocks: tuple[KVBlock, ...]
     keys: tuple[Kept, ...]
 
 
 class Split(NamedTuple):
-    """Where attention finds a layer's cache: parts with their values here, on the device, and
-    there, on the host; the blocks that are there; and how many blocks are sealed."""
+    """Where attention finds a layer's cache.
+
+    here: the part with its values on the device; there: the part with its values on the host;
+    blocks: the KV blocks of `there`; sealed: how many blocks are sealed.
+    """
 
     here: Part
     there: Part
@@ -55,14 +59,15 @@ class Split(NamedTuple):
 
 
 KVLoad = Load[Moving]
-"""What stays is a `Split`."""
+"""A load of a layer's cache, whose `staying` is a `Split`."""
 
 
 @dataclass
 class Tail:
     """The open block: room for `length` tokens, of which `used` are written.
 
-    views: the arrays' memory, where the CPU may write to it; buffers: where that is the pool's.
+    views: the arrays' memory, where the CPU may write to it; buffers: the pool's buffers behind it,
+    if any.
     """
 
     key: CacheKey
@@ -75,7 +80,7 @@ class Tail:
 
 @dataclass
 class PendingWrite:
-    """A write under way, and the host memory that it holds."""
+    """A write to disk under way, and the host memory that it holds."""
 
     where: Where
     future: Any
@@ -84,7 +89,7 @@ class PendingWrite:
 
 
 class KVCache:
-    """Keys and values of all decoder layers for the batches of one block."""
+    """The keys and values of all decoder layers for the batches of one block."""
 
     def __init__(self, runtime: Runtime, plan: CachePlan, batch_sizes: list[int]) -> None:
         self._runtime = runtime
@@ -95,7 +100,8 @@ class KVCache:
         self._tokens: dict[Where, int] = {}
         self._sealed: dict[Where, int] = {}
         self._pending: list[PendingWrite] = []
-        # Of writes that are done: the first touch of fresh memory takes longer than the copy.
+        # Memory of finished writes, reused: the first touch of fresh memory takes longer than the
+        # copy.
         self._spare: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         self._buffers: list[HostBuffer] = []
         self._taken: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
@@ -103,7 +109,8 @@ class KVCache:
         self._files: dict[tuple[int, int], Records] = {}
 
     def _stored(self, key: CacheKey) -> Records:
-        """Where a block of all layers is, as a record of its keys' leaves and its values'."""
+        """Returns the disk records of one KV block of a batch: one record per layer, of the leaves
+        of its keys and then of its values."""
         if (key.batch, key.block) not in self._files:
             name, layers = f"kv-{key.batch}-{key.block}", self._num_layers
             sizes = (self._nbytes(key._replace(layer=layer)) for layer in range(layers))
@@ -125,28 +132,28 @@ class KVCache:
         return self._runtime.spec.decoders[decoder]
 
     def _storage(self, key: CacheKey) -> Storage:
-        """Of the sealed block's keys, or values."""
+        """Returns the storage of the sealed block's keys, which is that of its values too."""
         return self._runtime.formats.kv(self._shape(key))
 
     def _nbytes(self, key: CacheKey) -> int:
-        """Of the sealed block's keys and values together."""
+        """Returns the bytes of the sealed block's keys and values together."""
         return self._runtime.formats.kv_bytes(self._shape(key))
 
     def _open_nbytes(self, key: CacheKey) -> int:
-        """The same while the block is open, in full precision."""
+        """Returns the bytes of a block's keys and values while it is open, in full precision."""
         return self._runtime.formats.open_kv_bytes(self._shape(key))
 
     def tokens(self, where: Where) -> int:
-        """How many tokens have been handed over, so that a load may start."""
+        """Returns how many tokens have been handed over and can be loaded."""
         return self._tokens.get(where, 0)
 
     @property
     def has_all_prompts(self) -> bool:
-        """Whether all layers of all batches have handed over their prompt's cache."""
+        """Whether all layers of all batches have handed over the KV cache of their prompts."""
         return len(self._tokens) == self._num_layers * len(self._batch_sizes)
 
     def put_prompt(self, where: Where, blocks: tuple[KVBlock, ...]) -> None:
-        """Hands over the prompt's blocks; what goes to disk waits for the computation."""
+        """Stores the prompt's blocks; those whose home is the disk wait for their computation."""
         for block, arrays in enumerate(blocks):
             key = CacheKey(*where, block)
             home = self._plan.homes[key]
@@ -157,7 +164,7 @@ class KVCache:
         self._open_tail(where)
 
     def put_token(self, where: Where, new: KVBlock) -> None:
-        """Hands over one token's key and value; seals the tail when it is full."""
+        """Stores one token's key and value; seals the tail when it is full."""
         tail = self._tails[where]
         if tail.views:
             moved = self._runtime.memories.to_host(new, "cache", _name(where))
@@ -176,7 +183,7 @@ class KVCache:
             self._open_tail(where)
 
     def _seal(self, tail: Tail) -> None:
-        """Stores a full tail; quantizes it on the device if that is asked for."""
+        """Stores a full tail as a sealed block, quantized on the device if the policy says so."""
         runtime, key = self._runtime, tail.key
         if runtime.formats.cache_bits == 16:
             self._store(key, tail.arrays, tail.buffers)
@@ -199,7 +206,7 @@ class KVCache:
         return "device" if self._plan.homes[key] == "device" else "host"
 
     def _open_tail(self, where: Where) -> None:
-        """Makes room for the next generated tokens, if there will be any."""
+        """Opens a tail for the next generated tokens, if there will be any."""
         lengths = self._plan.lengths(where[1])
         self._tails.pop(where, None)
         if self._sealed[where] == len(lengths):
@@ -212,7 +219,8 @@ class KVCache:
             self._take(self._tail_tier(key), self._open_nbytes(key))
             arrays = (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
             jax.block_until_ready(arrays)
-            # XLA's CPU backend converts a whole 16-bit tail to fp32 and back to write one token.
+            # To write one token, XLA's CPU backend would convert a whole 16-bit tail to fp32 and
+            # back.
             views = tuple(writable_view(array) for array in arrays) if is_unified else ()
             self._tails[where] = Tail(key, length, arrays, views)
         else:
@@ -221,8 +229,8 @@ class KVCache:
             self._tails[where] = Tail(key, length, arrays, views, (first, second))
 
     def _store(self, key: CacheKey, arrays: KVBlock, buffers: tuple[HostBuffer, ...]) -> None:
-        """Puts a complete block into its home. Its memory is counted, that of `buffers` by the
-        pool."""
+        """Puts a complete block into its home tier. The memory of `arrays` is already reserved,
+        that of `buffers` by the pool."""
         home = self._plan.homes[key]
         if home != "device" and not buffers:
             arrays = self._runtime.memories.to_host(arrays, "cache", _name(key[:2]))
@@ -251,7 +259,7 @@ class KVCache:
         self._settle(lambda write: write.where in overdue)
 
     def _settle(self, is_chosen: Any) -> None:
-        """Waits for the chosen writes and gives back their memory; raises what went wrong."""
+        """Waits for the chosen writes and releases their memory; raises their errors."""
         for write in [write for write in self._pending if is_chosen(write)]:
             finish([write.future], f"writing the {_name(write.where)}")
             self._pending = [other for other in self._pending if other is not write]
@@ -259,8 +267,9 @@ class KVCache:
             self._give("host", write.nbytes)
 
     def start(self, where: Where) -> KVLoad:
-        """Starts bringing the sealed blocks and the tail to where attention runs."""
-        # Buffers for reading are not to be added to what the prompts' blocks still hold.
+        """Starts bringing the sealed blocks and the tail of a layer's cache to where attention
+        runs."""
+        # Buffers for reading must not come on top of what the prompts' blocks still hold.
         is_first, self._is_read = not self._is_read, True
         self._settle(lambda write: is_first or write.where == where)
         if is_first:
@@ -294,7 +303,7 @@ class KVCache:
         """Starts reading a block from disk into buffers that belong to the load."""
         storage, buffers = self._storage(key), list[HostBuffer]()
         for leaf in 2 * storage.leaves:
-            # Waiting for the step that is being computed would hold up the next one.
+            # Waiting for the step that is being computed would delay the next one.
             kind = numpy_dtype(leaf.dtype)
             buffers.append(self._runtime.pool.take(leaf.shape, kind, may_wait=False))
             load.buffers.append(buffers[-1])
@@ -312,7 +321,7 @@ class KVCache:
         self._taken[tier] -= nbytes
 
     def close(self) -> None:
-        """Lets go of everything, also of writes that nobody will read."""
+        """Releases everything, including writes that nobody will read."""
         for write in self._pending:
             write.future.exception()
         for tail in self._tails.values():

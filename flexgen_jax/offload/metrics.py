@@ -1,4 +1,4 @@
-"""What a run measured: bytes over each link, busy time of each resource, peaks of each tier."""
+"""Measurements of a run: bytes over each link, and the busy time of each resource."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Resource = Literal[
     "disk_read", "disk_write", "host_to_device", "device_to_host", "compute", "host_compute"
 ]
 Content = Literal["weights", "cache", "activations", "layers", "attention"]
-"""What is moved, or computed."""
+"""Kinds of data that are moved, or of work that is computed."""
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 LINKS: tuple[Link, ...] = get_args(Link)
@@ -24,10 +24,10 @@ RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """Something that a resource does: of which content, asked for in which phase.
+    """One piece of work of a resource, with its content and the phase in which it was asked for.
 
     what: for people, e.g. "weights of decoder layer 3"; start: when it began, in seconds by
-    `time.perf_counter`; run: the count of the run that it belongs to.
+    `time.perf_counter`; run: the number of the run that it belongs to.
     """
 
     resource: Resource
@@ -41,7 +41,7 @@ class Operation:
 
 @dataclass
 class _Busy:
-    """Bytes, and the seconds in which at least one operation was under way."""
+    """Bytes moved, and the seconds during which at least one operation was under way."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -60,7 +60,7 @@ class _Busy:
 
 
 class Metrics:
-    """Counters of one run. Safe to use from the threads on which transfers complete."""
+    """Counters of one run, safe to use from the threads on which transfers complete."""
 
     def __init__(self, trace: Trace | None = None) -> None:
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class Metrics:
         self.reset()
 
     def reset(self) -> None:
-        """Begins a new run; operations begun before it are no part of it."""
+        """Begins a new run; operations begun earlier are not counted in it."""
         with self._lock:
             self._run += 1
             self._phase: Phase = "prefill"
@@ -77,7 +77,7 @@ class Metrics:
             self._parts: dict[tuple[Phase, Resource, Content], _Busy] = defaultdict(_Busy)
 
     def queue(self, resource: Resource, content: Content, what: str, nbytes: int = 0) -> Operation:
-        """The resource was asked for one more operation, which moves so many bytes."""
+        """Records that a resource was asked for one more operation, which moves `nbytes` bytes."""
         with self._lock:
             operation = Operation(resource, content, what, nbytes, self._phase, 0.0, self._run)
             for busy in self._counters(operation):
@@ -85,7 +85,7 @@ class Metrics:
         return operation
 
     def start(self, operation: Operation) -> None:
-        """The resource starts an operation that was in its queue."""
+        """Records that a resource starts an operation from its queue."""
         operation.start = time.perf_counter()
         with self._lock:
             if operation.run == self._run:
@@ -93,13 +93,13 @@ class Metrics:
                     busy.begin(operation.start)
 
     def begin(self, resource: Resource, content: Content, what: str, nbytes: int = 0) -> Operation:
-        """The resource starts one more operation at once."""
+        """Records that a resource starts one more operation at once."""
         operation = self.queue(resource, content, what, nbytes)
         self.start(operation)
         return operation
 
     def end(self, operation: Operation) -> None:
-        """The resource finished one of its operations."""
+        """Records that a resource finished one of its operations."""
         now = time.perf_counter()
         with self._lock:
             if operation.run != self._run:
@@ -116,15 +116,18 @@ class Metrics:
         return self._whole[operation.resource], self._parts[key]
 
     def enter(self, phase: Phase) -> None:
-        """What begins from now on belongs to this phase."""
+        """Assigns operations that begin from now on to this phase."""
         with self._lock:
             self._phase = phase
 
     def report(self) -> dict[str, Any]:
-        """{"bytes": {link: bytes}, "decode_bytes": of transfers that began while decoding,
-        "busy_s": {resource: seconds}, "breakdown": a row of phase, resource, content, bytes and
-        busy_s for each that was used}; busy time is the time in which at least one operation was
-        under way, and the phase the one in which it began."""
+        """Returns the run's counters as a dict.
+
+        "bytes": bytes by link; "decode_bytes": bytes by link of transfers that were asked for while
+        decoding; "busy_s": seconds by resource in which at least one operation was under way;
+        "breakdown": a row with phase, resource, content, bytes and busy_s for each combination that
+        was used, where the phase is the one in which an operation was asked for.
+        """
         with self._lock:
             decoded = dict.fromkeys(LINKS, 0)
             rows: list[dict[str, Any]] = []

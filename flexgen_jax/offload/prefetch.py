@@ -1,4 +1,4 @@
-"""Loads in flight: what is on its way to where it will be computed with."""
+"""Loads under way: arrays on their way to where they will be computed with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 def finish(futures: Sequence[Any], what: str) -> None:
-    """Waits for disk transfers; raises `OffloadError` that says what was being moved."""
+    """Waits for disk transfers; raises `OffloadError` that names what was being moved."""
     for future in futures:
         try:
             future.result()
@@ -35,10 +35,10 @@ def finish(futures: Sequence[Any], what: str) -> None:
 class Load(Generic[T]):
     """A pytree of arrays on its way to the device.
 
-    content, what: for the counters and for people; tree: its leaves in whatever tier they are in
+    content, what: for the counters and for people; tree: its leaves, in whatever tier they are in
     now; reads: disk reads that are filling host buffers among the leaves; buffers: host buffers to
-    give back after use; last_reader: a result of the last computation that reads the tree;
-    staying: what is read with it but not moved.
+    release after use; last_reader: a result of the last computation that reads the tree; staying:
+    data that is read with the tree but not moved to the device.
     """
 
     content: Content
@@ -53,7 +53,7 @@ class Load(Generic[T]):
 
     @contextmanager
     def abandoned_on_error(self, pool: BufferPool) -> Iterator[None]:
-        """Gives back what has been gathered if the rest cannot be."""
+        """Releases the buffers acquired so far if acquiring the rest fails."""
         try:
             yield
         except BaseException:
@@ -67,7 +67,8 @@ class Load(Generic[T]):
         return all(read.done() for read in self.reads)
 
     def copy(self, memories: Memories, ledger: Ledger) -> None:
-        """Waits for the disk, then starts the copy to the device, once."""
+        """Waits for the disk reads, then starts the copy to the device; further calls do
+        nothing."""
         if self._copied:
             return
         finish(self.reads, self.what)
@@ -78,17 +79,17 @@ class Load(Generic[T]):
         self._copied = True
 
     def release(self, pool: BufferPool, ledger: Ledger) -> None:
-        """Gives back the memory, to be reused after the last reader is computed."""
+        """Releases the memory, to be reused after the last reader is computed."""
         if not self._copied:
             for read in self.reads:
-                read.exception()  # nobody wants it any more; only its end matters
+                read.exception()  # nobody wants the data any more; only the read's end matters
         ledger.give("device", self._copied_bytes)
         for buffer in self.buffers:
             pool.give(buffer, self.last_reader)
 
 
 class Stream(Generic[K, T]):
-    """Keeps the next loads of one kind in flight, in the order in which they will be used."""
+    """Keeps the next loads of one kind under way, in the order in which they will be used."""
 
     def __init__(
         self,
@@ -104,7 +105,8 @@ class Stream(Generic[K, T]):
         self._loads: OrderedDict[K, Load[T]] = OrderedDict()
 
     def ahead(self, keys: Sequence[K]) -> None:
-        """Starts what is not yet under way of `keys`, and drops what is no longer wanted."""
+        """Starts the loads of `keys` that are not under way yet, and drops those that are not in
+        `keys`."""
         wanted = set(keys)
         for key in [key for key in self._loads if key not in wanted]:
             self.release(key)
@@ -113,14 +115,14 @@ class Stream(Generic[K, T]):
                 self._loads[key] = self._start(key)
 
     def copy(self, keys: Sequence[K]) -> None:
-        """Starts the copy to the device of those of `keys` whose disk reads are done."""
+        """Starts the copy to the device for those of `keys` whose disk reads are done."""
         for key in keys:
             load = self._loads.get(key)
             if load is not None and load.is_read():
                 load.copy(self._memories, self._ledger)
 
     def take(self, key: K) -> T:
-        """The tree, on the device; waits for the disk but not for the copy."""
+        """Returns the tree on the device; waits for the disk but not for the copy."""
         if key not in self._loads:
             self._loads[key] = self._start(key)
         load = self._loads[key]
@@ -128,11 +130,12 @@ class Stream(Generic[K, T]):
         return load.tree
 
     def staying(self, key: K) -> Any:
-        """What was read with the tree, which has been taken, and stays on the host."""
+        """Returns the data that was read with a taken tree and stays on the host."""
         return self._loads[key].staying
 
     def used(self, key: K, reader: jax.Array) -> None:
-        """A computation that reads the tree was dispatched; `reader` is a result of it."""
+        """Records that a computation that reads the tree was dispatched; `reader` is a result of
+        it."""
         self._loads[key].last_reader = reader
 
     def release(self, key: K) -> None:

@@ -1,4 +1,4 @@
-"""Attention of a decode step whose cache is partly on the host, where the CPU attends to it."""
+"""Decode attention for a step whose KV cache is partly on the host, where the CPU attends to it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from flexgen_jax.policy.policy import Policy
 
 
 class Moment(NamedTuple):
-    """Where in its sequences a decode step is.
+    """The place of a decode step in its sequences.
 
-    position: int32, the new token's index; first_valid: int32 [batch]. For sparse attention counts:
-    int32 [batch], how many earlier tokens each head attends to, and most: how many the compiled
-    programs have room for; None and 0 where it attends to all.
+    position: int32, the new token's index; first_valid: int32 [batch], each sequence's first valid
+    token. For sparse attention, counts: int32 [batch], how many earlier tokens each head attends
+    to, and most: how many the compiled programs have room for; for dense attention these are None
+    and 0.
     """
 
     position: np.int32
@@ -34,7 +35,8 @@ class Moment(NamedTuple):
 
     @classmethod
     def of(cls, policy: Policy, position: int, first_valid: np.ndarray, room: int) -> Moment:
-        """room: how many tokens the cache's blocks, with the open one, can hold."""
+        """Returns the moment of the token at `position`; room: how many tokens the cache's blocks,
+        with the open one, can hold."""
         if not policy.is_sparse:
             return cls(np.int32(position), first_valid)
         counts = np.array([policy.attended(position - int(first)) for first in first_valid])
@@ -43,13 +45,13 @@ class Moment(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What `Programs.decode` takes of it."""
+        """The arguments of `Programs.decode` that this moment gives."""
         dense = (self.position, self.first_valid)
         return dense if self.counts is None else (*dense, self.counts)
 
 
 class Question(NamedTuple):
-    """What a batch asks of a layer's cache."""
+    """A batch's query to a layer's KV cache."""
 
     runtime: Runtime
     layer: LayerSpec
@@ -78,7 +80,7 @@ class Question(NamedTuple):
         return self._watched(program(values, ranked, counts))
 
     def _watched(self, result: Any) -> Any:
-        """Counts the device as busy until the result, which was enqueued, is computed."""
+        """Counts the device as busy until the result, which is already enqueued, is computed."""
         operation = self.runtime.metrics.queue("compute", "attention", "attention on the device")
         self.runtime.watcher.follow(operation, self.query, result)
         return result
@@ -87,9 +89,10 @@ class Question(NamedTuple):
 def attend_split(
     question: Question, moved: Moving, split: Split, meanwhile: Callable[[], object]
 ) -> list[Any]:
-    """Partial results of the host and, if it has blocks, of the device, for `Programs.finish`.
+    """Returns the partial results of the host and, if it has blocks, of the device, for
+    `Programs.finish`.
 
-    meanwhile: called when the device has got its work and the CPU's begins.
+    meanwhile: called when the device has its work and before the CPU's begins.
     """
     runtime, at = question.runtime, question.at
     where = (split.blocks, int(at.position), at.first_valid)
@@ -97,7 +100,7 @@ def attend_split(
         here = [question.attend(moved.blocks, split.here)] if moved.blocks else []
         meanwhile()
         return [runtime.on_host(runtime.host_attention.attend, question.query, *where), *here]
-    # Which tokens are attended to is known when the scores of both places are.
+    # Which tokens are attended to is known only when the scores of both places are.
     ranked = [
         question.rank(keys, part) if keys else None
         for keys, part in (
@@ -123,7 +126,7 @@ def _starts(part: Part) -> np.ndarray:
 
 
 def _candidates(runtime: Runtime, ranked: Ranked, part: Part) -> Candidates:
-    """Ranked tokens on the host, by their indices in the sequence."""
+    """Brings ranked tokens to the host, with their indices in the sequence."""
     scores, tokens, lse = (
         np.asarray(x) for x in runtime.memories.to_host(ranked, "attention", "ranked tokens")
     )

@@ -1,8 +1,8 @@
-"""The two memory tiers: how arrays get into them and between them.
+"""The two memory tiers, host and device: how arrays get into them and move between them.
 
-On the CPU backend host and device are the same RAM, so moving between them hands the array
-over; budgets are still kept apart. Everywhere else the host tier is pinned memory, and a move
-is a copy. `unified=False` takes the copying path on the CPU too, which is how it is tested.
+On the CPU backend both are the same RAM, so a move only hands the array over; budgets are still
+kept apart. Elsewhere the host tier is pinned memory, and a move is a copy. `unified=False` takes
+the copying path on the CPU too, which is how it is tested.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tree_bytes(tree: Any) -> int:
 
 
 class Memories:
-    """The device's memory and the host memory that it can copy from and to."""
+    """The device's memory, and the host memory that the device can copy from and to."""
 
     def __init__(self, watcher: Watcher, unified: bool | None = None) -> None:
         self.device = jax.devices()[0]
@@ -43,22 +43,22 @@ class Memories:
             self._host_sharding = self._device_sharding.with_memory_kind("pinned_host")
 
     def to_device(self, tree: T, content: Content, what: str) -> T:
-        """Starts moving the host arrays among the leaves; returns at once. content, what: see
-        `metrics.Operation`."""
+        """Starts moving those leaves of a tree that are on the host to the device; returns at once.
+        content, what: see `metrics.Operation`."""
         return tree if self.unified else self._move(tree, "host_to_device", content, what)
 
     def to_host(self, tree: T, content: Content, what: str) -> T:
-        """Starts moving the leaves to the host; returns at once."""
+        """Starts moving the leaves of a tree to the host; returns at once."""
         return tree if self.unified else self._move(tree, "device_to_host", content, what)
 
     def send(self, tree: Any, content: Content, what: str) -> Any:
-        """Starts moving small NumPy arrays, which nobody changes any more, to the device."""
+        """Starts moving small NumPy arrays, which must not change any more, to the device."""
         if self.unified:
             return tree
         return self._put(tree, "host_to_device", content, what)
 
     def on_host(self, array: jax.Array) -> bool:
-        """Whether the array would have to be copied to be computed with."""
+        """Returns whether an array must be copied to the device before computing with it."""
         return not self.unified and array.sharding.memory_kind == "pinned_host"
 
     def _move(self, tree: T, link: Link, content: Content, what: str) -> T:
@@ -73,7 +73,7 @@ class Memories:
         return result
 
     def _put(self, tree: Any, link: Link, content: Content, what: str) -> Any:
-        """Starts a copy, which counts as under way until it is done."""
+        """Starts a copy, which the metrics count as under way until it is done."""
         target = self._device_sharding if link == "host_to_device" else self._host_sharding
         operation = self._watcher.metrics.queue(link, content, what, tree_bytes(tree))
         moved = jax.device_put(tree, target)
@@ -81,10 +81,9 @@ class Memories:
         return moved
 
     def host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        """Host memory of its own, in whole pages, where the disk can be read to directly.
-
-        On the CPU backend the array is these pages; elsewhere it is a pinned copy.
-        """
+        """Returns a zeroed array in host memory, in whole pages, so that the disk can be read
+        directly into it. On the CPU backend the array is these pages; elsewhere it is a pinned
+        copy."""
         zeros = whole_pages(int(np.prod(shape)) * np.dtype(dtype).itemsize)
         zeros = zeros.view(dtype).reshape(shape)
         array: jax.Array = jax.device_put(zeros, self._host_sharding)
@@ -97,7 +96,8 @@ def _is_ready(array: Any) -> bool:
 
 
 def writable_view(array: jax.Array) -> np.ndarray:
-    """The memory of a host array, to write to. Safe while nothing computes with the array."""
+    """Returns a writable view of a host array's memory. Safe while nothing computes with the
+    array."""
     address = array.unsafe_buffer_pointer()
     memory = (ctypes.c_uint8 * array.nbytes).from_address(address)
     memory.owner = array  # type: ignore[attr-defined] # a view keeps the memory alive
@@ -107,8 +107,8 @@ def writable_view(array: jax.Array) -> np.ndarray:
 
 @dataclass(eq=False)
 class HostBuffer:
-    """Reusable host memory: `view` is written to, `array` is computed with; `holders` counts
-    who uses it now."""
+    """Reusable host memory. `view` is written to, `array` is computed with, and `holders` counts
+    the current users."""
 
     array: jax.Array
     view: np.ndarray
@@ -120,10 +120,10 @@ class HostBuffer:
 
 
 class BufferPool:
-    """Host buffers by shape, reused as soon as the computations that read them are done.
+    """Host buffers by shape and dtype, reused as soon as the computations that read them are done.
 
-    most_bytes: before there are more, free buffers of other shapes are let go of. A run of equal
-    prompts never comes to that; in one of many lengths, every length has shapes of its own.
+    most_bytes: the size above which free buffers of other shapes are freed first. A run of equally
+    long prompts never reaches it; in a run of many lengths, every length has shapes of its own.
     """
 
     def __init__(self, memories: Memories, ledger: Ledger) -> None:
@@ -134,8 +134,8 @@ class BufferPool:
         self.most_bytes: float = math.inf
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype, may_wait: bool = True) -> HostBuffer:
-        """A free buffer, once its last reader is done, or else a new one; a new one at once where
-        it may not wait for a reader."""
+        """Acquires a free buffer, once its last reader is done, or else a new one. With `may_wait`
+        false it does not wait for a reader but makes a new buffer at once."""
         free = self._free.get((shape, np.dtype(dtype)))
         if free and not may_wait and not _is_ready(free[0][1]):
             free = None
@@ -156,19 +156,20 @@ class BufferPool:
         return HostBuffer(array, writable_view(array))
 
     def give(self, buffer: HostBuffer, last_reader: jax.Array | None) -> None:
-        """Drops one hold; the last one frees the buffer after `last_reader` is computed."""
+        """Releases one hold; the last one frees the buffer once `last_reader` is computed."""
         buffer.holders -= 1
         if buffer.holders == 0:
             self._free.setdefault(buffer.key, []).append((buffer, last_reader))
 
     def _make_room(self, nbytes: int) -> None:
-        """For a new buffer within `most_bytes`, as far as free ones can be let go of at once."""
+        """Frees idle buffers to keep a new one within `most_bytes`, as far as that needs no
+        waiting."""
         for entries in self._free.values():
             while entries and self._bytes + nbytes > self.most_bytes and _is_ready(entries[0][1]):
                 self._let_go(entries)
 
     def trim(self) -> None:
-        """Lets go of the memory of all free buffers."""
+        """Frees the memory of all idle buffers, after their last readers."""
         for entries in self._free.values():
             while entries:
                 wait_for(entries[0][1])

@@ -1,4 +1,4 @@
-"""Writes what ran when as a trace that https://ui.perfetto.dev and chrome://tracing open."""
+"""Writes a trace of what ran when, which https://ui.perfetto.dev and chrome://tracing can open."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from flexgen_jax.errors import (
 )
 
 PROCESS = 1
-"""A trace has one process; its tracks are threads."""
+"""The process id in a trace: there is one process, and its tracks are threads."""
 
 
 class Trace:
     """A file of spans in the Trace Event Format's array form, written while the run goes on.
 
-    Each track is a row; spans of one track that overlap get a second, third, ... row. The format
+    Each track is a row; overlapping spans of one track get a second, third, ... row. The format
     allows the closing bracket to be missing, so the trace of a killed run opens too. Safe to use
-    from several threads. Raises `UserError` where the file cannot be opened; what goes wrong later
-    ends the trace, not the run, and is raised by `close`.
+    from several threads. Raises `UserError` if the file cannot be opened; later errors end the
+    trace, not the run, and are raised by `close`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class Trace:
         )
 
     def span(self, track: str, name: str, start: float, end: float, **details: Any) -> None:
-        """Adds what took place from `start` to `end`, in seconds of one clock."""
+        """Adds a span from `start` to `end`, in seconds of one clock."""
         with self._lock:
             if self._file.closed or self._error is not None:
                 return
@@ -60,8 +60,8 @@ class Trace:
             )
 
     def _row(self, track: str, start: float, end: float) -> int:
-        """The first row of the track whose last span was over by then, a new one if there is
-        none; spans come in the order of their ends."""
+        """Returns the first row of the track whose last span had ended by `start`, or a new row if
+        there is none. Spans come in the order of their ends."""
         rows = self._rows.setdefault(track, [])
         order = self._order.setdefault(track, len(self._order))
         lane = next((lane for lane, last in enumerate(rows) if last <= start), len(rows))
@@ -84,7 +84,7 @@ class Trace:
         self._is_first = False
 
     def close(self) -> None:
-        """Completes the file; raises the first `UserError` of its writing."""
+        """Completes the file; raises the first `UserError` that writing it met."""
         with self._lock:
             if self._file.closed:
                 return
@@ -94,7 +94,7 @@ class Trace:
                 self._error = self._error or self._failed(error)
             try:
                 self._file.close()
-            except OSError as error:  # what was buffered; the file is closed all the same
+            except OSError as error:  # writing the buffer failed; the file is closed anyway
                 self._error = self._error or self._failed(error)
             if self._error is not None:
                 raise self._error

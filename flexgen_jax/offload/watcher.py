@@ -1,4 +1,4 @@
-"""Notices when what was started in the background is done, for the counters."""
+"""Notices when work that was started in the background is done, for the counters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flexgen_jax.offload.metrics import Content, Metrics, Operation, Resource
 
 
 class Watcher:
-    """Starts and ends the operations of the device, each resource's in the order in which they were
-    enqueued: one starts when the one before has ended and its source is computed, and ends when
-    its result is ready.
+    """Records the start and the end of the device's operations.
 
-    Only an observer: an error in a computation reaches the thread that uses its result.
+    Each resource's operations are followed in the order in which they were enqueued: one starts
+    when the one before has ended and its source is computed, and ends when its result is ready. The
+    watcher only observes: an error in a computation reaches the thread that uses its result.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -27,7 +27,7 @@ class Watcher:
         self._threads: list[threading.Thread] = []
 
     def follow(self, operation: Operation, source: Any, result: Any) -> None:
-        """`result`, which is computed or copied from `source`, was enqueued."""
+        """Follows an enqueued operation, which computes or copies `result` from `source`."""
         if operation.resource not in self._queues:
             found = self._queues[operation.resource] = queue.SimpleQueue()
             name = f"flexgen-watch-{operation.resource}"
@@ -51,11 +51,11 @@ class Watcher:
             self.metrics.start(operation)
             wait_for(result)
             self.metrics.end(operation)
-            del item, source, result  # not to hold memory until the next one comes
+            del item, source, result  # do not hold memory until the next item comes
 
 
 def wait_for(tree: Any) -> None:
-    """Until it is computed, or its computation has failed."""
+    """Waits until a tree is computed, or its computation has failed."""
     with suppress(Exception):  # raised again wherever the result is used
         jax.block_until_ready(tree)
 

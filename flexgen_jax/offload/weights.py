@@ -1,4 +1,4 @@
-"""Weights in their home tiers, and their way to the device layer by layer."""
+"""The weights in their home tiers, and their way to the device, layer by layer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from flexgen_jax.offload.watcher import counted
 from flexgen_jax.policy.policy import Tier
 
 Progress = Callable[[int], object]
-"""Called with the bytes that were placed."""
+"""Called with the number of bytes that were placed."""
 
 
 Stored = tuple[str, tuple[int, ...], np.dtype]
-"""A leaf in the offload folder: name, shape and dtype."""
+"""The name, shape and dtype of one stored array (leaf) in the offload folder."""
 
 
 def _stored(tensor: TensorSpec, leaf: Leaf) -> Stored:
@@ -35,10 +35,10 @@ def _stored(tensor: TensorSpec, leaf: Leaf) -> Stored:
 
 
 class WeightStore:
-    """Holds every tensor in the tier the placement gives it.
+    """Holds every tensor in the tier that the placement gives it.
 
-    cached: keys of tensors on disk that are read through the page cache, for RAM is free; may be
-        changed between blocks.
+    cached: keys of tensors on disk that are read through the page cache, because RAM is free; may
+        be changed between blocks.
     """
 
     def __init__(
@@ -54,12 +54,13 @@ class WeightStore:
         self._arrays: dict[str, Kept] = {}
         self._files: dict[str, list[DiskArray]] = {}
         self._taken = dict.fromkeys(("device", "host", "disk"), 0)
-        # Buffers of the model's two ends have shapes of their own, so they would lie idle while
-        # the decoder layers run: what is read into them stays for the block's other tokens.
+        # Embedding and head have buffer shapes of their own, which would lie idle while the decoder
+        # layers run: what is read into them stays for the block's other tokens.
         self._kept: dict[tuple[str, int], tuple[HostBuffer, Any]] = {}
 
     def place(self, progress: Progress) -> None:
-        """Brings every tensor to its home tier, holding a few chunks beside them in RAM."""
+        """Brings every tensor to its home tier; besides the tensors, a few chunks at a time are in
+        RAM."""
         tensors = list(self._runtime.spec.tensors.values())
         for tensor in tensors:
             if self._tiers[tensor.key] != "disk":
@@ -88,8 +89,8 @@ class WeightStore:
         return self._runtime.formats.weight(tensor)
 
     def _fill(self, tensor: TensorSpec, leaves: list[np.ndarray]) -> None:
-        """Writes the tensor's stored leaves, which are zero, a few chunks at a time; quantized
-        on the device if that is asked for."""
+        """Fills the tensor's stored leaves, which must be zero, a few chunks at a time; if the
+        tensor is quantized, the device does that."""
         storage = self._storage(tensor)
         if storage.bits == 16:
             start = 0
@@ -106,7 +107,7 @@ class WeightStore:
             codes, *values = (np.asarray(array) for array in encode(piece, part))
             groups = slice(start // group, -(-stop // group))
             scale[groups], minimum[groups] = values
-            for index in range(start // length, -(-stop // length)):  # mostly one
+            for index in range(start // length, -(-stop // length)):  # usually one
                 low, high = max(start, index * length), min(stop, (index + 1) * length)
                 rows = codes[low - start : high - start] << (storage.bits * index)
                 packed[low - index * length : high - index * length] |= rows
@@ -128,8 +129,8 @@ class WeightStore:
     def _write(
         self, folder: WeightFolder, tensor: TensorSpec, stored: list[Stored], missing: list[bool]
     ) -> None:
-        """Stores what is missing of a tensor; quantized it is in RAM whole, otherwise a few
-        chunks of it."""
+        """Writes a tensor's missing leaves to disk. A quantized tensor is in RAM whole meanwhile;
+        of others, only a few chunks are."""
         if len(stored) == 1:
             folder.write(*stored[0], self._pieces(tensor))
             return
@@ -149,7 +150,7 @@ class WeightStore:
             yield self._source.read(tensor, start, stop, self._runtime.formats.dtype)
 
     def start(self, layer: LayerSpec) -> Load[dict[str, Kept]]:
-        """Starts bringing a layer's tensors together; what is on disk is read into the ring."""
+        """Starts gathering a layer's tensors; those on disk are read into pooled host buffers."""
         load: Load[dict[str, Kept]] = Load("weights", f"weights of {layer.name}", {})
         reads: list[tuple[int, Any]] = []
         with load.abandoned_on_error(self._runtime.pool):
@@ -168,8 +169,11 @@ class WeightStore:
     def _read(
         self, key: str, is_end: bool, load: Load[Any], reads: list[tuple[int, Any]]
     ) -> list[jax.Array]:
-        """Starts reading every leaf of a tensor into the ring, as a part of `load`, and adds to
-        `reads` the bytes and the future of each that was not under way."""
+        """Starts reading every leaf of a tensor into pooled host buffers, as a part of `load`.
+
+        is_end: whether the tensor belongs to the embedding or the head, whose buffers are kept.
+        Adds to `reads` the bytes and the future of each read that was not under way already.
+        """
         runtime, arrays = self._runtime, []
         for name, file in enumerate(self._files[key]):
             file = replace(file, direct=False) if key in self.cached else file
@@ -189,7 +193,7 @@ class WeightStore:
         return arrays
 
     def end_block(self) -> None:
-        """Gives back the buffers that were kept during the block; all reads are done."""
+        """Releases the buffers that were kept during the block; all reads are done by then."""
         for buffer, _ in self._kept.values():
             self._runtime.pool.give(buffer, None)
         self._kept.clear()

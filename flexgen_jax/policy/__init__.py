@@ -1,1 +1,1 @@
-"""What goes where, and whether it fits. Imports no JAX and does no I/O."""
+"""Policies: where data lives, whether it fits, how long a run takes. No JAX, no I/O."""

@@ -1,5 +1,5 @@
-"""What the simulator has in place of a machine: a clock over links and processors, and a KV cache
-of which only the sizes are there."""
+"""The simulator's stand-in for a machine: a clock over links and processors, and the sizes of a
+KV cache. Times are in seconds since the start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ RESOURCES = (*TRANSFERS, "compute", "host_compute")
 
 @dataclass
 class Loading:
-    """A load in flight: its read, the bytes that have to be copied, when they are there."""
+    """A load in flight.
+
+    read: the queue entry of its disk read, see `Clock.read`; copied: bytes to copy to the device;
+    size: bytes of one operation, which decide the rate, or None for those of the whole load;
+    ready: the time at which it is on the device, -1 before its copy is queued.
+    """
 
     read: list[float] | None = None
     copied: int = 0
@@ -26,7 +31,7 @@ class Loading:
 
 
 class Clock:
-    """The executor's thread: what it waits for, and what it keeps busy."""
+    """Time as the executor's thread sees it: what it waits for, and what it keeps busy."""
 
     def __init__(self, hw: HardwareProfile, overlap: bool, unified: bool) -> None:
         self.now = 0.0
@@ -37,7 +42,7 @@ class Clock:
         self._links = {"host_to_device": 0.0, "device_to_host": 0.0, "disk_write": 0.0}
         self._lanes: tuple[deque[list[float]], ...] = (deque(), deque())
         self._disk = 0.0
-        self.weight = 1  # for how many tokens the present one stands
+        self.weight = 1  # number of tokens that the current one stands for
         self.busy = dict.fromkeys(RESOURCES, 0.0)
         self.bytes = dict.fromkeys(TRANSFERS, 0)
 
@@ -45,7 +50,10 @@ class Clock:
         self.now = max(self.now, until)
 
     def compute(self, seconds: float, ready: float = 0.0) -> float:
-        """Dispatches a program; returns when it is done. A transfer's drag lengthens the next."""
+        """Dispatches a program that takes `seconds`; returns the time at which it is done.
+
+        It also takes the seconds that transfers' drag has cost since the last program.
+        """
         seconds += self._lost
         self._lost = 0.0
         self._device = max(self._device, self.now, ready) + seconds
@@ -53,7 +61,7 @@ class Clock:
         return self._device
 
     def host_compute(self, seconds: float, ready: float) -> None:
-        """The CPU attends, and the thread with it."""
+        """Attends on the CPU from the time `ready` on, while the thread waits."""
         if self._unified:
             ready = max(ready, self._device)
         self.now = max(self.now, ready) + seconds
@@ -62,7 +70,10 @@ class Clock:
         self.busy["host_compute"] += seconds * self.weight
 
     def move(self, link: str, nbytes: int, ready: float = 0.0, size: float | None = None) -> float:
-        """A transfer over one of the three plain links; returns when it is done."""
+        """Queues a transfer on a link other than "disk_read"; returns the time at which it is done.
+
+        size: bytes of one operation, which decide the rate (default: `nbytes`).
+        """
         if nbytes == 0 or (self._unified and link != "disk_write"):
             return max(self.now, ready)
         rate: Rate = getattr(self._hw, link)
@@ -71,7 +82,10 @@ class Clock:
         return self._links[link]
 
     def pass_by(self, link: str, nbytes: int, ready: float = 0.0) -> float:
-        """A small transfer, which does not wait for the large ones: a GPU has several queues."""
+        """Makes a small transfer; returns the time at which it is done.
+
+        It does not wait for large transfers, because a GPU has several queues.
+        """
         if nbytes == 0 or self._unified:
             return max(self.now, ready)
         rate: Rate = getattr(self._hw, link)
@@ -80,8 +94,11 @@ class Clock:
         return max(self.now, ready) + seconds
 
     def read(self, nbytes: int, urgent: bool, source: str, seconds: float) -> list[float]:
-        """Queues a read from "disk_read" or "page_cache", of so many seconds if nothing else is
-        read: [seconds left, when it is done]."""
+        """Queues a read from the source "disk_read" or "page_cache", in the urgent lane or not.
+
+        seconds: how long it takes if nothing else is read. Returns the queue's entry: seconds left,
+        and the time at which it is done, -1 before.
+        """
         seconds = self._count("disk_read", nbytes, seconds, source)
         self._drain(self.now)
         entry = [seconds, -1.0]
@@ -102,7 +119,7 @@ class Clock:
         return entry[1] >= 0
 
     def finish_read(self, entry: list[float] | None) -> None:
-        """Waits for a read."""
+        """Waits until the read of a queue entry is done."""
         if entry is None:
             return
         self._drain(self.now)
@@ -113,7 +130,7 @@ class Clock:
         self.wait(entry[1])
 
     def _drain(self, until: float) -> None:
-        """Lets the disk read until then, shared equally by the lanes that have something."""
+        """Lets the disk read until a time; lanes that have reads share it equally."""
         while self._disk < until:
             active = [lane for lane in self._lanes if lane]
             if not active:
@@ -130,9 +147,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class Cached:
-    """One (layer, batch)'s cache. read, moved: bytes that a step reads from disk and moves to the
-    device, and read_s: seconds of the reading, by how many blocks are sealed; there, homes,
-    lengths: by block."""
+    """Sizes of the KV cache of one layer and batch.
+
+    read, read_s, moved: by the number of sealed blocks, the bytes that a step reads from disk, the
+    seconds of that, and the bytes that it moves to the device; there, homes, lengths: by block,
+    whether its values stay on the host, its tier, and its tokens.
+    """
 
     read: tuple[int, ...]
     read_s: tuple[float, ...]
@@ -143,7 +163,7 @@ class Cached:
 
 
 class CacheSizes:
-    """The KV cache of a block of batches."""
+    """Sizes of the KV cache of a block of batches, computed when they are first asked for."""
 
     def __init__(self, costs: Costs, plan: CachePlan, batch_sizes: tuple[int, ...]) -> None:
         self._costs, self._plan, self._rows = costs, plan, batch_sizes
@@ -176,7 +196,7 @@ class CacheSizes:
         )
 
     def _cost(self, decoder: int, rows: int, length: int) -> tuple[int, float]:
-        """Bytes of a sealed block, and seconds of reading them."""
+        """Returns the bytes of a sealed KV block, and the seconds of reading it from disk."""
         spec = self._costs.spec
         what = (spec.alike[decoder + 1], rows, length)
         if what not in self._costs_of:
@@ -186,7 +206,7 @@ class CacheSizes:
         return self._costs_of[what]
 
     def sealed(self, batch: int, position: int) -> int:
-        """How many blocks are full when so many tokens are cached."""
+        """Returns the number of a batch's full blocks when `position` tokens are cached."""
         sealed = total = 0
         for length in self._plan.lengths(batch):
             total += length

@@ -2,8 +2,9 @@
 
 `Costs` has the seconds of single operations, which the simulator uses too. `block_terms` adds
 them up for one decoder layer and a block of batches, as functions that are linear in the nine
-fractions of a policy, so that a linear program can choose these. Beyond the paper: quantization,
-sparse attention, the place of attention, the row schedule, fixed costs of steps, both ends.
+fractions of a policy, so that a linear program can choose the fractions. The model also covers
+what the paper's leaves out: quantization, sparse attention, the place of attention, the row
+schedule, fixed costs of steps, embedding and head.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile
 from flexgen_jax.policy.policy import Policy, Workload, generated_blocks, prompt_blocks
 
 FRACTIONS = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
-"""The paper's nine variables: of weights, cache and hidden states on GPU, CPU and disk."""
+"""The paper's nine variables: the fractions of weights, KV cache and hidden states (w, c, h) on
+GPU, CPU and disk (g, c, d)."""
 
 AWAY_W = {"wc": 1.0, "wd": 1.0}
 AWAY_C = {"cc": 1.0, "cd": 1.0}
@@ -28,7 +30,7 @@ AWAY_H = {"hc": 1.0, "hd": 1.0}
 
 @dataclass(frozen=True)
 class Linear:
-    """A constant and a coefficient for each of some fractions."""
+    """A linear function of a policy's fractions: a constant, and coefficients by fraction."""
 
     factors: Mapping[str, float] = field(default_factory=dict)
     constant: float = 0.0
@@ -47,7 +49,7 @@ class Linear:
 
 
 def fractions_of(policy: Policy) -> dict[str, float]:
-    """A policy's nine numbers by the paper's names."""
+    """Returns a policy's nine fractions by the paper's names."""
     parts = (policy.weights, policy.cache, policy.activations)
     values = [share for part in parts for share in (part.device, part.host, part.disk)]
     return dict(zip(FRACTIONS, values, strict=True))
@@ -56,7 +58,7 @@ def fractions_of(policy: Policy) -> dict[str, float]:
 class Costs:
     """Seconds and bytes of single operations of one model on one machine.
 
-    What differs from layer to layer takes a decoder layer; `mean` is the average over all of them.
+    Costs that differ from layer to layer take a decoder layer; `mean` averages over all of them.
     """
 
     def __init__(self, config: ModelConfig, dtype: str, policy: Policy, hw: HardwareProfile):
@@ -69,10 +71,10 @@ class Costs:
         self._device = hw.device_attention[policy.cache_bits]
         self._host = hw.host_attention[policy.cache_bits]
         kept = policy.attention_sparsity
-        self._read_share = (1 + kept) / 2  # all keys are read, and of the values those attended to
+        self._read_share = (1 + kept) / 2  # all keys are read, and the values attended to
 
     def mean(self, cost: Callable[[LayerSpec], float]) -> float:
-        """The average of a decoder layer's cost over all decoder layers."""
+        """Returns the average of a decoder layer's cost over all decoder layers."""
         (first, count), *others = self.spec.decoder_kinds
         if not others:
             return cost(first)
@@ -80,19 +82,20 @@ class Costs:
         return total / len(self.spec.decoders)
 
     def linear_s(self, layer: LayerSpec, rows: float) -> float:
-        """Seconds of a decoder layer's products: linear_layer in the paper, 8 h1^2 + 4 h1 h2 FLOPs
-        a row."""
+        """Seconds of a decoder layer's products: the paper's linear_layer, 8 h1^2 + 4 h1 h2 FLOPs
+        per row."""
         return self._linear.seconds(2.0 * rows * layer.large_size, rows)
 
     def project_s(self, layer: LayerSpec, rows: int) -> float:
-        """Seconds of the part of `linear_s` that comes before attention."""
+        """Seconds of a decoder layer's products before attention, a part of `linear_s`."""
         return layer.projected_share * self.linear_s(layer, rows)
 
     def prefill_s(self, layer: LayerSpec, rows: int, tokens: int, only_last: bool = False) -> float:
-        """Seconds of a layer's prefill, comp^p: products, attention 4 s^2 h1 a sequence,
-        quantization.
+        """Seconds of a layer's prefill (comp^p): products, quantization, and attention with
+        4 s^2 h1 FLOPs per sequence.
 
-        only_last: the last layer's, of all tokens keys and values and of one the rest.
+        only_last: for the last layer, which computes keys and values of all tokens, and everything
+        else of one token per sequence.
         """
         if only_last:
             group = self.hw.sizes.prefill_sequences(rows, tokens, self.policy.weight_bits)
@@ -110,7 +113,7 @@ class Costs:
         return seconds
 
     def mean_prefill_s(self, rows: int, tokens: int, scores_prompts: bool) -> float:
-        """Seconds of a layer's prefill, on average."""
+        """Seconds of one layer's prefill, the average over all layers."""
         layers, last = len(self.spec.decoders), self.spec.decoders[-1]
         whole = self.mean(lambda layer: self.prefill_s(layer, rows, tokens))
         saved = self.prefill_s(last, rows, tokens) - self.prefill_s(
@@ -144,9 +147,11 @@ class Costs:
     def split_attention_s(
         self, layer: LayerSpec, rows: int, here: float, there: float
     ) -> tuple[float, float]:
-        """Seconds of a layer's decode attention to tokens on the device and to those whose values
-        stay on the host, by processor. Sparse attention on the device has the keys of the latter
-        moved."""
+        """Seconds of a layer's decode attention on the device and on the CPU.
+
+        here: number of tokens on the device; there: number of tokens whose values stay on the host.
+        With sparse attention on the device, the keys of the latter are moved to it.
+        """
         device = self.device_attention_s(layer, rows, here) if here else 0.0
         if self.policy.attends_on_host:
             return device, self.host_attention_s(layer, rows, there)
@@ -192,11 +197,11 @@ class Costs:
         return sum(self.formats.weight(t).nbytes for t in layer.large)
 
     def end_bytes(self) -> int:
-        """Bytes of the large tensors of embedding and head, a shared table counted twice."""
+        """Bytes of the large tensors of embedding and head; a shared table counts twice."""
         return sum(self.formats.weight(t).nbytes for t in self._end_tensors())
 
     def end_bytes_held(self) -> int:
-        """Bytes of the large tensors of embedding and head, a shared table counted once."""
+        """Bytes of the large tensors of embedding and head; a shared table counts once."""
         held = {t.key: self.formats.weight(t).nbytes for t in self._end_tensors()}
         return sum(held.values())
 
@@ -208,9 +213,10 @@ class Costs:
 class BlockTerms:
     """Seconds that a block of batches takes at each resource, by phase.
 
-    prefill, decode: for one decoder layer, of one token when decoding (the paper's ctog, gtoc,
-    dtoc, ctod by `TRANSFERS`, and comp); T_pre and T_gen are at least each of them. ends: of
-    embedding and head, for all tokens. sequences: of the block.
+    prefill, decode: for one decoder layer, and when decoding for one token, by resource (the
+    paper's ctog, gtoc, dtoc and ctod under the names of `TRANSFERS`, and comp). T_pre and T_gen are
+    at least as long as each of them. ends: seconds of embedding and head, for all tokens.
+    sequences: number of sequences in the block.
     """
 
     prefill: dict[str, Linear]
@@ -221,11 +227,11 @@ class BlockTerms:
     sequences: int
 
     def total_s(self, prefill: float, decode: float) -> float:
-        """T from T_pre and T_gen."""
+        """Returns a block's seconds (the paper's T) from those of one layer, T_pre and T_gen."""
         return self.layers * (prefill + (self.tokens - 1) * decode) + self.ends
 
     def estimate(self, fractions: Mapping[str, float]) -> tuple[float, float]:
-        """Seconds of prefill and of decoding."""
+        """Returns a block's seconds of prefill and of decoding at the given fractions."""
         longest = [
             max(term.at(fractions) for term in terms.values())
             for terms in (self.prefill, self.decode)
@@ -236,7 +242,7 @@ class BlockTerms:
 
 
 def block_terms(costs: Costs, workload: Workload, unified: bool) -> BlockTerms:
-    """The terms for blocks of `costs.policy`'s batches, of all of which a workload makes."""
+    """Returns the terms of a block of all the batches that `costs.policy` asks for."""
     policy = costs.policy
     rows, batches = policy.batch_size, policy.num_batches
     layers = len(costs.spec.decoders)
@@ -253,7 +259,10 @@ def block_terms(costs: Costs, workload: Workload, unified: bool) -> BlockTerms:
 
 
 def _weights(costs: Costs, reads_ends: bool) -> tuple[Linear, Linear]:
-    """weights_ctog and weights_dtoc, in bytes; the two ends' are spread over the layers."""
+    """Returns weights_ctog and weights_dtoc, in bytes per decoder layer.
+
+    The weights of embedding and head are spread over the layers.
+    """
     policy = costs.policy
     moves = policy.num_batches if policy.schedule == "row" else 1
     layer = costs.mean(costs.layer_bytes)
@@ -263,8 +272,11 @@ def _weights(costs: Costs, reads_ends: bool) -> tuple[Linear, Linear]:
 
 
 class Work(NamedTuple):
-    """Of one layer and all batches: bytes of each transfer, of reads all but the cache's; seconds
-    of computing on the device and on the host, and of reading the cache."""
+    """What one layer needs for all batches of a block.
+
+    moved: bytes by transfer, without reads of the KV cache; device, host: seconds of computing
+    there; cached: seconds of reading the KV cache.
+    """
 
     moved: dict[str, Linear]
     device: Linear
@@ -273,7 +285,7 @@ class Work(NamedTuple):
 
 
 def _prefill(costs: Costs, workload: Workload) -> Work:
-    """Of the prompts; its computing is comp^p."""
+    """Returns one layer's work for the prompts; its computing is the paper's comp^p."""
     policy, tokens = costs.policy, workload.prompt_len
     rows, batches = policy.batch_size, policy.num_batches
     cache = 0.0
@@ -293,7 +305,7 @@ def _prefill(costs: Costs, workload: Workload) -> Work:
 
 
 def _decode(costs: Costs, workload: Workload) -> Work:
-    """Of one token, on average: with s + n/2 tokens before it."""
+    """Returns one layer's work for one token, on average: with s + n/2 tokens before it."""
     policy, hw = costs.policy, costs.hw
     rows, batches = policy.batch_size, policy.num_batches
     before = workload.prompt_len + workload.gen_len / 2
@@ -329,11 +341,11 @@ def _decode(costs: Costs, workload: Workload) -> Work:
 
 
 def _combine(costs: Costs, work: Work, unified: bool) -> dict[str, Linear]:
-    """Seconds of each resource, one of which is the longest.
+    """Returns the seconds of each resource; the longest of them decides.
 
-    The device's next products run beside the CPU's attention within a layer: all but one
-    batch's. On a unified machine they are the same cores. A row schedule has nothing to run beside
-    it. Without overlap everything is one after the other.
+    Within a layer, the device's products run beside the CPU's attention, for all batches but one.
+    Nothing runs beside it on a unified machine, where both need the cores, in a row schedule, which
+    has no other batch, or without overlap, where everything waits for what comes before.
     """
     hw, policy = costs.hw, costs.policy
     seconds: dict[str, Linear] = {}

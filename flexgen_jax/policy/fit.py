@@ -1,4 +1,4 @@
-"""Does a plan fit, and which near it would?"""
+"""Checks whether a plan fits into the budgets, and finds the nearest one that does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 class Budgets:
     """Bytes allowed in each tier, None for no limit of its own.
 
-    shared: what device and host may take together where they are the same RAM, else None.
+    shared: bytes that device and host may take together if they are one RAM, else None.
     """
 
     device: int | None = None
@@ -31,7 +31,7 @@ class Budgets:
         return limit
 
     def spare_ram(self, needed: dict[Tier, int]) -> int:
-        """Host bytes that a plan leaves free."""
+        """Returns the host bytes that a plan leaves free; needed: the plan's bytes by tier."""
         rooms = []
         if self.host is not None:
             rooms.append(self.host - needed["host"])
@@ -40,7 +40,7 @@ class Budgets:
         return max(0, min(rooms, default=0))
 
     def shortfalls(self, needed: dict[Tier, int]) -> list[str]:
-        """One sentence for every limit that `needed` bytes exceed."""
+        """Returns one sentence for every limit that a plan exceeds; needed: its bytes by tier."""
         found = []
         for tier in TIERS:
             limit = self.allowed(tier)
@@ -87,8 +87,10 @@ class Fitter:
         return not self.budgets.shortfalls(self.needed(policy))
 
     def fill_fastest(self, policy: Policy) -> Policy | None:
-        """The policy's batches and schedule with as much as possible in the fastest tiers:
-        activations first, then the cache, then the weights. None where not even disk helps."""
+        """Returns the policy with as much as possible in the fastest tiers, or None if none fits.
+
+        Activations are placed first, then the cache, then the weights; all else is kept.
+        """
         slowest = Placement(0.0, 0.0)
         best = replace(policy, weights=slowest, cache=slowest, activations=slowest)
         if not self.fits(best):
@@ -100,7 +102,7 @@ class Fitter:
         return best
 
     def _raise(self, policy: Policy, part: str) -> Policy:
-        """The same policy with one part as high up as it goes, in steps of 1 %."""
+        """Returns the policy with one part in the fastest tiers that fit, in steps of 1 %."""
 
         def at(device: int, host: int) -> Policy:
             change: dict[str, Any] = {part: Placement(device / 100, host / 100)}
@@ -114,7 +116,7 @@ class Fitter:
         return at(device, host)
 
     def largest_batches(self, policy: Policy) -> Policy | None:
-        """`fill_fastest` with the largest of ever smaller batches that fits."""
+        """Halves a policy's batches until `fill_fastest` finds a policy; None if it never does."""
         while True:
             found = self.fill_fastest(policy)
             if found is not None or policy.batch_size * policy.num_batches == 1:
@@ -125,7 +127,7 @@ class Fitter:
                 policy = replace(policy, batch_size=policy.batch_size // 2)
 
     def advice(self, policy: Policy) -> str:
-        """The nearest plan that fits, as flags."""
+        """Returns a sentence that gives the nearest plan that fits, as flags."""
         found = self.fill_fastest(policy) or self.largest_batches(policy)
         if found is None:
             lowest = replace(
@@ -146,7 +148,7 @@ class Fitter:
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `limit` that fits, -1 for none; fitting is taken as monotonic."""
+    """Returns the largest number up to `limit` that fits, or -1; below it, all are taken to fit."""
     if fits(limit):
         return limit
     low, high = -1, limit

@@ -1,4 +1,4 @@
-"""What a machine can do: rates as functions of size, fixed costs, memory. JSON, no JAX."""
+"""Profiles of machines: rates as functions of size, fixed costs, memory. JSON, no JAX."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from flexgen_jax.errors import UserError
 
 PROFILE_VERSION = 6
-"""Of the JSON; a cached profile of another version is measured anew."""
+"""Version of a profile's JSON; a cached profile of another version is measured anew."""
 
 UNSTEADY = 1 / 3
-"""Of a profile's spread: busy machines had 0.1 to 0.24, one that all but stood still 0.55."""
+"""Spread above which a profile is unreliable; it is more than machines have that are just busy."""
 
 TRANSFERS = ("disk_read", "disk_write", "host_to_device", "device_to_host")
 
@@ -27,7 +27,7 @@ class ProfileError(UserError):
 
 @dataclass(frozen=True)
 class Rate:
-    """Units a second as a function of an operation's size, by measured points.
+    """Units per second as a function of an operation's size, by measured points.
 
     points: (size, units/s), sizes ascending; between them log(rate) is linear in log(size), and
     beyond them the rate is that of the nearest point. spread: for each point the interquartile
@@ -49,7 +49,7 @@ class Rate:
         return cls(((1.0, rate),))
 
     def at(self, size: float) -> float:
-        """Units a second for an operation of this size."""
+        """Returns the units per second of an operation of this size."""
         points = self.points
         place = bisect_left(points, (size, 0.0))
         if place == 0:
@@ -61,19 +61,19 @@ class Rate:
         return exp(log(first) + part * (log(second) - log(first)))
 
     def seconds(self, units: float, size: float | None = None) -> float:
-        """Of an operation of `units`, whose rate is that of `size` (default: units)."""
+        """Returns the seconds of `units` at the rate of operations of `size` (default: units)."""
         return units / self.at(units if size is None else size) if units > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class KernelSizes:
-    """How much work a device's kernels take at once; temporaries are as large. The defaults suit
-    the caches of a CPU.
+    """Amounts of work that a device's kernels take at once, which decide the size of temporaries.
+    The defaults suit the caches of a CPU.
 
     prefill_rows, packed_prefill_rows: tokens that go through a layer together in prefill, with
         weights in the dtype and with weights in fewer bits, which every group unpacks anew.
-    scored_rows: positions whose logits are formed together when texts are scored.
-    score_bytes: bytes of fp32 attention scores that a prefill forms together.
+    scored_rows: positions whose logits are computed together when texts are scored.
+    score_bytes: bytes of fp32 attention scores that prefill has in memory at once.
     part_bytes: bytes of a kernel that are unpacked and multiplied together.
     """
 
@@ -84,17 +84,19 @@ class KernelSizes:
     part_bytes: int = 16 << 20
 
     def prefill_sequences(self, batch: int, tokens: int, weight_bits: int) -> int:
-        """How many of a batch's sequences go through a layer together in prefill."""
+        """Returns the number of a batch's sequences that prefill takes through a layer together."""
         rows = self.prefill_rows if weight_bits == 16 else self.packed_prefill_rows
         return max(1, min(batch, rows // tokens))
 
     def scored_heads(self, heads: int, tokens: int) -> int:
-        """How many of a batch's heads have their attention scores in memory together."""
+        """Returns the number of a batch's heads whose attention scores are in memory at once."""
         return max(1, min(heads, self.score_bytes // (4 * tokens * tokens)))
 
     def unpacked_bytes(self, rows: int, out: int) -> int:
-        """Bytes of an unpacked part of a kernel: no fewer than of the product, since the parts'
-        products are joined."""
+        """Returns the bytes of an unpacked part of a kernel, for a product of shape [rows, out].
+
+        A part is no smaller than the fp32 product, which is joined from the parts' products.
+        """
         return max(self.part_bytes, 4 * rows * out)
 
 
@@ -102,21 +104,22 @@ class KernelSizes:
 class HardwareProfile:
     """One machine, for models of one dtype. Sizes and rates of transfers are in bytes.
 
-    device_memory, host_memory, disk_space: bytes. unified: host and device are the same RAM,
-        and what computes on them the same cores.
+    device_memory, host_memory, disk_space: bytes. unified: host and device are one RAM, and one
+        set of cores computes for both.
     disk_read, disk_write, page_cache, host_to_device, device_to_host: bytes -> byte/s;
-        page_cache is reading what the operating system still has of the disk.
+        page_cache is the reading of files that the operating system has in RAM.
     linear: by bits of the weights, rows -> FLOP/s of a layer's products, norms included.
-    linear_int8: the same of products of 8-bit integers; what is not there counts as 16 bits.
+    linear_int8: by bits of the weights, rows -> FLOP/s of a layer's products of 8-bit integers;
+        bits that are missing take the rate of `linear`.
     prefill_attention: tokens of a prompt -> FLOP/s.
     device_attention, host_attention: by bits of the cache, elements of the keys and values of a
-        step -> element/s of decoding, where the device, or the CPU, attends.
+        step -> element/s of decoding, if the device, or the CPU, attends.
     quantize: elements of a KV block -> element/s.
     device_rank, host_rank: attention scores of a step -> score/s of finding the largest.
-    step_s: fixed seconds of a step; split_s: more of them where the CPU attends.
+    step_s: fixed seconds of a step; split_s: further seconds if the CPU attends.
     drag: by transfer, the seconds of computing that are lost for one second of the transfer.
-    slowed: by transfer, how many times as long it takes beside computing as alone.
-    sizes: how much the device's kernels take at once.
+    slowed: by transfer, the factor by which it takes longer beside computing than alone.
+    sizes: amounts of work that the device's kernels take at once.
     about: where the figures come from.
     """
 
@@ -147,12 +150,12 @@ class HardwareProfile:
     about: dict[str, Any] = field(default_factory=dict)
 
     def products(self, weight_bits: int, matmul_bits: int) -> Rate:
-        """Rows -> FLOP/s of a layer's products."""
+        """Returns the rate of a layer's products: rows -> FLOP/s."""
         linear = self.linear[weight_bits]
         return linear if matmul_bits == 16 else self.linear_int8.get(weight_bits, linear)
 
     def spread(self) -> float:
-        """The median of all its rates' spreads; 0 where nothing was measured."""
+        """Returns the median of the spreads of all rates; 0 if nothing was measured."""
         found: list[float] = []
         for part in fields(self):
             value = getattr(self, part.name)
@@ -190,7 +193,7 @@ class HardwareProfile:
 
 
 def _parse(kind: str, value: Any) -> Any:
-    """A field's value from JSON."""
+    """Returns a field's value from JSON; kind: the field's annotation, e.g. "Rate"."""
     if kind == "Rate":
         points = tuple((float(size), float(rate)) for size, rate in value["points"])
         return Rate(points, tuple(float(x) for x in value["spread"]))

@@ -1,4 +1,4 @@
-"""Bytes in use in each tier, held to budgets."""
+"""The memory ledger: bytes in use in each tier, within budgets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flexgen_jax.policy.policy import TIERS, Tier
 
 
 class BudgetError(UserError, MemoryError):
-    """A plan, or a run, needs more bytes in a tier than its budget; says which and the way out."""
+    """A plan or run needs more bytes in a tier than its budget; the message says what to do."""
 
 
 class Ledger:
-    """Bytes in use in each tier, held to budgets."""
+    """Counts the bytes in use in each tier, and their peak, and refuses what exceeds a budget."""
 
     def __init__(self, budgets: Mapping[Tier, int | None]) -> None:
         self._lock = threading.Lock()
@@ -24,7 +24,7 @@ class Ledger:
         self._peak = dict.fromkeys(TIERS, 0)
 
     def take(self, tier: Tier, nbytes: int) -> None:
-        """Counts an allocation; raises `BudgetError` before it where the budget is exceeded."""
+        """Reserves bytes for an allocation; raises `BudgetError` if they exceed the budget."""
         with self._lock:
             used = self._used[tier] + nbytes
             budget = self._budgets.get(tier)

@@ -14,21 +14,23 @@ from flexgen_jax.policy.memory import PENDING_WRITES, workspace_bytes
 from flexgen_jax.policy.policy import TIERS, Ahead, Tier, Workload, generated_blocks
 
 PREFERENCE = 1e-6
-"""Of the objective, for each fraction a tier lower where the time is the same."""
+"""Penalty in the objective for a fraction, per tier below the device. It decides between solutions
+that take equally long."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The nine fractions, and the seconds of a block."""
+    """The nine fractions, and the seconds that a block of batches takes with them."""
 
     fractions: dict[str, float]
     total_s: float
 
 
 def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, Linear]:
-    """Peak bytes of each tier, linear in the fractions (appendix A.3's home and working memory).
+    """Returns the peak bytes of each tier, linear in the fractions.
 
-    The exact figures of a policy, with whole tensors and blocks, are `memory.peak_bytes`.
+    They are appendix A.3's home and working memory. `memory.peak_bytes` computes a policy's exact
+    peaks, with whole tensors and blocks.
     """
     policy, config = costs.policy, costs.config
     layers = len(costs.spec.decoders)
@@ -78,9 +80,9 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     return {"device": device, "host": host, "disk": home["d"]}
 
 
-@lru_cache(maxsize=16)  # of every policy of a search the same, thousands of tensors
+@lru_cache(maxsize=16)  # all policies of a search share them, and there are thousands of tensors
 def _weight_bytes(config: ModelConfig, formats: Formats) -> tuple[int, int]:
-    """Bytes of the tensors that a policy places, and of the small ones."""
+    """Returns the bytes of the tensors that a policy places, and of the small ones."""
     tensors = model_spec(config).tensors.values()
     small = sum(formats.weight(t).nbytes for t in tensors if t.is_small)
     return sum(formats.weight(t).nbytes for t in tensors) - small, small
@@ -92,7 +94,7 @@ def solve(
     budgets: Budgets,
     max_latency: float | None = None,
 ) -> Solution | None:
-    """The fractions of the least total time within the budgets; None where nothing fits.
+    """Returns the fractions with the least total time within the budgets; None if nothing fits.
 
     Variables: the nine fractions, T_pre and T_gen. max_latency: seconds of a whole block.
     """

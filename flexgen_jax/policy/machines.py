@@ -1,8 +1,8 @@
 """Profiles of known machines, to plan without having them, and one for runs too short to measure.
 
-`t4-16gb` has the constants that the paper's authors published for their machine and runtime; the
-others are roofs from data sheets with the shares of them that large products and copies reach.
-None of these was measured here.
+`t4-16gb` has the constants that the paper's authors published for their machine and runtime. The
+others are figures of data sheets, times the shares that large products and copies reach. None of
+them was measured here.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 
 def _t4() -> HardwareProfile:
-    """The FlexGen paper's machine: section 6 and table 24 for memory and disk, appendix A.3's
-    bandwidths and FLOP/s as published with its code.
+    """Returns the profile of the FlexGen paper's machine.
 
-    The authors' model adds the copying to the GPU to the time of computing, hence the drag. What
-    the paper has no figure for: 260 GB/s of weights in products of few rows, and the rates of
-    4 bits, which are fitted to its compressed rows (docs/policy.md).
+    Memory and disk are those of section 6 and table 24, bandwidths and FLOP/s those of appendix
+    A.3 as published with the paper's code. The authors' model adds the copying to the GPU to the
+    time of computing, hence the drag. The paper has no figure for reading weights in products of
+    few rows, taken to be 260 GB/s, nor for the rates of 4 bits, which are fitted to its results
+    with compression (docs/policy.md).
     """
     bmm, cpu = 0.079e12 / 2, 0.0123e12 / 2  # two operations for each element of keys and values
     full = Rate(((1, 0.26e12), (2, 0.52e12), (16, 3.6e12), (48, 4.3e12), (1024, 21.24e12)))
@@ -56,11 +57,14 @@ def _t4() -> HardwareProfile:
 
 
 T4_UNPACK, T4_UNPACK_KV = 8.5e9, 27e9
-"""Elements a second of weights and of KV cache that the paper's runtime unpacks on a T4."""
+"""Elements of weights, and of KV cache, that the paper's runtime unpacks per second on a T4."""
 
 
 def _unpacked(full: Rate, unpack: float) -> Rate:
-    """FLOP/s of products whose kernels are first unpacked, `unpack` elements a second."""
+    """Returns the FLOP/s of products whose kernels are unpacked first.
+
+    full: FLOP/s without unpacking; unpack: elements that are unpacked per second.
+    """
     points = ((rows, 2 * rows / (1 / unpack + 2 * rows / full.at(rows))) for rows in ROWS)
     return Rate(tuple((float(rows), rate) for rows, rate in points))
 
@@ -76,8 +80,12 @@ def _gpu(
     host_bandwidth: float,
     disk: tuple[float, float],
 ) -> HardwareProfile:
-    """A roofline: rates in byte/s and dense 16-bit FLOP/s of the data sheet; products reach 0.6 of
-    the FLOP/s, reading memory and copying 0.8 of the bandwidth, the CPU's attention half of it."""
+    """Returns a profile from a data sheet.
+
+    device_memory, host_memory, disk_space: GB; link, bandwidth, host_bandwidth: byte/s; flops:
+    dense 16-bit FLOP/s; disk: GB/s of reading and writing. Products reach 0.6 of the FLOP/s,
+    reading memory and copying 0.8 of the bandwidth, the CPU's attention half of it.
+    """
     read = 0.8 * bandwidth
     full = Rate(tuple((float(rows), min(rows * read, 0.6 * flops)) for rows in ROWS))
     unpack = read / 3  # half a byte read, and two bytes written and read again
@@ -112,7 +120,7 @@ def _gpu(
 
 
 def _generic_cpu() -> HardwareProfile:
-    """Some machine without a GPU: for runs that are over before a measurement would be."""
+    """Returns an assumed profile without a GPU, for runs that are shorter than a measurement."""
     full = Rate(((1, 10e9), (16, 150e9), (64, 300e9), (512, 500e9)))
     packed = Rate(((1, 5e9), (16, 100e9), (64, 200e9), (512, 400e9)))
     return HardwareProfile(
@@ -156,7 +164,7 @@ MACHINES: dict[str, Callable[[], HardwareProfile]] = {
 
 
 def known_machine(name: str) -> HardwareProfile:
-    """The profile of a named machine; raises `ProfileError` with the names there are."""
+    """Returns the profile of a named machine; raises `ProfileError` for an unknown name."""
     if name not in MACHINES:
         raise ProfileError(f"unknown hardware {name!r}; known: {', '.join(sorted(MACHINES))}")
     return MACHINES[name]()

@@ -28,12 +28,12 @@ from flexgen_jax.policy.policy import (
 )
 
 PENDING_WRITES = 3
-"""So many steps' KV blocks, and as many hidden states, may wait for the disk at a time."""
+"""Number of steps whose KV blocks, and of steps whose hidden states, may wait for the disk."""
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The batches of one block: rows and padded prompt length of each, and tokens to come."""
+    """The batches of one block: rows and padded prompt length of each, and tokens to generate."""
 
     batch_sizes: tuple[int, ...]
     prompt_lens: tuple[int, ...]
@@ -42,12 +42,12 @@ class BlockShape:
 
     @property
     def scores_prompts(self) -> bool:
-        """As `Workload.scores_prompts`."""
+        """Whether the head scores all tokens of the prompts, as in `Workload.scores_prompts`."""
         return self.head == "score" and self.gen_len == 1
 
     @classmethod
     def of(cls, policy: Policy, workload: Workload) -> BlockShape:
-        """The largest block that the policy makes of a workload of equal prompts."""
+        """Returns the largest block that the policy makes of a workload of equal prompts."""
         batches = min(policy.num_batches, -(-workload.num_sequences // policy.batch_size))
         rows = min(policy.batch_size, -(-workload.num_sequences // batches))
         prompts = (workload.prompt_len,) * batches
@@ -55,7 +55,7 @@ class BlockShape:
 
 
 def plan_cache(config: ModelConfig, policy: Policy, shape: BlockShape) -> CachePlan:
-    """Where each KV block of a block of batches lives."""
+    """Returns where each KV block of a block of batches lives."""
     size = policy.kv_block_tokens
     prompt = [prompt_blocks(tokens, size) for tokens in shape.prompt_lens]
     generated = [generated_blocks(shape.gen_len, size) for _ in shape.prompt_lens]
@@ -64,7 +64,7 @@ def plan_cache(config: ModelConfig, policy: Policy, shape: BlockShape) -> CacheP
 
 
 class _Estimate:
-    """Adds up one plan's bytes."""
+    """Adds up the bytes that one plan needs in each tier."""
 
     def __init__(
         self,
@@ -104,8 +104,11 @@ class _Estimate:
             )
 
     def _ring(self, tiers: Mapping[str, Tier]) -> int:
-        """Host buffers for disk reads: for the decoder layers of each shape as many as the
-        look-ahead ever holds; what is read of the two ends stays while a block runs."""
+        """Returns the bytes of host buffers for reading weights from disk.
+
+        Decoder layers need as many buffers of each shape as the look-ahead ever holds. The weights
+        that are read of embedding and head stay while a block runs.
+        """
         ends = {
             tensor.key: self._formats.weight(tensor).nbytes
             for layer in (self._spec.embedding, self._spec.head)
@@ -121,7 +124,7 @@ class _Estimate:
         return ring + sum(ends.values())
 
     def _kv_bytes(self, layer: int, batch: int, tokens: int) -> tuple[int, int]:
-        """Bytes of a block's keys and values: sealed, and open."""
+        """Returns the bytes of a KV block's keys and values when sealed, and when open."""
         rows, kind = self._shape.batch_sizes[batch], self._spec.alike[layer + 1]
         if (kind, rows, tokens) not in self._kv:
             shape = self._spec.layers[kind].attention.kv_shape(rows, tokens)
@@ -166,7 +169,7 @@ class _Estimate:
             largest |= counts
         ring = self._ahead.cache_buffers * sum(largest.values())
         step = max(pending.values(), default=0)
-        # What is written was copied from a step's results or, block by block, from pinned memory.
+        # Waiting data was copied from a step's results or, block by block, from pinned memory.
         waiting = (PENDING_WRITES + 1) * step + (step if self._unified else copied)
         # The prompts' blocks are written before the first of them is read back, unless batches come
         # one after the other. Without overlap, writes of generated blocks may wait beside the ring.
@@ -175,7 +178,7 @@ class _Estimate:
         self.buffers += ring
         lengths = generated_blocks(self._shape.gen_len, self._policy.kv_block_tokens)
         for tier, opened_at in tails.items():
-            # Pinned tails are ring buffers, which fit others of their length only.
+            # Pinned tails are ring buffers, which can be reused only for tails of equal length.
             is_ring = tier == "host" and not self._unified
             most: Counter[int] = Counter()
             for opened, nbytes in opened_at.items():
@@ -205,7 +208,7 @@ class _Estimate:
             ring = sum(sorted(sizes)[-count:])
             self.bytes["host"] += ring + (PENDING_WRITES + 1) * max(sizes)
             self.buffers += ring
-            # Of one token, which stay in RAM; buffers of the prompts' are not freed before.
+            # Hidden states of one token stay in RAM, beside buffers that held those of prompts.
             rows = sum(self._shape.batch_sizes)
             self.bytes["host"] += self._spec.hidden_bytes(rows, 1, dtype)
         if not self._unified and set(homes.values()) != {"device"}:
@@ -221,14 +224,14 @@ class _Estimate:
 
 
 def _windows(layers: Sequence[LayerSpec], count: int) -> list[list[LayerSpec]]:
-    """Every run of consecutive layers; the embedding follows the head."""
+    """Returns every run of `count` consecutive layers; the embedding follows the head."""
     return [
         [layers[(start + i) % len(layers)] for i in range(count)] for start in range(len(layers))
     ]
 
 
 def _either(homes: Mapping[tuple[int, int], Tier], layer: int, batch: int) -> set[Tier]:
-    """Where a batch's hidden state may be while its block is at a layer."""
+    """Returns the tiers where a batch's hidden states may be while its block is at a layer."""
     return {homes[layer, batch], homes[max(layer - 1, 0), batch]}
 
 
@@ -240,8 +243,10 @@ def workspace_bytes(
     tokens: int,
     head: Head = "greedy",
 ) -> int:
-    """Bytes of temporaries and results of the largest computation: a layer's prefill, or the
-    head."""
+    """Returns the bytes of temporaries and results of the largest computation.
+
+    That is a layer's prefill of `rows` prompts of `tokens` tokens, or the head.
+    """
     spec = model_spec(config)
     # Sampling sorts the logits and scoring normalises them; both keep several copies.
     copies = {"greedy": 1, "sample": 8, "score": 3}[head]
@@ -258,7 +263,7 @@ def workspace_bytes(
 def _prefill_bytes(
     layer: LayerSpec, spec: ModelSpec, formats: Formats, sizes: KernelSizes, rows: int, tokens: int
 ) -> int:
-    """Bytes of a decoder layer's prefill, of as many sequences as go through it together."""
+    """Returns the bytes of a decoder layer's prefill of the sequences that go through together."""
     item, attention = DTYPES[formats.dtype], layer.attention
     group = sizes.prefill_sequences(rows, tokens, formats.weight_bits)
     count = group * tokens
@@ -269,8 +274,8 @@ def _prefill_bytes(
     attending = count * (attention.query_size * 4 + projected * item) + scores
     kept = spec.hidden_size * (4 + 3 * item) + 2 * attention.kv_size * item
     prefill = max(mlp, attending) + count * kept
-    # Hidden states, keys and values of finished groups, twice where they have to be joined; and the
-    # keys and values of the step before, which are handed on when this one is under way.
+    # Hidden states, keys and values of finished groups, twice if they have to be joined, and the
+    # keys and values of the previous step, which are passed on while this one runs.
     if group < rows:
         made, new = spec.hidden_size, 2 * attention.kv_size
         parts = made + 2 * new if rows % group == 0 else 2 * (made + new) + new
@@ -279,7 +284,7 @@ def _prefill_bytes(
 
 
 def _unpacked_bytes(layer: LayerSpec, formats: Formats, sizes: KernelSizes, rows: int) -> int:
-    """Bytes of what is unpacked of a decoder layer's kernels for products of this many rows."""
+    """Returns the bytes that are unpacked of a decoder layer's kernels, for products of `rows`."""
     unpacked = 0
     largest = max(tensor.size for tensor in layer.large) * DTYPES[formats.dtype]
     if formats.weight_bits < 16:
@@ -314,9 +319,9 @@ def peak_bytes(
     unified: bool,
     sizes: KernelSizes,
 ) -> dict[Tier, int]:
-    """The most bytes that a block of batches needs in each tier at any moment.
+    """Returns the most bytes that a block of batches needs in each tier at any moment.
 
-    unified: host and device are the same RAM, and nothing is copied between them; sizes: of the
+    unified: host and device are one RAM, and nothing is copied between them; sizes: those of the
         kernels that will compute.
     """
     return _estimated(config, dtype, policy, shape, unified, sizes).bytes
@@ -330,5 +335,5 @@ def buffer_bytes(
     unified: bool,
     sizes: KernelSizes,
 ) -> int:
-    """Of `peak_bytes`, those of host buffers that are used again and again."""
+    """Returns the part of the host's `peak_bytes` that is for reusable buffers."""
     return _estimated(config, dtype, policy, shape, unified, sizes).buffers

@@ -1,8 +1,8 @@
-"""From fractions to an exact split of whole tensors.
+"""Splits whole tensors exactly by the fractions of a policy.
 
-Each tensor goes to the tier that is furthest behind its share of the bytes so far, so the
-rounding error is carried over from tensor to tensor and layer to layer, and the realised
-split over the whole model is within one tensor of the request.
+Each tensor goes to the tier that is furthest behind its share of the bytes so far. So the
+rounding error is carried over from tensor to tensor and layer to layer, and the realised split
+over the whole model is within one tensor of the request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier
 
 
 def split(sizes: Iterable[int], placement: Placement) -> list[Tier]:
-    """A tier for each of some sizes in bytes, in their order."""
+    """Returns a tier for each size, in bytes, in the order of the sizes."""
     shares = [(tier, placement.fraction(tier)) for tier in TIERS]
     wanted = {tier: share for tier, share in shares if share > 0}
     behind = dict.fromkeys(wanted, 0.0)
@@ -34,7 +34,7 @@ def split(sizes: Iterable[int], placement: Placement) -> list[Tier]:
 
 
 def realised(sizes: Sequence[int], tiers: Sequence[Tier]) -> dict[Tier, float]:
-    """The fraction of the bytes that each tier got."""
+    """Returns the fraction of the bytes that each tier got."""
     total = sum(sizes) or 1
     return {
         tier: sum(size for size, at in zip(sizes, tiers, strict=True) if at == tier) / total
@@ -43,7 +43,7 @@ def realised(sizes: Sequence[int], tiers: Sequence[Tier]) -> dict[Tier, float]:
 
 
 def place_weights(spec: ModelSpec, dtype: str, policy: Policy) -> dict[str, Tier]:
-    """A tier for every tensor, by key. Biases and norms stay on the device."""
+    """Returns a tier for every tensor, by key. Biases and norms stay on the device."""
     large = [tensor for tensor in spec.tensors.values() if not tensor.is_small]
     tiers = split([t.nbytes(dtype, policy.weight_bits) for t in large], policy.weights)
     small: dict[str, Tier] = {
@@ -53,17 +53,17 @@ def place_weights(spec: ModelSpec, dtype: str, policy: Policy) -> dict[str, Tier
 
 
 PROGRAM_PAGES = 100_000_000
-"""Bytes of the page cache that belong to programs and libraries. Where weights pushed these
-out, a run in 1.5 GB came to a standstill."""
+"""Bytes of the page cache that are left to programs and libraries. If weights evict those, a run
+nearly stops."""
 
 
 def page_cached(
     spec: ModelSpec, formats: Formats, tiers: Mapping[str, Tier], spare: int
 ) -> frozenset[str]:
-    """Tensors on disk, evenly over the decoder layers, that the page cache has room for.
+    """Returns the tensors on disk that the page cache has room for, even over decoder layers.
 
-    The layers are read in a cycle: of a set that is too large, the cache would evict every
-    page before its next use.
+    spare: free bytes of RAM. The layers are read in a cycle: if the set were too large, the cache
+    would evict every page before its next use.
     """
     large = {
         tensor.key: formats.weight(tensor).nbytes
@@ -77,7 +77,7 @@ def page_cached(
 
 
 class CacheKey(NamedTuple):
-    """One KV block: of which decoder layer, of which batch, the how-manieth."""
+    """Key of one KV block: the indices of its decoder layer, its batch, and the block itself."""
 
     layer: int
     batch: int
@@ -85,10 +85,10 @@ class CacheKey(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What of a layer's cache for a batch has its values in one place.
+    """The KV blocks of one layer and batch whose values are in one place, device or host.
 
-    lengths: token counts of the sealed blocks; tail: of the open one, 0 where it is elsewhere;
-    starts: the index of the first token of each of these.
+    lengths: token counts of the sealed blocks; tail: token count of the open block, 0 if it is
+    elsewhere; starts: the index of the first token of each of these blocks.
     """
 
     lengths: tuple[int, ...]
@@ -101,7 +101,8 @@ class CachePlan:
     """The KV blocks of one block of batches.
 
     prompt, generated: token counts of each batch's blocks; homes: where each block lives;
-    values_stay, keys_stay: whether decoding leaves those of the host and disk tiers on the host.
+    values_stay, keys_stay: whether decoding leaves values, or keys, of blocks in the host and disk
+    tiers on the host.
     """
 
     prompt: tuple[tuple[int, ...], ...]
@@ -111,18 +112,20 @@ class CachePlan:
     keys_stay: bool
 
     def is_there(self, key: CacheKey) -> bool:
-        """Whether a block's values stay on the host."""
+        """Returns whether a block's values stay on the host."""
         return self.values_stay and self.homes[key] != "device"
 
     def moved(self, key: CacheKey) -> float:
-        """The share of a block's bytes that moves to the device for every token."""
+        """Returns the share of a block's bytes that moves to the device for every token."""
         if self.homes[key] == "device":
             return 0.0
         return (not self.values_stay) / 2 + (not self.keys_stay) / 2
 
     def part(self, layer: int, batch: int, sealed: int, is_there: bool) -> Part:
-        """A layer's blocks whose values stay on the host, or the others, when so many blocks are
-        sealed and one more is open."""
+        """Returns the blocks of a layer whose values stay on the host (`is_there`), or the others.
+
+        sealed: the number of sealed blocks; one more is open.
+        """
         lengths = self.lengths(batch)
         starts = (0, *accumulate(lengths))
         keys = (CacheKey(layer, batch, block) for block in range(sealed + 1))
@@ -136,7 +139,7 @@ class CachePlan:
     def lengths(self, batch: int) -> tuple[int, ...]:
         return self._lengths[batch]
 
-    @cached_property  # asked for once for every block, of which there may be 100,000
+    @cached_property  # read once for every block, and there may be 100,000 blocks
     def _lengths(self) -> list[tuple[int, ...]]:
         return [prompt + new for prompt, new in zip(self.prompt, self.generated, strict=True)]
 
@@ -147,9 +150,11 @@ def place_cache(
     generated: Sequence[tuple[int, ...]],
     policy: Policy,
 ) -> CachePlan:
-    """Homes of all KV blocks of some decoder layers, of which `kv_sizes` has the elements of a
-    token's key. Blocks of one age stand together in the order of the split, so that the fractions
-    hold at every moment of a generation."""
+    """Chooses the homes of all KV blocks of some decoder layers.
+
+    kv_sizes: the elements of a token's key in each layer. Blocks are split in the order of their
+    age, so that the fractions hold at every moment of a generation.
+    """
     stay = (policy.values_stay, policy.attends_on_host)
     plan = CachePlan(tuple(prompt), tuple(generated), {}, *stay)
     most = max(len(plan.lengths(batch)) for batch in range(len(prompt)))
@@ -169,18 +174,21 @@ def place_cache(
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """Where the hidden states of (layer, batch) wait for the next layer."""
+    """The tiers where the hidden states of (layer, batch) wait for the next layer."""
 
     homes: dict[tuple[int, int], Tier]
 
     def home(self, tokens: int, layer: int, batch: int) -> Tier:
-        """Of a hidden state of so many tokens a sequence. One token's never goes to the disk: that
-        would cost every decode step more time than the memory is worth."""
+        """Returns the tier of hidden states of `tokens` tokens per sequence.
+
+        Those of one token never go to disk: that would cost every decode step more time than the
+        memory is worth.
+        """
         home = self.homes[layer, batch]
         return "host" if tokens == 1 and home == "disk" else home
 
 
 def place_activations(layers: int, batches: int, policy: Policy) -> ActivationPlan:
-    """By layer and batch, as the policy's fractions say."""
+    """Splits hidden states over the tiers by layer and batch, as the policy's fractions say."""
     keys = [(layer, batch) for layer in range(layers) for batch in range(batches)]
     return ActivationPlan(dict(zip(keys, split([1] * len(keys), policy.activations), strict=True)))

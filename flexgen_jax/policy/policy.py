@@ -20,15 +20,15 @@ Attention = Literal["auto", "device", "host"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
 PROMPT_BLOCK_FACTOR = 4
-"""A prompt is cut into KV blocks this many times as long as those of generated tokens."""
+"""Length of a prompt's KV blocks relative to those of generated tokens."""
 
 
 Head = Literal["greedy", "sample", "score"]
-"""What becomes of the logits; it decides how much memory they take."""
+"""Use that is made of the logits, which decides how much memory they take."""
 
 
 class PolicyError(UserError):
-    """A policy that cannot be meant; the message names the field and the way out."""
+    """An impossible policy; the message names the field and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked for: sequences of at most `prompt_len` tokens, continued by `gen_len` tokens,
-    or scored.
+    """The sequences of a run: prompts of at most `prompt_len` tokens, continued by `gen_len`
+    tokens, or scored.
 
-    mean_prompt_len: of prompts of mixed lengths, which decides the time, as the longest decides the
-    memory; None where all are equally long.
+    mean_prompt_len: the mean length of prompts of mixed lengths, or None if all are equally long.
+    The mean length decides the time, the longest prompt the memory.
     """
 
     prompt_len: int
@@ -77,17 +77,17 @@ class Workload:
 
     @property
     def tokens_each(self) -> int:
-        """Of each sequence, that count for the throughput: new ones, or those that are scored."""
+        """Tokens of each sequence that count for the throughput: the new or the scored ones."""
         return self.prompt_len if self.scores_prompts else self.gen_len
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether the head has to do with all tokens of the prompts."""
+        """Whether the head scores all tokens of the prompts."""
         return self.head == "score" and self.gen_len == 1
 
     @property
     def typical(self) -> Workload:
-        """As many prompts of the mean length."""
+        """This workload with all prompts of the mean length."""
         length = self.mean_prompt_len or self.prompt_len
         return replace(self, prompt_len=length, mean_prompt_len=None)
 
@@ -96,19 +96,23 @@ class Workload:
 class Policy:
     """Placement of everything, batch shape and schedule (FlexGen, section 4.2).
 
-    A block is `num_batches` batches of `batch_size` sequences. `schedule` is "zigzag" (a
-    layer's weights serve the whole block) or "row" (each batch goes through all the layers
-    by itself). Without `overlap`, nothing is loaded ahead of its use. Generated tokens are
-    cached in blocks of `kv_block_tokens`, which are immutable once full; hidden states of single
-    tokens stay in RAM where a prompt's go to disk. Weights and full blocks are kept in
-    `weight_bits` and `cache_bits` an element (section 5); 16 is the dtype.
-    With `matmul_bits` 8, decoder layers multiply integers of 8 bits, to which weights and hidden
-    states are rounded for that, all but the largest of the latter (LLM.int8(), section 3).
+    A block is `num_batches` batches of `batch_size` sequences. `schedule` is "zigzag" (a layer's
+    weights serve the whole block) or "row" (each batch goes through all the layers by itself).
+    Without `overlap`, nothing is loaded ahead of its use.
+
+    Generated tokens are cached in KV blocks of `kv_block_tokens`, which are immutable once full.
+    Hidden states of single tokens stay in RAM even if those of prompts go to disk.
+
+    Weights and full KV blocks are kept in `weight_bits` and `cache_bits` per element (section 5);
+    16 stands for the dtype. With `matmul_bits` 8, decoder layers multiply 8-bit integers, to which
+    weights and hidden states are rounded, except the largest hidden states (LLM.int8(), section 3).
+
     `attention` says where decoding attends to KV blocks that are not on the device: on the
-    "device", to which they are moved, or on the "host", where they are; "auto" is the host, but
-    the device where that is the same memory, unless attention is sparse.
-    With `attention_sparsity` below 1, each head of a decoding token attends to this fraction of
-    the tokens before it, those with the highest scores (section 5), and to itself; the values of
+    "device", to which they are moved, or on the "host", where they are. "auto" is the host, or the
+    device if both are one memory and attention is not sparse.
+
+    With `attention_sparsity` below 1, each head of a decoding token attends to itself and to this
+    fraction of the tokens before it, those with the highest scores (section 5). The values of
     blocks that are not on the device are then never moved to it.
     """
 
@@ -161,7 +165,8 @@ class Policy:
         activations_host: float,
         **options: Any,
     ) -> Policy:
-        """FlexGen's six numbers, in percent; what is left of each pair's 100 goes to disk."""
+        """Builds a policy from FlexGen's six numbers, in percent; the rest of each pair's 100 goes
+        to disk."""
 
         def place(what: str, device: float, host: float) -> Placement:
             try:
@@ -186,12 +191,12 @@ class Policy:
 
     @property
     def values_stay(self) -> bool:
-        """Whether decoding leaves the values of these blocks where they are."""
+        """Whether decoding leaves the values of host and disk tiers' blocks where they are."""
         return self.attends_on_host or self.is_sparse
 
     @property
     def moved_share(self) -> float:
-        """Of the bytes of these blocks, what moves to the device for every token."""
+        """Share of the bytes of host and disk tiers' blocks that moves to the device per token."""
         return (not self.values_stay) / 2 + (not self.attends_on_host) / 2
 
     @property
@@ -203,13 +208,16 @@ class Policy:
         return self.attention_sparsity < 1
 
     def attended(self, tokens: int) -> int:
-        """How many of so many earlier tokens a head attends to; at least one, if there are any."""
-        # Not one more where the product is a whole number but for its rounding.
+        """Returns the number of the `tokens` earlier tokens that a head attends to.
+
+        It is at least one if there are any.
+        """
+        # The difference undoes a rounding error just above a whole number, which is no token more.
         return max(min(tokens, 1), ceil(self.attention_sparsity * tokens - 1e-9))
 
     @property
     def percent(self) -> tuple[float, ...]:
-        """The six numbers again."""
+        """The six percentages that `from_percent` takes."""
         parts = (self.weights, self.cache, self.activations)
         return tuple(round(100 * x, 4) for part in parts for x in (part.device, part.host))
 
@@ -258,8 +266,8 @@ class Ahead:
 
     @property
     def cache_buffers(self) -> int:
-        """Sets of buffers for KV blocks from disk: those read ahead, the one in use, and the one
-        whose step is still being computed."""
+        """Number of sets of buffers for KV blocks from disk: those read ahead, the one in use, and
+        the one whose step is still being computed."""
         return self.cache_reads + 2 if self.cache_reads else 1
 
     @classmethod
@@ -268,16 +276,16 @@ class Ahead:
 
 
 def cut(tokens: int, size: int) -> tuple[int, ...]:
-    """`tokens` as pieces of `size`, the last one shorter where they do not divide."""
+    """Cuts `tokens` into pieces of `size`; the last one is shorter if they do not divide."""
     whole, rest = divmod(tokens, size)
     return (size,) * whole + ((rest,) if rest else ())
 
 
 def prompt_blocks(prompt_len: int, kv_block_tokens: int) -> tuple[int, ...]:
-    """The token counts of the KV blocks that a prompt is cut into."""
+    """Returns the token counts of the KV blocks that a prompt is cut into."""
     return cut(prompt_len, PROMPT_BLOCK_FACTOR * kv_block_tokens)
 
 
 def generated_blocks(gen_len: int, kv_block_tokens: int) -> tuple[int, ...]:
-    """The token counts of the KV blocks of what is generated; the last token is never cached."""
+    """Returns the token counts of the KV blocks of generated tokens; the last is never cached."""
     return cut(max(gen_len - 1, 0), kv_block_tokens)

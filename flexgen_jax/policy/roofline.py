@@ -1,9 +1,9 @@
 """The roofline of a run: bytes over bandwidth and FLOPs over peak, nothing else.
 
-Where the cost model says what to expect, this says what could be had: every resource is as fast
-as its best measurement in the profile, RAM as its largest one, and all of them work at the same
-time, in each of the two phases. A machine that was faster during the run than while it was profiled
-can beat it, and so can the page cache.
+The cost model says what to expect; the roofline says what is possible. Every resource is as fast
+as its best measurement in the profile, RAM as its measurement of the largest size, and all of them
+work at once, in each of the two phases. A run can beat it if the machine is faster than when it was
+profiled, or if the page cache helps.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.policy import Policy, Workload
 
 Seconds = dict[str, dict[str, float]]
-"""That each resource needs, by phase and name."""
+"""Seconds that each resource needs, by phase and by the resource's name."""
 
 
 def roofline(
     config: ModelConfig, dtype: str, policy: Policy, workload: Workload, hw: HardwareProfile
 ) -> Seconds:
-    """Seconds that each resource needs at its best in "prefill" and in "decode".
+    """Returns the seconds that each resource needs at its best in "prefill" and in "decode".
 
-    compute: 2 FLOPs a parameter and token, by products of the policy's bits; of a prompt that is
-    not scored, the head and all of the last layer but its keys and values take one token. memory:
-    weights and the KV cache that is attended to on the host, once a step, from RAM. disk_read: what
-    the policy keeps there, once a step, the tables of both ends once a block. host_to_device: what
-    is not on the device; 0 on a unified machine.
+    compute: 2 FLOPs per parameter and token, at the rate of the policy's `matmul_bits`. Unless
+        prompts are scored, the head and the last layer, except for its keys and values, compute
+        only one token of a prompt.
+    memory: reading from RAM the KV cache that is attended to on the host, once a step; on a unified
+        machine the weights in RAM, too.
+    disk_read: reading the weights and full KV blocks that the policy keeps on disk, once a step,
+        and the tables of embedding and head once a block.
+    host_to_device: copying what is not on the device; 0 on a unified machine.
     """
     costs = Costs(config, dtype, policy, hw)
     rows, later = workload.num_sequences, workload.gen_len - 1
@@ -37,7 +40,7 @@ def roofline(
     layers = len(decoders)
     ends = (*costs.spec.embedding.large, *head.large)
     tables = {t.key: costs.formats.weight(t).nbytes for t in ends}  # a shared one is read once
-    # Tokens before the new one, added up over the decode steps; and those in full blocks.
+    # Tokens before the new one, and those of them in open blocks, added up over the decode steps.
     before = later * workload.prompt_len + later * (later - 1) // 2
     open_ = sum(new % policy.kv_block_tokens for new in range(later))
     each = layers * costs.mean(lambda layer: costs.kv_bytes(layer, rows, 1))
@@ -63,13 +66,16 @@ def roofline(
 
 
 def bound_s(seconds: Seconds) -> float:
-    """The least seconds of a run: in both phases those of the slowest resource, since a block's
-    second phase begins when its first one ends."""
+    """Returns the least seconds of a run.
+
+    They are the sum of the slowest resource's seconds in each phase, since a block's second phase
+    begins when its first one ends.
+    """
     return sum(max(phase.values()) for phase in seconds.values())
 
 
 def binding(seconds: Seconds) -> str:
-    """The slowest resource of the longer phase."""
+    """Returns the slowest resource of the longer phase."""
     longer = max(seconds.values(), key=lambda phase: max(phase.values()))
     return max(longer, key=lambda name: longer[name])
 
@@ -77,7 +83,11 @@ def binding(seconds: Seconds) -> str:
 def _moving(
     policy: Policy, dtype: str, hw: HardwareProfile, weights: float, cache: float, full: float
 ) -> dict[str, float]:
-    """Seconds for bytes of weights, of the cache before each new token, and of its full blocks."""
+    """Returns the seconds of each resource but "compute" in one phase.
+
+    weights: bytes of weights that are used, in all steps together; cache, full: bytes of KV cache
+    before each new token, and of its full blocks.
+    """
     attended = cache * (1 + policy.attention_sparsity) / 2  # all keys, and some of the values
     on_host = attended * (1 - policy.cache.device) if policy.values_stay else 0
     read = policy.weights.disk * weights + policy.cache.disk * full
@@ -93,7 +103,10 @@ def _moving(
 
 
 def _peak(hw: HardwareProfile, matmul_bits: int) -> float:
-    """FLOP/s; integers of packed kernels can be faster than those of plain ones."""
+    """Returns the highest FLOP/s of products.
+
+    8-bit products of packed kernels count, too: they can be faster than those of plain ones.
+    """
     integers = hw.linear_int8.values() if matmul_bits == 8 else ()
     return max(map(_best, integers), default=_best(hw.linear[16]))
 
@@ -103,8 +116,10 @@ def _best(rate: Rate) -> float:
 
 
 def _memory(hw: HardwareProfile, dtype: str) -> float:
-    """Byte/s at which decode attention reads a large cache of the model's dtype on the host, by
-    the faster of the two ways where the device attends to the same memory. Small ones are read
-    from the CPU's own caches, which have nothing to do with what all layers' weights need."""
+    """Returns the byte/s at which decode attention reads a large KV cache in RAM.
+
+    On a unified machine it is the faster of the device's and the host's attention. Rates of small
+    sizes do not count: they come from the CPU's own caches, which cannot hold all layers' weights.
+    """
     ways = (hw.host_attention, hw.device_attention) if hw.unified else (hw.host_attention,)
     return DTYPES[dtype] * max(way[16].points[-1][1] for way in ways)

@@ -23,7 +23,7 @@ class Step(NamedTuple):
 
 
 def zigzag(tokens: int, layers: int, batches: int) -> Iterator[Step]:
-    """Every batch of the block goes through a layer before the next layer (algorithm 1)."""
+    """Yields steps in which all batches go through a layer before the next layer (algorithm 1)."""
     visit = 0
     for token in range(tokens):
         for layer in range(layers):
@@ -33,7 +33,7 @@ def zigzag(tokens: int, layers: int, batches: int) -> Iterator[Step]:
 
 
 def row(tokens: int, layers: int, batches: int) -> Iterator[Step]:
-    """Each batch is finished by itself, as in systems without block schedule."""
+    """Yields steps in which each batch is finished before the next one (no block schedule)."""
     visit = 0
     for batch in range(batches):
         for token in range(tokens):
@@ -67,7 +67,7 @@ class LookAhead:
         self._next = deque(step for step in self._next if not is_dropped(step))
 
     def steps(self, count: int, is_counted: IsCounted = lambda step: True) -> list[Step]:
-        """The next steps, up to the last of `count` that are counted, or fewer at the end."""
+        """Returns the next steps, until `count` of them are counted, or fewer at the end."""
         found: list[Step] = []
         while count and self._fill(len(found) + 1) > len(found):
             found.append(self._next[len(found)])
@@ -77,8 +77,8 @@ class LookAhead:
     def visits(
         self, after: int, count: int, is_counted: IsCounted = lambda step: True
     ) -> list[Step]:
-        """The first steps of the visits that come after visit `after`, up to the last of `count`
-        that are counted."""
+        """Returns the first step of each visit after visit `after`, until `count` of these steps
+        are counted, or fewer at the end."""
         found: list[Step] = []
         index = 0
         while count and self._fill(index + 1) > index:
@@ -90,7 +90,7 @@ class LookAhead:
         return found
 
     def _fill(self, count: int) -> int:
-        """Holds up to `count` steps ready; returns how many of them there are."""
+        """Queues steps until `count` are ready; returns how many are, fewer only at the end."""
         while len(self._next) < count:
             step = next(self._steps, None)
             if step is None:

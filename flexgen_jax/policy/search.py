@@ -1,5 +1,8 @@
-"""Policy search (section 4.3): batches and what is not linear are enumerated, a linear program
-places the rest, and the best few are checked by exact peaks and the simulator."""
+"""Policy search (FlexGen, section 4.3).
+
+Batches, and other choices that are not linear, are enumerated. For each, a linear program chooses
+the fractions, and the best few policies are checked by exact peaks and the simulator.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,17 @@ from flexgen_jax.policy.simulate import Prediction, simulate
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 NUM_BATCHES = (1, 2, 4, 8, 16, 32)
 CHECKED = 3
-"""So many of the linear program's best are simulated."""
+"""Number of plans to find among the linear program's best candidates; each is simulated."""
 
 SAMPLED_STEPS = 4_000
-"""Of a longer run, only some of the decoding tokens are simulated."""
+"""Approximate number of steps to simulate; a longer run is simulated for a sample of its tokens."""
 
 SLACK = 0.05
-"""Where the number of sequences is free, a smaller block is preferred at this loss of speed."""
+"""Loss of throughput for which a smaller block is preferred, if the number of sequences is free."""
 
 GAIN = 1.01
-"""Smaller KV blocks are taken as long as they make more than this times the throughput: what more
-reads and programs cost the linear program does not know."""
+"""Factor of throughput that smaller KV blocks must exceed to be chosen, since the linear program
+does not know what their additional reads and programs cost."""
 
 GRAIN = 1000
 """Fractions are rounded to multiples of 1 / GRAIN."""
@@ -48,7 +51,7 @@ GRAIN = 1000
 
 @dataclass(frozen=True)
 class Choices:
-    """What the search may choose, in the order of preference; one of each where it is given."""
+    """Values that the search may choose from, in the order of preference."""
 
     weight_bits: tuple[int, ...] = (16,)
     cache_bits: tuple[int, ...] = (16,)
@@ -58,8 +61,11 @@ class Choices:
 
     @classmethod
     def keeping(cls, policy: Policy) -> Choices:
-        """What a policy says of bits, sparsity and, unless it is "auto", attention; KV blocks may
-        be smaller than it says, down to an eighth, for there is an open one of every sequence."""
+        """Returns choices that keep a policy's bits, sparsity and, unless it is "auto", attention.
+
+        KV blocks may be smaller than the policy's, down to an eighth, since every sequence has an
+        open one.
+        """
         most = policy.kv_block_tokens
         return cls(
             weight_bits=(policy.weight_bits,),
@@ -74,8 +80,10 @@ class Choices:
 class Plan:
     """A policy, and what it is predicted to do.
 
-    block_sequences: of one block; latency_s: seconds of one block; total_s: of all blocks that the
-    workload makes; throughput: new tokens a second; peak_bytes: computed, by tier.
+    block_sequences, num_sequences: sequences of one block, and of the workload; prefill_s,
+    decode_s, total_s: seconds of all blocks of the workload; latency_s: seconds of one block;
+    throughput: generated or scored tokens per second; peak_bytes: computed, by tier; busy_s:
+    seconds by resource; binding: the resource that is busy for the longest time in a block.
     """
 
     policy: Policy
@@ -106,12 +114,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a policy is wanted for.
+    """The task of a search: model, machine, limits and workload.
 
-    workload.num_sequences is how many there are, or 0 for as many as are best.
-    base: a policy with what is not searched: schedule, overlap.
-    max_latency: seconds that a block may take; min_throughput: token/s that are enough, so that the
-    lowest latency is wanted.
+    workload: its `num_sequences` may be 0, for as many as are best.
+    base: a policy with everything that is not searched: schedule, overlap.
+    max_latency: seconds that a block may take.
+    min_throughput: token/s that are enough; the search then looks for the lowest latency.
     """
 
     config: ModelConfig
@@ -129,7 +137,7 @@ class Problem:
         return Costs(self.config, self.dtype, policy, self.hw)
 
     def of_block(self, policy: Policy) -> Workload:
-        """The workload of one block."""
+        """Returns the workload of one block of the policy."""
         block = policy.batch_size * policy.num_batches
         count = min(block, self.workload.num_sequences or block)
         return replace(self.workload, num_sequences=count)
@@ -143,7 +151,7 @@ class Problem:
 
 
 def policies(problem: Problem) -> Iterator[Policy]:
-    """Everything to solve a linear program for, but for the fractions."""
+    """Yields the policies for which a linear program has to choose the fractions."""
     choices, wanted = problem.choices, problem.workload.num_sequences
     variants = list(
         product(choices.weight_bits, choices.cache_bits, choices.attentions, choices.sparsities)
@@ -168,7 +176,7 @@ def policies(problem: Problem) -> Iterator[Policy]:
 
 
 def solved(problem: Problem, policy: Policy, budgets: Budgets | None = None) -> Candidate | None:
-    """The linear program's answer for these batches, if anything fits."""
+    """Returns the linear program's solution for a policy's batches, or None if nothing fits."""
     costs = problem.costs(policy)
     workload = problem.of_block(policy)
     terms = block_terms(costs, workload.typical, problem.unified)
@@ -183,11 +191,11 @@ def solved(problem: Problem, policy: Policy, budgets: Budgets | None = None) -> 
 
 
 def candidates(problem: Problem) -> list[Candidate]:
-    """All that fit, best first; batches near the best ones are tried as well."""
+    """Returns all candidates that fit, best first; batches near the best ones are tried, too."""
     full: list[Policy] = []
     found = []
     for policy in policies(problem):
-        # What is too large for the memory stays so with more of it.
+        # Batches that are larger than ones without a fit do not fit either.
         if any(_is_no_larger(other, policy) for other in full):
             continue
         answer = _answer(problem, policy)
@@ -206,13 +214,16 @@ def candidates(problem: Problem) -> list[Candidate]:
 
 
 def _batches_of(problem: Problem, policy: Policy) -> Policy:
-    """The policy without what `_answer` chooses."""
+    """Returns the policy with the base's `kv_block_tokens`, since `_answer` chooses its own."""
     return replace(policy, kv_block_tokens=problem.base.kv_block_tokens)
 
 
 def _answer(problem: Problem, policy: Policy) -> Candidate | None:
-    """The program's best answer with ever smaller KV blocks, as long as that brings anything: there
-    is an open block of every sequence and layer in RAM, full ones may lie on disk."""
+    """Returns the linear program's best solution over ever smaller KV blocks, or None.
+
+    Smaller blocks can help because every sequence and layer has an open block in RAM, while full
+    ones may be on disk. The search stops when they no longer help.
+    """
     best, opened = None, -1
     for tokens in problem.choices.kv_block_tokens:
         largest = max(generated_blocks(problem.workload.gen_len, tokens), default=0)
@@ -226,19 +237,19 @@ def _answer(problem: Problem, policy: Policy) -> Candidate | None:
             return best
         best = candidate
         if policy.cache_bits == 16 and not candidate.solution.fractions["cd"]:
-            return best  # as a rule, smaller ones free nothing: an open block is at its home
+            return best  # smaller blocks rarely free memory, since open ones are at their homes
     return best
 
 
 def _is_no_larger(first: Policy, second: Policy) -> bool:
-    """Whether the batches are no more, and what is not on the device is attended to alike."""
+    """Returns whether `first` has no larger or more batches, and attends in the way of `second`."""
     alike = (first.attention, first.is_sparse) == (second.attention, second.is_sparse)
     fewer = first.batch_size <= second.batch_size and first.num_batches <= second.num_batches
     return alike and fewer
 
 
 def _smallest_fits(problem: Problem, policy: Policy) -> bool:
-    """Whether the most compressed variant of these batches could fit without a latency limit."""
+    """Returns whether the most compressed variant of a policy fits without a latency limit."""
     smallest = replace(
         policy,
         weight_bits=min(problem.choices.weight_bits),
@@ -249,7 +260,7 @@ def _smallest_fits(problem: Problem, policy: Policy) -> bool:
 
 
 def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
-    """Batch sizes and counts between those of the coarse grid."""
+    """Yields the policy with batch sizes and counts between those of the coarse grid."""
     for by_size, by_count in ((0.75, 1), (1.25, 1), (1.5, 1), (1, 0.75), (1, 1.5), (0.75, 1.5)):
         size = max(1, round(policy.batch_size * by_size))
         count = max(1, round(policy.num_batches * by_count))
@@ -259,8 +270,11 @@ def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
 
 
 def placed(problem: Problem, candidate: Candidate) -> Policy | None:
-    """The candidate's policy with fractions rounded to what placement can do and exact peaks
-    within the budgets; where they are not, the program is solved again for what they exceed."""
+    """Returns a candidate's policy with rounded fractions and exact peaks within the budgets.
+
+    If the peaks exceed the budgets, the linear program is solved again with smaller ones. Returns
+    None if that finds no policy.
+    """
     budgets = problem.budgets
     for _ in range(8):
         policy = _rounded(candidate.policy, candidate.solution)
@@ -276,7 +290,7 @@ def placed(problem: Problem, candidate: Candidate) -> Policy | None:
 
 
 def _rounded(policy: Policy, solution: Solution) -> Policy:
-    """Fractions in whole grains, rounded towards the slower tiers."""
+    """Returns the policy with a solution's fractions in whole grains, rounded to slower tiers."""
     parts: dict[str, Any] = {}
     for name, letter in (("weights", "w"), ("cache", "c"), ("activations", "h")):
         shares = solution.fractions
@@ -287,7 +301,10 @@ def _rounded(policy: Policy, solution: Solution) -> Policy:
 
 
 def _reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budgets:
-    """Budgets for the linear program, less what the exact peaks exceed the real ones by."""
+    """Returns `budgets` for the linear program, less the excess of exact peaks over real budgets.
+
+    asked: the real budgets; needed: the exact peaks by tier.
+    """
 
     def less(limit: int | None, allowed: int | None, used: int) -> int | None:
         if limit is None or allowed is None or used <= allowed:
@@ -303,7 +320,7 @@ def _reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budge
 
 
 def evaluate(problem: Problem, policy: Policy) -> Plan:
-    """What a policy is predicted to do with a workload, by the simulator."""
+    """Returns the simulator's prediction for a policy and the problem's workload."""
     shape = problem.shape(policy)
     layers = len(model_spec(problem.config).decoders)
     sample = max(1, SAMPLED_STEPS // (layers * len(shape.batch_sizes)))
@@ -332,7 +349,7 @@ def _plan(
     needed: dict[Tier, int],
     blocks: Sequence[Prediction],
 ) -> Plan:
-    """The sum of the blocks, of which the first is a whole one."""
+    """Adds up the predictions of all blocks; the first one must be a whole block."""
     prefill_s = sum(block.prefill_s for block in blocks)
     decode_s = sum(block.decode_s for block in blocks)
     return Plan(
@@ -350,7 +367,7 @@ def _plan(
 
 
 def search(problem: Problem) -> list[Plan]:
-    """The best plans, the chosen one first; empty where none fits or meets the limits."""
+    """Returns the best plans, the chosen one first; none if nothing fits or meets the limits."""
     plans: list[Plan] = []
     looked_at: set[Policy] = set()
     for candidate in _shortlist(problem, candidates(problem)):
@@ -373,7 +390,7 @@ def _meets_limits(problem: Problem, plan: Plan) -> bool:
 
 
 def _shortlist(problem: Problem, found: list[Candidate]) -> list[Candidate]:
-    """Which candidates to look at more closely, in which order."""
+    """Returns the candidates to check more closely, in the order in which to do it."""
     if not found:
         return []
     if problem.min_throughput is not None:
@@ -387,8 +404,10 @@ def _shortlist(problem: Problem, found: list[Candidate]) -> list[Candidate]:
 
 
 def frontier(problem: Problem) -> list[Candidate]:
-    """The latency-throughput frontier (the paper's figure 1): candidates that no other beats in
-    both, by rising latency."""
+    """Returns the latency-throughput frontier (the paper's figure 1).
+
+    It has the candidates that no other beats in both, by rising latency.
+    """
     best: list[Candidate] = []
     for candidate in sorted(candidates(problem), key=lambda c: (c.solution.total_s, -c.throughput)):
         if not best or candidate.throughput > best[-1].throughput:

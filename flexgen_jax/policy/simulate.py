@@ -1,9 +1,9 @@
-"""A discrete-event run of the real step list over the links and processors of a profile.
+"""A discrete-event simulation of a run on the links and processors of a profile.
 
-It does what `offload/executor.py` does, with the same schedule, look-ahead and placement, but
-only counts: bytes of every transfer, and when each would be done. Four links each carry one
-transfer after the other, but for the disk's two lanes of reads, which share it; the device computes
-one program after the other, and on a unified machine the CPU's attention is one of these.
+It goes through the real schedule, with the look-ahead and placement of `offload/executor.py`, but
+only counts bytes of every transfer and the time at which each would be done. Each of four links
+carries one transfer after the other, except that two lanes of reads share the disk. The device
+computes one program after the other; on a unified machine the CPU's attention is one of these.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flexgen_jax.policy.schedule import LookAhead, Step, steps_of
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one block of batches will take.
+    """Predicted time and traffic of one block of batches.
 
-    prefill_s, decode_s: seconds; busy_s: seconds by resource; bytes: by transfer.
+    prefill_s, decode_s: seconds; busy_s: seconds by resource; bytes: bytes by transfer.
     """
 
     prefill_s: float
@@ -44,7 +44,7 @@ class Prediction:
 
 
 class Simulation:
-    """One block of batches on its way through a model that is not there."""
+    """Simulates one block of batches on its way through the model; there are no arrays."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Simulation:
         self._weight_loads = [self._weights_of(layer) for layer in range(len(self._layers))]
 
     def run(self) -> Prediction:
-        """Goes through the steps."""
+        """Goes through all steps and returns the prediction."""
         shape = (len(self._tokens), len(self._layers), len(self.shape.batch_sizes))
         phases, last = [0.0, 0.0], 0.0
         before: tuple[Step, float] | None = None
@@ -106,7 +106,8 @@ class Simulation:
     # Weights
 
     def _weights_of(self, layer: int) -> tuple[int, int, int, float]:
-        """Of a layer: bytes read directly, through the page cache, copied; a read's size."""
+        """Returns a layer's bytes that are read from disk, read from the page cache, and copied to
+        the device, and the bytes of its largest read."""
         direct = cached = copied = 0
         largest = 1
         for tensor in self._layers[layer].tensors:
@@ -181,14 +182,14 @@ class Simulation:
         return Loading(None, 0 if home == "device" else nbytes)
 
     def _state(self, step: Step, layer: int) -> tuple[Tier, int]:
-        """Home and bytes of the hidden state that a layer makes of the step's tokens."""
+        """Returns the tier and bytes of the hidden states that a layer makes of a step's tokens."""
         is_one = step.token > 0 or self._only_last(layer)
         tokens = 1 if is_one else self.shape.prompt_lens[step.batch]
         nbytes = self.costs.hidden_bytes(self.shape.batch_sizes[step.batch], tokens)
         return self._states.home(tokens, layer, step.batch), nbytes
 
     def _only_last(self, layer: int) -> bool:
-        """Whether a prompt's last token is all that is needed of the layer."""
+        """Returns whether a layer's hidden states are needed for a prompt's last token only."""
         return layer == len(self._layers) - 2 and not self.shape.scores_prompts
 
     # Loads ahead
@@ -227,7 +228,7 @@ class Simulation:
         return self._clock.move("host_to_device", load.copied, 0.0, load.size)
 
     def _take(self, kind: str, key: Hashable, start: Loading | None) -> float:
-        """When a load is on the device; waits for its disk read."""
+        """Waits for a load's disk read; returns the time at which the load is on the device."""
         load = self._loads[kind].get(key) or start
         assert load is not None
         self._clock.finish_read(load.read)
@@ -343,7 +344,7 @@ class Simulation:
         if self._sizes.sealed(step.batch, position + 1) > block:
             is_quantized = self._policy.cache_bits < 16
             if is_quantized:
-                # Quantized on the device, which a block in pinned memory first has to get to.
+                # Blocks are quantized on the device; one in pinned memory is first copied there.
                 away = cached.homes[block] != "device"
                 length = cached.lengths[block]
                 opened = self.costs.open_kv_bytes(layer, rows, length) if away else 0
@@ -355,7 +356,7 @@ class Simulation:
     def _store(
         self, where: tuple[int, int], rows: int, cached: Cached, blocks: list[int], on_device: bool
     ) -> None:
-        """Sends complete blocks to their homes; at most so many steps wait for the disk."""
+        """Sends full blocks to their homes; at most `PENDING_WRITES` steps wait for the disk."""
         layer, costs = self._layers[where[0] + 1], self.costs
         sizes = {block: costs.kv_bytes(layer, rows, cached.lengths[block]) for block in blocks}
         away = sum(n for block, n in sizes.items() if cached.homes[block] != "device")
@@ -379,7 +380,7 @@ class Simulation:
 
 
 def _sampled(count: int, sample: int | None) -> tuple[list[int], list[int]]:
-    """Tokens to go through, and for how many each stands: the prompt's for itself."""
+    """Returns the tokens to simulate, and how many tokens each stands for; the prompt's is one."""
     rest = count - 1
     if sample is None or rest <= sample:
         return list(range(count)), [1] * count
@@ -395,10 +396,11 @@ def simulate(
     page_cached: frozenset[str] = frozenset(),
     sample: int | None = None,
 ) -> Prediction:
-    """What a block of batches of this shape takes.
+    """Predicts the time and traffic of a block of batches of this shape.
 
-    page_cached: tensors on disk that the operating system keeps in RAM after their first read.
-    sample: of how many decoding tokens, evenly over them; the others take as long as these, and KV
-        blocks that fill up between them are not written.
+    page_cached: keys of tensors on disk that the operating system keeps in RAM after the first
+        read.
+    sample: number of decoding tokens to simulate, at even distances, or None for all. The others
+        count like these, but KV blocks that fill up between them are not written.
     """
     return Simulation(costs, shape, unified, page_cached, sample).run()

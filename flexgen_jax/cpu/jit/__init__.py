@@ -1,1 +1,1 @@
-"""Generated code behind the kernels: Numba and LLVM."""
+"""The generated code behind the CPU's compute kernels: Numba and LLVM."""

@@ -1,10 +1,11 @@
-"""The foreign functions that XLA's CPU backend calls for `inline_attention`, compiled by Numba, and
-what those for products (`product_handlers`) are made with.
+"""The foreign functions for attention that XLA's CPU backend calls, compiled by Numba.
 
-A handler shares the rows of its first result, or a product's columns, among XLA's threads.
+`cpu/attention.py` registers them. The handlers for products (`matmul_entry`) are made with the
+functions here too. A handler shares the rows of its first result, or a product's columns, among
+XLA's threads.
 
-XLA's structures are read as arrays of 8-byte words, by the layouts of `xla/ffi/api/c_api.h` 0.3,
-a stable binary interface.
+XLA's structures are read as arrays of 8-byte words, by the layouts of `xla/ffi/api/c_api.h` 0.3, a
+stable binary interface.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ carray: Any = vars(numba)["carray"]
 typing: Any = untyped_typing
 
 CALLS = source_of(__file__, xla_calls.__file__)
-"""See `host_kernels.SOURCE`."""
+"""A checksum of the code that calls XLA; see `decode_attention.SOURCE`."""
 
 METADATA = 1
 API_VERSION = np.int64(INTERFACE[1] << 32 | INTERFACE[0])
-PACKED = 6  # uint8 among XLA's types
+PACKED = 6  # XLA's number for the type uint8
 FAIL, SCHEDULE, THREADS = 6, 17, 18  # words of XLA_FFI_Api
 RESOURCE_EXHAUSTED = 8
 MESSAGE = np.frombuffer(b"a kernel of the CPU found no memory for what it works with\0", np.uint8)
 PARTS = 4
-"""Ranges of rows, or columns, for each thread: the next one goes to whichever is free."""
+"""Ranges of rows, or of columns, per thread; each range goes to whichever thread is free."""
 
 NEXT, DONE, SUCCEEDED, HOLDERS, ALL, ARGUMENTS, RESULTS = range(7)
-"""Words of the task that the threads of a call share."""
+"""Indices of words in the task that the threads of a call share."""
 
 FUNCTION: Any = types.intp(types.CPointer(types.intp))
 PART: Any = types.intp(types.CPointer(types.intp), types.intp)
@@ -62,7 +63,8 @@ free: Any = types.ExternalFunction("free", typing.signature(types.void, types.in
 
 @njit(inline="always")
 def is_asked_for_version(frame):
-    """Answers the question that XLA asks before the first call: which version this is made for."""
+    """Tells XLA the API version that this code is made for, if XLA asks for it, as it does before
+    the first call; returns whether it asked."""
     if frame[1] == 0:
         return False
     extension = words(frame[1])
@@ -74,20 +76,21 @@ def is_asked_for_version(frame):
 
 @njit(inline="always")
 def array_in(buffer, shape, kind):
-    """A buffer's content, whatever its own shape."""
+    """Returns a buffer's content as an array of the given shape, whatever the buffer's own
+    shape."""
     return carray(pointer(buffer[3]), shape, kind)
 
 
 @njit(inline="always")
 def leaf(buffer, rows, kind):
-    """A buffer [batch, head, token, element] as [row, token, element]."""
+    """Returns a buffer [batch, head, token, element] as an array [row, token, element]."""
     sizes = words(buffer[5])
     return array_in(buffer, (rows, sizes[2], sizes[3]), kind)
 
 
 @njit(inline="always")
 def packed_side(arguments, at, rows):
-    """The three arrays of packed keys or values."""
+    """Returns the three arrays of packed keys or values: codes, scale and minimum."""
     codes = leaf(words(arguments[at]), rows, np.uint8)
     scale = leaf(words(arguments[at + 1]), rows, np.uint16)
     minimum = leaf(words(arguments[at + 2]), rows, np.uint16)
@@ -96,7 +99,7 @@ def packed_side(arguments, at, rows):
 
 @njit(inline="always")
 def next_part(shared):
-    """The next range, which is nobody else's, or one that is not there any more."""
+    """Takes the next part; returns its number, which is too large if no parts are left."""
     return fetch_add(address_in(shared) + 8 * NEXT, 1)
 
 
@@ -108,34 +111,36 @@ def finish_part(shared, succeeded):
 
 @njit(inline="always")
 def let_go(shared):
-    """Whoever is last to let go of the task frees it: a thread may begin when the others are long
-    done."""
+    """Drops one hold on the task; the last one frees it, because a thread may start when the others
+    are long done."""
     if fetch_add(address_in(shared) + 8 * HOLDERS, -1) == 1:
         free(address_in(shared))
 
 
 @njit(inline="always")
 def fail(api, sent):
-    """XLA's error of no memory, whose arguments are put into `sent`."""
+    """Returns XLA's out-of-memory error; its arguments are written to `sent`."""
     sent[0], sent[1], sent[2], sent[3] = 32, 0, MESSAGE.ctypes.data, RESOURCE_EXHAUSTED
     return call(api[FAIL], address_in(sent))
 
 
-@lru_cache  # XLA keeps no reference
+@lru_cache  # XLA keeps no reference to a handler
 def attention_handler(name: str, size: int, dtype: str, bits: int) -> tuple[Any, ...]:
-    """The handler of `attend_blocks` for heads of this size, whose plain blocks are of `dtype` and
-    whose packed ones have so many bits, and what its threads run.
+    """Returns the handler of `attend_blocks` and the functions that its threads run.
+
+    size: elements of a head; dtype: of plain blocks; bits: the width of packed blocks, or 16.
 
     Its arguments: query, fp32 [row, head_dim]; first, int32 [block, batch]; stop, int32 [block];
-    and of each block the arrays of keys and then of values. Results: fp32 [row, head_dim] and the
-    log-sum-exp of the scores, fp32 [row].
+    and for each block the arrays of its keys and then of its values. Results: fp32 [row, head_dim],
+    and the log-sum-exp of the scores, fp32 [row].
     """
     return handler(name, _blocks_part(size, dtype, bits))
 
 
 @lru_cache
 def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
-    """The handler of `attend_prompt` for heads of this size, and what its threads run.
+    """Returns the handler of `attend_prompt` for heads of `size` elements, and the functions that
+    its threads run.
 
     Its arguments: query, key, value, [batch, token, head, head_dim]; first, int32 [batch]. Results:
     keys, values, [row, token, head_dim]; fp32 [batch, token, head, head_dim].
@@ -146,10 +151,13 @@ def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
 def handler(
     name: str, function: Callable[..., int], axis: int = 0, grain: int = 1
 ) -> tuple[Any, ...]:
-    """What XLA calls, what it has its threads run, which is known to LLVM by `name`, and of that
-    `function`, which computes a part: (task, which) -> 1, or 0, as Numba has it, if it raises
-    (there is one reason to: no memory). Parts are ranges of at least `grain` along an axis of the
-    first result."""
+    """Returns three compiled functions: the handler that XLA calls, the one that its threads run,
+    which LLVM knows by `name`, and the one that computes a part.
+
+    function: computes a part: (task, part number) -> 1, or 0, as Numba has it, if it raises (the
+    only reason is lack of memory). Parts are ranges of at least `grain` along an axis of the first
+    result.
+    """
     part = cached(partial(cfunc, PART), function)
     binding.add_symbol(f"{name}_part", part.address)
     work = cached(partial(cfunc, FUNCTION), _taking_parts(f"{name}_part"))
@@ -189,7 +197,7 @@ def handler(
 
 
 def _taking_parts(name: str) -> Callable[..., int]:
-    """What each thread runs: takes parts until all are taken."""
+    """Returns the function that each thread runs: it takes parts until all are taken."""
     calls = CALLS
 
     def work(shared):
@@ -205,7 +213,7 @@ def _taking_parts(name: str) -> Callable[..., int]:
 
 
 def _blocks_part(size: int, dtype: str, bits: int) -> Callable[..., int]:
-    """Decode attention of some rows."""
+    """Returns the function that computes decode attention for a part of the rows."""
     source, is_half = SOURCE + CALLS, dtype == "float16"
     stored = np.float32 if dtype == "float32" else np.uint16
 
@@ -228,7 +236,7 @@ def _blocks_part(size: int, dtype: str, bits: int) -> Callable[..., int]:
             last, begins = np.int64(stop[block]), first[block]
             buffer = words(arguments[at])
             is_packed = False
-            if bits < 16:  # else this is not compiled
+            if bits < 16:  # with 16 bits Numba leaves this branch out
                 is_packed = buffer[2] & 0xFFFFFFFF == PACKED
                 if is_packed:
                     keys = packed_side(arguments, at, rows)
@@ -253,7 +261,7 @@ def _blocks_part(size: int, dtype: str, bits: int) -> Callable[..., int]:
 
 
 def _prompt_part(size: int, dtype: str) -> Callable[..., int]:
-    """The same for prompts."""
+    """Returns the function that computes prompt attention for a part of the rows."""
     source, is_half = prefill_attention.SOURCE + CALLS, dtype == "float16"
     stored = np.float32 if dtype == "float32" else np.uint16
 

@@ -1,14 +1,14 @@
 """Decode attention on the CPU over keys and values where they lie, compiled by Numba.
 
-XLA's CPU backend reads a 16-bit cache at a third to a half of the memory's speed, since its loops
-convert element by element; these loops read it at the memory's, in any format it is kept in.
+XLA's CPU backend reads a 16-bit cache well below the memory's speed, because its loops convert
+element by element. These loops read the cache at the memory's speed, in any format it is kept in.
 
-A row is a sequence's head. Rows are independent, so threads take ranges of them, `start` to `end`;
-the kernels hold no interpreter lock. In all of them
+A row is one head of one sequence. Rows are independent, so each thread takes a range of them,
+`start` to `end`. The compute kernels release the interpreter lock. In all of them
 
     query: fp32 [row, head_dim], scaled; keys, values: the arrays that a block is kept in, each
-    [row, token, ...]; first: int64 [row], the first of a block's tokens that is valid; stop: the
-    first one that is not valid any more.
+    [row, token, ...]; first: int64 [row], the first valid token of the block; stop: the end of the
+    valid tokens, the same for all rows.
 """
 
 from __future__ import annotations
@@ -33,23 +33,29 @@ MATH = set(FLAGS)
 
 
 def source_of(*files: str | None) -> int:
-    """A number for the content of files, not 0."""
+    """Returns a checksum of the files' contents, never 0."""
     return zlib.crc32(b"".join(Path(str(file)).read_bytes() for file in files)) | 1
 
 
 VECTOR_FILES = (decode_attention_ir.__file__, softmax_ir.__file__, storage.__file__, llvm.__file__)
 SOURCE = source_of(__file__, *VECTOR_FILES)
-"""Of the code that kernels are made from, whose changes Numba's cache might not notice; what a
-kernel closes over is part of the cache's key."""
+"""A checksum of the code that the compute kernels are made from.
+
+The kernels refer to it so that Numba's cache notices a change in any of these files: what a
+function closes over is part of the cache's key.
+"""
 
 LEAST = np.float32(MASKED / 2)
-"""Scores below are those of tokens that are not valid."""
+"""Tokens that are not valid have scores below this."""
 
 
 @njit(inline="always")
 def fold_rows(keys, values, first, stop, heads, start, query, state, size, is_half, bits):
-    """Folds a block into a running result: the rows of `state`, which begin at row `start`, as
-    `fold_for` has it: peak, total and out. first: of every `heads` rows."""
+    """Folds a KV block into a running result, for the rows from `start` on.
+
+    state: peak, total and out as in `fold_for`, with one entry per row taken; first: [row / heads],
+    one entry for every `heads` rows.
+    """
     peak, total, out = state
     scores = np.empty(keys[0].shape[1] + LANES, np.float32)
     room = -(-stop // LANES) * LANES
@@ -69,7 +75,8 @@ def fold_rows(keys, values, first, stop, heads, start, query, state, size, is_ha
 
 
 def cached(make: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """What one of Numba's decorators makes of a function, kept on disk where that is possible."""
+    """Compiles a function with one of Numba's decorators and keeps the result on disk where
+    possible."""
     try:
         return make(cache=True, fastmath=MATH)(function)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written to
@@ -83,8 +90,10 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 @lru_cache
 def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
-    """The kernel for heads of this size, kept in float16 or not, packed in `bits` or not; known
-    when it is compiled, that makes loops short and free of checks.
+    """Returns the compute kernel `fold` for heads of `size` elements.
+
+    is_half: whether the cache is kept in float16; bits: the width of a packed cache, or 16. As
+    compile-time constants they make the loops short and free of checks.
 
     fold(query, keys, values, first, stop, peak, total, out, start, end) folds a block into a
     running result: peak, fp32 [row], the largest score so far; total, fp32 [row], the sum of
@@ -103,9 +112,12 @@ def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
 
 @lru_cache
 def score_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
-    """score(query, keys, first, stop, offset, scores, peak, total, start, end) writes the scores
-    of a block's valid tokens to scores, fp32 [row, token of the sequence], where the block begins
-    at `offset`, and brings peak and total, as in `fold`, up to date."""
+    """Returns the compute kernel `score`, with the constants of `fold_for`.
+
+    score(query, keys, first, stop, offset, scores, peak, total, start, end) writes the scores of a
+    block's valid tokens to scores, fp32 [row, token of the sequence], where the block begins at
+    token `offset`, and updates peak and total as `fold` does.
+    """
 
     source = SOURCE
 
@@ -128,11 +140,14 @@ def score_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
 
 @lru_cache
 def add_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
-    """add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, start, end) adds to
-    out, fp32 [row, head_dim], the values of a block's chosen tokens, times exp(score - lse).
+    """Returns the compute kernel `add_chosen`, with the constants of `fold_for`.
 
-    scores: fp32 [row, token of the sequence]; lse: fp32 [row]; chosen: int32 [row, slot], tokens
-    of the sequence, and counts: int32 [row], how many; left: int32 [row], minus the block's own.
+    add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, start, end) adds the
+    values of a block's chosen tokens, times exp(score - lse), to out, fp32 [row, head_dim].
+
+    scores: fp32 [row, token of the sequence]; lse: fp32 [row]; chosen: int32 [row, slot], indices
+    of tokens in the sequence, rising; counts: int32 [row], how many slots are used; left: int32
+    [row], reduced by the number of chosen tokens in this block.
     """
 
     source = SOURCE
@@ -155,7 +170,11 @@ def add_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
 
 @njit(nogil=True, fastmath=MATH | {"nnan"})
 def largest(scores: Any) -> Any:
-    """Of some numbers; vectorized, because it need not mind NaN, which shows in the sum."""
+    """Returns the largest score.
+
+    It compiles to vector code because it ignores NaN, which shows in the sum of the weights
+    instead.
+    """
     found = np.float32(-np.inf)
     for i in range(scores.size):
         found = scores[i] if scores[i] > found else found
@@ -164,7 +183,7 @@ def largest(scores: Any) -> Any:
 
 @njit(nogil=True, inline="always")
 def reaching(scores: Any, bound: Any) -> Any:
-    """How many scores are at least the bound."""
+    """Counts the scores that are at least the bound."""
     count = np.int32(0)
     for i in range(scores.size):
         count += np.int32(scores[i] >= bound)
@@ -173,8 +192,10 @@ def reaching(scores: Any, bound: Any) -> Any:
 
 @njit(nogil=True, fastmath=MATH)
 def write_down(scores: Any, bound: Any, count: int, chosen: Any) -> Any:
-    """The tokens above the bound, and the first of those at the bound; returns how many, at most
-    `count`. Without branches, which nobody could predict."""
+    """Writes to `chosen` the tokens above the bound and the first of those at it, `count` at most.
+
+    Returns how many were written. There are no branches, because they would be unpredictable.
+    """
     above, slot = reaching(scores, np.nextafter(bound, np.float32(np.inf))), np.int64(0)
     if reaching(scores, bound) == count:
         for i in range(scores.size):
@@ -193,12 +214,14 @@ def write_down(scores: Any, bound: Any, count: int, chosen: Any) -> Any:
 
 @lru_cache
 def choose_top() -> Callable[..., None]:
-    """choose(scores, counts, chosen, start, end) writes to chosen, int32 [row, slot], the `counts`
-    [row] tokens with the highest scores, in rising order; of equal scores those that come first.
-    There is room for one slot more, whose content then means nothing.
+    """Returns the compute kernel `choose`, which finds each row's highest scores.
 
-    scores: fp32 [row, token]; at least that many are valid, which is above `LEAST`. Where they are
-    not all numbers, `counts` may become less.
+    choose(scores, counts, chosen, start, end) writes to chosen, int32 [row, slot], the counts[row]
+    tokens with the highest scores, in rising order of tokens; of equal scores it takes the first.
+    `chosen` needs one more slot than tokens, whose content is meaningless afterwards.
+
+    scores: fp32 [row, token]; at least counts[row] of them are valid, that is, above `LEAST`. Where
+    scores are NaN, counts[row] may become smaller.
     """
 
     def choose(scores, counts, chosen, start, end):
@@ -208,7 +231,7 @@ def choose_top() -> Callable[..., None]:
             if count == 0 or reaching(found, high) >= count:
                 counts[row] = write_down(found, high, count, chosen[row])
                 continue
-            # A bound that enough scores reach, and then the largest one: counting is fast.
+            # Finds a bound that enough scores reach, then the largest such bound: counting is fast.
             low, step, reached = high, np.float32(1), np.int32(0)
             while reached < count and low > LEAST:
                 high, low, step = low, low - step, step + step

@@ -1,15 +1,16 @@
 """The inner loops of decode attention on the CPU, as LLVM instructions on vectors of floats.
 
-Written out because Numba's own vectorization of these loops reads a bf16 cache at less than half
-and a packed one at a twentieth of the memory's speed. A side of a block is a tuple of C-contiguous
-arrays, [row, token, ...]: (floats,), (16-bit floats as bits,) or (packed, scale, minimum).
+They are written out because Numba's own vectorization of these loops reads the cache far below the
+memory's speed. Keys, or values, of a block are a tuple of C-contiguous arrays, [row, token, ...]:
+(fp32 floats,), (16-bit floats as bits,) or (packed, scale, minimum).
 
     score_row(keys, row, begin, stop, query, scores, size, is_half, bits)
         scores[token] = query * key for the tokens from begin to stop
     add_row(values, row, begin, stop, weights, out, size, is_half, bits)
         out += weights[token] * value for the tokens from begin to stop
     add_some(values, row, begin, stop, weights, out, tokens, offset, size, is_half, bits)
-        out += weights[slot] * the value of tokens[slot] - offset, for the slots from begin to stop
+        out += weights[slot] * the value of token tokens[slot] - offset, for the slots from begin
+        to stop
 
 query, out: fp32 [head_dim]; scores, weights: fp32; tokens: int32; size, is_half and bits are
 compile-time constants.
@@ -40,16 +41,20 @@ from flexgen_jax.models.storage import kv_storage
 cgutils: Any = untyped
 
 AHEAD = 2048
-"""So many bytes ahead of its use memory is asked for: with 8 GB/s of 4-bit values read in place
-of 5, and 20 of bfloat16 in place of 18."""
+"""Distance in bytes between the token in use and the one that is prefetched into the cache."""
 
 SLOTS_AHEAD = 8
-"""The same for tokens here and there, in slots."""
+"""Distance in slots between the chosen token in use and the one that is prefetched into the
+cache."""
 
 
 class Chunk(NamedTuple):
-    """Consecutive elements of a head: from `start`, at `first` of the stored row, in a plane and
-    group (see `layers/quantization.py`; 0 where nothing is packed)."""
+    """Consecutive elements of a head that are stored together.
+
+    start: the first element's index in the head; width: how many elements; first: their place in
+    the stored row; plane, group: where they are packed (see `layers/quantization.py`), 0 where they
+    are not.
+    """
 
     start: int
     width: int
@@ -59,7 +64,8 @@ class Chunk(NamedTuple):
 
 
 def chunks(size: int, bits: int) -> Iterator[Chunk]:
-    """A head's elements in pieces of one plane and one group, of a power of two up to `LANES`."""
+    """Splits a head's `size` elements into chunks within one plane and one group, each of a power
+    of two of elements, `LANES` at most."""
     storage = kv_storage((1, 1, 1, size), "bfloat16", bits)
     is_packed = bits < 16
     length = storage.plane_length if is_packed else size
@@ -73,7 +79,7 @@ def chunks(size: int, bits: int) -> Iterator[Chunk]:
 
 
 class Emitter(Vectors):
-    """Emits code for heads of one size in one format."""
+    """Emits instructions for heads of one size in one cache format."""
 
     def __init__(self, context: Any, builder: Any, size: int, is_half: bool, bits: int) -> None:
         super().__init__(builder)
@@ -83,29 +89,30 @@ class Emitter(Vectors):
         self.stored = max(chunk.first + chunk.width for chunk in self.chunks)
 
     def arrays(self, kind: Any, value: Any) -> list[Any]:
-        """The arrays of a tuple of them."""
+        """Unpacks a Numba tuple of arrays."""
         values = cgutils.unpack_tuple(self.builder, value)
         return arrays_of(self.context, self.builder, kind, values)
 
     def vector(self, pointer: Any, element: Any, width: int) -> Any:
-        """The pointer as one to `width` elements."""
+        """Casts a pointer to one to a vector of `width` elements."""
         return self.builder.bitcast(pointer, ir.VectorType(element, width).as_pointer())
 
     def load(self, array: Any, index: Any, width: int) -> Any:
-        """`width` elements of a contiguous array, as they are stored."""
+        """Loads `width` consecutive elements of an array, as they are stored."""
         pointer = self.builder.gep(array.data, [index])
         element = array.data.type.pointee
         vector = self.vector(pointer, element, width)
         return self.builder.load(vector, align=self.element_bytes(array))
 
     def at(self, array: Any, row: Any, token: Any) -> Any:
-        """Index of a token's first element in [row, token, element]."""
+        """Returns the index of a token's first element in a flat [row, token, element] array."""
         builder = self.builder
         _, tokens, elements = cgutils.unpack_tuple(builder, array.shape)
         return builder.mul(builder.add(builder.mul(row, tokens), token), elements)
 
     def ask_token(self, array: Any, index: Any) -> None:
-        """Has a token's elements brought to the cache; no error if there is no such token."""
+        """Prefetches a token's elements into the first cache; harmless if there is no such
+        token."""
         builder, kind = self.builder, ir.IntType(8).as_pointer()
         size, width = self.stored, self.element_bytes(array)
         for start in range(0, size, max(1, 64 // width)):
@@ -120,7 +127,7 @@ class Emitter(Vectors):
         return self.builder.add(index, ir.Constant(index.type, offset))
 
     def widened(self, stored: Any, width: int) -> Any:
-        """16-bit floats, or fp32, as fp32."""
+        """Converts a vector of stored floats, of 16 bits or fp32, to fp32."""
         builder = self.builder
         if stored.type.element == FLOAT:
             return stored
@@ -146,7 +153,7 @@ class Emitter(Vectors):
         return builder.bitcast(builder.or_(bits, sign), floats)
 
     def codes(self, stored: Any, chunk: Chunk) -> Any:
-        """Packed bytes as the codes of a chunk, fp32."""
+        """Extracts a chunk's codes from packed bytes, as fp32."""
         builder, integers = self.builder, ir.VectorType(INT, chunk.width)
         wide = builder.zext(stored, integers)
         shifted = builder.lshr(wide, filled(integers, self.bits * chunk.plane))
@@ -154,12 +161,12 @@ class Emitter(Vectors):
         return builder.sitofp(code, ir.VectorType(FLOAT, chunk.width))
 
     def scalar(self, array: Any, index: Any) -> Any:
-        """A 16-bit float, or fp32, as fp32."""
+        """Loads one stored float, of 16 bits or fp32, as fp32."""
         wide = self.widened(self.load(array, index, 1), 1)
         return self.builder.extract_element(wide, ir.Constant(INT, 0))
 
     def total(self, vectors: list[Any]) -> Any:
-        """The sum of all lanes."""
+        """Returns the sum of all lanes of all vectors."""
         found = ir.Constant(FLOAT, 0.0)
         by_width: dict[int, Any] = {}
         for vector in vectors:
@@ -177,7 +184,7 @@ def _score(emit: Emitter, keys: list[Any], row: Any, span: Any, query: Any, scor
     zero, one = (ir.Constant(row.type, n) for n in (0, 1))
     rows = [emit.load(query, emit.plus(zero, c.start), c.width) for c in emit.chunks]
     summed: dict[int, Any] = {}
-    if emit.bits < 16:  # what a group's minimum is multiplied by does not depend on the token
+    if emit.bits < 16:  # the factor of a group's minimum does not depend on the token
         for group in {chunk.group for chunk in emit.chunks}:
             parts = [x for x, c in zip(rows, emit.chunks, strict=True) if c.group == group]
             summed[group] = emit.total(parts)
@@ -262,7 +269,8 @@ def _add(
 
 
 def _generated(emit_row: Any) -> Any:
-    """Generates a call: (side, row, begin, stop, ..., size, is_half, bits), arrays made arrays."""
+    """Returns Numba's code generator for a call with the arguments (side, row, begin, stop, ...,
+    size, is_half, bits), where `side` is the tuple of a block's keys or values."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit = Emitter(context, builder, *(kind.literal_value for kind in signature.args[-3:]))
@@ -275,7 +283,7 @@ def _generated(emit_row: Any) -> Any:
 
 
 INDEX = (types.intp,) * 3
-"""Row, begin and stop."""
+"""Types of the arguments row, begin and stop."""
 
 
 def _score_row(_typing, side, row, begin, stop, query, scores, size, is_half, bits):
@@ -291,7 +299,7 @@ def _add_some(_typing, side, row, begin, stop, weights, out, tokens, offset, siz
     return types.void(side, *INDEX, *vectors, size, is_half, bits), _generated(_add)
 
 
-# Numba binds arguments by name, and so asks for functions that have them.
+# Numba binds arguments by name, so it needs functions with named arguments.
 score_row: Any = intrinsic(prefer_literal=True)(_score_row)
 add_row: Any = intrinsic(prefer_literal=True)(_add_row)
 add_some: Any = intrinsic(prefer_literal=True)(_add_some)

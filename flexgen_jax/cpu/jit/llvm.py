@@ -1,4 +1,4 @@
-"""Arithmetic of floats as LLVM instructions, of one or of a vector of them."""
+"""Float arithmetic as LLVM instructions, on scalars and on vectors."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from numba.core import cgutils as untyped
 cgutils: Any = untyped
 
 LANES = 16
-"""Floats in a vector; LLVM takes two of the machine's registers where they are shorter."""
+"""Floats in a vector; LLVM uses two of the machine's registers where they are shorter."""
 
 # Sums may be taken in any order; NaN and infinity are respected.
 FLAGS = ("reassoc", "nsz", "contract", "arcp")
 FLOAT, INT = ir.FloatType(), ir.IntType(32)
 
 FIRST_CACHE, SECOND_CACHE = 3, 2
-"""Of a core, as LLVM counts them."""
+"""Locality levels of LLVM's prefetch instruction for a core's first and second cache."""
 
 LOWEST = -87.0
-"""e^x is not 0 yet, nor subnormal."""
+"""The least x for `exp`: e^x is still a normal number there."""
 LOG2_E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 SERIES = (
     *(1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3),
     *(4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1),
 )
-"""Of (e^x - 1 - x) / x^2 around 0, highest power first (Cephes)."""
+"""Coefficients of (e^x - 1 - x) / x^2 around 0, highest power first (Cephes)."""
 
 
 def arrays_of(context: Any, builder: Any, kinds: Any, values: Any) -> list[Any]:
-    """An intrinsic's arguments, arrays among them as what has their `data` and `shape`."""
+    """Returns an intrinsic's arguments, with each array as an object that has its `data` and
+    `shape`."""
     return [
         context.make_array(kind)(context, builder, value)
         if isinstance(kind, types.Array)
@@ -42,18 +43,18 @@ def arrays_of(context: Any, builder: Any, kinds: Any, values: Any) -> list[Any]:
 
 
 def filled(kind: Any, value: float) -> Any:
-    """A constant, in all lanes if it is a vector."""
+    """Returns a constant of a type, in all lanes if it is a vector type."""
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
 class Vectors:
-    """Emits instructions; a vector has any number of lanes."""
+    """Emits instructions on vectors of any number of lanes."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
 
     def spread(self, scalar: Any, width: int) -> Any:
-        """A number in all lanes."""
+        """Returns a vector with a scalar in all of its `width` lanes."""
         empty = ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined)
         one = self.builder.insert_element(empty, scalar, ir.Constant(INT, 0))
         return self.builder.shuffle_vector(one, empty, filled(ir.VectorType(INT, width), 0))
@@ -63,7 +64,7 @@ class Vectors:
         return product if c is None else self.builder.fadd(product, c, flags=FLAGS)
 
     def call(self, name: str, result: Any, *arguments: Any, flags: tuple[str, ...] = ()) -> Any:
-        """An LLVM intrinsic's result."""
+        """Calls an LLVM intrinsic by name and returns its result."""
         kind = ir.FunctionType(result, [x.type for x in arguments])
         function = cgutils.get_or_insert_function(self.builder.module, kind, name)
         return self.builder.call(function, arguments, fastmath=flags)
@@ -73,12 +74,12 @@ class Vectors:
         return self.call(name, FLOAT, ir.Constant(FLOAT, 0.0), vector, flags=FLAGS)
 
     def ask(self, pointer: Any, cache: int) -> None:
-        """Has what lies there brought to a cache; no error if there is nothing."""
-        how = [ir.Constant(INT, flag) for flag in (0, cache, 1)]  # to read; data
+        """Prefetches the memory at a pointer into a cache; harmless if the address is not valid."""
+        how = [ir.Constant(INT, flag) for flag in (0, cache, 1)]  # for reading; data, not code
         self.call("llvm.prefetch.p0", ir.VoidType(), pointer, *how)
 
     def exp(self, x: Any) -> Any:
-        """e^x for x <= 0, to 2 units in the last place, NaN for NaN."""
+        """Returns e^x for x <= 0, to 2 units in the last place; NaN stays NaN."""
         builder, kind, name = self.builder, x.type, "llvm.floor.f32"
         integers: Any = INT
         if isinstance(kind, ir.VectorType):

@@ -1,14 +1,13 @@
-"""Products of many rows with a kernel on CPUs that have AMX, or AVX-512 with bfloat16, compiled by
-Numba.
+"""Products of many rows with kernel weights on CPUs that have AMX, or AVX-512 with bfloat16,
+compiled by Numba.
 
-XLA's CPU backend reaches a tenth to a fifth of the 2.9 TFLOP/s a core that AMX can do. Here some
-columns of the kernel at a time are turned into tiles that stay in the core's second cache, unpacked
-on the way if need be, and the rows pass by, `PAIR` at a time, the next ones being fetched
-meanwhile; results get their bias and are rounded on the way out, past the caches, in place of one
-more pass in fp32.
+XLA's CPU backend reaches only a small part of what AMX can do. Here some columns of the kernel
+weights at a time are turned into tiles that stay in the core's second cache, unpacked on the way if
+need be. The rows pass by, `PAIR` at a time, while the next ones are prefetched. Results get their
+bias and are rounded on the way out, past the caches, which saves one more pass in fp32.
 
-A thread's own memory, 1 MiB of tiles and the sums of 512 columns of the result where depth is over
-`DEPTH`, is less than the fp32 product that it replaces, which `workspace_bytes` counts.
+A thread's own memory is 1 MiB of tiles and, where depth is over `DEPTH`, the sums of 512 columns of
+the result. That is less than the fp32 product that it replaces, which `workspace_bytes` counts.
 """
 
 from __future__ import annotations
@@ -24,30 +23,33 @@ from flexgen_jax.models import storage
 
 _FILES = (__file__, matmul_inner.__file__, packing.__file__, storage.__file__, llvm.__file__)
 SOURCE = source_of(*_FILES)
-"""See `host_kernels.SOURCE`."""
+"""A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
 
 COLUMNS, DEPTH, CHUNK = 512, 1024, 256
-"""Of the kernel's part that stays in the second cache, 1 MiB: columns of the result and elements
-of their sums, or half and twice of them where there are not so many columns; and how many of these
-are summed while a panel of the rows is in the first one."""
+"""Sizes of the part of the kernel weights that stays in the second cache, 1 MiB: columns of the
+result, and elements of their sums (half of the one and twice of the other where there are fewer
+columns); and how many elements are summed while a panel of the rows is in the first cache."""
 
 LINE = 64
 
 
 @njit(inline="always")
 def aligned(count, kind, width):
-    """An array of so many elements of `width` bytes that begins with a cache line."""
+    """Returns an array of at least `count` elements of `width` bytes that begins with a cache
+    line."""
     found = np.empty(count + LINE // width, kind)
     return found[(LINE - found.ctypes.data % LINE) % LINE // width :]
 
 
 @njit(inline="always")
 def add_panel(multiply, rows, where, part, panel, packed, pairs, sums, at, after, by_amx):
-    """Adds a panel's product with a part of some columns, which is packed, to the sums from `at`
-    on, by `multiply_tiles` or what has its arguments; meanwhile what comes next is fetched.
+    """Adds the product of a panel of rows and a packed part of some columns to the sums from `at`
+    on.
 
-    where: the panel's first row, how many it has, and how far apart rows are; part: the first
-    element, and steps in all and in a chunk; after: where the sums of the next panel begin.
+    multiply: `multiply_tiles` or a function with its arguments, which also prefetches what comes
+    next; where: the panel's first row, how many rows it has, and how far apart they are; part: the
+    first element, the steps in all, and the steps in a chunk; after: where the sums of the next
+    panel begin.
     """
     row, count, pitch = where
     top, steps, chunk = part
@@ -69,11 +71,12 @@ def add_panel(multiply, rows, where, part, panel, packed, pairs, sums, at, after
 
 @njit(inline="always")
 def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits, by_amx):
-    """out = rows @ kernel.T + bias for the columns from start to end, which `PAIR` divides.
+    """Computes out = rows @ kernel.T + bias for the columns from start to end, multiples of `PAIR`.
 
-    rows: bfloat16 [count, depth] as bits; kernel, length: [columns, depth] as `take_columns` has
-    it, `STEP` divides depth; bias: fp32 [columns]; out: [count, columns], bfloat16 or fp32; all
-    flat. shape: count, depth and columns. bits: of the kernel, and by_amx: compile-time constants.
+    rows: bfloat16 [count, depth] as bits; kernel, length: kernel weights [columns, depth], as
+    `take_columns` takes them, with depth a multiple of `STEP`; bias: fp32 [columns]; out: [count,
+    columns], bfloat16 or fp32. All arrays are flat. shape: (count, depth, columns). bits (of the
+    kernel weights) and by_amx are compile-time constants.
     """
     count, depth, columns = shape
     width = COLUMNS if end - start >= COLUMNS else COLUMNS // 2

@@ -1,5 +1,7 @@
-"""The foreign functions that XLA's CPU backend calls for `inline_products`, compiled by Numba; see
-`inline_handlers`."""
+"""The foreign functions for products that XLA's CPU backend calls, compiled by Numba.
+
+`cpu/matmul.py` registers them; `attention_entry` explains how they are called.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ from flexgen_jax.cpu.jit.packing import PAIR
 from flexgen_jax.cpu.jit.xla_calls import words
 
 FEWEST = 4 * PAIR
-"""Columns of a product that one part has, or all of fewer: for fewer, rows are not worth taking."""
+"""The least number of columns in a part of a product; with fewer, preparing the rows is not worth
+it."""
 
 
 @njit(inline="always")
 def packed_kernel(arguments, at):
-    """The three arrays of a packed kernel, flat."""
+    """Returns the three arrays of packed kernel weights, flat: codes, scale and minimum."""
     stored, grouped = words(words(arguments[at])[5]), words(words(arguments[at + 1])[5])
     codes = array_in(words(arguments[at]), (stored[0] * stored[1],), np.uint8)
     size = (grouped[0] * grouped[1],)
@@ -34,37 +37,42 @@ def packed_kernel(arguments, at):
 
 @lru_cache
 def product_handler(name: str, bits: int, is_wide: bool, by_amx: bool) -> tuple[Any, ...]:
-    """The handler of `inline_products` for kernels of so many bits, and what its threads run.
+    """Returns the handler of products with kernel weights of `bits` bits, and the functions that
+    its threads run.
 
-    Its arguments: rows, bfloat16 [row, depth]; bias, fp32 [column]; kernel, [column, depth], or the
-    three arrays of a packed one. Result: [row, column], bfloat16 or, if it is to be wide, fp32.
+    Its arguments: rows, bfloat16 [row, depth]; bias, fp32 [column]; kernel weights, [column,
+    depth], or the three arrays of packed ones. Result: [row, column], fp32 if `is_wide`, else
+    bfloat16.
     """
     return handler(name, _product_part(bits, is_wide, by_amx), axis=1, grain=FEWEST)
 
 
 @lru_cache
 def rounding_handler(name: str) -> tuple[Any, ...]:
-    """The handler of `layers.matmul_int8.round_rows`.
+    """Returns the handler of `layers.matmul_int8.round_rows`, and the functions that its threads
+    run.
 
-    Its argument: bfloat16 [row, depth]. Results: where outliers are, uint8 [panel, depth], a panel
-    being `PAIR` rows; int8 [row, depth], their scales, fp32 [row], and sums, int32 [row].
+    Its argument: bfloat16 [row, depth]. Results: flags of outliers, uint8 [panel, depth], where a
+    panel is `PAIR` rows; codes, int8 [row, depth]; their scales, fp32 [row]; their sums, int32
+    [row].
     """
     return handler(name, _rounding_part())
 
 
 @lru_cache
 def int8_handler(name: str, bits: int, by_amx: bool) -> tuple[Any, ...]:
-    """The same of products of 8-bit integers.
+    """Returns the handler of products of 8-bit integers, and the functions that its threads run.
 
     Its arguments: rows, int8 [row, depth], their scales, fp32 [row], and sums, int32 [row]; the
-    kernel's scales, fp32 [column]; bias; what the rows were rounded from, bfloat16, and which of
-    its columns have outliers, uint8 [depth]; the kernel. Result: bfloat16 [row, column].
+    kernel weights' scales, fp32 [column]; bias, fp32 [column]; the rows before rounding, bfloat16
+    [row, depth], and flags of the elements with outliers, uint8 [depth]; the kernel weights.
+    Result: bfloat16 [row, column].
     """
     return handler(name, _int8_part(bits, by_amx), axis=1, grain=FEWEST)
 
 
 def _product_part(bits: int, is_wide: bool, by_amx: bool) -> Callable[..., int]:
-    """Some columns of a product."""
+    """Returns the function that computes a part of a product's columns."""
     source = matmul_small_batch.SOURCE + CALLS
     stored = np.float32 if is_wide else np.uint16
 
@@ -75,7 +83,7 @@ def _product_part(bits: int, is_wide: bool, by_amx: bool) -> Callable[..., int]:
         count, depth, length = rows[0], rows[1], words(words(arguments[2])[5])[0]
         left = array_in(words(arguments[0]), (count * depth,), np.uint16)
         bias = array_in(words(arguments[1]), (columns,), np.float32)
-        if bits == 16:  # of the two, one is compiled
+        if bits == 16:  # Numba compiles only one branch
             kernel: Any = (array_in(words(arguments[2]), (columns * depth,), np.uint16),)
         else:
             kernel = packed_kernel(arguments, 2)
@@ -95,7 +103,7 @@ def _product_part(bits: int, is_wide: bool, by_amx: bool) -> Callable[..., int]:
 
 
 def _rounding_part() -> Callable[..., int]:
-    """Some panels of rows, as integers."""
+    """Returns the function that rounds a part of the panels of rows to integers."""
     source = matmul_int8.SOURCE + CALLS
 
     def compute(shared, part):
@@ -116,7 +124,7 @@ def _rounding_part() -> Callable[..., int]:
 
 
 def _int8_part(bits: int, by_amx: bool) -> Callable[..., int]:
-    """The same of products of 8-bit integers."""
+    """Returns the function that computes a part of the columns of a product of 8-bit integers."""
     source = matmul_int8.SOURCE + CALLS
 
     def compute(shared, part):
@@ -131,7 +139,7 @@ def _int8_part(bits: int, by_amx: bool) -> Callable[..., int]:
         bias = array_in(words(arguments[4]), (columns,), np.float32)
         x = array_in(words(arguments[5]), (count * depth,), np.uint16)
         flags = array_in(words(arguments[6]), (depth,), np.uint8)
-        if bits == 16:  # of the two, one is compiled
+        if bits == 16:  # Numba compiles only one branch
             kernel: Any = (array_in(words(arguments[7]), (columns * depth,), np.uint16),)
         else:
             kernel = packed_kernel(arguments, 7)

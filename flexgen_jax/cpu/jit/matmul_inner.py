@@ -1,18 +1,19 @@
-"""Products of tiles (`tiles`), as LLVM instructions, by one of two units of the processor: Intel's
-AMX, whose registers hold tiles, or AVX-512's, whose hold rows of them.
+"""Products of the tiles of `packing`, as LLVM instructions, by one of two units of the processor:
+Intel's AMX, whose registers hold tiles, or AVX-512, whose registers hold rows of tiles.
 
     configure(by_amx), release(by_amx)
-        around all else, in each thread
+        called before and after all else, in each thread
     multiply_tiles(
             panel, packed, at, sums, to, soon, steps, adds, count, rows, later, pitch, by_amx)
-        sums, fp32 [2][2][16][16] = panel, `count` rows of it at least, @ packed, or plus that;
-        meanwhile the sums from `soon` on, which come next, are brought to the core's first cache,
-        and `AHEAD` rows from `later` on, which are to be taken next, to its second
+        sums, fp32 [2][2][16][16] from `to` on, = panel @ packed (from `at` on), added to sums if
+        `adds`, for at least `count` rows of the panel. Meanwhile the sums from `soon` on, which
+        come next, are prefetched into the core's first cache, and `AHEAD` of the rows from `later`
+        on, which are taken next, into its second
     multiply_integers(...)
-        the same of int8, two of them in the place of a bfloat16; sums are int32 in that of fp32.
-        AVX-512's takes those of `packed` plus `UNSIGNED`, as uint8
+        does what `multiply_tiles` does for int8, with two of them in place of a bfloat16, and int32
+        sums in place of fp32. With AVX-512, `packed` holds the integers plus `UNSIGNED`, as uint8
 
-by_amx: a compile-time constant.
+by_amx is a compile-time constant.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ cgutils: Any = untyped
 
 AHEAD = 4
 LINES = 8
-"""Of sums, that are fetched in a step: in eight steps all of a pair."""
+"""Cache lines of sums that are prefetched in a step: in eight steps all of a pair's."""
 UNSIGNED = 128
 
 SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)
-"""AMX's registers; that of sums [i][j] is 2 i + j."""
+"""Numbers of AMX's registers; the register of sums [i][j] is 2 i + j."""
 SQUARE = LANES * LANES
 
 ROWS = 8
-"""Whose sums, for 32 columns, are in half of AVX-512's registers."""
+"""Rows multiplied at a time by AVX-512: their sums, for 32 columns, take half of its registers."""
 DOT, DOT_INTEGERS = "avx512bf16.dpbf16ps.512", "avx512.vpdpbusd.512"
 
 
@@ -51,7 +52,7 @@ def _set_up(tiles: Tiles) -> None:
 
 
 def _do(tiles: Tiles, name: str, *arguments: Any) -> None:
-    """An instruction of AMX, whose registers are numbers."""
+    """Emits an instruction of AMX, whose registers are given as numbers."""
     found = (ir.Constant(BYTE, x) if isinstance(x, int) else x for x in arguments)
     tiles.call(f"llvm.x86.{name}", ir.VoidType(), *found)
 
@@ -112,7 +113,7 @@ def _by_amx(tiles: Tiles, instruction: str, lines: int, of: Product) -> None:
 
 
 def _by_vectors(tiles: Tiles, instruction: str, lines: int, of: Product) -> None:
-    """`ROWS` rows at a time, whose sums stay in registers."""
+    """Emits a product by AVX-512, `ROWS` rows at a time, whose sums stay in registers."""
     builder, kind = tiles.builder, FLOATS if instruction == DOT else WORDS
     groups = builder.udiv(tiles.at(of.count, ROWS - 1), tiles.index(ROWS))
     in_tile, some = tiles.index(LANES // ROWS), lines // (PAIR // ROWS)
@@ -135,7 +136,8 @@ def _by_vectors(tiles: Tiles, instruction: str, lines: int, of: Product) -> None
 
 
 def begun(tiles: Tiles, places: list[Any], adds: Any) -> list[Any]:
-    """Registers' worth of sums: what is at these places if there is something to add to, else 0."""
+    """Returns stack variables, which become registers, for the sums: the values at `places` if the
+    product is added to them, else 0."""
     builder, nothing = tiles.builder, filled(places[0].type.pointee, 0)
     found = [cgutils.alloca_once_value(builder, nothing) for _ in places]
     with builder.if_else(adds) as (then, otherwise):
@@ -151,7 +153,7 @@ def begun(tiles: Tiles, places: list[Any], adds: Any) -> list[Any]:
 def _add_word(
     tiles: Tiles, instruction: str, of: Product, word: int, left: Any, right: Any, found: list[Any]
 ) -> None:
-    """Of one word of each of these rows, times those of all columns."""
+    """Adds the products of one word of each of these rows with the words of all columns."""
     builder = tiles.builder
     offsets = [j * TILE + word * STEP for j in range(2)]
     places = [tiles.place(of.packed, tiles.at(right, offset), WORDS) for offset in offsets]
@@ -164,7 +166,7 @@ def _add_word(
 
 
 def dot(tiles: Tiles, instruction: str, total: Any, *sides: Any) -> Any:
-    """Plus, for each word, the products of what is in it."""
+    """Adds to each lane of total the products of the elements in that lane's word."""
     return tiles.call(f"llvm.x86.{instruction}", total.type, total, *sides)
 
 
@@ -188,7 +190,7 @@ def _multiplying(on_tiles: str, on_vectors: str, lines: int) -> Any:
 
 
 def _around(emit: Any) -> Any:
-    """What has nothing to do but with AMX."""
+    """Returns an intrinsic that does nothing unless AMX is used."""
 
     def around(_context, by_amx):
         def nothing(_tiles: Any, _by_amx: Any) -> None:

@@ -1,5 +1,7 @@
-"""Products of 8-bit integers on CPUs that have AMX or AVX-512 for them, compiled by Numba:
-`layers.matmul_int8`, with the loops and the memory of `product_kernels`."""
+"""Products of 8-bit integers on CPUs that have AMX or AVX-512 for them, compiled by Numba.
+
+They compute what `layers.matmul_int8` does, with the loops and the memory of `matmul_blocked`.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,23 @@ from flexgen_jax.cpu.jit.packing_int8 import (
 from flexgen_jax.layers import matmul_int8
 
 SOURCE = matmul_blocked.SOURCE + source_of(__file__, packing_int8.__file__, matmul_int8.__file__)
-"""See `host_kernels.SOURCE`."""
+"""A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
 
 CHUNK = 512
-"""Words, of two integers each: see `product_kernels`. Twice of its elements would be as many bytes;
-so many more halve the going to and fro of sums."""
+"""Words of two integers that are summed while a panel is in the first cache.
+
+This is twice the `CHUNK` of `matmul_blocked`, so that sums are loaded and stored half as often.
+"""
 
 
 @njit(inline="always")
 def round_panel(x, shape, panel, codes, scale, totals, flags):
-    """Rounds `PAIR` rows of x: [count, depth]; flags: of their outliers, [panel, depth]."""
+    """Rounds the `PAIR` rows of a panel of x, bfloat16 [count, depth], to codes, int8 [count,
+    depth].
+
+    Also writes the rows' scales, fp32 [count], and the sums of their codes to totals, int32
+    [count], and flags the columns with outliers, uint8 [panel, depth].
+    """
     count, depth = shape
     flags[panel * depth : (panel + 1) * depth] = 0
     for row in range(panel * PAIR, min((panel + 1) * PAIR, count)):
@@ -43,7 +52,7 @@ def round_panel(x, shape, panel, codes, scale, totals, flags):
 
 @njit(inline="always")
 def outlier_steps(flags):
-    """Those of `STEP` elements of which one is flagged."""
+    """Returns the steps of `STEP` elements of which at least one is flagged; int64 [step]."""
     found = np.empty(flags.size // STEP, np.int64)
     count = 0
     for step in range(found.size):
@@ -55,12 +64,13 @@ def outlier_steps(flags):
 
 @njit(inline="always")
 def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, end, bits, by_amx):
-    """out = rows @ kernel.T + bias for the columns from start to end, which `PAIR` divides.
+    """Computes out = rows @ kernel.T + bias for the columns from start to end, multiples of `PAIR`.
 
     rows: int8 [count, depth] as words of two, their scales, fp32 [count], and sums, int32 [count],
-    and the scales of the kernel's columns; kernel, length, bias, out, shape, bits, by_amx: see
-    `product_kernels`, where 2 * STEP divides depth; outliers: bfloat16 [count, depth] as bits, and
-    which of its columns have some, uint8 [depth]. All flat.
+    and the scales of the kernel weights' columns, fp32 [columns]; outliers: the rows before
+    rounding, bfloat16 [count, depth] as bits, and flags of their columns with outliers, uint8
+    [depth]. kernel, length, bias, out, shape, bits, by_amx: those of
+    `matmul_blocked.multiply_columns`, with depth a multiple of 2 * `STEP`. All arrays are flat.
     """
     codes, row_scale, totals, scale = rows
     x, flags = outliers

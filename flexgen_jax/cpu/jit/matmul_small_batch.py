@@ -1,11 +1,12 @@
-"""Products of up to `MOST` rows with a kernel by AVX-512's products of pairs of bfloat16, compiled
-by Numba.
+"""Products of up to `MOST` rows with kernel weights, by AVX-512's dot products of bfloat16 pairs,
+compiled by Numba.
 
-With so few they take about as long as the kernel takes to come from memory, so it is read as
-processors fetch best: each thread takes its part from one end to the other. One or two rows are
-multiplied by one row of the kernel at a time; more, `SIDE` at a time, by `SIDE` of the kernel's,
-`DEPTH` elements of which stay in the first cache while all rows pass by. Meanwhile the next ones
-are fetched in their order. Packed kernels are unpacked there first.
+With so few rows, a product takes about as long as reading the kernel weights from memory. So they
+are read as processors fetch best: each thread reads its part from one end to the other. One or two
+rows are multiplied by one row of the kernel weights at a time. More rows are multiplied `SIDE` at a
+time by `SIDE` rows of the kernel weights, of which `DEPTH` elements stay in the first cache while
+all rows pass by; meanwhile the next ones are prefetched in their order. Packed kernel weights are
+unpacked into the first cache before that.
 """
 
 from __future__ import annotations
@@ -41,18 +42,20 @@ from flexgen_jax.cpu.jit.packing import (
 cgutils: Any = untyped
 
 SOURCE = matmul_blocked.SOURCE + source_of(__file__)
-"""See `host_kernels.SOURCE`."""
+"""A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
 
 MOST = 64
 SIDE = 4
-"""The sums of so many rows and columns take half of the registers; added up, they fill one."""
+"""Rows, and columns, multiplied at a time: their sums take half of the registers and, once their
+lanes are added up, fill one."""
 
 DEPTH = 2048
-"""So many elements of `SIDE` rows of the kernel, and of the same of the others, take 32 KiB."""
+"""Elements taken at a time: those of `SIDE` rows of the kernel weights and of `SIDE` other rows
+together take 32 KiB."""
 
 AHEAD = 1024
-"""Elements of a row of the kernel that are asked for before they are needed, since processors do
-not look beyond a page."""
+"""Distance in elements at which a row of the kernel weights is prefetched; processors do not look
+beyond a page by themselves."""
 
 
 def _dots(
@@ -102,7 +105,7 @@ def _emit(
     places = [tiles.place(sums, tiles.at(at, n * LANES), FLOATS) for n in range(wide * many)]
     found = begun(tiles, places, adds)
     with tiles.loop(steps) as (step, _):
-        if wide == 1:  # a loop would cost more than what it does
+        if wide == 1:  # a loop would cost more than its body
             place = tiles.at(soon, (step, STEP))
             tiles.ask(tiles.place(kernel, place, BYTE), FIRST_CACHE)
         else:
@@ -140,13 +143,13 @@ def _totals(_context, sums, at, out, to, wide, many):
 
 
 def _lanes(numbers: Iterable[int]) -> Any:
-    """A shuffle's."""
+    """Returns a mask for a vector shuffle."""
     chosen = list(numbers)
     return ir.Constant(ir.VectorType(INT, len(chosen)), chosen)
 
 
 def _joined(tiles: Tiles, vectors: list[Any]) -> Any:
-    """A vector whose lanes are the sums of the lanes of each of these, `LANES` of them."""
+    """Returns a vector whose lane i is the sum of all lanes of the i-th of `LANES` vectors."""
     half = LANES
     while half > 1:
         half //= 2
@@ -171,7 +174,7 @@ def _lay(
 
 
 class FewPacked(PackedKernel):
-    """`SIDE` rows of a packed kernel."""
+    """Emits the unpacking of `SIDE` rows of packed kernel weights."""
 
     ROWS = SIDE
 
@@ -198,28 +201,33 @@ def _laying(_context, rows, begin, steps, left, first, apart):
 
 
 dots: Any = intrinsic(prefer_literal=True)(_dots)
-"""Adds to sums the products of `many` rows, of which left has `steps` steps from `first` on, [step]
-[row][32], with `wide` of the kernel's, `pitch` apart from `begin` on; or puts them there.
+"""Intrinsic: adds the products of `many` rows of left and `wide` rows of the kernel to sums, or
+replaces sums by them where `adds` is false.
 
+left: `steps` steps from `first` on, [step][row][32]; kernel: rows `pitch` apart from `begin` on;
 sums: fp32 [row][column][lane] from `at` on. Meanwhile `some` rows of the kernel, `by` elements
-apart from `soon` on, or one where wide is 1, are brought to the first cache. wide, many:
-compile-time constants.
+apart from `soon` on (one row where `wide` is 1), are prefetched into the first cache. wide and many
+are compile-time constants.
 """
 
 totals: Any = intrinsic(prefer_literal=True)(_totals)
-"""Adds up the lanes of such sums: [row][column] from `to` on, rows `LANES` apart."""
+"""Intrinsic: adds up the lanes of the sums that `dots` makes, into [row][column] from `to` on, with
+rows `LANES` apart."""
 
 unpack: Any = intrinsic(prefer_literal=True)(_unpack)
-"""Puts `SIDE` rows of a packed kernel, from `column` on and the element at `top`, to plain, `apart`
-from each other; the rest is as `tiles.take_columns` has it."""
+"""Intrinsic: unpacks `SIDE` rows of packed kernel weights, from row `column` and element `top` on,
+into plain, `apart` elements from each other. The other arguments are those of
+`packing.take_columns`."""
 
 lay: Any = intrinsic(_laying)
-"""Copies steps of a row from `begin` on to left, `apart` from each other from `first` on."""
+"""Intrinsic: copies `steps` steps of a row, from `begin` on, to left, from `first` on and `apart`
+elements from each other."""
 
 
 @njit(inline="always")
 def multiply_few(rows, kernel, bias, out, shape, start, end):
-    """`matmul_blocked.multiply_columns` for at most `MOST` rows and a kernel in 16 bits."""
+    """Does what `matmul_blocked.multiply_columns` does, for at most `MOST` rows and 16-bit kernel
+    weights."""
     if shape[0] == 1:
         multiply_streams(rows, kernel, bias, out, shape, start, end, shape[1], 1, 1)
     elif shape[0] == 2:
@@ -230,7 +238,8 @@ def multiply_few(rows, kernel, bias, out, shape, start, end):
 
 @njit(inline="always")
 def multiply_streams(rows, kernel, bias, out, shape, start, end, most, wide, many):
-    """The same of `many` rows and `wide` columns at a time, and of so many elements at most."""
+    """Multiplies `many` rows by `wide` columns at a time, `most` elements of each at once;
+    otherwise like `multiply_few`."""
     depth, height, turns = shape[1], min(shape[1], most), -(-shape[0] // many)
     left, lanes, sums = prepared(rows, shape, height, many)
     for first in range(start, end, PAIR):
@@ -252,8 +261,8 @@ def multiply_streams(rows, kernel, bias, out, shape, start, end, most, wide, man
 
 @njit(inline="always")
 def multiply_few_packed(rows, kernel, length, bias, out, shape, start, end, bits):
-    """`multiply_few` with a packed kernel, of which `SIDE` rows are unpacked at a time; kernel,
-    length and bits as `matmul_blocked.multiply_columns` has them."""
+    """Does what `multiply_few` does, for packed kernel weights, unpacking `SIDE` of their rows at a
+    time; kernel, length and bits are those of `matmul_blocked.multiply_columns`."""
     depth, height, turns = shape[1], min(shape[1], DEPTH), -(-shape[0] // SIDE)
     left, lanes, sums = prepared(rows, shape, height, SIDE)
     plain = aligned(SIDE * height, np.uint16, 2)
@@ -269,8 +278,11 @@ def multiply_few_packed(rows, kernel, length, bias, out, shape, start, end, bits
 
 @njit(inline="always")
 def prepared(rows, shape, height, many):
-    """The rows as `dots` has them, `height` elements of all of them after the other; and memory for
-    the lanes of the sums of `PAIR` columns, and for these as `give_rows` has them."""
+    """Returns the rows in the layout of `dots`, and memory for the sums of `PAIR` columns.
+
+    The three arrays: left, bfloat16 as bits, with `height` elements of all rows before the next
+    `height`; the lanes of the sums, fp32; and the sums as `give_rows` takes them, fp32.
+    """
     count, depth, _ = shape
     turns = -(-count // many)
     left = aligned(turns * many * depth, np.uint16, 2)
@@ -287,10 +299,10 @@ def prepared(rows, shape, height, many):
 
 @njit(inline="always")
 def multiply_part(left, kernel, begin, pitch, lanes, part, turns, soon, ahead, wide, many):
-    """`dots` of all rows and some elements of `wide` columns; meanwhile those of `ahead` rows of
-    the kernel, `pitch` apart from `soon` on, are fetched.
+    """Multiplies all rows by `wide` columns over some of their elements, by `dots`; meanwhile
+    `ahead` rows of the kernel weights, `pitch` apart from `soon` on, are prefetched.
 
-    part: the first element, steps, and the first of these columns among `PAIR`.
+    part: the first element, the number of steps, and the first of these columns among `PAIR`.
     """
     top, steps, column = part
     for turn in range(turns):
@@ -314,7 +326,7 @@ def multiply_part(left, kernel, begin, pitch, lanes, part, turns, soon, ahead, w
 
 @njit(inline="always")
 def give_sums(lanes, sums, bias, out, shape, first, wide, many):
-    """Adds up the lanes of `PAIR` columns, and gives all rows' results."""
+    """Adds up the lanes of the sums of `PAIR` columns and writes the results of all rows to out."""
     count, _, columns = shape
     turns = -(-count // many)
     for column in range(0, PAIR, wide):

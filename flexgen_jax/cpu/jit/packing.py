@@ -1,19 +1,21 @@
-"""Matrices of bfloat16 as tiles, for products with them (`tile_products`), as LLVM instructions.
+"""Matrices of bfloat16 as tiles, for the products of `matmul_inner`, as LLVM instructions.
 
-A tile is 16 rows of 64 bytes: of one operand 16 rows of 32 elements, of the other 32 rows of 16, in
-pairs of rows, or of their product 16 x 16 fp32. All arrays are flat, matrices of
-16-bit floats given as bits; `PAIR` rows or columns, two tiles, go together.
+A tile is 16 rows of 64 bytes. In the left operand it holds 16 rows of 32 elements, in the right one
+32 rows of 16 elements with rows interleaved in pairs, and in the product 16 x 16 fp32. All arrays
+are flat; matrices of 16-bit floats are given as bits; `PAIR` rows or columns, two tiles, go
+together.
 
     take_rows(rows, begin, pitch, count, steps, panel)
-        `count` rows of 32 * steps elements, at most `PAIR`, into tiles: [step][2][16][32]
+        copies `count` rows of 32 * steps elements, at most `PAIR` rows, into the tiles of a panel,
+        [step][2][16][32]
     take_columns(kernel, column, top, pitch, length, steps, packed, at, bits)
-        the same for `PAIR` rows of a kernel, from `column` on, and its elements from `top` on,
-        turned for the other side of the product. kernel: a tuple, of the matrix or, with less than
-        16 bits, of packed codes, scales and minima, grouped along its rows, of which a plane has
-        `length` (see `layers/quantization.py`); a compile-time constant, bits
+        copies `PAIR` rows of the kernel weights, from row `column` and element `top` on, into tiles
+        for the right operand. kernel: a tuple, of the matrix or, with less than 16 bits, of packed
+        codes, scales and minima, grouped along its rows, of which a plane has `length` (see
+        `layers/quantization.py`); bits is a compile-time constant
     give_rows(sums, pairs, bias, first, out, begin, pitch, count, is_aligned)
-        `count` rows of sums, [pair][2][2][16][16], plus bias, fp32, rounded if out is bfloat16;
-        past the caches if out begins with a cache line
+        writes `count` rows of sums, [pair][2][2][16][16], plus bias, fp32, to out, rounded if out
+        is bfloat16; past the caches if out begins with a cache line
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from flexgen_jax.models.storage import GROUP_SIZE
 cgutils: Any = untyped
 
 PAIR, STEP = 32, 32
-"""Rows or columns of two tiles, and elements of a tile's row."""
+"""Rows or columns of two tiles, and elements in a row of a tile."""
 TILE = 16 * STEP
 
 BYTE, INDEX = ir.IntType(8), ir.IntType(64)
@@ -58,7 +60,7 @@ class Tiles(Vectors):
         return self.builder.bitcast(self.builder.gep(array.data, [index]), kind.as_pointer())
 
     def at(self, *parts: Any) -> Any:
-        """A sum of indices; of a pair, its product."""
+        """Returns a sum of indices, in which a pair stands for its product."""
         total = self.index(0)
         for part in parts:
             if isinstance(part, tuple):
@@ -73,7 +75,7 @@ class Tiles(Vectors):
 
 
 def emitted(emit: Any) -> Any:
-    """What Numba asks of an intrinsic: how to generate a call without a result."""
+    """Returns Numba's code generator for an intrinsic without a result."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit(Tiles(builder), *arrays_of(context, builder, signature.args, arguments))
@@ -94,7 +96,7 @@ def _take_rows(
 
 
 def _turned(tiles: Tiles, rows: list[Any]) -> list[Any]:
-    """Columns of a square of words, by exchanging ever larger squares in it."""
+    """Transposes a square of words, given by rows, by exchanging ever larger squares in it."""
     for step in (1, 2, 4, 8):
         lanes = range(LANES)
         low = [j + LANES - step if j & step else j for j in lanes]
@@ -108,27 +110,29 @@ def _turned(tiles: Tiles, rows: list[Any]) -> list[Any]:
 
 
 class PlainKernel:
-    """Rows of a kernel's matrix, from the element at `begin` on and `pitch` apart."""
+    """Emits loads of rows of unpacked kernel weights, `pitch` apart from the element at `begin`
+    on."""
 
     ELEMENTS, ROWS = STEP, LANES
-    """Of a row, in a step; and rows at a time."""
+    """Elements of a row in one step, and rows loaded at a time."""
 
     def __init__(self, tiles: Tiles, matrix: Any, begin: Any, pitch: Any) -> None:
         self._tiles, self._matrix, self._begin, self._pitch = tiles, matrix, begin, pitch
 
     def rows(self, tile: Any, step: Any) -> list[Any]:
-        """Two elements a word, of these rows."""
+        """Returns the step's elements of a tile's rows, one vector per row, two elements in a
+        word."""
         return self._loaded(tile, step, WORDS, 2)
 
     def _loaded(self, tile: Any, step: Any, kind: Any, align: int) -> list[Any]:
-        """As vectors of this kind."""
+        """Loads the step's elements of a tile's rows as vectors of type `kind`."""
         return [
             self._tiles.builder.load(place, align=align) for place in self._places(tile, step, kind)
         ]
 
     def _places(self, tile: Any, step: Any, kind: Any) -> list[Any]:
-        """Where the step's elements in these rows begin; those of the next ones are brought nearer:
-        processors see no pattern in so many rows."""
+        """Returns pointers to the step's elements in a tile's rows, and prefetches those of the
+        next rows into the second cache: processors see no pattern in that many rows."""
         tiles = self._tiles
         row = (tiles.at((tile, self.ROWS)), self._pitch)
         first = tiles.at(self._begin, row, (step, self.ELEMENTS))
@@ -139,8 +143,11 @@ class PlainKernel:
 
 
 class PackedKernel(PlainKernel):
-    """The same of one that is unpacked on the way, in registers. sides: scales and minima, of which
-    those of these rows begin at `group`; shift: of these rows' codes in a byte."""
+    """Emits loads of rows of packed kernel weights, unpacked on the way in registers.
+
+    sides: scales and minima, which for these rows begin at `group`; shift: the position in bits of
+    these rows' codes in a byte.
+    """
 
     def __init__(
         self,
@@ -170,14 +177,14 @@ class PackedKernel(PlainKernel):
             for by, scale, minimum in zip(shifts, scales, minima, strict=True):
                 code = builder.and_(builder.lshr(word, by), levels)
                 wide = tiles.multiply_add(builder.sitofp(code, FLOATS), scale, minimum)
-                # To the nearest, ties away from zero, as `layers.quantization` has it.
+                # Rounds to the nearest, ties away from zero, as `layers.quantization` does.
                 halves.append(builder.add(builder.bitcast(wide, WORDS), filled(WORDS, 0x8000)))
             low = builder.lshr(halves[0], filled(WORDS, 16))
             found.append(builder.or_(low, builder.and_(halves[1], filled(WORDS, UPPER))))
         return found
 
     def _halves(self, array: Any, index: Any) -> tuple[Any, Any]:
-        """Elements of even and of odd indices, which are bfloat16, as fp32."""
+        """Returns the bfloat16 elements at even and at odd indices, as fp32."""
         builder = self._tiles.builder
         words = builder.load(self._tiles.place(array, index, WORDS), align=2)
         even = builder.shl(words, filled(WORDS, 16))
@@ -187,7 +194,7 @@ class PackedKernel(PlainKernel):
 
 def store_columns(tiles: Tiles, kernel: PlainKernel, steps: Any, packed: Any, at: Any) -> None:
     builder = tiles.builder
-    # A tile's rows step by step: cache lines of packed rows have two steps' elements.
+    # Goes step by step within a tile: cache lines of packed rows hold two steps' elements.
     with tiles.loop(2) as (tile, _), tiles.loop(steps) as (step, _):
         target = tiles.at(at, (step, 2 * TILE), (tile, TILE))
         for row, found in enumerate(_turned(tiles, kernel.rows(tile, step))):
@@ -196,7 +203,7 @@ def store_columns(tiles: Tiles, kernel: PlainKernel, steps: Any, packed: Any, at
 
 
 def _rounded(tiles: Tiles, found: Any) -> Any:
-    """fp32 as the bits of the nearest bfloat16, of two the even one; NaN stays one."""
+    """Rounds fp32 to the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
     builder = tiles.builder
     bits = builder.bitcast(found, WORDS)
     upper = builder.lshr(bits, filled(WORDS, 16))
@@ -256,7 +263,7 @@ def _rows(_context, rows, begin, pitch, count, steps, panel):
 def packed_place(
     tiles: Tiles, arrays: Any, column: Any, top: Any, pitch: Any, length: Any, bits: int
 ) -> tuple[Any, ...]:
-    """What a `PackedKernel` is made of, from this column and element on."""
+    """Returns the arguments of a `PackedKernel` that begins at this column and element."""
     builder, (codes, *sides) = tiles.builder, arrays
     plane, row = builder.udiv(column, length), builder.urem(column, length)
     group = builder.udiv(column, tiles.index(GROUP_SIZE))

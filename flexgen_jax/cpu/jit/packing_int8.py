@@ -1,20 +1,23 @@
-"""Matrices of 8-bit integers as tiles, as LLVM instructions; the rest of a product is that of
-`tiles`, to which two integers are a 16-bit word.
+"""Matrices of 8-bit integers as tiles, as LLVM instructions.
+
+The other parts of a product are those of `packing`, which sees two integers as one 16-bit word.
 
     take_integers(kernel, scales, column, top, pitch, length, steps, packed, at, bits, by_amx)
-        `tiles.take_columns`, rounded to integers of `scales` each, fp32 [column], as
-        `tile_products.multiply_integers` takes them; of a packed kernel the first of these columns'
-        serves all of them. top, pitch: in elements; a step has two words' worth
+        does what `packing.take_columns` does, with the weights rounded to integers by their
+        columns' `scales`, fp32 [column], in the form that `matmul_inner.multiply_integers` takes.
+        With packed kernel weights the scale of the first of these columns serves all of them. top,
+        pitch: in elements; a step has twice as many elements as one of `packing`
     round_row(x, begin, size, codes, flags, at, totals, row) -> scale
-        `size` elements of x, bfloat16 as bits, from `begin` on, as integers of this scale to codes,
-        from `begin` on, int8, and their sum to totals[row], int32; flags, uint8, are set where,
-        from `at` on, outliers are
+        rounds `size` elements of x, bfloat16 as bits, from `begin` on, to integers of the returned
+        scale, written to codes, int8, from `begin` on; writes their sum to totals[row], int32; sets
+        flags, uint8, from `at` on, where outliers are
     take_outliers(x, begin, pitch, count, panel, step)
-        `tiles.take_rows` of one step, others than outliers as 0
+        does what `packing.take_rows` does for one step, with elements that are not outliers as 0
     scale_sums(sums, at, pairs, rows, totals, row, columns, first, count, by_amx)
-        `count` rows of int32 sums, [pair][2][2][16][16] from `at` on, less what a kernel as uint8
-        adds to them, by the totals of its rows, int32, times those of `rows`, both from `row` on,
-        and those of `columns` from `first` on, both fp32: fp32 in their place
+        turns `count` rows of int32 sums, [pair][2][2][16][16] from `at` on, into fp32 in place:
+        subtracts what weights taken as uint8 add to them (by the rows' totals, int32, from `row`
+        on), and multiplies by the rows' scales in `rows`, from `row` on, and the columns' scales in
+        `columns`, from `first` on, both fp32
 """
 
 from __future__ import annotations
@@ -49,24 +52,25 @@ from flexgen_jax.layers.matmul_int8 import LEVELS, OUTLIER_BITS
 cgutils: Any = untyped
 
 BYTES = 4
-"""In a word of a tile: consecutive elements of a row or column."""
+"""Bytes in a word of a tile: consecutive elements of a row or column."""
 
 LINE = 2 * LANES
 LINES = ir.VectorType(ir.IntType(16), LINE)
 MAGNITUDE = 0x7FFF
-"""Of a float's bits, those of its size."""
+"""Bits of a bfloat16 that hold its magnitude, without the sign."""
 
 
 class Integers(PlainKernel):
-    """Rows of a kernel as integers, `BYTES` of them a word."""
+    """Emits loads of rows of kernel weights as integers, `BYTES` of them in a word."""
 
     ELEMENTS = 2 * STEP
 
     added = 0
-    """To each, by which it becomes a uint8."""
+    """Added to each integer, so that it becomes a uint8 where the instruction needs one."""
 
     def _quarters(self, place: Any) -> list[Any]:
-        """Every fourth of 64 elements, which are bfloat16, as fp32, from each of the first on."""
+        """Loads 64 bfloat16 elements as four vectors of fp32: every fourth element, from each of
+        the first four on."""
         builder = self._tiles.builder
         second = builder.gep(place, [ir.Constant(INT, 1)])
         halves = [builder.load(x, align=2) for x in (place, second)]
@@ -78,7 +82,7 @@ class Integers(PlainKernel):
         return found
 
     def _joined(self, quarters: list[Any]) -> Any:
-        """Rounded, as bytes of words."""
+        """Rounds four vectors and joins them as the bytes of a vector of words."""
         builder, found = self._tiles.builder, filled(WORDS, 0)
         for byte, quarter in enumerate(quarters):
             bits = _nearest(self._tiles, quarter)
@@ -89,7 +93,10 @@ class Integers(PlainKernel):
 
 
 class PlainIntegers(Integers):
-    """Of bfloat16. scales: where those of these rows begin."""
+    """Emits loads of rows of bfloat16 kernel weights as integers.
+
+    scales: a pointer to the scale of the first of these rows; fp32, one per row.
+    """
 
     def __init__(self, tiles: Tiles, matrix: Any, begin: Any, pitch: Any, scales: Any) -> None:
         super().__init__(tiles, matrix, begin, pitch)
@@ -107,8 +114,11 @@ class PlainIntegers(Integers):
 
 
 class PackedIntegers(Integers, PackedKernel):
-    """Of one that is packed, by way of what its codes stand for. place: see
-    `tiles.packed_place`; scale: of all of these rows."""
+    """Emits loads of rows of packed kernel weights as integers, by way of the levels of their
+    codes.
+
+    place: see `packing.packed_place`; scale: the one scale of all of these rows.
+    """
 
     def __init__(self, place: tuple[Any, ...], scale: Any) -> None:
         super().__init__(*place)
@@ -133,15 +143,15 @@ class PackedIntegers(Integers, PackedKernel):
 
 
 def _nearest(tiles: Tiles, found: Any) -> Any:
-    """fp32 to the nearest integers, of two the even one."""
+    """Rounds fp32 to the nearest integers, ties to even."""
     mask = ir.Constant(ir.IntType(LANES), -1)
-    how = ir.Constant(INT, 4)  # as it is set
+    how = ir.Constant(INT, 4)  # rounding mode: as set in the processor
     name = "llvm.x86.avx512.mask.cvtps2dq.512"
     return tiles.call(name, WORDS, found, filled(WORDS, 0), mask, how)
 
 
 def _inverse(tiles: Tiles, scale: Any) -> Any:
-    """1 / scale, or 0 of 0."""
+    """Returns 1 / scale, or 0 if the scale is 0."""
     builder = tiles.builder
     is_zero = builder.fcmp_ordered("==", scale, ir.Constant(FLOAT, 0.0))
     inverse = builder.fdiv(ir.Constant(FLOAT, 1.0), scale)
@@ -207,7 +217,7 @@ def _take_outliers(
 
 
 def _is_outlier(tiles: Tiles, bits: Any) -> Any:
-    """Of bfloat16s as bits."""
+    """Returns which elements of a vector of bfloat16, given as bits, are outliers."""
     builder, kind = tiles.builder, bits.type
     size = builder.and_(bits, filled(kind, MAGNITUDE))
     return builder.icmp_unsigned(">=", size, filled(kind, OUTLIER_BITS))

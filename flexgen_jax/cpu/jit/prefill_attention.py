@@ -1,9 +1,9 @@
 """A prompt's attention to itself on the CPU, compiled by Numba.
 
-XLA's CPU backend transposes queries, keys and values one by one and takes products of scores at a
-tenth of the machine's FLOP/s, half of them for nothing: a sixth of a layer's prefill with 128
-tokens a prompt. Here a head's keys and values become fp32 matrices on their way into the cache's
-layout, and its scores, of `ROWS` tokens at a time, stay in the processor's first cache.
+XLA's CPU backend transposes queries, keys and values one by one and computes all products of
+scores, half of them in vain, far below the machine's FLOP/s. Here a head's keys and values become
+fp32 matrices on their way into the cache's layout, and its scores, of `ROWS` tokens at a time, stay
+in the processor's first cache.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from flexgen_jax.cpu.jit.softmax_ir import weigh
 from flexgen_jax.layers.attention import MASKED
 
 SOURCE = source_of(__file__, prefill_attention_ir.__file__, *VECTOR_FILES)
-"""See `host_kernels.SOURCE`."""
+"""A checksum of the code that prompt attention is made from; see `decode_attention.SOURCE`."""
 
 
 @njit(inline="always")
 def take_in(key, value, keys, values, turned, plain, shape, row, size, is_half):
-    """A head's keys and values into the cache's layout, and as fp32: keys turned around, in panels
-    of `COLUMNS` tokens, `size` rows each; values [token, some `COLUMNS`]."""
+    """Copies a head's keys and values into the cache's layout, and to fp32 for the products.
+
+    turned: the keys transposed, in panels of `COLUMNS` tokens with `size` rows each; plain: the
+    values, [token, size rounded up to a multiple of `COLUMNS`].
+    """
     tokens, heads = shape
     wide, lone = plain.size // tokens, np.empty(size, np.float32)
     for token in range(tokens):
@@ -41,11 +44,12 @@ def take_in(key, value, keys, values, turned, plain, shape, row, size, is_half):
 
 @njit(inline="always")
 def attend_rows(query, key, value, first, keys, values, out, shape, start, end, size, is_half):
-    """Attention of the rows (a sequence's heads) from start to end. Arrays are flat.
+    """Computes attention for the rows (heads of sequences) from start to end. All arrays are flat.
 
-    query (scaled), key, value: [batch, token, head, head_dim] as stored; first: int32 [batch], a
-    sequence's first token that is no padding; shape: tokens and heads. Written: copies as keys,
-    values, [row, token, head_dim]; out: fp32, shaped as query, 0 where there is padding.
+    query (scaled), key, value: [batch, token, head, head_dim] as stored; first: int32 [batch], each
+    sequence's first token that is not padding; shape: (tokens, heads). Written are keys and values,
+    [row, token, head_dim], copies in the cache's layout, and out, fp32, shaped like query, 0 where
+    there is padding.
     """
     tokens, heads = shape
     room, wide = -(-tokens // COLUMNS) * COLUMNS, -(-size // COLUMNS) * COLUMNS

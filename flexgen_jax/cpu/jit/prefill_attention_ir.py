@@ -1,16 +1,16 @@
 """Small matrix products on the CPU, as LLVM instructions on vectors of floats.
 
     multiply(left, width, right, begin, step, out, at, pitch, count)
-        `ROWS` rows of `COLUMNS` of out, from `at` on and `pitch` apart = the rows of left, `width`
-        apart, up to `count` elements of each, @ so many rows of right, from `begin` on and `step`
-        apart
+        out = left @ right, for `ROWS` rows and `COLUMNS` columns of out, whose rows lie `pitch`
+        apart from `at` on. Rows of left lie `width` apart; `count` elements of each are used, with
+        `count` rows of right, which lie `step` apart from `begin` on
     widen(stored, begin, out, at, size, is_half)
-        `size` elements of out, from `at` on = those of stored, from `begin` on, as fp32
+        converts `size` elements of stored, from `begin` on, to fp32 in out, from `at` on
     keep(stored, begin, out, at, size, is_half)
-        the same as they are
+        copies `size` elements of stored, from `begin` on, to out, from `at` on, as they are
 
-Arrays are flat; left, right and the out of the first two fp32. size, is_half: compile-time
-constants.
+Arrays are flat. left, right and the out of `multiply` and `widen` are fp32. size and is_half are
+compile-time constants.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from flexgen_jax.cpu.jit.llvm import FLOAT, LANES, Vectors, arrays_of, filled
 cgutils: Any = untyped
 
 ROWS, COLUMNS = 8, 2 * LANES
-"""Of the part of a product that is summed in registers: 16 vectors of the 32 that AVX-512 has."""
+"""Rows and columns of the part of a product that is summed in registers: 16 vectors of the 32 that
+AVX-512 has."""
 
 
 def _multiply(_context, left, width, right, begin, step, out, at, pitch, count):

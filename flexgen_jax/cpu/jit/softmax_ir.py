@@ -1,14 +1,14 @@
 """A row's softmax on the CPU, as LLVM instructions on vectors of floats.
 
     weigh(scores, at, begin, end, room, peak) -> highest, summed
-        makes scores[at + token] exp(score - highest) for the tokens from begin to end, and 0 for
-        the other ones below room; highest is the largest of those scores and of peak, summed the
-        sum of what they are made
+        replaces scores[at + token] by exp(score - highest) for the tokens from begin to end, and by
+        0 for the other tokens below room; highest is the maximum of those scores and of peak;
+        summed is the sum of the new values
     exp(x)
-        e^x for one x <= 0; loops of it vectorize
+        e^x for one x <= 0; loops over it vectorize
 
-scores: fp32, C-contiguous; room: a multiple of `LANES`. Written out because Numba vectorizes short
-rows badly, at 2 to 5 ns a score in place of a quarter.
+scores: fp32, C-contiguous; room: a multiple of `LANES`. This is written out because Numba
+vectorizes short rows badly.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _emit(builder: Any, scores: Any, at: Any, begin: Any, end: Any, room: Any, p
     highest = cgutils.alloca_once_value(builder, emit.spread(peak, LANES))
     with cgutils.for_range_slice(builder, zero, room, step, index) as (start, _):
         score, so_far = builder.load(place(start), align=4), builder.load(highest)
-        is_larger = builder.fcmp_ordered(">", score, so_far)  # NaN is not; it shows in the sum
+        is_larger = builder.fcmp_ordered(">", score, so_far)  # not for NaN, which the sum shows
         is_larger = builder.and_(is_asked(start), is_larger)
         builder.store(builder.select(is_larger, score, so_far), highest)
     name = f"llvm.vector.reduce.fmax.v{LANES}f32"

@@ -1,13 +1,17 @@
-"""Calls from code that Numba compiles to functions known by address or name, as LLVM instructions.
+"""Calls from Numba-compiled code to functions known by address or name, as LLVM instructions.
 
-words(address), pointer(address), address_in(words)
-    what lies at an address, as 8-byte words or as anything; and where words lie
+words(address), pointer(address)
+    the memory at an address, as 8-byte words or as an untyped pointer
+address_in(words)
+    the address of words
 room(count)
-    so many words that are there until the function returns
-call(function, word), run(name, task), run_part(name, task, part), address_of(name)
-    of functions at an address, or that `binding.add_symbol` has named
+    memory for `count` words that lives until the function returns
+call(function, word)
+    calls the function at an address
+run(name, task), run_part(name, task, part), address_of(name)
+    calls, or returns the address of, a function that `binding.add_symbol` has named
 fetch_add(address, value)
-    adds to a word in one step for all threads
+    adds to a word atomically
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ WORD = ir.IntType(64)
 
 
 def _words(_context: Any, address: Any) -> Any:
-    """What lies at an address, as 8-byte words."""
+    """Returns the memory at an address, as 8-byte words."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], WORD.as_pointer())
@@ -36,7 +40,7 @@ def _words(_context: Any, address: Any) -> Any:
 
 
 def _address(_context: Any, memory: Any) -> Any:
-    """Where words lie."""
+    """Returns the address of words."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ptrtoint(arguments[0], WORD)
@@ -45,7 +49,7 @@ def _address(_context: Any, memory: Any) -> Any:
 
 
 def _pointer(_context: Any, address: Any) -> Any:
-    """An address as a pointer to anything."""
+    """Returns an address as an untyped pointer."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -54,7 +58,7 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 
 def _call(_context: Any, function: Any, argument: Any) -> Any:
-    """Calls the function of one word at an address."""
+    """Calls the function at an address, which takes one word and returns one."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(WORD, [WORD])
@@ -65,13 +69,14 @@ def _call(_context: Any, function: Any, argument: Any) -> Any:
 
 
 def _named(builder: Any, name: Any, *more: Any) -> Any:
-    """The function of a task, and of what more there is, that `binding.add_symbol` has named."""
+    """Returns the function, named by `binding.add_symbol`, that takes a task and arguments of the
+    types `more`, and returns a word."""
     kind = ir.FunctionType(WORD, [WORD.as_pointer(), *more])
     return cgutils.get_or_insert_function(builder.module, kind, name.literal_value)
 
 
 def _address_of(_context: Any, name: Any) -> Any:
-    """Of a function that `binding.add_symbol` has named."""
+    """Returns the address of a function that `binding.add_symbol` has named."""
 
     def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         return builder.ptrtoint(_named(builder, name), WORD)
@@ -80,8 +85,11 @@ def _address_of(_context: Any, name: Any) -> Any:
 
 
 def _run(_context: Any, name: Any, task: Any) -> Any:
-    """Calls one that takes a task. Numba's own types of functions would do, but have numbers that
-    differ from process to process: what is compiled would never be found again in its cache."""
+    """Calls a named function that takes a task.
+
+    Numba's own function types would do, but their numbers differ from process to process, so
+    compiled code would never be found again in Numba's cache.
+    """
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.call(_named(builder, name), arguments[1:])
@@ -90,7 +98,7 @@ def _run(_context: Any, name: Any, task: Any) -> Any:
 
 
 def _run_part(_context: Any, name: Any, task: Any, part: Any) -> Any:
-    """The same with a part's number."""
+    """Calls a named function that takes a task and the number of a part."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.call(_named(builder, name, WORD), arguments[1:])
@@ -99,7 +107,7 @@ def _run_part(_context: Any, name: Any, task: Any, part: Any) -> Any:
 
 
 def _fetch_add(_context: Any, address: Any, value: Any) -> Any:
-    """Adds to the word at an address in one step for all threads; returns what it was."""
+    """Adds atomically to the word at an address; returns the word's old value."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], WORD.as_pointer())
@@ -109,8 +117,11 @@ def _fetch_add(_context: Any, address: Any, value: Any) -> Any:
 
 
 def _room(_context: Any, count: Any) -> Any:
-    """So many words that are there until the function returns. What XLA is called with lies there:
-    Numba lets go of an array with the last mention of it, which may be that of its address."""
+    """Reserves `count` words on the stack until the function returns.
+
+    Arguments for XLA lie there: Numba frees an array after its last mention, which may be the one
+    that takes its address.
+    """
 
     def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         return cgutils.alloca_once(builder, WORD, size=ir.Constant(WORD, count.literal_value))

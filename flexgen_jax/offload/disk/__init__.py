@@ -1,1 +1,1 @@
-"""The disk tier."""
+"""The disk tier: arrays in files, and reads past the page cache."""

@@ -1,8 +1,8 @@
-"""Reads of chunk files straight into the memory where they are wanted.
+"""Reads of chunk files directly into the memory where they are wanted.
 
-A chunk is an uncompressed file. TensorStore would read it into memory of its own and copy
-that: 0.3 s of processor time per GB against 0.07, and what was read but not yet copied piled
-up to several hundred MB while both cores were busy computing.
+A chunk is an uncompressed file. TensorStore would read it into memory of its own and copy it from
+there, which costs much more processor time, and data that waits for its copy piles up while all
+cores are busy computing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ BOUNCE_BYTES = 1 << 20
 
 
 class Piece(NamedTuple):
-    """The beginning of a file, and the arrays that it fills one after the other; direct bypasses
-    the page cache."""
+    """The beginning of a file, and the arrays that it fills one after the other.
+
+    direct: whether the read bypasses the page cache.
+    """
 
     path: Path
     outs: Sequence[np.ndarray]
@@ -33,7 +35,8 @@ class Piece(NamedTuple):
 
 
 def whole_pages(nbytes: int) -> np.ndarray:
-    """Zeroed memory, uint8 [nbytes], that begins at a page; `MemoryError` if there is none."""
+    """Returns zeroed memory, uint8 [nbytes], that begins at a page; raises `MemoryError` if there
+    is none."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         pages = mmap.mmap(-1, max(1, nbytes), flags)
@@ -43,13 +46,14 @@ def whole_pages(nbytes: int) -> np.ndarray:
 
 
 class ReadQueue:
-    """Reads files in order, a few at a time; urgent ones do not wait for the others."""
+    """A queue that reads files in order, a few at a time; urgent reads do not wait for the
+    others."""
 
     def __init__(self, at_once: int) -> None:
         self._lanes = tuple(ThreadPoolExecutor(at_once, "flexgen-read") for _ in range(2))
 
     def read(self, pieces: Sequence[Piece], is_urgent: bool) -> Future[None]:
-        """Starts reading all pieces; the future is done when all are."""
+        """Starts reading all pieces; the returned future is done when all of them are."""
         whole = _Whole(len(pieces))
         started = 0
         try:
@@ -63,13 +67,13 @@ class ReadQueue:
         return whole.future
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for the reads under way."""
         for lane in self._lanes:
             lane.shutdown()
 
 
 class _Whole:
-    """A read of several pieces, and the first error among them."""
+    """A read of several pieces, which keeps the first error among them."""
 
     def __init__(self, left: int) -> None:
         self._lock = threading.Lock()
@@ -98,7 +102,8 @@ class _Whole:
 
 
 def read_file(piece: Piece) -> None:
-    """Fills `outs`; raises `OSError` that names the file where that is too short."""
+    """Fills a piece's `outs` from its file; raises `OSError` that names the file if it is too
+    short."""
     views = [out.reshape(-1).view(np.uint8) for out in piece.outs]
     flags = os.O_RDONLY | (os.O_DIRECT if piece.direct else 0)
     descriptor = os.open(piece.path, flags)
@@ -117,7 +122,8 @@ def _size(views: list[np.ndarray]) -> int:
 
 
 def _straight(views: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What a direct read can fill, whole pages one after the other, and what is left of `views`."""
+    """Splits `views` into what one direct read can fill, whole pages one after the other, and the
+    rest."""
     straight = []
     for index, view in enumerate(views):
         whole = view.size // PAGE * PAGE if view.ctypes.data % PAGE == 0 else 0
@@ -128,8 +134,8 @@ def _straight(views: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarra
 
 
 def _fill_all(descriptor: int, straight: list[np.ndarray], rest: list[np.ndarray]) -> int:
-    """Reads into `straight` and then, by way of other memory, into `rest`; returns the bytes that
-    there were. All that is small takes one call."""
+    """Reads a file into `straight` and then, through a bounce buffer, into `rest`; returns the
+    bytes read. A small file takes one system call."""
     size = _size(straight)
     if not rest:
         return _fill(descriptor, straight, 0)
@@ -146,7 +152,8 @@ def _fill_all(descriptor: int, straight: list[np.ndarray], rest: list[np.ndarray
 
 
 def _fill(descriptor: int, views: list[np.ndarray], offset: int) -> int:
-    """Reads into the views until they are full or the file ends; returns the bytes read."""
+    """Reads from `offset` on into the views until they are full or the file ends; returns the bytes
+    read."""
     done = 0
     while left := _after(views, done):
         count = os.preadv(descriptor, [view.data for view in left], offset + done)
@@ -157,7 +164,7 @@ def _fill(descriptor: int, views: list[np.ndarray], offset: int) -> int:
 
 
 def _after(views: list[np.ndarray], count: int) -> list[np.ndarray]:
-    """What is left of the views after their first `count` bytes."""
+    """Returns the part of the views after their first `count` bytes."""
     left = []
     for view in views:
         if count < view.size:

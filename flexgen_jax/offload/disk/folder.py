@@ -1,13 +1,13 @@
-"""The disk tier: TensorStore arrays in an offload folder that survives crashes.
+"""The offload folder: TensorStore arrays on disk that survive crashes.
 
     offload folder/
       weights/<fingerprint>/<tensor>/    a zarr3 array and done.json, put here by one rename
       weights/<fingerprint>.lock         held while tensors are written
-      runs/<id>/                         KV blocks and activations of a running process
+      runs/<id>/                         KV blocks and hidden states of a running process
       runs/<id>.lock                     held as long as that process lives
 
-A tensor's folder appears complete or not at all, so whatever is there after `kill -9` can be
-used. A run's folder whose lock is free belongs to a dead process and is removed.
+A tensor's folder appears complete or not at all, so whatever is there after `kill -9` can be used.
+A run's folder whose lock is free belongs to a dead process and is removed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ CHUNK_BYTES = 8 << 20
 """Size of a chunk file: large enough for the disk's full speed, small enough to overlap."""
 
 READS_AT_ONCE = 8
-"""KV blocks of few tokens are small: with fewer reads, the disk waits for busy cores to ask."""
+"""Reads under way at once. KV blocks of few tokens are small: with fewer reads, the disk would wait
+for busy cores to ask for more."""
 COPIES_AT_ONCE = 2
 
 
 NOT_DAMAGE = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN")
-"""What TensorStore says where it could not look at a tensor."""
+"""Parts of TensorStore's messages that mean it could not look at a tensor, not that it is
+damaged."""
 
 
 class OffloadError(UserError, OSError):
@@ -52,8 +54,10 @@ class OffloadError(UserError, OSError):
 
 
 def row_ranges(shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Ranges of the first axis, multiples of `multiple`, each about a chunk's bytes and, if
-    possible, whole pages."""
+    """Returns ranges (start, stop) of the first axis, whose starts are multiples of `multiple`.
+
+    Each has about a chunk's bytes and, if possible, whole pages.
+    """
     row = max(1, int(np.prod(shape[1:])) * itemsize)
     step = CHUNK_BYTES // row
     step = max(multiple, step - step % multiple)
@@ -64,8 +68,8 @@ def row_ranges(shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> list
 
 @dataclass(frozen=True, eq=False)
 class DiskArray:
-    """A TensorStore array, of whose first axis (or of the first one after `index`) a chunk
-    holds a range.
+    """A TensorStore array in chunk files, each of which holds a range of one axis: the first axis,
+    or the first one after the `index` of a read.
 
     direct: reads bypass the page cache.
     """
@@ -87,7 +91,8 @@ class DiskArray:
     ) -> Future[None]:
         """Starts reading self[index] into the memory of `out`; returns a future.
 
-        What the next steps need is urgent; weights, wanted layers later, give way to it.
+        Reads that the next steps need are urgent; weights, needed only layers later, give way to
+        them.
         """
         step = self.chunk[len(index)]
         starts = range(0, out.shape[0], step)
@@ -97,7 +102,8 @@ class DiskArray:
         return self.queue.read(pieces, is_urgent)
 
     def piece(self, index: tuple[int, ...], *outs: np.ndarray) -> Piece:
-        """What fills `outs` from the beginning of a chunk; `index` leaves trailing zeros out."""
+        """Returns the piece that fills `outs` from the beginning of a chunk; trailing zeros of
+        `index` may be left out."""
         numbers = index + (0,) * (len(self.shape) - len(index))
         # The layout of zarr3's default chunk keys.
         return Piece(self.path / "c" / "/".join(map(str, numbers)), outs, self.direct)
@@ -149,8 +155,11 @@ class OffloadFolder:
         dtype: np.dtype,
         is_cached: bool = False,
     ) -> DiskArray:
-        """An array that lives as long as this run. Cached: through the page cache, for what is
-        read back so soon that it should not wait for the disk behind everything else."""
+        """Creates an array that lives as long as this run.
+
+        is_cached: go through the page cache, for data that is read back so soon that it should not
+        wait for the disk behind everything else.
+        """
         path = self._run / name
         context = self._cached_scratch if is_cached else self._scratch
         store = _open(path, shape, chunk, dtype, context, create=True)
@@ -170,33 +179,33 @@ class OffloadFolder:
 
 
 def remove_dead_runs(root: Path) -> None:
-    """Frees what processes that were killed have left in an offload folder, if there is one."""
+    """Removes the runs of killed processes from an offload folder, if it exists."""
     runs = root / "runs"
     try:
         _check_private(runs)
         entries = list(runs.iterdir())
     except OSError:
-        return  # there is none, or it is not ours
+        return  # there is no such folder, or it is not ours
     for lock in (path for path in entries if path.suffix == ".lock"):
         with contextlib.suppress(OSError), open(lock) as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails for a live run's
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails for a live run's lock
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             if not lock.with_suffix("").exists():
                 lock.unlink()
     for folder in entries:
-        # A live run's lock is there before its folder.
+        # A live run creates its lock before its folder.
         if folder.suffix != ".lock" and not folder.with_suffix(".lock").exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start_run(runs: Path) -> tuple[IO[str], Path]:
-    """A new run's lock, held, and its folder."""
+    """Starts a new run; returns its lock, held, and its folder."""
     while True:
         folder = runs / uuid.uuid4().hex
         path = folder.with_suffix(".lock")
         lock = open(path, "w")  # noqa: SIM115 - held as long as the run lives
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # Before it was locked, another process may have taken it for a dead run's.
+        # Before we locked it, another process may have removed it as a dead run's.
         if path.exists() and path.stat().st_ino == os.fstat(lock.fileno()).st_ino:
             folder.mkdir(mode=0o700)
             return lock, folder
@@ -204,17 +213,18 @@ def _start_run(runs: Path) -> tuple[IO[str], Path]:
 
 
 def _check_private(folder: Path) -> None:
-    """What another user could write must not be loaded as weights."""
+    """Raises `OSError` if another user could write to the folder: its content is loaded as
+    weights."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise OSError(f"{folder} belongs to or can be written by somebody else")
 
 
 class WeightFolder:
-    """The tensors of one checkpoint in one dtype."""
+    """The stored tensors of one checkpoint in one dtype and width."""
 
     def __init__(self, path: Path, context: Any, queue: ReadQueue, direct: bool) -> None:
-        """direct: the file system can read past the page cache."""
+        """Opens the folder at `path`; direct: the file system can read past the page cache."""
         self.path = path
         self._context = context
         self._queue = queue
@@ -222,7 +232,8 @@ class WeightFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One writer at a time; a second process waits, then finds the tensors complete."""
+        """Holds the folder's lock, so that there is one writer at a time; a second process waits,
+        and then finds the tensors complete."""
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
             lock_file = open(self.path.with_suffix(".lock"), "w")  # noqa: SIM115 - closed below
@@ -235,9 +246,9 @@ class WeightFolder:
             yield
 
     def has(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> bool:
-        """Whether the tensor is stored whole: sizes and checksum are verified.
+        """Returns whether the tensor is stored whole; its size and checksum are verified.
 
-        A damaged one is removed, so that the caller writes it again.
+        A damaged tensor is removed, so that the caller writes it again.
         """
         folder = self.path / name
         try:
@@ -246,7 +257,7 @@ class WeightFolder:
             if is_whole and done["crc32"] == _checksum(self.open(name, shape, dtype)):
                 return True
         except OSError as error:
-            # Anything but a missing or short file says nothing of what is stored.
+            # Errors other than a missing or short file say nothing about the stored data.
             if error.errno not in (None, errno.ENOENT, errno.ENOTDIR):
                 raise OffloadError(
                     f"cannot read {folder}: {error.strerror}; mend that, or choose another folder "
@@ -260,7 +271,7 @@ class WeightFolder:
         return False
 
     def open(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> DiskArray:
-        """A tensor that is stored."""
+        """Opens a stored tensor for reading."""
         return self._array(self.path / name, shape, dtype, self._direct)
 
     def _array(
@@ -297,7 +308,7 @@ class WeightFolder:
             _sync_folder(self.path)
         except BaseException as error:
             if pending is not None:
-                pending.exception()  # or it would go on writing into what is removed
+                pending.exception()  # wait, or it would go on writing into a removed folder
             shutil.rmtree(part, ignore_errors=True)
             if isinstance(error, OSError | ValueError) and not isinstance(error, UserError):
                 raise OffloadError(f"cannot write {folder}: {error}") from None
@@ -380,7 +391,8 @@ def _sync_folder(path: Path) -> None:
 
 
 def _has_direct_io(folder: Path) -> bool:
-    """Whether files here can bypass the page cache, which offloading would only thrash."""
+    """Returns whether files in this folder can bypass the page cache, which offloading would only
+    thrash."""
     probe = folder / "probe"
     try:
         descriptor = os.open(probe, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)

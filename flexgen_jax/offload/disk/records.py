@@ -1,7 +1,7 @@
-"""Several arrays in one file on disk, which one read brings to where each of them is wanted.
+"""Records on disk: several arrays in one file, which one read brings to their places in memory.
 
-A KV block in few bits is six arrays, of which four are small. Read one by one, those of 12
-sequences came at 0.8 GB/s from a disk that does 2.4.
+A KV block in few bits is six arrays, four of them small; reading them one by one does not reach the
+disk's full speed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from flexgen_jax.offload.disk.folder import CHUNK_BYTES, DiskArray, OffloadFolde
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """So many records of arrays of the same sizes.
+    """Records of equally sized arrays.
 
-    First come the whole pages of every array, which a direct read puts into place, and then what is
-    left of each. store: uint8 [record, chunk, byte], of which a chunk is a file.
+    A record has first the whole pages of every array, which a direct read puts into place, and then
+    the rest of each. store: uint8 [record, chunk, byte]; each chunk is a file.
     """
 
     store: DiskArray
 
     @classmethod
     def create(cls, folder: OffloadFolder, name: str, count: int, nbytes: int) -> Records:
-        """Room for `count` records of `nbytes` bytes, in whole pages, as long as this run."""
+        """Creates room for `count` records of `nbytes` bytes, rounded up to whole pages, that lives
+        as long as this run."""
         chunks = -(-nbytes // CHUNK_BYTES)
         size = -(-nbytes // (chunks * PAGE)) * PAGE
         shape = (count, chunks, size)
@@ -37,14 +38,14 @@ class Records:
 
     @property
     def nbytes(self) -> int:
-        """Of one record, in whole pages."""
+        """Bytes of one record, rounded up to whole pages."""
         return self.store.shape[1] * self.store.shape[2]
 
     def write(self, index: int, arrays: Sequence[np.ndarray], record: np.ndarray) -> Any:
         """Starts writing a record of these arrays, which may change at once; returns a future.
 
-        record: memory for it, uint8 [nbytes] from the beginning of a page, which must not change
-        before the future is done.
+        record: memory for the record, uint8 [nbytes] from the beginning of a page, which must not
+        change before the future is done.
         """
         start = 0
         for part in _parts([np.ascontiguousarray(array) for array in arrays]):
@@ -53,14 +54,15 @@ class Records:
         return self.store.write(record.reshape(self.store.shape[1:]), (index,))
 
     def read_into(self, index: int, outs: Sequence[np.ndarray]) -> Future[None]:
-        """Starts reading a record into the memory of `outs`, ahead of all that is not urgent."""
+        """Starts reading a record into the memory of `outs`, ahead of all reads that are not
+        urgent; returns a future."""
         chunks = _cut(_parts(outs), self.store.shape[2])
         pieces = [self.store.piece((index, chunk), *parts) for chunk, parts in enumerate(chunks)]
         return self.store.queue.read(pieces, is_urgent=True)
 
 
 def _parts(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The arrays' bytes in the order in which a record has them."""
+    """Returns the arrays' bytes, as views, in the order in which a record has them."""
     views = [array.reshape(-1).view(np.uint8) for array in arrays]
     whole = [view.size // PAGE * PAGE for view in views]
     parts = [view[:size] for view, size in zip(views, whole, strict=True)]
@@ -69,7 +71,8 @@ def _parts(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _cut(parts: Sequence[np.ndarray], size: int) -> list[list[np.ndarray]]:
-    """The parts by chunks of so many bytes, those that reach into the next one cut."""
+    """Groups the parts into chunks of `size` bytes, cutting parts that reach into the next
+    chunk."""
     chunks: list[list[np.ndarray]] = [[]]
     room = size
     for part in parts:
