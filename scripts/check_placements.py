@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.policy.policy import SCHEDULES
+from flexgen_jax.policy.schedule import SCHEDULES
 
 PLACEMENTS = (
     (100, 0, 100, 0, 100, 0),

@@ -39,6 +39,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return get
 
 
+@pytest.fixture(scope="module")
+def host() -> Iterator[Any]:
+    """Attention on the CPU where the cache lies."""
+    from flexgen_jax.cpu import HostAttention
+
+    attention = HostAttention()
+    yield attention
+    attention.close()
+
+
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small products in tiles too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -115,3 +116,23 @@ def test_rooms_without_jax(name: str, unwanted: set[str]) -> None:
         [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
     )
     assert found.stdout.strip() == "set()"
+
+
+def test_kernels_have_one_door() -> None:
+    """Other rooms import the package `cpu`, none of its files."""
+    door = f"{NAME}.cpu.__init__"
+    for module, others in GRAPH.items():
+        if room(module) != "cpu":
+            assert {other for other in others if room(other) == "cpu"} <= {door}, module
+
+
+def test_processor_units_are_named_in_one_room() -> None:
+    """Instruction sets and compilers are `cpu`'s business; users read of them in two places."""
+    read_by_users = {
+        f"{NAME}.cli.flags": "help of --matmul-bits",
+        f"{NAME}.engine.options": "what matmul_bits is good for",
+        f"{NAME}.machine.profiler": "versions in a profile's key",
+    }
+    unit = re.compile("amx|avx|vnni|llvm|numba", re.IGNORECASE)
+    found = {m for m, path in FILES.items() if room(m) != "cpu" and unit.search(path.read_text())}
+    assert found == set(read_by_users)

@@ -1,15 +1,72 @@
-"""Measures one run on random prompts, and formats its report for people."""
+"""`flexgen-jax bench`: one measured run on random prompts, and its report for people."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import click
 
-from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
+from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.errors import UserError
 from flexgen_jax.offload.metrics import LINKS, PHASES
+
+if TYPE_CHECKING:
+    from flexgen_jax.engine.llm import LLM
+
+
+@click.command()
+@click.option("--prompt-len", default=128, show_default=True, help="Tokens in each prompt.")
+@click.option("--gen-len", default=32, show_default=True, help="Tokens generated for each.")
+@click.option(
+    "--num-sequences", type=click.IntRange(1), help="How many prompts; default: one block's."
+)
+@click.option(
+    "--copies",
+    is_flag=True,
+    help="On a CPU, keep the device's and the host's memory apart and copy between them, as with a "
+    "GPU.",
+)
+@click.option("--breakdown", is_flag=True, help="Print where the time went: computing and I/O.")
+@click.option(
+    "--warm-up",
+    is_flag=True,
+    help="Run twice and count the second time: the first touch of fresh memory can be slow.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write every transfer and computation to FILE; open it at https://ui.perfetto.dev.",
+    metavar="FILE",
+)
+@json_option
+@model_options
+@policy_options
+def bench(
+    prompt_len: int,
+    gen_len: int,
+    num_sequences: int | None,
+    copies: bool,
+    breakdown: bool,
+    warm_up: bool,
+    trace: Path | None,
+    json_file: Path | None,
+    **flags: Any,
+) -> None:
+    """Measure generation on random prompts: speed, bytes moved, peak memory.
+
+    Compilation and the placing of the weights are done first and not counted.
+    """
+    check_json(json_file)
+    unified = False if copies else None
+    options = engine_options(flags, num_sequences or 1, unified=unified, trace=trace)
+    with open_llm(options) as llm:
+        report = run_bench(llm, prompt_len, gen_len, num_sequences, options.seed, warm_up)
+        click.echo(bench_summary(report))
+        if breakdown:
+            click.echo("\n" + breakdown_table(report))
+        write_json(json_file, report)
 
 
 def run_bench(
@@ -25,6 +82,10 @@ def run_bench(
     With num_sequences None it runs one block of the policy. With `warm_up` it runs twice and
     reports the second run.
     """
+    import numpy as np
+
+    from flexgen_jax.engine.sampling import SamplingParams
+
     llm.config.check_lengths(prompt_len, gen_len)
     if num_sequences is not None and num_sequences < 1:
         raise UserError(f"--num-sequences must be positive, not {num_sequences}")

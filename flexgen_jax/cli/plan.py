@@ -1,4 +1,4 @@
-"""The commands `flexgen-jax profile` and `flexgen-jax plan`: what they print, draw and write."""
+"""`flexgen-jax plan`: searches a policy and predicts what it will do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from flexgen_jax.cli.flags import engine_options, model_options, plan_options, policy_options
+from flexgen_jax.cli.json_files import check_json, json_option, write_json
+from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import UserError
 from flexgen_jax.policy.fit import Budgets
-from flexgen_jax.policy.hardware import HardwareProfile, Rate
+from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.policy import TIERS, Policy, Workload
 from flexgen_jax.policy.search import (
     Candidate,
@@ -21,7 +26,6 @@ from flexgen_jax.policy.search import (
     frontier,
     search,
 )
-from flexgen_jax.units import parse_bytes
 
 if TYPE_CHECKING:
     from flexgen_jax.progress import Progress
@@ -32,90 +36,76 @@ WORTH_A_HINT = 1.2
 BAR = 30
 
 
-def profile_text(profile: HardwareProfile) -> str:
-    """Formats a profile for people: every figure with the spread of its samples."""
-    lines = [f"{profile.name}, for models of {profile.dtype}"]
-    lines += [f"  {key}: {value}" for key, value in profile.about.items()]
-    for tier, nbytes in zip(
-        TIERS, (profile.device_memory, profile.host_memory, profile.disk_space), strict=True
-    ):
-        lines.append(f"  {tier} memory: {nbytes / 1e9:.1f} GB")
-    if profile.unified:
-        lines.append("  device and host are the same RAM and the same cores")
-    for title, rate, size, unit in _rates(profile):
-        for index, (at, value) in enumerate(rate.points):
-            spread = f"  +- {100 * rate.spread[index]:.0f} %" if rate.spread else ""
-            name = title if index == 0 else ""
-            lines.append(f"  {name:32} {_short(at):>7} {size:9} {value / 1e9:9.2f} {unit}{spread}")
-    lines.append(f"  {'a step':32} {1e3 * profile.step_s:.2f} ms fixed")
-    lines.append(f"  {'a step attended to by the CPU':32} {1e3 * profile.split_s:.2f} ms more")
-    for link, drag in profile.drag.items():
-        times = profile.slowed.get(link, 1.0)
-        lines.append(
-            f"  {link.replace('_', ' ')} beside computing: {times:.2f} times as long, "
-            f"and costs {100 * drag:.0f} % of its time alone of computing"
-        )
-    return "\n".join(lines)
+@click.command()
+@plan_options
+@json_option
+@model_options
+@policy_options
+def plan(
+    hardware: str | None,
+    prompt_len: int,
+    gen_len: int,
+    num_sequences: int | None,
+    max_latency: float | None,
+    min_throughput: float | None,
+    allow_compression: bool,
+    allow_sparsity: float | None,
+    latency_curve: Path | None,
+    json_file: Path | None,
+    **flags: Any,
+) -> None:
+    """Find the policy that generates fastest, and predict what it will do.
+
+    Flags that place or shape something fix the policy, and only its prediction is made.
+    """
+    from flexgen_jax.progress import Progress
+
+    check_json(json_file)
+    check_json(latency_curve, "--latency-curve")
+    options = engine_options(flags, Policy().batch_size, hardware=hardware)
+    choices = plan_choices(options, allow_compression, allow_sparsity)
+    workload = Workload(prompt_len, gen_len, num_sequences or 0)
+    problem = make_problem(options, workload, choices, Progress(options.progress))
+    problem = replace(problem, max_latency=max_latency, min_throughput=min_throughput)
+    given = None if options.is_auto else options.base_policy
+    plans = made_plans(problem, given)
+    ideas = hints(problem) if given is None else []
+    click.echo(plan_text(problem, plans, ideas))
+    if latency_curve is not None:
+        click.echo(curve_text(draw_curve(problem, latency_curve)))
+    write_json(json_file, plan_json(problem, plans, ideas))
 
 
-def _rates(profile: HardwareProfile) -> list[tuple[str, Rate, str, str]]:
-    found = [
-        (name.replace("_", " "), getattr(profile, name), "bytes", "GB/s")
-        for name in ("disk_read", "disk_write", "page_cache", "host_to_device", "device_to_host")
-    ]
-    found += [
-        (f"products, {bits}-bit weights", rate, "rows", "GFLOP/s")
-        for bits, rate in profile.linear.items()
-    ]
-    found += [
-        (f"8-bit products, {bits}-bit weights", rate, "rows", "GFLOP/s")
-        for bits, rate in profile.linear_int8.items()
-    ]
-    found.append(("attention of a prompt", profile.prefill_attention, "tokens", "GFLOP/s"))
-    for where, rates in (("device", profile.device_attention), ("host", profile.host_attention)):
-        found += [
-            (f"{where} attention, {bits}-bit cache", rate, "elements", "Gelem/s")
-            for bits, rate in rates.items()
-        ]
-    found.append(("quantizing the cache", profile.quantize, "elements", "Gelem/s"))
-    found.append(("device top-k", profile.device_rank, "scores", "Gscore/s"))
-    found.append(("host top-k", profile.host_rank, "scores", "Gscore/s"))
-    return found
-
-
-def _short(size: float) -> str:
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{size / (1e3 if letter == 'k' else limit):.0f}{letter}"
-    return f"{size:.0f}"
+def plan_choices(
+    options: EngineOptions, allow_compression: bool, allow_sparsity: float | None
+) -> Choices:
+    """What the search may choose: what is given stays, the rest as the flags allow."""
+    fixed, more = options.changes, dict[str, Any]()
+    if allow_compression:
+        more |= {name: (16, 4) for name in ("weight_bits", "cache_bits") if name not in fixed}
+    if allow_sparsity and allow_sparsity < 1 and "attention_sparsity" not in fixed:
+        more["sparsities"] = (1.0, allow_sparsity)
+    return replace(Choices.keeping(replace(Policy(), **fixed)), **more)
 
 
 def make_problem(
-    model: str | None,
-    hardware: str | None,
-    dtype: str,
-    budgets: tuple[str | None, str | None, str | None],
-    offload_dir: Path | None,
-    workload: Workload,
-    policy: Policy,
-    choices: Choices,
-    progress: Progress,
+    options: EngineOptions, workload: Workload, choices: Choices, progress: Progress
 ) -> Problem:
-    """Returns the search problem that the flags of `plan` describe; without `hardware`, for this
-    machine."""
+    """Returns the search that the options ask for; without hardware, for this machine."""
     from flexgen_jax.machine.profiles import read_profile, this_machine
     from flexgen_jax.models.loading import resolve_dtype, shape_of
 
-    config = shape_of(model)
+    config = shape_of(None if options.model is None else str(options.model))
     config.check_lengths(workload.prompt_len, workload.gen_len)
-    device, host, disk = (parse_bytes(size) for size in budgets)
-    if hardware is None:
+    device, host, disk = options.budgets
+    if options.hardware is None:
+        folder = None if options.offload_dir is None else Path(options.offload_dir)
         kind, profile, found = this_machine(
-            config, dtype, offload_dir, (device, host, disk), progress
+            config, options.dtype, folder, options.budgets, progress
         )
     else:
-        profile = read_profile(hardware)
-        kind = resolve_dtype(dtype, config, profile.unified)
+        profile = read_profile(options.hardware)
+        kind = resolve_dtype(options.dtype, config, profile.unified)
         shared = profile.host_memory if profile.unified else None
         found = Budgets(
             profile.device_memory if device is None else device,
@@ -124,9 +114,12 @@ def make_problem(
             shared,
         )
         if (kind == "float32") != (profile.dtype == "float32"):
-            raise UserError(f"{hardware} was profiled in {profile.dtype}; choose that with --dtype")
+            raise UserError(
+                f"{options.hardware} was profiled in {profile.dtype}; choose that with --dtype"
+            )
+    base = replace(Policy(), **options.changes)
     return Problem(
-        config, kind, profile, found, profile.unified, workload, base=policy, choices=choices
+        config, kind, profile, found, profile.unified, workload, base=base, choices=choices
     )
 
 

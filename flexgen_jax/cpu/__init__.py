@@ -2,8 +2,8 @@
 imported here."""
 
 from flexgen_jax.cpu.backend import CpuKernels, kernels_of_device
-from flexgen_jax.cpu.features import Features, features
 from flexgen_jax.cpu.host_attention import Candidates, HostAttention, HostBlock
+from flexgen_jax.cpu.processor import Features, features
 
 __all__ = [
     "Candidates",

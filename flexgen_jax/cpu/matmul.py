@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.cpu.features import tile_unit
+from flexgen_jax.cpu.processor import tile_unit
 from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers.matmul_int8 import column_scale
 from flexgen_jax.layers.quantization import Kept, QuantizedArray

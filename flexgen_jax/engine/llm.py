@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from flexgen_jax.cpu import kernels_of_device
 from flexgen_jax.engine.batching import Request, make_blocks, pad_prompts, padded_length
+from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
 from flexgen_jax.engine.outputs import Generation, OnOutput, RequestOutput, ScoreOutput, Scoring
 from flexgen_jax.engine.planner import Planner
@@ -31,97 +31,49 @@ from flexgen_jax.models.spec import model_spec
 from flexgen_jax.offload.allocator import tune_allocator
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.trace import Trace
-from flexgen_jax.policy.policy import Attention, Head, Policy, Workload
+from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
 from flexgen_jax.progress import Progress
-from flexgen_jax.units import parse_bytes
 
 Prompts = str | Sequence[str]
 
 
 class LLM:
-    """A language model whose weights, KV cache and hidden states lie where a policy puts them.
+    """A language model whose weights, KV cache and activations lie where a policy puts them.
 
-    model: a Hugging Face folder, a hub id, a known shape's name with `dummy_weights`, or None for
-        the small model that ships with the package.
-    policy: a `Policy`, or "auto" for the one that `policy.search` finds for each workload. For long
-        runs it first measures this machine, in about a minute, once.
-    dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16 in
-        place of float16).
-    weight_bits, cache_bits: 8 or 4 stores weights, or full KV blocks, in that many bits per
-        element; 16 is the dtype.
-    matmul_bits: 8 makes decoder layers multiply 8-bit integers, which costs some quality; faster
-        with 4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower
-        elsewhere.
-    attention, attention_sparsity: see `Policy`. For these five arguments, None leaves the choice to
-        the policy.
-    device_memory, host_memory, disk_space: budgets such as "16GB"; None is all that is free.
-    offload_dir: where the disk tier lies; reused by later runs.
-    dummy_weights, seed: random weights of a known shape in place of files, and their seed.
-    progress: show progress on stderr.
-    unified: whether host and device are one RAM; None is whether the device is a CPU.
-    hardware: the profile to plan with: a file or a known machine's name; None is this machine's.
-    trace: a file to which every transfer and computation is written, for ui.perfetto.dev.
+    model: a Hugging Face folder, a hub id, or None for the small model that ships with the
+        package; options: the other fields of `EngineOptions`, which explains them.
 
-    Raises `UserError` if one of these arguments, or a prompt, is wrong.
+    Raises `UserError` where something about these, or about a prompt, is wrong.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        policy: Policy | Literal["auto"] = "auto",
-        dtype: str = "auto",
-        weight_bits: int | None = None,
-        cache_bits: int | None = None,
-        matmul_bits: int | None = None,
-        attention: Attention | None = None,
-        attention_sparsity: float | None = None,
-        device_memory: str | int | None = None,
-        host_memory: str | int | None = None,
-        disk_space: str | int | None = None,
-        offload_dir: str | Path | None = None,
-        dummy_weights: bool = False,
-        seed: int = 0,
-        progress: bool = False,
-        unified: bool | None = None,
-        hardware: str | Path | None = None,
-        trace: str | Path | None = None,
-    ) -> None:
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        asked = EngineOptions.of(model, options)
         tune_allocator()
         on_cpu = jax.devices()[0].platform == "cpu"
-        self._model = open_model(model, dummy_weights, seed)
+        self._model = open_model(asked.model, asked.dummy_weights, asked.seed)
         self.config = self._model.config
-        self.dtype = resolve_dtype(dtype, self.config, on_cpu)
-        self._progress = Progress(progress)
-        asked: dict[str, Any] = {
-            "weight_bits": weight_bits,
-            "cache_bits": cache_bits,
-            "matmul_bits": matmul_bits,
-            "attention": attention,
-            "attention_sparsity": attention_sparsity,
-        }
-        changes = {name: value for name, value in asked.items() if value is not None}
-        given = replace(Policy() if policy == "auto" else policy, **changes)
-        unified = on_cpu if unified is None else unified
-        if policy != "auto" and unified and given.attention == "auto" and not given.is_sparse:
-            given = replace(given, attention="device")  # one RAM, and one program per step
-        formats = given.formats(self.dtype)
+        self.dtype = resolve_dtype(asked.dtype, self.config, on_cpu)
+        self._progress = Progress(asked.progress)
+        unified = on_cpu if asked.unified is None else asked.unified
+        policy = asked.policy_on(unified)
+        formats = policy.formats(self.dtype)
+        device_memory, host_memory, disk_space = asked.budgets
         self._planner = Planner(
             config=self.config,
             dtype=self.dtype,
-            policy=given,
-            is_auto=policy == "auto",
-            device_memory=parse_bytes(device_memory),
-            host_memory=parse_bytes(host_memory),
-            disk_space=parse_bytes(disk_space),
-            offload_dir=Path(offload_dir or cache_folder("offload")).expanduser(),
+            policy=policy,
+            is_auto=asked.is_auto,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            disk_space=disk_space,
+            offload_dir=Path(asked.offload_dir or cache_folder("offload")).expanduser(),
             fingerprint=self._model.source.fingerprint(self.dtype) + formats.suffix,
             unified=unified,
             sizes=kernels_of_device().sizes,
             progress=self._progress,
-            profile=read_profile(hardware) if hardware is not None else None,
+            profile=read_profile(asked.hardware) if asked.hardware is not None else None,
         )
-        self._trace = Trace(Path(trace)) if trace is not None else None
+        self._trace = Trace(Path(asked.trace)) if asked.trace is not None else None
         self._session: Session | None = None
         self._finalizer: Any = None
 
@@ -403,9 +355,9 @@ class LLM:
     def _workload(self, requests: Sequence[Request], is_scoring: bool) -> Workload:
         lengths = [self._padded(len(request.prompt_ids)) for request in requests]
         mean = -(-sum(lengths) // len(lengths))
-        head: Head = "score" if is_scoring else "greedy"
+        head = SCORE if is_scoring else GREEDY
         if any(request.params.temperature > 0 for request in requests):
-            head = "sample"
+            head = SAMPLE
         return Workload(
             prompt_len=max(lengths),
             gen_len=max(request.max_tokens for request in requests),

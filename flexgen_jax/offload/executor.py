@@ -27,8 +27,8 @@ from flexgen_jax.offload.prefetch import Stream
 from flexgen_jax.offload.split_attention import Moment, Question, attend_split
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.placement import CachePlan, place_activations
-from flexgen_jax.policy.policy import Ahead, Head, Policy
-from flexgen_jax.policy.schedule import LookAhead, Step, steps_of
+from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Ahead, Head, Policy
+from flexgen_jax.policy.schedule import LookAhead, Step
 
 TRIM_S = 10.0
 """Seconds between trims of the heap, which take a while."""
@@ -61,8 +61,8 @@ class Batch:
     @property
     def head(self) -> Head:
         if self.targets is not None or self.forced is not None:
-            return "score"
-        return "sample" if self.sampling else "greedy"
+            return SCORE
+        return SAMPLE if self.sampling else GREEDY
 
     @property
     def prompt_len(self) -> int:
@@ -131,7 +131,7 @@ class BlockRun:
     def run(self) -> None:
         """Computes the steps of all tokens, until every batch is done."""
         shape = (self._tokens, len(self._layers), len(self._batches))
-        ahead = LookAhead(steps_of(self._policy.schedule, *shape))
+        ahead = LookAhead(self._policy.order.steps(*shape))
         try:
             before: Computed | None = None
             self._runtime.metrics.enter("prefill")
@@ -185,7 +185,7 @@ class BlockRun:
         """Returns whether the step attends to a KV cache that is complete by now."""
         if step.token == 0 or not self._is_decoder(step):
             return False
-        if self._policy.schedule == "zigzag" and not self._cache.has_all_prompts:
+        if self._policy.order.prefills_first and not self._cache.has_all_prompts:
             return False  # read buffers must not come on top of what prompts still hold
         expected = self._batches[step.batch].prompt_len + step.token - 1
         return self._cache.tokens((step.layer - 1, step.batch)) == expected

@@ -264,7 +264,7 @@ def _weights(costs: Costs, reads_ends: bool) -> tuple[Linear, Linear]:
     The weights of embedding and head are spread over the layers.
     """
     policy = costs.policy
-    moves = policy.num_batches if policy.schedule == "row" else 1
+    moves = 1 if policy.order.shares_weights else policy.num_batches
     layer = costs.mean(costs.layer_bytes)
     ends = costs.end_bytes() / len(costs.spec.decoders)
     read = layer * moves + (ends if reads_ends else 0)
@@ -360,7 +360,7 @@ def _combine(costs: Costs, work: Work, unified: bool) -> dict[str, Linear]:
         lost = lost + term * (hw.drag.get(link, 0.0) if policy.overlap else 1.0)
     if policy.overlap:
         seconds = {link: term * hw.slowed.get(link, 1.0) for link, term in seconds.items()}
-    is_serial = unified or policy.schedule == "row" or not policy.overlap
+    is_serial = unified or not policy.order.shares_weights or not policy.overlap
     exposed = 1.0 if is_serial else 1 / policy.num_batches
     together = work.host + work.device * exposed + lost
     return seconds | {"compute": work.device + lost, "host_compute": together}

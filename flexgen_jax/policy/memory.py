@@ -17,6 +17,8 @@ from flexgen_jax.policy.placement import (
     place_weights,
 )
 from flexgen_jax.policy.policy import (
+    GREEDY,
+    SCORE,
     TIERS,
     Ahead,
     Head,
@@ -38,12 +40,12 @@ class BlockShape:
     batch_sizes: tuple[int, ...]
     prompt_lens: tuple[int, ...]
     gen_len: int
-    head: Head = "greedy"
+    head: Head = GREEDY
 
     @property
     def scores_prompts(self) -> bool:
         """Whether the head scores all tokens of the prompts, as in `Workload.scores_prompts`."""
-        return self.head == "score" and self.gen_len == 1
+        return self.head == SCORE and self.gen_len == 1
 
     @classmethod
     def of(cls, policy: Policy, workload: Workload) -> BlockShape:
@@ -173,7 +175,7 @@ class _Estimate:
         waiting = (PENDING_WRITES + 1) * step + (step if self._unified else copied)
         # The prompts' blocks are written before the first of them is read back, unless batches come
         # one after the other. Without overlap, writes of generated blocks may wait beside the ring.
-        in_turn = self._policy.schedule == "zigzag" and self._policy.overlap
+        in_turn = self._policy.order.prefills_first and self._policy.overlap
         self.bytes["host"] += max(ring, waiting) if in_turn else ring + waiting
         self.buffers += ring
         lengths = generated_blocks(self._shape.gen_len, self._policy.kv_block_tokens)
@@ -241,18 +243,16 @@ def workspace_bytes(
     sizes: KernelSizes,
     rows: int,
     tokens: int,
-    head: Head = "greedy",
+    head: Head = GREEDY,
 ) -> int:
     """Returns the bytes of temporaries and results of the largest computation.
 
     That is a layer's prefill of `rows` prompts of `tokens` tokens, or the head.
     """
     spec = model_spec(config)
-    # Sampling sorts the logits and scoring normalises them; both keep several copies.
-    copies = {"greedy": 1, "sample": 8, "score": 3}[head]
     group = sizes.prefill_sequences(rows, tokens, formats.weight_bits)
-    formed = min(sizes.scored_rows, group * tokens) if head == "score" else rows
-    logits = copies * formed * config.vocab_size * 4
+    formed = min(sizes.scored_rows, group * tokens) if head == SCORE else rows
+    logits = head.logit_copies * formed * config.vocab_size * 4
     return max(
         _unpacked_bytes(layer, formats, sizes, group * tokens)
         + max(_prefill_bytes(layer, spec, formats, sizes, rows, tokens), logits)

@@ -11,11 +11,10 @@ from typing import Any, Literal, get_args
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.models.storage import BITS, MATMUL_BITS
+from flexgen_jax.policy.schedule import SCHEDULES, Schedule
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
-Schedule = Literal["zigzag", "row"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Attention = Literal["auto", "device", "host"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
@@ -23,8 +22,19 @@ PROMPT_BLOCK_FACTOR = 4
 """Length of a prompt's KV blocks relative to those of generated tokens."""
 
 
-Head = Literal["greedy", "sample", "score"]
-"""Use that is made of the logits, which decides how much memory they take."""
+@dataclass(frozen=True)
+class Head:
+    """What becomes of the logits.
+
+    logit_copies: how many copies of the logits are in memory together: sampling sorts them, scoring
+        normalises them.
+    """
+
+    name: str
+    logit_copies: int
+
+
+GREEDY, SAMPLE, SCORE = Head("greedy", 1), Head("sample", 8), Head("score", 3)
 
 
 class PolicyError(UserError):
@@ -72,7 +82,7 @@ class Workload:
     prompt_len: int
     gen_len: int
     num_sequences: int = 1
-    head: Head = "greedy"
+    head: Head = GREEDY
     mean_prompt_len: int | None = None
 
     @property
@@ -83,7 +93,7 @@ class Workload:
     @property
     def scores_prompts(self) -> bool:
         """Whether the head scores all tokens of the prompts."""
-        return self.head == "score" and self.gen_len == 1
+        return self.head == SCORE and self.gen_len == 1
 
     @property
     def typical(self) -> Workload:
@@ -121,7 +131,7 @@ class Policy:
     activations: Placement = Placement()
     batch_size: int = 8
     num_batches: int = 1
-    schedule: Schedule = "zigzag"
+    schedule: str = "zigzag"
     overlap: bool = True
     kv_block_tokens: int = 32
     attention: Attention = "auto"
@@ -139,7 +149,7 @@ class Policy:
             "weight_bits": BITS,
             "cache_bits": BITS,
             "matmul_bits": MATMUL_BITS,
-            "schedule": SCHEDULES,
+            "schedule": tuple(SCHEDULES),
             "attention": ATTENTIONS,
         }
         for name, known in choices.items():
@@ -180,6 +190,11 @@ class Policy:
             activations=place("activations", activations_device, activations_host),
             **options,
         )
+
+    @property
+    def order(self) -> Schedule:
+        """The order of the steps, by the name in `schedule`."""
+        return SCHEDULES[self.schedule]
 
     def formats(self, dtype: str) -> Formats:
         return Formats(dtype, self.weight_bits, self.cache_bits, self.matmul_bits)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from flexgen_jax.policy.policy import Schedule
 
 
 class Step(NamedTuple):
@@ -42,8 +41,29 @@ def row(tokens: int, layers: int, batches: int) -> Iterator[Step]:
                 visit += 1
 
 
-def steps_of(schedule: Schedule, tokens: int, layers: int, batches: int) -> Iterator[Step]:
-    return {"zigzag": zigzag, "row": row}[schedule](tokens, layers, batches)
+@dataclass(frozen=True)
+class Schedule:
+    """An order of steps, and what follows from it for memory and time.
+
+    steps: (tokens, layers, batches) -> the steps in their order.
+    shares_weights: whether a layer's weights are moved once for all batches of a block, which the
+        device then computes one after the other; else once for each batch.
+    prefills_first: whether all prompts are prefilled before the first token is decoded.
+    """
+
+    name: str
+    steps: Callable[[int, int, int], Iterator[Step]]
+    shares_weights: bool
+    prefills_first: bool
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("zigzag", zigzag, shares_weights=True, prefills_first=True),
+        Schedule("row", row, shares_weights=False, prefills_first=False),
+    )
+}
 
 
 IsCounted = Callable[[Step], bool]

@@ -18,7 +18,7 @@ from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.memory import PENDING_WRITES, BlockShape, plan_cache
 from flexgen_jax.policy.placement import place_activations, place_weights
 from flexgen_jax.policy.policy import Ahead, Tier
-from flexgen_jax.policy.schedule import LookAhead, Step, steps_of
+from flexgen_jax.policy.schedule import LookAhead, Step
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Simulation:
         shape = (len(self._tokens), len(self._layers), len(self.shape.batch_sizes))
         phases, last = [0.0, 0.0], 0.0
         before: tuple[Step, float] | None = None
-        ahead = LookAhead(steps_of(self._policy.schedule, *shape))
+        ahead = LookAhead(self._policy.order.steps(*shape))
         self._read_ahead(ahead, -1)
         for step in ahead:
             self._clock.weight = self._weight[step.token]
@@ -158,7 +158,7 @@ class Simulation:
         return load
 
     def _is_cached(self, step: Step) -> bool:
-        if self._policy.schedule == "zigzag" and len(self._cached_until) < self._prompts:
+        if self._policy.order.prefills_first and len(self._cached_until) < self._prompts:
             return False
         until = self._cached_until.get((step.layer - 1, step.batch), -1)
         return step.token > 0 and self._is_decoder(step) and until >= step.token - 1

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from flexgen_jax.cpu import features, matmul
-from flexgen_jax.cpu.features import FOR_VECTORS, NUMBA_TARGETS, tile_unit, tile_units
+from flexgen_jax.cpu import matmul, processor
 from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH
 from flexgen_jax.cpu.jit.matmul_small_batch import MOST
 from flexgen_jax.cpu.jit.packing import PAIR, give_rows
 from flexgen_jax.cpu.matmul import FEW_ROWS
+from flexgen_jax.cpu.processor import FOR_VECTORS, NUMBA_TARGETS, tile_unit, tile_units
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.quantization import dequantize, quantize, quantize_as
 from flexgen_jax.models.families import read_config
@@ -70,8 +70,8 @@ def test_units_are_those_that_may_be_used(
 ) -> None:
     for name in NUMBA_TARGETS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(features, "_processor_flags", lambda: flags)
-    monkeypatch.setattr(features, "_may_use_amx", lambda: is_granted)
+    monkeypatch.setattr(processor, "_processor_flags", lambda: flags)
+    monkeypatch.setattr(processor, "_may_use_amx", lambda: is_granted)
     assert tile_units.__wrapped__() == units
     assert ("amx" in tile_units.__wrapped__("int8")) == ("amx_int8" in flags and is_granted)
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")

@@ -19,9 +19,9 @@ from safetensors.numpy import load_file
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cpu import matmul
-from flexgen_jax.cpu.features import tile_unit
 from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH
 from flexgen_jax.cpu.jit.matmul_int8 import CHUNK
+from flexgen_jax.cpu.processor import tile_unit
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.matmul_int8 import (
     OUTLIER,

@@ -139,13 +139,6 @@ class Case:
         return np.asarray(merge(partials)[0])
 
 
-@pytest.fixture(scope="module")
-def host() -> Any:
-    attention = HostAttention()
-    yield attention
-    attention.close()
-
-
 FRACTIONS = [0.01, 0.1, 0.3, 0.5, 0.99, 1.0]
 
 

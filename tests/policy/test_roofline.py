@@ -10,7 +10,7 @@ from flexgen_jax.models.families import known_shape
 from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.machines import known_machine
-from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.policy import SCORE, Policy, Workload
 from flexgen_jax.policy.roofline import Seconds, binding, bound_s, roofline
 from flexgen_jax.policy.search import Budgets, Problem, evaluate
 
@@ -51,7 +51,7 @@ def test_compute_is_two_flops_a_parameter_and_token() -> None:
         CONFIG,
         "bfloat16",
         Policy.from_percent(100, 0, 100, 0, 100, 0, batch_size=10, num_batches=2),
-        replace(WORK, gen_len=1, head="score"),
+        replace(WORK, gen_len=1, head=SCORE),
         MACHINE,
     )
     assert scored["prefill"]["compute"] == pytest.approx(2 * 40 * 100 * (layers + head) / 2e12)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_jax.policy.schedule import LookAhead, row, steps_of, zigzag
+from flexgen_jax.policy.schedule import SCHEDULES, LookAhead, row, zigzag
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 
 
-@given(size=SIZES, schedule=st.sampled_from(["zigzag", "row"]))
+@given(size=SIZES, schedule=st.sampled_from(list(SCHEDULES)))
 def test_every_step_once_and_after_what_it_needs(size: tuple[int, int, int], schedule: str) -> None:
     tokens, layers, batches = size
-    steps = list(steps_of(schedule, tokens, layers, batches))
+    steps = list(SCHEDULES[schedule].steps(tokens, layers, batches))
     done = set()
     for step in steps:
         token, layer, batch, _ = step

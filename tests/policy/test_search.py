@@ -14,7 +14,7 @@ from flexgen_jax.models.families import known_shape
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, ProfileError, Rate
 from flexgen_jax.policy.machines import MACHINES, known_machine
-from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.policy import GREEDY, SCORE, Policy, Workload
 from flexgen_jax.policy.search import Choices, Problem, evaluate, frontier, search
 
 sys.path.append(str(Path(__file__).parent.parent.parent / "scripts"))
@@ -96,7 +96,7 @@ def test_chosen_plans_fit_and_beat_plain_ones(model: str, device: int) -> None:
         assert plans[0].throughput >= 0.97 * evaluate(asked, policy).throughput
 
 
-@pytest.mark.parametrize("head", ["score", "greedy"])
+@pytest.mark.parametrize("head", [SCORE, GREEDY])
 def test_runs_without_a_cache_are_planned(head: str) -> None:
     asked = problem("facebook/opt-1.3b", workload=Workload(256, 1, 8, head))  # type: ignore[arg-type]
     assert search(asked)[0].policy.percent[:2] == (100, 0)
@@ -167,7 +167,7 @@ def test_scoring_counts_the_prompts_tokens() -> None:
     policy = Policy(batch_size=8)
     scored, generated = (
         evaluate(problem("facebook/opt-125m", workload=Workload(256, 1, 8, head)), policy)
-        for head in ("score", "greedy")
+        for head in (SCORE, GREEDY)
     )
     assert scored.total_s > 1.1 * generated.total_s
     assert scored.throughput == pytest.approx(8 * 256 / scored.total_s)

@@ -12,7 +12,7 @@ from flexgen_jax.models.families import known_shape
 from flexgen_jax.policy.cost_model import FRACTIONS, Costs, block_terms, fractions_of
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.memory import BlockShape
-from flexgen_jax.policy.policy import Workload
+from flexgen_jax.policy.policy import SCORE, Workload
 from flexgen_jax.policy.simulate import Prediction, simulate
 from tests.helpers.models import PLACEMENTS
 from tests.helpers.profiles import machine
@@ -71,7 +71,7 @@ def test_bytes_of_scoring_are_those_of_a_run(
         llm.score(prompt_token_ids=[[5] * 16] * 4)
         report, config = llm.report(), llm.config
     costs = Costs(config, "float32", policy, machine())
-    shape = BlockShape((2, 2), (report["prompt_len"],) * 2, 1, "score")
+    shape = BlockShape((2, 2), (report["prompt_len"],) * 2, 1, SCORE)
     predicted = simulate(costs, shape, False).bytes
     for link, nbytes in report["bytes"].items():
         assert predicted[link] == pytest.approx(nbytes, rel=0.02), link

@@ -165,7 +165,7 @@ def test_search_stays_within_what_fits(most: int, first: int, tried: list[int]) 
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_suites_name_known_models_and_flags(has_gpu: bool) -> None:
     import benchmark_suites
-    from flexgen_jax.cli.main import bench
+    from flexgen_jax.cli.bench import bench
     from flexgen_jax.models.families import known_shape
 
     for make in benchmark_suites.suites(has_gpu).values():

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.storage import BITS, MATMUL_BITS
 from flexgen_jax.policy.policy import (
     ATTENTIONS,
-    SCHEDULES,
-    Attention,
     Placement,
     Policy,
     PolicyError,
 )
-from flexgen_jax.policy.search import Choices
+from flexgen_jax.policy.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
@@ -48,7 +47,7 @@ def model_options(command: Command) -> Command:
             click.option(
                 "--dtype",
                 type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-                default="auto",
+                default=EngineOptions.dtype,
                 show_default=True,
                 help="Compute and store in this type; auto: the checkpoint's.",
             ),
@@ -64,7 +63,7 @@ def model_options(command: Command) -> Command:
             click.option(
                 "--seed",
                 type=click.IntRange(0),
-                default=0,
+                default=EngineOptions.seed,
                 show_default=True,
                 help="Of all random numbers.",
             ),
@@ -265,79 +264,23 @@ def build_policy(
     return Policy(**placements, **changes)
 
 
-def open_llm(
-    *,
-    model: str | None,
-    dummy_weights: bool,
-    dtype: str,
-    device_memory: str | None,
-    host_memory: str | None,
-    disk_space: str | None,
-    offload_dir: Path | None,
-    seed: int,
-    progress: bool | None,
-    weight_bits: int | None,
-    cache_bits: int | None,
-    matmul_bits: int | None,
-    attention: Attention | None,
-    attention_sparsity: float | None,
-    default_batches: int,
-    unified: bool | None = None,
-    trace: Path | None = None,
-    **policy_flags: Any,
-) -> LLM:
-    """Creates the `LLM` that the shared flags describe."""
-    policy = build_policy(default_batches=default_batches, **policy_flags)
+def engine_options(flags: Mapping[str, Any], default_batches: int, **more: Any) -> EngineOptions:
+    """What the shared flags say, and `more`; default_batches: sequences in a batch where a policy
+    is given without that number, at most."""
+    names = {field.name for field in fields(EngineOptions)}
+    own = {name: value for name, value in flags.items() if name in names}
+    shape = {name: value for name, value in flags.items() if name not in own}
+    policy = build_policy(default_batches=default_batches, **shape)
+    if own["progress"] is None:
+        own["progress"] = sys.stderr.isatty()
+    return EngineOptions(policy=policy or "auto", **own, **more)
+
+
+def open_llm(options: EngineOptions) -> LLM:
+    """The `LLM` with these options."""
     from flexgen_jax.engine.llm import LLM
 
     try:
-        return LLM(
-            model,
-            policy=policy or "auto",
-            dtype=dtype,
-            weight_bits=weight_bits,
-            cache_bits=cache_bits,
-            matmul_bits=matmul_bits,
-            attention=attention,
-            attention_sparsity=attention_sparsity,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            disk_space=disk_space,
-            offload_dir=offload_dir,
-            dummy_weights=dummy_weights,
-            seed=seed,
-            progress=sys.stderr.isatty() if progress is None else progress,
-            unified=unified,
-            trace=trace,
-        )
+        return LLM(**{field.name: getattr(options, field.name) for field in fields(options)})
     except RuntimeError as error:
         raise UserError(f"cannot start: {error}") from None
-
-
-def plan_policy(
-    allow_compression: bool, allow_sparsity: float | None, flags: dict[str, Any]
-) -> tuple[Policy, Policy | None, Choices]:
-    """Returns what `plan`'s flags ask for: the policy that the search starts from, the given policy
-    or None, and the choices of the search."""
-    placing = {name: value for name, value in flags.items() if name not in _NOT_PLACING}
-    fixed = {name: flags[name] for name in _CHANGING if flags[name] is not None}
-    given = build_policy(default_batches=Policy().batch_size, **placing)
-    if given is not None:
-        given = replace(given, **fixed)
-    base = replace(Policy(), **fixed)
-    more: dict[str, Any] = {}
-    if allow_compression:
-        more |= {name: (16, 4) for name in ("weight_bits", "cache_bits") if name not in fixed}
-    if allow_sparsity and allow_sparsity < 1 and "attention_sparsity" not in fixed:
-        more["sparsities"] = (1.0, allow_sparsity)
-    return base, given, replace(Choices.keeping(base), **more)
-
-
-_CHANGING = ("weight_bits", "cache_bits", "matmul_bits", "attention", "attention_sparsity")
-"""Flags that change a policy but do not fix it: the search goes on with them."""
-
-_NOT_PLACING = {
-    *_CHANGING,
-    "dummy_weights",
-    "seed",
-}

@@ -1,0 +1,106 @@
+"""`flexgen-jax profile`: measures this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from flexgen_jax.cli.json_files import check_json, json_option, write_json
+from flexgen_jax.policy.hardware import HardwareProfile, Rate
+from flexgen_jax.policy.policy import TIERS
+
+
+@click.command()
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    help="For models of this type; auto: bfloat16 on a CPU, float16 on a GPU.",
+)
+@click.option(
+    "--offload-dir",
+    type=click.Path(path_type=Path),
+    help="Folder on the disk to measure; default: the one that runs use.",
+)
+@click.option("--progress/--no-progress", default=None, help="Show a progress bar.")
+@json_option
+def profile(
+    dtype: str, offload_dir: Path | None, progress: bool | None, json_file: Path | None
+) -> None:
+    """Measure this machine: links, memory, products, attention, fixed costs.
+
+    Takes one to three minutes. The result is kept and used by `plan` and by --policy auto,
+    unless the machine was too busy for it to be trusted.
+    """
+    from flexgen_jax.machine.profiles import measured_profile, set_up
+    from flexgen_jax.progress import Progress
+
+    check_json(json_file)
+    unified, folder = set_up(offload_dir)
+    shown = Progress(sys.stderr.isatty() if progress is None else progress)
+    narrow = "bfloat16" if unified else "float16"  # the default dtype of computation
+    kind = narrow if dtype == "auto" else dtype
+    found = measured_profile(kind, folder, unified, shown)
+    click.echo(profile_text(found))
+    write_json(json_file, json.loads(found.to_json()))
+
+
+def profile_text(profile: HardwareProfile) -> str:
+    """Formats a profile for people: every figure with the spread of its samples."""
+    lines = [f"{profile.name}, for models of {profile.dtype}"]
+    lines += [f"  {key}: {value}" for key, value in profile.about.items()]
+    for tier, nbytes in zip(
+        TIERS, (profile.device_memory, profile.host_memory, profile.disk_space), strict=True
+    ):
+        lines.append(f"  {tier} memory: {nbytes / 1e9:.1f} GB")
+    if profile.unified:
+        lines.append("  device and host are the same RAM and the same cores")
+    for title, rate, size, unit in _rates(profile):
+        for index, (at, value) in enumerate(rate.points):
+            spread = f"  +- {100 * rate.spread[index]:.0f} %" if rate.spread else ""
+            name = title if index == 0 else ""
+            lines.append(f"  {name:32} {_short(at):>7} {size:9} {value / 1e9:9.2f} {unit}{spread}")
+    lines.append(f"  {'a step':32} {1e3 * profile.step_s:.2f} ms fixed")
+    lines.append(f"  {'a step attended to by the CPU':32} {1e3 * profile.split_s:.2f} ms more")
+    for link, drag in profile.drag.items():
+        times = profile.slowed.get(link, 1.0)
+        lines.append(
+            f"  {link.replace('_', ' ')} beside computing: {times:.2f} times as long, "
+            f"and costs {100 * drag:.0f} % of its time alone of computing"
+        )
+    return "\n".join(lines)
+
+
+def _rates(profile: HardwareProfile) -> list[tuple[str, Rate, str, str]]:
+    found = [
+        (name.replace("_", " "), getattr(profile, name), "bytes", "GB/s")
+        for name in ("disk_read", "disk_write", "page_cache", "host_to_device", "device_to_host")
+    ]
+    found += [
+        (f"products, {bits}-bit weights", rate, "rows", "GFLOP/s")
+        for bits, rate in profile.linear.items()
+    ]
+    found += [
+        (f"8-bit products, {bits}-bit weights", rate, "rows", "GFLOP/s")
+        for bits, rate in profile.linear_int8.items()
+    ]
+    found.append(("attention of a prompt", profile.prefill_attention, "tokens", "GFLOP/s"))
+    for where, rates in (("device", profile.device_attention), ("host", profile.host_attention)):
+        found += [
+            (f"{where} attention, {bits}-bit cache", rate, "elements", "Gelem/s")
+            for bits, rate in rates.items()
+        ]
+    found.append(("quantizing the cache", profile.quantize, "elements", "Gelem/s"))
+    found.append(("device top-k", profile.device_rank, "scores", "Gscore/s"))
+    found.append(("host top-k", profile.host_rank, "scores", "Gscore/s"))
+    return found
+
+
+def _short(size: float) -> str:
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{size / (1e3 if letter == 'k' else limit):.0f}{letter}"
+    return f"{size:.0f}"

@@ -1,0 +1,99 @@
+"""What `LLM`, the command line and benchmarks are told: one dataclass for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from flexgen_jax.policy.policy import Attention, Policy
+from flexgen_jax.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which model runs, where its data lies and what it may take.
+
+    model: a Hugging Face folder, a hub id, a known shape's name with `dummy_weights`, or None
+        for the small model that ships with the package.
+    policy: a `Policy`, or "auto" for the one that `policy.search` finds for each workload. For long
+        runs it first measures this machine, in about a minute, once.
+    dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
+        in place of float16).
+    weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in that many bits an element;
+        16 is the dtype.
+    matmul_bits: 8 has decoder layers multiply integers of 8 bits, at some quality; faster with
+        4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower elsewhere.
+    attention, attention_sparsity: see `Policy`. Of these five, None is what the policy says.
+    device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is what is there.
+    offload_dir: where the disk tier lies, and what later runs use again; None is the user's cache.
+    dummy_weights: random weights of a known shape, in place of a checkpoint's.
+    seed: of the dummy weights.
+    progress: whether progress bars are shown.
+    unified: whether host and device are one RAM; None is so on a CPU.
+    hardware: the profile to plan with: a file or a known machine's name; None is this machine's.
+    trace: a file to which every transfer and computation is written, for ui.perfetto.dev.
+    """
+
+    model: str | Path | None = None
+    policy: Policy | Literal["auto"] = "auto"
+    dtype: str = "auto"
+    weight_bits: int | None = None
+    cache_bits: int | None = None
+    matmul_bits: int | None = None
+    attention: Attention | None = None
+    attention_sparsity: float | None = None
+    device_memory: str | int | None = None
+    host_memory: str | int | None = None
+    disk_space: str | int | None = None
+    offload_dir: str | Path | None = None
+    dummy_weights: bool = False
+    seed: int = 0
+    progress: bool = False
+    unified: bool | None = None
+    hardware: str | Path | None = None
+    trace: str | Path | None = None
+
+    @classmethod
+    def of(cls, model: str | Path | None, options: dict[str, Any]) -> EngineOptions:
+        """The options of `LLM(model, **options)`; raises `TypeError` for one that there is not."""
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(options) - set(names))
+        if unknown:
+            raise TypeError(f"LLM has no option {unknown[0]!r}; it has {', '.join(names)}")
+        return cls(model=model, **options)
+
+    @property
+    def budgets(self) -> tuple[int | None, int | None, int | None]:
+        """Bytes of device memory, host memory and disk; raises `UserError` for no size."""
+        device, host, disk = map(
+            parse_bytes, (self.device_memory, self.host_memory, self.disk_space)
+        )
+        return device, host, disk
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the policy is searched."""
+        return self.policy == "auto"
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields of the policy that are given apart from it."""
+        found = {name: getattr(self, name) for name in CHANGES}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def base_policy(self) -> Policy:
+        """The policy with these changes; where it is searched, what the search starts from."""
+        return replace(Policy() if self.policy == "auto" else self.policy, **self.changes)
+
+    def policy_on(self, unified: bool) -> Policy:
+        """The policy of a run where host and device are one RAM, or are not."""
+        policy = self.base_policy
+        if not self.is_auto and unified and policy.attention == "auto" and not policy.is_sparse:
+            return replace(policy, attention="device")  # the same memory, and one program a step
+        return policy
+
+
+CHANGES = ("weight_bits", "cache_bits", "matmul_bits", "attention", "attention_sparsity")
+"""Options that change a policy and fix none: the search goes on with them."""
