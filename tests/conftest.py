@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.helpers.models import use_unit, write_checkpoint
+from tests.helpers import units
+from tests.helpers.models import write_checkpoint
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 """Tests leave the user's cache alone. One of their own saves no time: they share programs."""
@@ -25,6 +26,17 @@ class TogetherByFunction(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFunction:
     return TogetherByFunction(config, log)
+
+
+def pytest_configure() -> None:
+    units.declared()  # a misspelt one is an error before anything runs
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the processor lacks, however quiet the run is."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    for line in units.summary(str(report.longrepr[2]) for report in skipped):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
@@ -62,8 +74,14 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     programs._compile.cache_clear()
 
 
-@pytest.fixture(params=["amx", "avx512"])
+@pytest.fixture(scope="session")
+def tiles() -> None:
+    """A processor with some unit for tiles."""
+    units.need(*units.UNITS)
+
+
+@pytest.fixture(params=units.UNITS)
 def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, always: None) -> str:
     """Small products in tiles, by each unit that the processor has."""
-    use_unit(request.param, monkeypatch)
+    units.use_unit(request.param, monkeypatch)
     return str(request.param)

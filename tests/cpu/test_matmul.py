@@ -16,7 +16,7 @@ from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH
 from flexgen_jax.cpu.jit.matmul_small_batch import MOST
 from flexgen_jax.cpu.jit.packing import PAIR, give_rows
 from flexgen_jax.cpu.matmul import FEW_ROWS
-from flexgen_jax.cpu.processor import FOR_VECTORS, NUMBA_TARGETS, tile_unit, tile_units
+from flexgen_jax.cpu.processor import FOR_VECTORS, NUMBA_TARGETS, tile_units
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.quantization import dequantize, quantize, quantize_as
 from flexgen_jax.models.families import read_config
@@ -27,7 +27,7 @@ from tests.helpers.models import BASE
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
 TARGET = "flexgen_jax_multiply_rows"
-with_tiles = pytest.mark.skipif(tile_unit() is None, reason="no unit of the processor for tiles")
+with_tiles = pytest.mark.usefixtures("tiles")
 
 
 def test_few_rows_are_as_many_as_their_kernel_takes() -> None:

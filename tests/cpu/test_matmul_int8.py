@@ -21,7 +21,6 @@ from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cpu import matmul
 from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH
 from flexgen_jax.cpu.jit.matmul_int8 import CHUNK
-from flexgen_jax.cpu.processor import tile_unit
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.matmul_int8 import (
     OUTLIER,
@@ -38,16 +37,14 @@ from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import workspace_bytes
 from tests.helpers.arrays import anew, numbers
 from tests.helpers.kernels import CPU, XLA_ON_CPU
-from tests.helpers.models import BASE, PLACEMENTS, prompts, run_greedy, use_unit
+from tests.helpers.models import BASE, PLACEMENTS, prompts, run_greedy
 from tests.helpers.numpy_opt import NumpyOpt
 from tests.helpers.numpy_quantization import int8_product
+from tests.helpers.units import UNITS, need, use_unit
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 TARGET = "flexgen_jax_multiply_integers"
 IN_TILES = partial(CPU.matmul, bits=8)
-with_tiles = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or tile_unit("int8") is None, reason="no unit for such tiles"
-)
 BY_EACH = pytest.mark.parametrize("multiply", ["XLA", "amx", "avx512"], indirect=True)
 
 
@@ -195,11 +192,11 @@ def test_nothing_but_zeros(multiply: Any) -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(
-    "kernels", [pytest.param(XLA_ON_CPU, id="XLA"), pytest.param(CPU, marks=with_tiles, id="tiles")]
-)
+@pytest.mark.parametrize("kernels", [XLA_ON_CPU, CPU], ids=["XLA", "tiles"])
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_layer_is_near_that_of_16_bits(kernels: Any, bits: int) -> None:
+    if kernels is CPU:
+        need(*UNITS)
     sizes = {"hidden_size": 128, "ffn_dim": 256, "word_embed_proj_dim": 128}
     config = read_config({**BASE, **sizes})
     hidden, first = numbers(6, 20, config.hidden_size), np.zeros(6, np.int32)

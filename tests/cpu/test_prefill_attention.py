@@ -105,13 +105,15 @@ def test_runs_are_those_of_xla(
         *(0, 100, 0, 100, 0, 100), batch_size=5, num_batches=1, weight_bits=weight_bits
     )
     params = SamplingParams(max_tokens=6, ignore_eos=True)
-    found = []
+    real, found, calls, called = attention._prompt_target, [], [], set[tuple[object, ...]]()
+    monkeypatch.setattr(attention, "_prompt_target", lambda *key: called.add(key) or real(*key))
     for few in (1 << 18, 0):
         monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", few)
         programs._compile.cache_clear()
         found.append(run_greedy(checkpoint(), params, policy, offload_dir=tmp_path))
+        calls.append({*called})
     assert found[0] == found[1]
-    assert attention._prompt_target.cache_info().currsize
+    assert calls == [set(), {(8, "float32")}]
     programs._compile.cache_clear()
 
 

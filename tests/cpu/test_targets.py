@@ -48,6 +48,7 @@ def broken(*_: Any) -> Any:
 
 
 @pytest.mark.usefixtures("anew_registered")
+@pytest.mark.filterwarnings("always::flexgen_jax.cpu.targets.KernelWarning")
 @pytest.mark.parametrize("cause", ["interface", "code"])
 def test_what_cannot_be_called_is_left_to_xla(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are those of XLA, to the bit, and a warning says why it is slower."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cli.main import main
-from flexgen_jax.cpu import features
+from flexgen_jax.cpu import HostAttention, HostBlock, features
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine import compute_probe, profiler, profiles
 from flexgen_jax.machine.compute_probe import ComputeProbe, Sample, timed
@@ -237,13 +238,34 @@ def _small(name: str, small: object) -> object:
     return known_shape(name) if name == "facebook/opt-125m" else small
 
 
-def test_a_prompts_attention_rate_is_of_its_formula() -> None:
-    """Four operations for each pair of tokens and each element of the hidden state."""
-    config = read_config({**BASE, "max_position_embeddings": 256})
+def test_attention_rates_count_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts XLA's count of operations, of decoding the elements that are attended to."""
+    sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "num_attention_heads": 2}
+    config = read_config({**BASE, **sizes, "max_position_embeddings": 256})
+    operations: list[float] = []
+    elements: list[int] = []
+
+    def by_xla(run: Any, **_: object) -> Sample:
+        operations.append(run.func.cost_analysis()["flops"])
+        return Sample(0.5, 0.0)
+
+    def by_host(run: Callable[[], object], **_: object) -> Sample:
+        run()
+        return Sample(0.5, 0.0)
+
+    def attend(_: HostAttention, _query: object, blocks: list[HostBlock], *_where: object) -> None:
+        elements.append(sum(array.size for array in jax.tree.leaves([x.arrays for x in blocks])))
+
+    monkeypatch.setattr(HostAttention, "attend", attend)
+    monkeypatch.setattr(compute_probe, "PROMPTS", ((2, 32), (1, 128), (3, 64), (1, 512)))
+    monkeypatch.setattr(compute_probe, "CACHES", ((1, 32), (2, 40), (3, 64)))
     probe = ComputeProbe(config, "float32", copies=1)
     try:
-        elements = 2.0 * 16 * (128 + 32) * config.hidden_size
-        assert np.isclose(probe.host_attention(16).points[1][0], elements)
+        monkeypatch.setattr(compute_probe, "timed", by_xla)
+        prompt = dict(probe.prefill_attention().points)
+        assert [prompt[n] for n in (32, 128, 64)] == pytest.approx(2 * np.array(operations), 0.05)
+        monkeypatch.setattr(compute_probe, "timed", by_host)
+        assert list(probe.host_attention(16).points) == [(n, 2 * n) for n in elements]
     finally:
         probe.close()
 

@@ -25,26 +25,55 @@ def requests(lengths: list[int]) -> list[Request]:
 
 @given(lengths=LENGTHS, size=st.integers(1, 6), count=st.integers(1, 4))
 def test_blocks_hold_every_request_once(lengths: list[int], size: int, count: int) -> None:
+    """Shortest first, in full blocks; the last one's are spread over as few batches as do."""
     blocks = make_blocks(requests(lengths), size, count)
-    indices = [r.index for block in blocks for batch in block for r in batch]
-    assert sorted(indices) == list(range(len(lengths)))
-    for block in blocks:
-        assert 1 <= len(block) <= count
-        assert all(1 <= len(batch) <= size for batch in block)
-        assert max(map(len, block)) - min(map(len, block)) <= len(block)
-    flat = [len(r.prompt_ids) for block in blocks for batch in block for r in batch]
-    assert flat == sorted(flat)
+    flat = [(len(r.prompt_ids), r.index) for block in blocks for batch in block for r in batch]
+    assert flat == sorted((n, i) for i, n in enumerate(lengths))
+    *full, last = [[len(batch) for batch in block] for block in blocks]
+    assert full == [[size] * count] * len(full)
+    left = sum(last)
+    assert 1 <= left <= size * count
+    fewest = -(-left // size)
+    each = -(-left // fewest)
+    assert last[:-1] == [each] * (len(last) - 1)
+    assert 1 <= last[-1] <= each
+    assert len(last) <= fewest
+
+
+@pytest.mark.parametrize(
+    ("lengths", "blocks"),
+    [
+        ([5] * 9, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8]]]),
+        ([5] * 13, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10], [11, 12]]]),
+        ([40, 3, 17, 3, 90, 16], [[[1, 3, 5], [2, 0, 4]]]),
+        ([40, 3, 17, 3, 90], [[[1, 3, 2], [0, 4]]]),
+    ],
+)
+def test_neighbours_in_length_are_together(
+    lengths: list[int], blocks: list[list[list[int]]]
+) -> None:
+    found = make_blocks(requests(lengths), batch_size=4, num_batches=2)
+    assert [[[r.index for r in batch] for batch in block] for block in found] == blocks
 
 
 @given(lengths=LENGTHS, extra=st.integers(0, 3))
 def test_padding_is_on_the_left(lengths: list[int], extra: int) -> None:
+    """To the longest one's bucket; a row that no prompt is for holds one token."""
     rows = requests(lengths)
     ids, first = pad_prompts(rows, len(rows) + extra, pad_id=-1, max_positions=96)
     assert ids.shape == (len(rows) + extra, padded_length(max(lengths), 96))
     for request, row, start in zip(rows, ids, first, strict=False):
         assert (row[:start] == -1).all()
         np.testing.assert_array_equal(row[start:], request.prompt_ids)
-    assert (first < ids.shape[1]).all()
+    assert (first[len(rows) :] == ids.shape[1] - 1).all()
+    assert (ids[len(rows) :] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "padded"), [(1, 16), (16, 16), (17, 32), (90, 96), (97, 100), (100, 100)]
+)
+def test_prompts_are_padded_to_buckets(tokens: int, padded: int) -> None:
+    assert padded_length(tokens, max_positions=100) == padded
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,18 @@ def test_variants(checkpoint: Callable[[str], Path], variant: str) -> None:
         np.testing.assert_allclose(score.logprobs, model.logprobs(ids), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_dtypes_stay_close(checkpoint: Callable[[str], Path], dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "close"), [("bfloat16", 0.015), ("float16", 0.002)])
+def test_narrow_dtypes_stay_close(
+    checkpoint: Callable[[str], Path], dtype: str, close: float
+) -> None:
+    """Weights and hidden states alone are narrow: 0.011 and 0.0013 off, in the mean square."""
     model = reference(checkpoint())
     with LLM(checkpoint(), dtype=dtype) as llm:
         scores = llm.score(prompt_token_ids=prompts())
-    for ids, score in zip(prompts(), scores, strict=True):
-        np.testing.assert_allclose(score.logprobs, model.logprobs(ids), atol=0.25)
+    ours = np.concatenate([score.logprobs for score in scores])
+    off = ours - np.concatenate([model.logprobs(ids) for ids in prompts()])
+    assert np.sqrt(np.mean(off**2)) < close
+    assert np.abs(off).max() < 4 * close
 
 
 def test_end_token_stop_strings_and_length(

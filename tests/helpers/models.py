@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
 from flexgen_jax import LLM, Policy, SamplingParams
@@ -132,12 +130,3 @@ def byte_tokenizer() -> dict[str, Any]:
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }
-
-
-def use_unit(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has products in tiles made by this unit, where the processor has it."""
-    from flexgen_jax.cpu import features, matmul
-
-    if jax.default_backend() != "cpu" or unit not in features().int8:
-        pytest.skip(f"the processor has no {unit} with integers")
-    monkeypatch.setattr(matmul, "tile_unit", lambda _kind="bf16": unit)

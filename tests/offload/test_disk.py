@@ -307,6 +307,20 @@ def run_script(folder: Path, offload: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=root)
 
 
+def signal_at(process: subprocess.Popen[str], offload: Path, pattern: str, number: int) -> None:
+    """Sends a signal as soon as there is such a file, if within a minute and before the end."""
+    deadline = time.monotonic() + 60
+    try:
+        while not any(offload.glob(pattern)):
+            assert process.poll() is None, f"ended without {pattern}: {process.communicate()}"
+            assert time.monotonic() < deadline, f"no {pattern} within a minute"
+            time.sleep(0.002)
+        process.send_signal(number)
+    except BaseException:
+        process.kill()
+        raise
+
+
 def resident_tokens(folder: Path) -> str:
     with LLM(folder, dtype="float32", policy=Policy()) as llm:
         params = SamplingParams(max_tokens=32, ignore_eos=True)
@@ -319,12 +333,9 @@ def test_kill_at_any_moment_then_again(checkpoint: Callable[[str], Path], tmp_pa
     folder, offload = checkpoint(), tmp_path / "offload"
     for pattern in ("weights/*/decoder.1.*/done.json", "runs/*/kv-0-*/c/**/0"):
         process = run_script(folder, offload)
-        deadline = time.monotonic() + 60
-        while not any(offload.glob(pattern)) and time.monotonic() < deadline:
-            assert process.poll() is None, "finished before it could be killed"
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        signal_at(process, offload, pattern, signal.SIGKILL)
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL
     written = {p: p.stat().st_mtime_ns for p in offload.glob("weights/*/*/done.json")}
     assert written
     process = run_script(folder, offload)
@@ -345,10 +356,7 @@ def test_interrupt_leaves_only_reusable_files(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     process = run_script(checkpoint(), tmp_path / "offload")
-    while not any((tmp_path / "offload").glob("runs/*/kv-0-*/c/**/0")):
-        assert process.poll() is None
-        time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
+    signal_at(process, tmp_path / "offload", "runs/*/kv-0-*/c/**/0", signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode != 0, errors
     assert list((tmp_path / "offload" / "runs").iterdir()) == []

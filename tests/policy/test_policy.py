@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -153,19 +154,44 @@ def test_computed_peak_covers_what_is_placed(
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("device", [20, 40, 200, 3000])
-@pytest.mark.parametrize("host", [1000, 4000])
-def test_fill_fastest_fits_and_prefers_the_device(device: int, host: int) -> None:
-    config = known_shape("facebook/opt-125m")
+def fitter_of(device: int, host: int) -> Fitter:
+    """Eight sequences of OPT-125M, in so many MiB."""
     budgets = Budgets(device * MIB, host * MIB, 1 << 40)
-    fitter = Fitter(config, "float16", Workload(128, 32, 8), budgets, False, KernelSizes())
-    found = fitter.largest_batches(Policy(batch_size=8))
-    if found is None:
-        assert "no plan fits" in fitter.advice(Policy(batch_size=8))
-        return
+    config = known_shape("facebook/opt-125m")
+    return Fitter(config, "float16", Workload(128, 32, 8), budgets, False, KernelSizes())
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "tiers"),
+    [
+        (200, 200, {"device", "host", "disk"}),
+        (260, 200, {"device", "host", "disk"}),
+        (200, 1000, {"device", "host"}),
+        (300, 1000, {"device", "host"}),
+        (3000, 1000, {"device"}),
+    ],
+)
+def test_fill_fastest_leaves_no_room_in_faster_tiers(
+    device: int, host: int, tiers: set[str]
+) -> None:
+    """It fits, and with another hundredth of anything in a faster tier it does not."""
+    fitter = fitter_of(device, host)
+    found = fitter.fill_fastest(Policy(batch_size=8))
+    assert found is not None
     assert fitter.fits(found)
-    more = found.weights.device + 0.02
-    if more <= 1 and found.weights.host + more <= 1:
-        assert not fitter.fits(replace(found, weights=Placement(more, found.weights.host)))
-    if device == 3000:
-        assert found.percent == (100, 0, 100, 0, 100, 0)
+    parts = {name: getattr(found, name) for name in ("weights", "cache", "activations")}
+    assert {t for part in parts.values() for t in TIERS if part.fraction(t) > 0} == tiers
+    for name, part in parts.items():
+        for source, target in combinations(reversed(TIERS), 2):
+            if part.fraction(source) > 0:
+                share = {tier: part.fraction(tier) for tier in TIERS}
+                share[source], share[target] = share[source] - 0.01, share[target] + 0.01
+                more = Placement(round(share["device"], 2), round(share["host"], 2))
+                assert not fitter.fits(replace(found, **{name: more}))
+
+
+@pytest.mark.parametrize(("device", "host"), [(20, 1000), (40, 4000), (200, 100)])
+def test_what_fits_nowhere_is_said(device: int, host: int) -> None:
+    fitter = fitter_of(device, host)
+    assert fitter.largest_batches(Policy(batch_size=8)) is None
+    assert "no plan fits" in fitter.advice(Policy(batch_size=8))
