@@ -1,7 +1,7 @@
 """Measures a model's perplexity in several widths, with products of integers, and with sparse
 attention, on its held-out text or on another text.
 
-    python scripts/perplexity.py --json docs/benchmarks/accuracy.json
+    python scripts/perplexity.py --json docs/benchmarks/log/accuracy.json
 
 The text is cut into consecutive windows of the whole context, each with the beginning-of-text token
 first, as when the shipped model was trained. Where the KV cache is quantized or attention is
