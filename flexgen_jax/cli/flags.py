@@ -65,7 +65,7 @@ def model_options(command: Command) -> Command:
                 type=click.IntRange(0),
                 default=EngineOptions.seed,
                 show_default=True,
-                help="Of all random numbers.",
+                help="Seed of all random numbers.",
             ),
             click.option(
                 "--progress/--no-progress",
@@ -85,7 +85,7 @@ def _bits_option(name: str, what: str) -> Callable[[Command], Command]:
         f"--{name}-bits",
         type=click.Choice([str(bits) for bits in BITS]),
         callback=_as_int,
-        help=f"Keep {what} in so many bits a number; 16 is the dtype itself. 4 moves and stores "
+        help=f"Keep {what} in this many bits a number; 16 is the dtype itself. 4 moves and stores "
         "0.28 of the bytes and costs some quality.",
     )
 
@@ -166,9 +166,9 @@ def policy_options(command: Command) -> Command:
                 help="Percent of weights on GPU and CPU, of KV cache on GPU and CPU, of "
                 "activations on GPU and CPU; the rest on disk.",
             ),
-            click.option("--weights", metavar="SPLIT", help=f"The same by name: {placement}"),
-            click.option("--cache", metavar="SPLIT", help=f"The same by name: {placement}"),
-            click.option("--activations", metavar="SPLIT", help=f"The same by name: {placement}"),
+            click.option("--weights", metavar="SPLIT", help=f"By name, in place of --percent: {placement}"),
+            click.option("--cache", metavar="SPLIT", help=f"By name, in place of --percent: {placement}"),
+            click.option("--activations", metavar="SPLIT", help=f"By name, in place of --percent: {placement}"),
             click.option("--batch-size", type=int, help="Sequences in a batch."),
             click.option("--num-batches", type=int, help="Batches in a block."),
             click.option(

@@ -17,7 +17,7 @@ class EngineOptions:
     model: a Hugging Face folder, a hub id, a known shape's name with `dummy_weights`, or None
         for the small model that ships with the package.
     policy: a `Policy`, or "auto" for the one that `policy.search` finds for each workload. For long
-        runs it first measures this machine, in about a minute, once.
+        runs it first measures this machine, in one to three minutes, once.
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
         in place of float16).
     weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in that many bits an element;
@@ -28,7 +28,7 @@ class EngineOptions:
     device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is what is there.
     offload_dir: where the disk tier lies, and what later runs use again; None is the user's cache.
     dummy_weights: random weights of a known shape, in place of a checkpoint's.
-    seed: of the dummy weights.
+    seed: of random weights; sampling has the seeds of `SamplingParams`.
     progress: whether progress bars are shown.
     unified: whether host and device are one RAM; None is so on a CPU.
     hardware: the profile to plan with: a file or a known machine's name; None is this machine's.

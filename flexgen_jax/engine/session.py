@@ -130,7 +130,7 @@ class Session:
         room = sum(plan.lengths(batch)[: sealed + 1])
         most = self.policy.attended(room) if self.policy.is_sparse else 0
         for index, layer in enumerate(self._runtime.spec.decoders):
-            here, there = (plan.part(index, batch, sealed, is_there) for is_there in (False, True))
+            here, there = (plan.part(index, batch, sealed, on_host) for on_host in (False, True))
             if not there.starts:
                 programs.decode(layer, rows, here.lengths, here.tail, most)
                 continue
@@ -193,7 +193,7 @@ class Session:
             self._runtime, self._weights, self.policy, batches, tokens, plan, on_result, on_step
         )
         self._runtime.pool.most_bytes = buffer_bytes(*self._sized(shape))
-        with self._runtime.ledger.holding("device", workspace):
+        with self._runtime.ledger.reserving("device", workspace):
             block.run()
 
     def finish(self, num_sequences: int, workload: Workload, num_tokens: int) -> None:

@@ -192,7 +192,7 @@ def disk_rates(offload_dir: Path) -> tuple[Rate, Rate, Rate]:
             count = total_bytes // size // (12 if is_tight else 1)
             shape = (size // 2,)
             chunk = (min(size, 8 * MB) // 2,)
-            buffer = pool.take(shape, np.dtype(np.uint16))
+            buffer = pool.acquire(shape, np.dtype(np.uint16))
             buffer.view[:] = np.random.default_rng(0).integers(0, 65535, shape, np.uint16)
             arrays = [
                 folder.scratch_array(f"profile-{size}-{i}", shape, chunk, np.dtype(np.uint16))
@@ -298,7 +298,7 @@ def beside_computing(probe: ComputeProbe, offload_dir: Path) -> tuple[dict[str, 
     try:
         shape, kind = (32 * MB // 2,), np.dtype(np.uint16)
         array = folder.scratch_array("profile-drag", shape, (8 * MB // 2,), kind)
-        buffer = BufferPool(Memories(Watcher(Metrics())), Ledger({})).take(shape, kind)
+        buffer = BufferPool(Memories(Watcher(Metrics())), Ledger({})).acquire(shape, kind)
         array.write(buffer.view).result()
         step = probe.step(16)
         alone = timed(step, repeat=15, at_least=0.5).seconds

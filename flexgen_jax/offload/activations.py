@@ -26,7 +26,7 @@ class Activations:
         self._files: dict[int, DiskArray] = {}
         self._on_disk: dict[int, DiskArray] = {}
         self._writes: dict[int, tuple[Any, int]] = {}
-        self._taken: dict[int, tuple[Tier, int]] = {}
+        self._reserved: dict[int, tuple[Tier, int]] = {}
         self._version: dict[int, tuple[int, int]] = {}
 
     def is_ready(self, token: int, layer: int, batch: int) -> bool:
@@ -35,14 +35,14 @@ class Activations:
         return self._version.get(batch) == (token, layer) and not self._is_unwritten(batch)
 
     def _is_unwritten(self, batch: int) -> bool:
-        return self._taken[batch][0] == "disk" and batch not in self._on_disk
+        return self._reserved[batch][0] == "disk" and batch not in self._on_disk
 
     def put(self, token: int, layer: int, batch: int, hidden: jax.Array) -> None:
         """Stores the output of `layer`; if its home is the disk, `settle` writes it there."""
         home = self._plan.home(hidden.shape[1], layer, batch)
         self._forget(batch)
-        self._runtime.ledger.take(home, hidden.nbytes)
-        self._taken[batch] = (home, hidden.nbytes)
+        self._runtime.ledger.reserve(home, hidden.nbytes)
+        self._reserved[batch] = (home, hidden.nbytes)
         if home != "device":
             hidden = self._runtime.memories.to_host(hidden, "activations", _name(batch))
         self._arrays[batch] = hidden
@@ -60,7 +60,7 @@ class Activations:
             file = self._files[batch] = self._runtime.disk().scratch_array(
                 f"hidden-{batch}", host.shape, host.shape, self._runtime.numpy_dtype, is_cached=True
             )
-        self._runtime.ledger.take("host", host.nbytes)
+        self._runtime.ledger.reserve("host", host.nbytes)
         write = file.write(np.asarray(host))
         name, metrics = _name(batch), self._runtime.metrics
         counted(metrics, "disk_write", "activations", name, host.nbytes, [write])
@@ -78,7 +78,7 @@ class Activations:
         if batch in self._arrays:
             return Load("activations", _name(batch), self._arrays[batch])
         file, runtime = self._on_disk[batch], self._runtime
-        buffer = runtime.pool.take(file.shape, file.dtype)
+        buffer = runtime.pool.acquire(file.shape, file.dtype)
         load = Load("activations", _name(batch), buffer.array, buffers=[buffer])
         with load.abandoned_on_error(runtime.pool):
             load.reads.append(file.read_into(buffer.view, is_urgent=True))
@@ -90,14 +90,14 @@ class Activations:
         """Waits for the batch's write, if there is one, and releases the memory that it holds."""
         if batch in self._writes:
             write, nbytes = self._writes.pop(batch)
-            self._runtime.ledger.give("host", nbytes)
+            self._runtime.ledger.release("host", nbytes)
             del self._arrays[batch]
             finish([write], _name(batch))
 
     def _forget(self, batch: int) -> None:
         self._finish_write(batch)
-        if batch in self._taken:
-            self._runtime.ledger.give(*self._taken.pop(batch))
+        if batch in self._reserved:
+            self._runtime.ledger.release(*self._reserved.pop(batch))
         self._arrays.pop(batch, None)
         self._on_disk.pop(batch, None)
 
@@ -105,9 +105,9 @@ class Activations:
         """Releases everything, including writes that nobody will read."""
         for write, nbytes in self._writes.values():
             write.exception()
-            self._runtime.ledger.give("host", nbytes)
+            self._runtime.ledger.release("host", nbytes)
         self._writes.clear()
-        for batch in list(self._taken):
+        for batch in list(self._reserved):
             self._forget(batch)
         self._version.clear()
 

@@ -167,11 +167,11 @@ class BlockRun:
         # follows.
         visits = ahead.visits(visit, self._depth.weight_reads, self._is_decoder)
         visits = [step for step in ahead.steps(1) if step.visit == visit] + visits
-        self._weight_loads.ahead([(step.visit, step.layer) for step in visits])
+        self._weight_loads.prefetch([(step.visit, step.layer) for step in visits])
         steps = ahead.steps(self._depth.cache_reads, self._is_decoder)
-        self._kv_loads.ahead([step for step in steps if self._is_cached(step)])
+        self._kv_loads.prefetch([step for step in steps if self._is_cached(step)])
         steps = ahead.steps(self._depth.hidden_reads)
-        self._hidden_loads.ahead([step for step in steps if self._is_waiting(step)])
+        self._hidden_loads.prefetch([step for step in steps if self._is_waiting(step)])
 
     def _copy_ahead(self, step: Step, ahead: LookAhead) -> None:
         """Starts the copies to the device that must be under way before this step computes."""

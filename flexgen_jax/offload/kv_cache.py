@@ -33,7 +33,7 @@ from flexgen_jax.policy.memory import PENDING_WRITES
 from flexgen_jax.policy.placement import CacheKey, CachePlan, Part
 from flexgen_jax.policy.policy import Tier
 
-Where = tuple[int, int]
+LayerBatch = tuple[int, int]
 """A decoder layer, counted from 0, and a batch: which part of the cache is meant."""
 
 
@@ -82,7 +82,7 @@ class Tail:
 class PendingWrite:
     """A write to disk under way, and the host memory that it holds."""
 
-    where: Where
+    layer_batch: LayerBatch
     future: Any
     nbytes: int
     record: np.ndarray
@@ -96,15 +96,15 @@ class KVCache:
         self._plan = plan
         self._batch_sizes = batch_sizes
         self._blocks: dict[CacheKey, KVBlock] = {}
-        self._tails: dict[Where, Tail] = {}
-        self._tokens: dict[Where, int] = {}
-        self._sealed: dict[Where, int] = {}
+        self._tails: dict[LayerBatch, Tail] = {}
+        self._tokens: dict[LayerBatch, int] = {}
+        self._sealed: dict[LayerBatch, int] = {}
         self._pending: list[PendingWrite] = []
         # Memory of finished writes, reused: the first touch of fresh memory takes longer than the
         # copy.
         self._spare: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         self._buffers: list[HostBuffer] = []
-        self._taken: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
+        self._reserved: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
         self._is_read = False
         self._files: dict[tuple[int, int], Records] = {}
 
@@ -143,44 +143,44 @@ class KVCache:
         """Returns the bytes of a block's keys and values while it is open, in full precision."""
         return self._runtime.formats.open_kv_bytes(self._shape(key))
 
-    def tokens(self, where: Where) -> int:
+    def tokens(self, layer_batch: LayerBatch) -> int:
         """Returns how many tokens have been handed over and can be loaded."""
-        return self._tokens.get(where, 0)
+        return self._tokens.get(layer_batch, 0)
 
     @property
     def has_all_prompts(self) -> bool:
         """Whether all layers of all batches have handed over the KV cache of their prompts."""
         return len(self._tokens) == self._num_layers * len(self._batch_sizes)
 
-    def put_prompt(self, where: Where, blocks: tuple[KVBlock, ...]) -> None:
+    def put_prompt(self, layer_batch: LayerBatch, blocks: tuple[KVBlock, ...]) -> None:
         """Stores the prompt's blocks; those whose home is the disk wait for their computation."""
         for block, arrays in enumerate(blocks):
-            key = CacheKey(*where, block)
+            key = CacheKey(*layer_batch, block)
             home = self._plan.homes[key]
-            self._take("device" if home == "device" else "host", self._nbytes(key))
+            self._reserve("device" if home == "device" else "host", self._nbytes(key))
             self._store(key, arrays, ())
-        self._tokens[where] = sum(self._plan.prompt[where[1]])
-        self._sealed[where] = len(blocks)
-        self._open_tail(where)
+        self._tokens[layer_batch] = sum(self._plan.prompt[layer_batch[1]])
+        self._sealed[layer_batch] = len(blocks)
+        self._open_tail(layer_batch)
 
-    def put_token(self, where: Where, new: KVBlock) -> None:
+    def put_token(self, layer_batch: LayerBatch, new: KVBlock) -> None:
         """Stores one token's key and value; seals the tail when it is full."""
-        tail = self._tails[where]
+        tail = self._tails[layer_batch]
         if tail.views:
-            moved = self._runtime.memories.to_host(new, "cache", _name(where))
+            moved = self._runtime.memories.to_host(new, "cache", _name(layer_batch))
             for view, array in zip(tail.views, moved, strict=True):
                 view[:, :, tail.used] = np.asarray(array)[:, :, 0]
         else:
             append = self._runtime.programs.append(
-                self._layer(where[0]), self._batch_sizes[where[1]], tail.length
+                self._layer(layer_batch[0]), self._batch_sizes[layer_batch[1]], tail.length
             )
             tail.arrays = append(tail.arrays, new, np.int32(tail.used))
         tail.used += 1
-        self._tokens[where] += 1
+        self._tokens[layer_batch] += 1
         if tail.used == tail.length:
             self._seal(tail)
-            self._sealed[where] += 1
-            self._open_tail(where)
+            self._sealed[layer_batch] += 1
+            self._open_tail(layer_batch)
 
     def _seal(self, tail: Tail) -> None:
         """Stores a full tail as a sealed block, quantized on the device if the policy says so."""
@@ -196,37 +196,37 @@ class KVCache:
         tier = self._tail_tier(key)
         if tail.buffers:
             for buffer in tail.buffers:
-                runtime.pool.give(buffer, None)
+                runtime.pool.release(buffer, None)
         else:
-            self._give(tier, self._open_nbytes(key))
-        self._take(tier, self._nbytes(key))
+            self._release(tier, self._open_nbytes(key))
+        self._reserve(tier, self._nbytes(key))
         self._store(key, sealed, ())
 
     def _tail_tier(self, key: CacheKey) -> Tier:
         return "device" if self._plan.homes[key] == "device" else "host"
 
-    def _open_tail(self, where: Where) -> None:
+    def _open_tail(self, layer_batch: LayerBatch) -> None:
         """Opens a tail for the next generated tokens, if there will be any."""
-        lengths = self._plan.lengths(where[1])
-        self._tails.pop(where, None)
-        if self._sealed[where] == len(lengths):
+        lengths = self._plan.lengths(layer_batch[1])
+        self._tails.pop(layer_batch, None)
+        if self._sealed[layer_batch] == len(lengths):
             return
-        key = CacheKey(*where, self._sealed[where])
+        key = CacheKey(*layer_batch, self._sealed[layer_batch])
         length = lengths[key.block]
         shape, dtype = self._shape(key), self._runtime.numpy_dtype
         is_unified = self._runtime.memories.unified
         if self._plan.homes[key] == "device" or is_unified:
-            self._take(self._tail_tier(key), self._open_nbytes(key))
+            self._reserve(self._tail_tier(key), self._open_nbytes(key))
             arrays = (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
             jax.block_until_ready(arrays)
             # To write one token, XLA's CPU backend would convert a whole 16-bit tail to fp32 and
             # back.
             views = tuple(writable_view(array) for array in arrays) if is_unified else ()
-            self._tails[where] = Tail(key, length, arrays, views)
+            self._tails[layer_batch] = Tail(key, length, arrays, views)
         else:
-            first, second = (self._runtime.pool.take(shape, dtype) for _ in range(2))
+            first, second = (self._runtime.pool.acquire(shape, dtype) for _ in range(2))
             arrays, views = (first.array, second.array), (first.view, second.view)
-            self._tails[where] = Tail(key, length, arrays, views, (first, second))
+            self._tails[layer_batch] = Tail(key, length, arrays, views, (first, second))
 
     def _store(self, key: CacheKey, arrays: KVBlock, buffers: tuple[HostBuffer, ...]) -> None:
         """Puts a complete block into its home tier. The memory of `arrays` is already reserved,
@@ -241,50 +241,50 @@ class KVCache:
         views = [buffer.view for buffer in buffers]
         views = views or [np.asarray(leaf) for leaf in jax.tree.leaves(arrays)]
         nbytes = self._nbytes(key)
-        self._take("disk", nbytes)
+        self._reserve("disk", nbytes)
         if buffers:
-            self._take("host", nbytes)
+            self._reserve("host", nbytes)
         records = self._stored(key)
         spare = self._spare[records.nbytes]
         record = spare.pop() if spare else whole_pages(records.nbytes)
         write = records.write(key.layer, views, record)
         self._pending.append(PendingWrite((key.layer, key.batch), write, nbytes, record))
         for buffer in buffers:
-            self._runtime.pool.give(buffer, None)
+            self._runtime.pool.release(buffer, None)
         metrics = self._runtime.metrics
         counted(metrics, "disk_write", "cache", _name(key[:2]), nbytes, [write])
         self._settle(lambda write: write.future.done())
-        steps = list(dict.fromkeys(write.where for write in self._pending))
+        steps = list(dict.fromkeys(write.layer_batch for write in self._pending))
         overdue = steps[: max(0, len(steps) - PENDING_WRITES)]
-        self._settle(lambda write: write.where in overdue)
+        self._settle(lambda write: write.layer_batch in overdue)
 
     def _settle(self, is_chosen: Any) -> None:
         """Waits for the chosen writes and releases their memory; raises their errors."""
         for write in [write for write in self._pending if is_chosen(write)]:
-            finish([write.future], f"writing the {_name(write.where)}")
+            finish([write.future], f"writing the {_name(write.layer_batch)}")
             self._pending = [other for other in self._pending if other is not write]
             self._spare[write.record.size].append(write.record)
-            self._give("host", write.nbytes)
+            self._release("host", write.nbytes)
 
-    def start(self, where: Where) -> KVLoad:
+    def start(self, layer_batch: LayerBatch) -> KVLoad:
         """Starts bringing the sealed blocks and the tail of a layer's cache to where attention
         runs."""
         # Buffers for reading must not come on top of what the prompts' blocks still hold.
         is_first, self._is_read = not self._is_read, True
-        self._settle(lambda write: is_first or write.where == where)
+        self._settle(lambda write: is_first or write.layer_batch == layer_batch)
         if is_first:
             self._spare.clear()
-        load: KVLoad = Load("cache", _name(where), Moving((), ()))
-        tail, sealed = self._tails[where], self._sealed[where]
+        load: KVLoad = Load("cache", _name(layer_batch), Moving((), ()))
+        tail, sealed = self._tails[layer_batch], self._sealed[layer_batch]
         here: list[KVBlock] = []
         there: list[HostBlock] = []
         start = 0
         with load.abandoned_on_error(self._runtime.pool):
-            for block, length in enumerate(self._plan.lengths(where[1])[: sealed + 1]):
-                key = CacheKey(*where, block)
+            for block, length in enumerate(self._plan.lengths(layer_batch[1])[: sealed + 1]):
+                key = CacheKey(*layer_batch, block)
                 arrays = tail.arrays if block == sealed else self._blocks.get(key)
                 arrays = arrays or self._read(key, load)
-                if self._plan.is_there(key):
+                if self._plan.stays_on_host(key):
                     there.append(HostBlock(start, arrays))
                 else:
                     here.append(arrays)
@@ -295,7 +295,7 @@ class KVCache:
             counted(metrics, "disk_read", "cache", load.what, nbytes, load.reads)
         keys = () if self._plan.keys_stay else tuple(key for _, (key, _) in there)
         load.tree = Moving(tuple(here), keys)
-        part_here, part_there = (self._plan.part(*where, sealed, at) for at in (False, True))
+        part_here, part_there = (self._plan.part(*layer_batch, sealed, at) for at in (False, True))
         load.staying = Split(part_here, part_there, tuple(there), sealed)
         return load
 
@@ -305,20 +305,20 @@ class KVCache:
         for leaf in 2 * storage.leaves:
             # Waiting for the step that is being computed would delay the next one.
             kind = numpy_dtype(leaf.dtype)
-            buffers.append(self._runtime.pool.take(leaf.shape, kind, may_wait=False))
+            buffers.append(self._runtime.pool.acquire(leaf.shape, kind, may_wait=False))
             load.buffers.append(buffers[-1])
         views = [buffer.view for buffer in buffers]
         load.reads.append(self._stored(key).read_into(key.layer, views))
         arrays, count = [buffer.array for buffer in buffers], len(storage.leaves)
         return assemble(storage, arrays[:count]), assemble(storage, arrays[count:])
 
-    def _take(self, tier: Tier, nbytes: int) -> None:
-        self._runtime.ledger.take(tier, nbytes)
-        self._taken[tier] += nbytes
+    def _reserve(self, tier: Tier, nbytes: int) -> None:
+        self._runtime.ledger.reserve(tier, nbytes)
+        self._reserved[tier] += nbytes
 
-    def _give(self, tier: Tier, nbytes: int) -> None:
-        self._runtime.ledger.give(tier, nbytes)
-        self._taken[tier] -= nbytes
+    def _release(self, tier: Tier, nbytes: int) -> None:
+        self._runtime.ledger.release(tier, nbytes)
+        self._reserved[tier] -= nbytes
 
     def close(self) -> None:
         """Releases everything, including writes that nobody will read."""
@@ -327,12 +327,12 @@ class KVCache:
         for tail in self._tails.values():
             self._buffers += tail.buffers
         for buffer in self._buffers:
-            self._runtime.pool.give(buffer, None)
-        for tier, nbytes in self._taken.items():
-            self._runtime.ledger.give(tier, nbytes)
+            self._runtime.pool.release(buffer, None)
+        for tier, nbytes in self._reserved.items():
+            self._runtime.ledger.release(tier, nbytes)
         self._pending, self._tails, self._blocks, self._buffers = [], {}, {}, []
-        self._taken = {"device": 0, "host": 0, "disk": 0}
+        self._reserved = {"device": 0, "host": 0, "disk": 0}
 
 
-def _name(where: Where) -> str:
-    return f"KV cache of decoder layer {where[0]}, batch {where[1]}"
+def _name(layer_batch: LayerBatch) -> str:
+    return f"KV cache of decoder layer {layer_batch[0]}, batch {layer_batch[1]}"

@@ -60,7 +60,7 @@ class Load(Generic[T]):
             for read in self.reads:
                 read.exception()
             for buffer in self.buffers:
-                pool.give(buffer, None)
+                pool.release(buffer, None)
             raise
 
     def is_read(self) -> bool:
@@ -73,7 +73,7 @@ class Load(Generic[T]):
             return
         finish(self.reads, self.what)
         on_host = [leaf for leaf in jax.tree.leaves(self.tree) if memories.on_host(leaf)]
-        ledger.take("device", tree_bytes(on_host))
+        ledger.reserve("device", tree_bytes(on_host))
         self._copied_bytes = tree_bytes(on_host)
         self.tree = memories.to_device(self.tree, self.content, self.what)
         self._copied = True
@@ -83,9 +83,9 @@ class Load(Generic[T]):
         if not self._copied:
             for read in self.reads:
                 read.exception()  # nobody wants the data any more; only the read's end matters
-        ledger.give("device", self._copied_bytes)
+        ledger.release("device", self._copied_bytes)
         for buffer in self.buffers:
-            pool.give(buffer, self.last_reader)
+            pool.release(buffer, self.last_reader)
 
 
 class Stream(Generic[K, T]):
@@ -104,7 +104,7 @@ class Stream(Generic[K, T]):
         self._ledger = ledger
         self._loads: OrderedDict[K, Load[T]] = OrderedDict()
 
-    def ahead(self, keys: Sequence[K]) -> None:
+    def prefetch(self, keys: Sequence[K]) -> None:
         """Starts the loads of `keys` that are not under way yet, and drops those that are not in
         `keys`."""
         wanted = set(keys)

@@ -133,7 +133,7 @@ class BufferPool:
         self._bytes = 0
         self.most_bytes: float = math.inf
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype, may_wait: bool = True) -> HostBuffer:
+    def acquire(self, shape: tuple[int, ...], dtype: np.dtype, may_wait: bool = True) -> HostBuffer:
         """Acquires a free buffer, once its last reader is done, or else a new one. With `may_wait`
         false it does not wait for a reader but makes a new buffer at once."""
         free = self._free.get((shape, np.dtype(dtype)))
@@ -146,16 +146,16 @@ class BufferPool:
             return buffer
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         self._make_room(nbytes)
-        self._ledger.take("host", nbytes)
+        self._ledger.reserve("host", nbytes)
         try:
             array = self._memories.host_array(shape, np.dtype(dtype))
         except BaseException:
-            self._ledger.give("host", nbytes)
+            self._ledger.release("host", nbytes)
             raise
         self._bytes += nbytes
         return HostBuffer(array, writable_view(array))
 
-    def give(self, buffer: HostBuffer, last_reader: jax.Array | None) -> None:
+    def release(self, buffer: HostBuffer, last_reader: jax.Array | None) -> None:
         """Releases one hold; the last one frees the buffer once `last_reader` is computed."""
         buffer.holders -= 1
         if buffer.holders == 0:
@@ -178,4 +178,4 @@ class BufferPool:
     def _let_go(self, entries: list[tuple[HostBuffer, jax.Array | None]]) -> None:
         buffer, _ = entries.pop(0)
         self._bytes -= buffer.view.nbytes
-        self._ledger.give("host", buffer.view.nbytes)
+        self._ledger.release("host", buffer.view.nbytes)

@@ -53,7 +53,7 @@ class WeightStore:
         self.cached: frozenset[str] = frozenset()
         self._arrays: dict[str, Kept] = {}
         self._files: dict[str, list[DiskArray]] = {}
-        self._taken = dict.fromkeys(("device", "host", "disk"), 0)
+        self._reserved = dict.fromkeys(("device", "host", "disk"), 0)
         # Embedding and head have buffer shapes of their own, which would lie idle while the decoder
         # layers run: what is read into them stays for the block's other tokens.
         self._kept: dict[tuple[str, int], tuple[HostBuffer, Any]] = {}
@@ -73,7 +73,7 @@ class WeightStore:
     def _place_in_memory(self, tensor: TensorSpec) -> None:
         runtime = self._runtime
         tier = self._tiers[tensor.key]
-        self._take(tier, tensor)
+        self._reserve(tier, tensor)
         storage = self._storage(tensor)
         arrays = [
             runtime.memories.host_array(leaf.shape, numpy_dtype(leaf.dtype))
@@ -118,7 +118,7 @@ class WeightStore:
         folder = runtime.disk().weights(self._source.fingerprint(dtype) + suffix)
         with folder.locked():
             for tensor in tensors:
-                self._take("disk", tensor)
+                self._reserve("disk", tensor)
                 stored = [_stored(tensor, leaf) for leaf in self._storage(tensor).leaves]
                 missing = [not folder.has(*what) for what in stored]
                 if any(missing):
@@ -140,10 +140,10 @@ class WeightStore:
             ranges = row_ranges(leaf.shape, leaf.dtype.itemsize)
             folder.write(*what, (leaf[start:stop] for start, stop in ranges))
 
-    def _take(self, tier: Tier, tensor: TensorSpec) -> None:
+    def _reserve(self, tier: Tier, tensor: TensorSpec) -> None:
         nbytes = self._storage(tensor).nbytes
-        self._runtime.ledger.take(tier, nbytes)
-        self._taken[tier] += nbytes
+        self._runtime.ledger.reserve(tier, nbytes)
+        self._reserved[tier] += nbytes
 
     def _pieces(self, tensor: TensorSpec) -> Iterator[np.ndarray]:
         for start, stop in row_ranges(tensor.shape, self._runtime.numpy_dtype.itemsize):
@@ -181,7 +181,7 @@ class WeightStore:
                 buffer, read = self._kept[key, name]
                 buffer.holders += 1
             else:
-                buffer = runtime.pool.take(file.shape, file.dtype)
+                buffer = runtime.pool.acquire(file.shape, file.dtype)
                 read = file.read_into(buffer.view)
                 reads.append((file.nbytes, read))
                 if is_end:
@@ -195,12 +195,12 @@ class WeightStore:
     def end_block(self) -> None:
         """Releases the buffers that were kept during the block; all reads are done by then."""
         for buffer, _ in self._kept.values():
-            self._runtime.pool.give(buffer, None)
+            self._runtime.pool.release(buffer, None)
         self._kept.clear()
 
     def close(self) -> None:
-        for tier, nbytes in self._taken.items():
-            self._runtime.ledger.give(tier, nbytes)  # type: ignore[arg-type]
+        for tier, nbytes in self._reserved.items():
+            self._runtime.ledger.release(tier, nbytes)  # type: ignore[arg-type]
         self._arrays.clear()
         self._files.clear()
         self._kept.clear()

@@ -190,7 +190,7 @@ class CacheSizes:
             read=(0, *accumulate(nbytes for nbytes, _ in reads)),
             read_s=(0.0, *accumulate(seconds for _, seconds in reads)),
             moved=(0, *accumulate(moved)),
-            there=tuple(plan.is_there(key) for key in keys),
+            there=tuple(plan.stays_on_host(key) for key in keys),
             homes=homes,
             lengths=lengths,
         )

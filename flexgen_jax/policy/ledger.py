@@ -23,7 +23,7 @@ class Ledger:
         self._used = dict.fromkeys(TIERS, 0)
         self._peak = dict.fromkeys(TIERS, 0)
 
-    def take(self, tier: Tier, nbytes: int) -> None:
+    def reserve(self, tier: Tier, nbytes: int) -> None:
         """Reserves bytes for an allocation; raises `BudgetError` if they exceed the budget."""
         with self._lock:
             used = self._used[tier] + nbytes
@@ -35,17 +35,17 @@ class Ledger:
             self._used[tier] = used
             self._peak[tier] = max(self._peak[tier], used)
 
-    def give(self, tier: Tier, nbytes: int) -> None:
+    def release(self, tier: Tier, nbytes: int) -> None:
         with self._lock:
             self._used[tier] -= nbytes
 
     @contextmanager
-    def holding(self, tier: Tier, nbytes: int) -> Iterator[None]:
-        self.take(tier, nbytes)
+    def reserving(self, tier: Tier, nbytes: int) -> Iterator[None]:
+        self.reserve(tier, nbytes)
         try:
             yield
         finally:
-            self.give(tier, nbytes)
+            self.release(tier, nbytes)
 
     @property
     def used(self) -> dict[Tier, int]:

@@ -111,7 +111,7 @@ class CachePlan:
     values_stay: bool
     keys_stay: bool
 
-    def is_there(self, key: CacheKey) -> bool:
+    def stays_on_host(self, key: CacheKey) -> bool:
         """Returns whether a block's values stay on the host."""
         return self.values_stay and self.homes[key] != "device"
 
@@ -121,15 +121,15 @@ class CachePlan:
             return 0.0
         return (not self.values_stay) / 2 + (not self.keys_stay) / 2
 
-    def part(self, layer: int, batch: int, sealed: int, is_there: bool) -> Part:
-        """Returns the blocks of a layer whose values stay on the host (`is_there`), or the others.
+    def part(self, layer: int, batch: int, sealed: int, on_host: bool) -> Part:
+        """Returns the blocks of a layer whose values stay on the host (`on_host`), or the others.
 
         sealed: the number of sealed blocks; one more is open.
         """
         lengths = self.lengths(batch)
         starts = (0, *accumulate(lengths))
         keys = (CacheKey(layer, batch, block) for block in range(sealed + 1))
-        found = [key.block for key in keys if self.is_there(key) == is_there]
+        found = [key.block for key in keys if self.stays_on_host(key) == on_host]
         return Part(
             lengths=tuple(lengths[block] for block in found if block < sealed),
             tail=lengths[sealed] if sealed in found else 0,

@@ -108,16 +108,16 @@ def pool() -> BufferPool:
 
 
 def take(pool: BufferPool, count: int) -> Any:
-    return pool.take((count,), np.dtype(np.uint8))
+    return pool.acquire((count,), np.dtype(np.uint8))
 
 
 def test_a_failed_reader_does_not_spoil_the_pool(pool: BufferPool) -> None:
     reader: Any = Failed()
     first, second = take(pool, 400), take(pool, 300)
-    pool.give(first, reader)
-    pool.give(second, reader)
+    pool.release(first, reader)
+    pool.release(second, reader)
     assert take(pool, 400) is first
-    pool.give(first, reader)
+    pool.release(first, reader)
     pool.trim()
     pool.trim()
     assert take(pool, 1000).view.nbytes == 1000  # all of the budget is free again
@@ -126,9 +126,9 @@ def test_a_failed_reader_does_not_spoil_the_pool(pool: BufferPool) -> None:
 def test_free_buffers_of_other_shapes_make_room(pool: BufferPool) -> None:
     pool.most_bytes = 600
     first, second = take(pool, 400), take(pool, 100)
-    pool.give(second, None)
+    pool.release(second, None)
     assert take(pool, 100) is second  # nothing had to go
-    pool.give(first, None)
+    pool.release(first, None)
     take(pool, 500)
     assert take(pool, 400) is not first
 
