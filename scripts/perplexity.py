@@ -99,7 +99,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default=str(shipped_model()), help="Default: the shipped one.")
     parser.add_argument("--text", type=Path, help="Default: the shipped model's heldout.txt.")
-    parser.add_argument("--windows", type=int, help="Use only this many windows, from the first on.")
+    parser.add_argument("--windows", type=int, help="Use the first N windows only.")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     path = args.text or shipped_model() / "heldout.txt"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers import units
@@ -13,6 +14,9 @@ from tests.helpers.models import write_checkpoint
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 """Tests leave the user's cache alone. One of their own saves no time: they share programs."""
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")  # a busy machine is no failure
 
 
 class TogetherByFunction(LoadScopeScheduling):

@@ -144,7 +144,7 @@ def plan_options(command: Command) -> Command:
 def policy_options(command: Command) -> Command:
     """Adds the flags for a policy, where data lies and how a block of batches is walked, to a
     command."""
-    placement = "device=20,host=80"
+    by_name = "By name, in place of --percent: device=20,host=80"
     return _apply(
         command,
         [
@@ -166,9 +166,13 @@ def policy_options(command: Command) -> Command:
                 help="Percent of weights on GPU and CPU, of KV cache on GPU and CPU, of "
                 "activations on GPU and CPU; the rest on disk.",
             ),
-            click.option("--weights", metavar="SPLIT", help=f"By name, in place of --percent: {placement}"),
-            click.option("--cache", metavar="SPLIT", help=f"By name, in place of --percent: {placement}"),
-            click.option("--activations", metavar="SPLIT", help=f"By name, in place of --percent: {placement}"),
+            click.option("--weights", metavar="SPLIT", help=by_name),
+            click.option("--cache", metavar="SPLIT", help=by_name),
+            click.option(
+                "--activations",
+                metavar="SPLIT",
+                help=by_name,
+            ),
             click.option("--batch-size", type=int, help="Sequences in a batch."),
             click.option("--num-batches", type=int, help="Batches in a block."),
             click.option(
@@ -185,14 +189,14 @@ def policy_options(command: Command) -> Command:
                 help="8: layers multiply integers of 8 bits, to which weights and hidden states "
                 "are rounded, all but the largest of the latter. Costs some quality. Made for "
                 "4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, where "
-                "prompts take 0.6 to 0.75 of the time; elsewhere it is slower.",
+                "prompts then take less time; elsewhere it is slower.",
             ),
             click.option(
                 "--attention",
                 type=click.Choice(list(ATTENTIONS)),
                 help="Where decoding attends to KV cache that is not on the GPU: on the host's "
-                "CPU, or on the device, to which it is moved; auto: on the host, unless the "
-                "device is the CPU.",
+                "CPU, or on the device, to which it is moved; auto: in a search the better "
+                "one, else the host, unless the device is the CPU and attends to all tokens.",
             ),
             click.option(
                 "--attention-sparsity",

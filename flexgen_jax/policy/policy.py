@@ -111,15 +111,16 @@ class Policy:
     Without `overlap`, nothing is loaded ahead of its use.
 
     Generated tokens are cached in KV blocks of `kv_block_tokens`, which are immutable once full.
-    Hidden states of single tokens stay in RAM even if those of prompts go to disk.
+    Hidden states of single tokens never go to disk, even if those of prompts do.
 
     Weights and full KV blocks are kept in `weight_bits` and `cache_bits` per element (section 5);
     16 stands for the dtype. With `matmul_bits` 8, decoder layers multiply 8-bit integers, to which
     weights and hidden states are rounded, except the largest hidden states (LLM.int8(), section 3).
 
     `attention` says where decoding attends to KV blocks that are not on the device: on the
-    "device", to which they are moved, or on the "host", where they are. "auto" is the host, or the
-    device if both are one memory and attention is not sparse.
+    "device", to which they are moved, or on the "host", where they are. "auto" leaves that to a
+    search; without one it is the host, or the device if `LLM` finds that both are one memory and
+    attention is not sparse.
 
     With `attention_sparsity` below 1, each head of a decoding token attends to itself and to this
     fraction of the tokens before it, those with the highest scores (section 5). The values of

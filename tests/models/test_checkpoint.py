@@ -178,13 +178,38 @@ def test_unknown_shape_lists_the_known() -> None:
         known_shape("facebook/opt-9b")
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("125m", 125_239_296),
+        ("350m", 331_196_416),
+        ("1.3b", 1_315_758_080),
+        ("2.7b", 2_651_596_800),
+        ("6.7b", 6_658_473_984),
+        ("13b", 12_853_473_280),
+        ("30b", 29_974_540_288),
+        ("66b", 65_719_701_504),
+        ("175b", 174_604_468_224),
+    ],
+)
+def test_known_shapes_have_as_many_parameters_as_in_transformers(
+    name: str, parameters: int
+) -> None:
+    assert model_spec(known_shape(f"facebook/opt-{name}")).num_parameters == parameters
+
+
 def test_dummy_weights_depend_on_seed_and_key_alone() -> None:
     config = read_config(BASE | {"vocab_size": 600})
     tensors = model_spec(config).tensors
     table = tensors["embedding.tokens"]
     source = DummyWeights(config, seed=1)
     whole = source.read(table, 0, 600, "float32")
-    np.testing.assert_array_equal(source.read(table, 250, 530, "float32"), whole[250:530])
+    for rows in (slice(250, 530), slice(300, 400), slice(512, 600)):
+        found = source.read(table, rows.start, rows.stop, "float32")
+        np.testing.assert_array_equal(found, whole[rows])
+    bias, scale = (tensors[f"decoder.0.mlp_norm.{name}"] for name in ("bias", "scale"))
+    np.testing.assert_array_equal(source.read(bias, 3, 8, "float32"), np.zeros(5))
+    np.testing.assert_array_equal(source.read(scale, 3, 8, "float32"), np.ones(5))
     assert whole.std() == pytest.approx(0.02, rel=0.05)
     assert not np.array_equal(whole, DummyWeights(config, seed=2).read(table, 0, 600, "float32"))
     kernels = [tensors[f"decoder.{i}.mlp.fc1.kernel"] for i in range(2)]

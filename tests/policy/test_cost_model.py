@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from math import inf, isclose
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from flexgen_jax.models.families import known_shape, read_config
 from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.cost_model import FRACTIONS, Costs, Linear, block_terms, fractions_of
 from flexgen_jax.policy.fit import Budgets
-from flexgen_jax.policy.hardware import KernelSizes, Rate
+from flexgen_jax.policy.hardware import TRANSFERS, KernelSizes, Rate
 from flexgen_jax.policy.linear_program import memory_terms, solve
 from flexgen_jax.policy.memory import BlockShape, peak_bytes
-from flexgen_jax.policy.policy import TIERS, Policy, Workload
+from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, Policy, Workload
 from tests.helpers.models import BASE
 from tests.helpers.profiles import machine
 
@@ -113,6 +114,70 @@ def test_no_overlap_is_the_sum() -> None:
     )
 
 
+def test_the_head_has_all_tokens_of_prompts_that_are_scored() -> None:
+    """Otherwise one of each; and both ends are a step with its fixed seconds for every batch."""
+    config, hw = known_shape("facebook/opt-1.3b"), machine(step_s=0.001)
+    costs = Costs(config, "float16", Policy(batch_size=4, num_batches=3), hw)
+    for head, tokens in ((SCORE, 64), (GREEDY, 1)):
+        terms = block_terms(costs, Workload(64, 1, 12, head), unified=False)
+        formed = 2 * 4 * tokens * 50272 * 2048 / 20e12
+        assert terms.ends == pytest.approx(3 * (formed + 2 * 0.001))
+
+
+def test_row_by_row_every_batch_has_the_weights_moved_again() -> None:
+    """From the host and, but for those of the two ends, from disk."""
+    config, batches = known_shape("facebook/opt-1.3b"), 5
+    layer = 2 * 12 * 2048**2
+    ends = 2 * (2 * 50272 + 2050) * 2048 / 24  # of each layer; a shared table comes twice
+    for schedule, times in (("zigzag", 1), ("row", batches)):
+        policy = Policy.from_percent(
+            *(0, 50, 100, 0, 100, 0), batch_size=4, num_batches=batches, schedule=schedule
+        )
+        costs, at = Costs(config, "float16", policy, machine()), fractions_of(policy)
+        terms = block_terms(costs, Workload(64, 8, 20), unified=False)
+        first, later = (
+            {name: t.at(at) for name, t in p.items()} for p in (terms.prefill, terms.decode)
+        )
+        moved = times * (layer + ends) / 12e9
+        assert (first["host_to_device"], later["host_to_device"]) == pytest.approx((moved, moved))
+        read = [(times * layer + once) / 2 / 2e9 for once in (ends, 0)]
+        assert [first["disk_read"], later["disk_read"]] == pytest.approx(read)
+
+
+def test_transfers_take_longer_beside_computing_where_that_was_measured() -> None:
+    config, slowed = known_shape("facebook/opt-1.3b"), {"disk_read": 3.0}
+    for overlap, times in ((True, 3), (False, 1)):
+        policy = Policy.from_percent(0, 50, 0, 50, 0, 50, overlap=overlap)
+        alone, beside = (
+            block_terms(Costs(config, "float16", policy, hw), Workload(128, 16, 8), unified=False)
+            for hw in (machine(), machine(slowed=slowed))
+        )
+        at = fractions_of(policy)
+        for phase in ("prefill", "decode"):
+            before, after = getattr(alone, phase), getattr(beside, phase)
+            for link in TRANSFERS:
+                longer = times if link == "disk_read" else 1
+                assert after[link].at(at) == pytest.approx(longer * before[link].at(at)), link
+
+
+@pytest.mark.parametrize("attention", ["host", "device"])
+def test_the_cpu_attends_to_what_is_left_on_the_host(attention: Any) -> None:
+    """To the prompt and half of the new tokens, on average; to nothing that is moved."""
+    config = known_shape("facebook/opt-1.3b")
+    policy = Policy.from_percent(
+        *(100, 0, 40, 60, 100, 0), batch_size=4, num_batches=3, attention=attention
+    )
+    fast, slow = (
+        block_terms(Costs(config, "float16", policy, hw), Workload(64, 8, 12), unified=False)
+        for hw in (machine(host_attention={16: Rate.constant(r)}) for r in (inf, 1e9))
+    )
+    at, elements = fractions_of(policy), 3 * 2 * 4 * (64 + 8 / 2) * 2048
+    longer = 0.6 * elements / 1e9 if attention == "host" else 0.0
+    for name, term in slow.decode.items():
+        added = longer if name == "host_compute" else 0.0
+        assert term.at(at) == pytest.approx(fast.decode[name].at(at) + added), name
+
+
 def random_model(rng: random.Random) -> ModelConfig:
     heads = rng.choice((4, 8, 16))
     hidden = heads * rng.choice((32, 64))
@@ -199,10 +264,18 @@ def test_linear_program_is_never_worse_than_brute_force(seed: int) -> None:
 
 
 @pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"attention": "device"}, {"cache_bits": 4}], ids=["host", "device", "packed"]
+)
+@pytest.mark.parametrize("prompt", [512, 32])
 @pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0,) * 6])
-def test_memory_terms_are_near_the_exact_peaks(percent: tuple[int, ...], unified: bool) -> None:
-    config, workload = known_shape("facebook/opt-6.7b"), Workload(512, 33, 64)
-    policy = Policy.from_percent(*percent, batch_size=16, num_batches=4, attention="host")
+def test_memory_terms_are_near_the_exact_peaks(
+    percent: tuple[int, ...], prompt: int, options: dict[str, Any], unified: bool
+) -> None:
+    """Of a short prompt, half of the cache is in open blocks."""
+    config, workload = known_shape("facebook/opt-6.7b"), Workload(prompt, 33, 64)
+    options = {"attention": "host", **options}
+    policy = Policy.from_percent(*percent, batch_size=16, num_batches=4, **options)
     costs = Costs(config, "float16", policy, machine())
     exact = peak_bytes(
         config, "float16", policy, BlockShape.of(policy, workload), unified, KernelSizes()

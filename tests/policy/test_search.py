@@ -43,6 +43,20 @@ def test_profiles_survive_json(name: str, tmp_path: Path) -> None:
     assert read_profile(tmp_path / "p.json") == profile == read_profile(name)
 
 
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_known_machines_are_plausible(name: str) -> None:
+    hw = known_machine(name)
+    for rates in (*hw.linear.values(), hw.host_to_device, hw.device_to_host):
+        speeds = [speed for _, speed in rates.points]
+        assert speeds == sorted(speeds)
+    peak = hw.linear[16].points[-1][1]
+    assert 0.01 * peak <= hw.prefill_attention.at(512) <= peak
+    assert hw.disk_write.at(1e9) <= hw.disk_read.at(1e9) <= hw.page_cache.at(1e9)
+    for attention in (hw.device_attention, hw.host_attention):
+        plain = attention[16].at(1e9)
+        assert all(plain / 20 <= attention[bits].at(1e9) <= 4 * plain for bits in (4, 8))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.models.families import known_shape
+from flexgen_jax.policy.clock import Clock
 from flexgen_jax.policy.cost_model import FRACTIONS, Costs, block_terms, fractions_of
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.memory import BlockShape
@@ -121,6 +123,79 @@ def test_kv_blocks_are_read_at_the_rate_of_their_size() -> None:
     term = block_terms(costs, Workload(128, 11, 8), False).decode["disk_read"]
     planned = 24 * 10 * term.at({**dict.fromkeys(FRACTIONS, 0.0), "cd": 1.0})
     assert planned == pytest.approx(found.busy_s["disk_read"], rel=0.1)
+
+
+def test_a_run_on_the_device_takes_what_its_steps_take() -> None:
+    """By phase: 2 FLOPs a parameter and token, attention to the prompt and to all tokens before."""
+    rows, prompt, hidden = 4, 128, 2048
+    policy = Policy.from_percent(100, 0, 100, 0, 100, 0, batch_size=rows, num_batches=3)
+    found, _ = run(policy, {})
+    head = 2 * rows * 50272 * hidden / 20e12
+    layer = 24 * rows * hidden**2 / 20e12
+    scores = 4 * rows * prompt**2 * hidden / 10e12
+    # The last layer makes keys and values of all tokens, and goes on with one of each sequence.
+    last = (2 * 2 * prompt + 20) * rows * hidden**2 / 20e12 + 2 * rows * prompt * hidden / 100e9
+    assert found.prefill_s == pytest.approx(
+        3 * (23 * (prompt * layer + scores) + last + head), 0.01
+    )
+    attended = [2 * rows * before * hidden / 100e9 for before in range(prompt, prompt + 5)]
+    decode_s = sum(3 * (24 * (layer + seconds) + head) for seconds in attended)
+    assert found.decode_s == pytest.approx(decode_s, 0.01)
+    assert found.busy_s["compute"] == pytest.approx(found.total_s)
+
+
+def test_what_moves_for_the_cpu_to_attend() -> None:
+    """There queries, and keys and values but for the last token's; back an fp32 result and its
+    log-sum-exp."""
+    policy = Policy.from_percent(
+        *(100, 0, 0, 100, 100, 0), batch_size=4, num_batches=3, attention="host"
+    )
+    found, _ = run(policy, {}, gen=6)
+    steps = 24 * 3 * 5
+    assert found.bytes["host_to_device"] == steps * 4 * 32 * (64 + 1) * 4
+    token = 24 * 3 * 4 * 2048 * 2
+    assert found.bytes["device_to_host"] == (5 + 2 * (128 + 4)) * token
+    assert found.bytes["disk_read"] == found.bytes["disk_write"] == 0
+
+
+@pytest.mark.parametrize(("gen", "sample"), [(2, 1), (11, 3), (11, 9), (11, 10), (40, 7)])
+def test_sampled_tokens_stand_for_all(gen: int, sample: int) -> None:
+    """Exactly, where every token takes as long."""
+    policy = Policy.from_percent(100, 0, 100, 0, 100, 0, batch_size=4, num_batches=2)
+    hw = machine(device_attention={16: Rate.constant(inf)})
+    costs = Costs(known_shape("facebook/opt-125m"), "float16", policy, hw)
+    shape = BlockShape((4, 4), (16, 16), gen)
+    whole, part = simulate(costs, shape, False), simulate(costs, shape, False, sample=sample)
+    assert part.busy_s["compute"] == pytest.approx(whole.busy_s["compute"])
+
+
+def test_two_lanes_share_the_disk() -> None:
+    """Each reads one thing after the other, and alone as soon as the other is empty."""
+    clock = Clock(machine(), overlap=True, unified=False)
+    lanes = ((False, 0.5), (False, 1.0), (True, 1.5))
+    entries = [clock.read(1, lane, "disk_read", seconds) for lane, seconds in lanes]
+    for now, done in ((0.9, 0), (1.0, 1), (2.9, 1), (3.0, 3)):
+        clock.wait(now + 1e-6)
+        assert sum(map(clock.read_done, entries)) == done
+    clock.finish_read(clock.read(1, True, "disk_read", 0.25))
+    assert clock.now == pytest.approx(3.25, abs=1e-5)
+    assert clock.busy["disk_read"] == pytest.approx(3.25)
+
+
+def test_what_the_page_cache_holds_comes_from_disk_once() -> None:
+    """Of the decoder layers; the tables of both ends are read once anyway."""
+    rates = {"disk_read": Rate.constant(1e9), "page_cache": Rate.constant(8e9)}
+    config, policy = known_shape("facebook/opt-125m"), Policy.from_percent(0, 0, 100, 0, 100, 0)
+    costs = Costs(config, "float16", policy, machine(**rates))
+    layers = 12 * 2 * 12 * 768**2
+    ends = 2 * (2 * 50272 + 2050) * 768
+    decoder = [t.key for layer in costs.spec.decoders for t in layer.large]
+    for cached, share in ((decoder, 1.0), ([k for k in decoder if ".mlp." in k], 2 / 3), ([], 0.0)):
+        found = simulate(costs, BlockShape((8,), (16,), 5), False, frozenset(cached))
+        assert found.bytes["disk_read"] == 5 * layers + ends
+        again = share / 8e9 + (1 - share) / 1e9
+        seconds = (layers + ends) / 1e9 + 4 * layers * again
+        assert found.busy_s["disk_read"] == pytest.approx(seconds)
 
 
 def test_overlap_never_costs_time_and_the_sum_is_a_bound() -> None:
