@@ -1,4 +1,4 @@
-"""The commands, and one line for every way of using them wrongly."""
+"""Tests the commands, and that every wrong use gives one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ REPORT = {
 
 
 def refused(*arguments: object) -> str:
-    """The one line on stderr of a command that ends with exit code 2."""
+    """Runs a command that must end with exit code 2; returns the one line that it writes to
+    stderr."""
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -76,7 +77,7 @@ def test_prompts_file_and_every_tier(checkpoint: Callable[[str], Path], tmp_path
 
 @pytest.mark.parametrize("warm_up", [[], ["--warm-up"]])
 def test_bench_report(tmp_path: Path, warm_up: list[str]) -> None:
-    """With a warm-up all runs twice, and the report is of the second time alone."""
+    """With a warm-up everything runs twice, and the report covers the second time alone."""
     out, trace = tmp_path / "r.json", tmp_path / "trace.json"
     folder = write_checkpoint(tmp_path / "m")
     shape = ["--prompt-len", 16, "--gen-len", 8, "--batch-size", 2, "--num-batches", 2]
@@ -101,8 +102,8 @@ def test_bench_report(tmp_path: Path, warm_up: list[str]) -> None:
 
 @pytest.mark.parametrize("sparsity", [1.0, 0.5])
 def test_bench_copies(checkpoint: Callable[[str], Path], tmp_path: Path, sparsity: float) -> None:
-    """Host and device are apart on a CPU too, and the report says what a decode step moves, in the
-    second block as in the first."""
+    """With --copies, host and device are apart on a CPU too, and the report says what a decode step
+    moves, in the second block as in the first."""
     out = tmp_path / "r.json"
     shape = ["--prompt-len", 16, "--gen-len", 3, "--batch-size", 2, "--num-sequences", 4]
     flags = ["--cache", "host=100", "--attention-sparsity", sparsity, "--json", out]
@@ -182,7 +183,8 @@ def test_texts_are_printed_where_the_file_cannot_be_written(
 def test_results_are_in_the_file_before_they_are_printed(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that goes away, as `head` does, costs nothing but what it did not want."""
+    """A reader of the output that goes away, as `head` does, loses none of the results in the
+    file."""
 
     def gone(*_: object, **__: object) -> None:
         raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""Attention inside XLA's programs on the CPU, against NumPy."""
+"""Tests attention inside XLA's programs on the CPU, against NumPy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small models' caches and prompts too are attended to inline."""
+    """Makes the compute kernels attend to the caches and prompts of small models too."""
     monkeypatch.setattr(attention, "FEW_ELEMENTS", 0)
     monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", 0)
     programs._compile.cache_clear()
@@ -42,7 +42,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def random_cache(seed: int, dtype: str, bits: int, head_dim: int, batch: int = 4) -> Any:
-    """Blocks, the last one plain as a tail is, and what their keys and values stand for."""
+    """Returns KV blocks, the last one plain as a tail is, and the numbers that their keys and
+    values stand for."""
     blocks, stands_for = random_blocks(seed, dtype, bits, 16, head_dim, batch)
     return tuple(blocks), stands_for
 
@@ -52,7 +53,7 @@ def random_cache(seed: int, dtype: str, bits: int, head_dim: int, batch: int = 4
     [*((*kind, 20) for kind in FORMATS), ("bfloat16", 16, 64), ("bfloat16", 4, 128)],
 )
 def test_attention_is_the_formula(dtype: str, bits: int, head_dim: int) -> None:
-    """With left padding that reaches into the second block; one sequence has a single token."""
+    """Left padding reaches into the second block; one sequence has a single token."""
     blocks, (key, value) = random_cache(head_dim, dtype, bits, head_dim)
     rng = np.random.default_rng(0)
     query = jnp.asarray(rng.normal(size=(4, 3, 1, head_dim)) * head_dim**-0.5, dtype)
@@ -92,7 +93,7 @@ def test_nan_shows() -> None:
 
 
 def test_calls_from_many_threads_at_once() -> None:
-    """More at a time than XLA has threads: each ends, with the result that it has alone."""
+    """More calls at a time than XLA has threads: each ends, with the result that it gives alone."""
     program = jax.jit(CPU.decode_attention)
     where = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
     query = jnp.ones((4, 3, 1, 64), jnp.bfloat16)
@@ -111,7 +112,7 @@ def test_calls_from_many_threads_at_once() -> None:
 def test_runs_are_those_of_attention_on_the_host(
     checkpoint: Callable[[], Path], tmp_path: Path, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same tokens with the cache in RAM or on disk, and by programs that call the kernels."""
+    """The tokens are equal with the cache in RAM, on disk, and attended to by the host."""
     real, found, calls, called = attention._target, [], [], set[tuple[Any, ...]]()
     monkeypatch.setattr(attention, "_target", lambda *key: called.add(key) or real(*key))
     for device, host, place in ((100, 0, "auto"), (0, 0, "auto"), (0, 100, "host")):
@@ -128,7 +129,7 @@ def test_runs_are_those_of_attention_on_the_host(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_part_without_memory_is_an_error() -> None:
-    """In place of a wrong result, or of waiting for it for ever."""
+    """The call neither gives a wrong result nor hangs."""
 
     def compute(shared, part):  # type: ignore[no-untyped-def]
         if part == 1:
@@ -143,7 +144,8 @@ def test_a_part_without_memory_is_an_error() -> None:
 
 
 def test_the_smallest_numbers_of_half_precision_are_not_zero() -> None:
-    """XLA's threads take subnormal numbers for zero, which is what these become on the way."""
+    """float16's subnormal numbers pass through subnormal fp32 numbers, which XLA's threads flush to
+    zero."""
     small = np.float16(3e-5)
     blocks, _ = random_cache(0, "float16", 16, 20)
     blocks = tuple((key, jnp.asarray(np.full(value.shape, -small))) for key, value in blocks)

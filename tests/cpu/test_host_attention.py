@@ -1,4 +1,4 @@
-"""Attention on the CPU where the cache lies, against NumPy and inside whole runs."""
+"""Tests attention on the CPU over a cache on the host, against NumPy and inside whole runs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.helpers.models import SHORT, run_greedy, write_checkpoint
 def test_attention_is_the_formula(
     host: HostAttention, dtype: str, bits: int, head_dim: int
 ) -> None:
-    """Three blocks, one of them the open tail, with left padding that reaches into the second;
-    one sequence has a single valid token."""
+    """There are three blocks, one of them the open tail, with left padding that reaches into the
+    second; one sequence has a single valid token."""
     pairs, (key, value) = random_blocks(head_dim, dtype, bits, bits, head_dim)
     blocks = [HostBlock(start, pair) for start, pair in zip((0, 7, 12), pairs, strict=True)]
     rng = np.random.default_rng(0)
@@ -57,8 +57,8 @@ def test_equal_scores_and_large_scores(host: HostAttention) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_prepared_kernels_are_those_of_a_run(tmp_path: Path, dtype: str) -> None:
-    """Nothing is compiled while a run is measured."""
-    head_dim = {"float32": 12, "bfloat16": 24}[dtype]  # of no other test, whose kernels stay
+    """A run after the warm-up compiles no kernel: what was prepared is all that it uses."""
+    head_dim = {"float32": 12, "bfloat16": 24}[dtype]  # in no other test: kernels stay
     sizes = {"hidden_size": 4 * head_dim, "word_embed_proj_dim": 4 * head_dim}
     folder = write_checkpoint(tmp_path / "m", **sizes)
     policy = Policy.from_percent(
@@ -75,7 +75,8 @@ def test_prepared_kernels_are_those_of_a_run(tmp_path: Path, dtype: str) -> None
 
 
 def test_host_and_device_parts_merge(host: HostAttention) -> None:
-    """Some blocks here, some there, one there without a valid token: as all of them together."""
+    """Some blocks are on the device and some on the host, one of those without a valid token; the
+    merged result is that of all blocks together."""
     rng = np.random.default_rng(1)
     batch, heads, dim = 2, 3, 16
 
@@ -143,7 +144,8 @@ def test_quantized_tokens_are_equal(
 
 @pytest.mark.parametrize("attention", ["host", "device"])
 def test_bytes_of_a_step(tmp_path: Path, attention: Any) -> None:
-    """With attention on the host they grow with the batch, not with the tokens before."""
+    """With attention on the host, the bytes of a step grow with the batch, not with the earlier
+    tokens."""
     folder = write_checkpoint(tmp_path / "m", max_position_embeddings=1100)
 
     def step(prompt_len: int, batch_size: int) -> int:

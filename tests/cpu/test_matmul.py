@@ -1,4 +1,4 @@
-"""Products in tiles inside XLA's programs on the CPU, against NumPy."""
+"""Tests products in tiles inside XLA's programs on the CPU, against NumPy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with_tiles = pytest.mark.usefixtures("tiles")
 
 
 def test_few_rows_are_as_many_as_their_kernel_takes() -> None:
-    """A number apart, since the other module loads Numba."""
+    """`FEW_ROWS` repeats `MOST`, because importing the module of `MOST` would load Numba."""
     assert FEW_ROWS == MOST
 
 
@@ -40,7 +40,7 @@ def test_few_rows_are_as_many_as_their_kernel_takes() -> None:
     [
         ("avx512", 1, 1024, True),
         ("avx512", MOST, 1024, True),
-        ("avx512", MOST + 1, 1024, False),  # XLA takes a millisecond
+        ("avx512", MOST + 1, 1024, False),  # small enough for XLA
         ("avx512", MOST + 1, 4096, True),
         ("avx512", MOST, 512, False),
         ("amx", MOST, 4096, False),
@@ -79,14 +79,14 @@ def test_units_are_those_that_may_be_used(
 
 
 def exact(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> np.ndarray:
-    """x @ kernel.T + bias, fp64."""
+    """Returns x @ kernel.T + bias, in fp64."""
     left, right = (np.asarray(y.astype(jnp.float32), np.float64) for y in (x, kernel))
     out = left @ right.T
     return out if bias is None else out + np.asarray(bias.astype(jnp.float32), np.float64)
 
 
 def assert_nearest(found: jax.Array, expected: np.ndarray) -> None:
-    """To half a unit of bfloat16's last place, and the sums' own error."""
+    """Checks a result to half a unit of bfloat16's last place, plus the sums' own error."""
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-3)
 
@@ -183,7 +183,7 @@ def test_nan_and_infinity_show_in_their_rows(rows: int, depth: int) -> None:
 @given(st.lists(st.floats(width=32), min_size=1, max_size=PAIR), st.booleans())
 @settings(deadline=None)
 def test_results_are_rounded_to_the_nearest(values: list[float], is_aligned: bool) -> None:
-    """As ml_dtypes rounds: ties to even, NaN stays NaN."""
+    """Results are rounded as ml_dtypes does: ties to even, NaN stays NaN."""
     sums = np.zeros((2, 2, 16, 16), np.float32)
     row = np.zeros(PAIR, np.float32)
     row[: len(values)] = values

@@ -1,4 +1,4 @@
-"""Products of 8-bit integers, by XLA and in tiles, against NumPy."""
+"""Tests products of 8-bit integers, by XLA and in tiles, against NumPy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ BY_EACH = pytest.mark.parametrize("multiply", ["XLA", "amx", "avx512"], indirect
 def multiply(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, always: None
 ) -> Callable[..., jax.Array]:
-    """Products by XLA, or in tiles by a unit of the processor, however small."""
+    """Returns a function that multiplies by XLA, or in tiles by a unit of the processor, at any
+    size."""
     if request.param == "XLA":
         return partial(XLA_ON_CPU.matmul, bits=8)
     use_unit(request.param, monkeypatch)
@@ -60,7 +61,7 @@ def multiply(
 
 
 def with_outliers(x: jax.Array, count: int) -> jax.Array:
-    """So many features of every other row are large, as in large models."""
+    """Makes `count` features of every other row large, as they are in large models."""
     columns = np.random.default_rng(3).permutation(x.shape[1])[:count]
     large = jnp.where(jnp.arange(x.shape[0])[:, None] % 2, 1, 40).astype(x.dtype)
     return x.at[:, columns].multiply(large)
@@ -71,13 +72,13 @@ def single(x: Any) -> np.ndarray:
 
 
 def levels(kernel: QuantizedArray) -> np.ndarray:
-    """What codes stand for, fp32, in no format of 16 bits."""
+    """Returns the numbers that codes stand for, in fp32, not rounded to 16 bits."""
     wide = replace(kernel.storage, dtype="float32")
     return np.asarray(dequantize(replace(kernel, storage=wide)))
 
 
 def extremes(kernel: QuantizedArray) -> np.ndarray:
-    """The largest size of each group's levels, for each of its rows."""
+    """Returns the largest magnitude of each group's levels, repeated for each of its rows."""
     low, step = single(kernel.minimum), single(kernel.scale)
     high = low + (2**kernel.storage.bits - 1) * step
     return np.repeat(np.maximum(np.abs(low), np.abs(high)).max(1), 64)[: kernel.shape[0]]
@@ -101,7 +102,8 @@ def test_the_threshold_as_a_bfloat16() -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_kernels_use_their_levels(bits: int) -> None:
-    """None is cut off, and those that share a scale take all of it, or nearly."""
+    """No weight is cut off, and the weights that share a scale use all of its levels, or nearly
+    all."""
     plain = numbers(192, 48, seed=1)
     kernel = plain if bits == 16 else quantize(plain, bits, 64, 0)
     scale = np.asarray(column_scale(kernel))
@@ -137,11 +139,11 @@ def test_product_is_the_formula(
     found = anew(multiply)(x, kernel, bias)
     assert found.dtype == jnp.bfloat16
     rounded_kernel = wide = single(plain) if bits == 16 else single(dequantize(kernel))
-    if bits < 16 and multiply is IN_TILES:  # which takes them as they are unpacked
+    if bits < 16 and multiply is IN_TILES:  # takes the levels as they are unpacked
         wide = levels(kernel)
     largest = None if bits == 16 else extremes(kernel)
     expected = int8_product(single(x), wide, largest, rounded_kernel) + single(bias)
-    # fp32 rounds some that are halfway between two integers the other way.
+    # fp32 rounds some numbers halfway between two integers the other way.
     kept = np.abs(single(x))
     halfway = 2 * kept[kept < OUTLIER].max() * np.abs(wide).max() / 127
     np.testing.assert_allclose(single(found), expected, rtol=2**-8, atol=4 * halfway)
@@ -150,7 +152,7 @@ def test_product_is_the_formula(
 
 @BY_EACH
 def test_outliers_cost_the_others_nothing(multiply: Any) -> None:
-    """Beside numbers a hundred times as large, the rest of a row keeps its levels."""
+    """Beside numbers a hundred times as large, the rest of a row keeps its precision."""
     x, kernel = numbers(64, 512) / 4, numbers(256, 512, seed=1)
     large = x.at[:, 7].set(25)
     errors = []
@@ -218,7 +220,7 @@ def test_a_layer_is_near_that_of_16_bits(kernels: Any, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [16, 4])
 def test_memory_is_what_the_plan_counts(bits: int) -> None:
-    """Of what XLA does by itself, which takes more than tiles."""
+    """XLA's own products stay within the planned memory; they take more than products in tiles."""
     config, formats = known_shape("facebook/opt-125m"), Formats("bfloat16", bits, matmul_bits=8)
     program = programs.Programs(config, formats, XLA_ON_CPU).prefill(
         model_spec(config).decoders[0], 16, (128,)
@@ -230,7 +232,7 @@ def test_memory_is_what_the_plan_counts(bits: int) -> None:
 
 
 class IntegerOpt(NumpyOpt):
-    """A NumPy OPT whose layers multiply integers."""
+    """A NumPy OPT whose layers multiply 8-bit integers."""
 
     def linear(self, x: np.ndarray, name: str) -> np.ndarray:
         if ".layers." not in name:
@@ -256,7 +258,7 @@ def test_scores_are_those_of_the_formula(checkpoint: Callable[[str], Path]) -> N
         )
     )
     off, loss = np.abs(ours - formula).mean(), np.abs(formula - exact).mean()
-    assert off < loss / 4  # what fp32 rounds the other way
+    assert off < loss / 4  # fp32 rounds some numbers the other way
     assert loss > 0.002
 
 
@@ -290,7 +292,7 @@ def test_tokens_are_equal_everywhere(
 
 
 def test_the_shipped_model_hardly_notices() -> None:
-    """Its held-out text is as likely to 1 %."""
+    """The likelihood of its held-out text changes by less than 1 %."""
     text = (shipped_model() / "heldout.txt").read_text(encoding="utf-8")[:6000]
     pieces = [text[i : i + 300] for i in range(0, len(text), 300)]
     means = []

@@ -1,4 +1,5 @@
-"""A prompt's attention inside XLA's programs on the CPU, and its vector code, against NumPy."""
+"""Tests a prompt's attention inside XLA's programs on the CPU, and its vector code, against
+NumPy."""
 
 from __future__ import annotations
 
@@ -32,19 +33,19 @@ on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small prompts too."""
+    """Makes the compute kernels attend to small prompts too."""
     monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", 0)
 
 
 def sides(batch: int, tokens: int, head_dim: int, dtype: str) -> list[jax.Array]:
-    """Query (scaled), key and value, [batch, token, hidden]."""
+    """Returns a query (scaled), a key and a value, each [batch, token, hidden]."""
     rng = np.random.default_rng(tokens)
     found = [rng.normal(size=(batch, tokens, HEADS * head_dim)) for _ in range(3)]
     return [jnp.asarray(x * y, dtype) for x, y in zip(found, (head_dim**-0.5, 3, 1), strict=True)]
 
 
 def by_heads(x: jax.Array) -> np.ndarray:
-    """[batch, token, hidden] -> [batch, head, token, head_dim], fp64."""
+    """Reshapes [batch, token, hidden] to [batch, head, token, head_dim], fp64."""
     wide = np.asarray(x.astype(jnp.float32), np.float64)
     return wide.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2)
 
@@ -59,7 +60,7 @@ def by_heads(x: jax.Array) -> np.ndarray:
     ],
 )
 def test_attention_is_the_formula(dtype: str, tokens: int, head_dim: int) -> None:
-    """With padding of none, some, and all but one of the tokens."""
+    """The padding is none, some, and all but one of the tokens."""
     query, key, value = sides(4, tokens, head_dim, dtype)
     first = np.array([0, tokens // 3, tokens // 2, tokens - 1], np.int32)
     attend = jax.jit(partial(CPU.prefill_attention, heads=HEADS))
@@ -97,7 +98,8 @@ def test_runs_are_those_of_xla(
     monkeypatch: pytest.MonkeyPatch,
     weight_bits: int,
 ) -> None:
-    """The same tokens, also where a batch goes through a layer in groups, the last one smaller."""
+    """The tokens are equal also where a batch goes through a layer in groups, the last one
+    smaller."""
     sizes = KernelSizes(prefill_rows=16, packed_prefill_rows=16)
     for module in (llm, context):
         monkeypatch.setattr(module, "kernels_of_device", lambda: CpuKernels(sizes))
@@ -134,7 +136,7 @@ def test_weights_are_the_formula(data: st.DataObject, room: int, at: int, scale:
     begin = data.draw(st.integers(0, end - 1))
     rng = np.random.default_rng(end)
     scores = (rng.normal(size=at + room + 3) * scale).astype(np.float32)
-    scores[:at] = scores[at + end :] = 7e4  # not to be looked at
+    scores[:at] = scores[at + end :] = 7e4  # must not be read
     before, asked = scores.copy(), scores[at + begin : at + end].copy()
     peak = data.draw(st.sampled_from([np.float32(MASKED), np.float32(1.5)]))
     highest, summed = softmax(scores, at, begin, end, room, peak)

@@ -1,4 +1,4 @@
-"""The automatic policy in runs: it backs off, keeps tokens, and says what it predicted."""
+"""Tests the automatic policy in runs: it backs off, keeps tokens, and says what it predicted."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_out_of_memory_goes_on_with_less(
 
 
 def _forget_all() -> Callable[..., list[object]]:
-    """Restarts every request, as if none had been finished when memory ran out."""
+    """Returns a function that restarts every request, as if none had been finished when memory ran
+    out."""
     from flexgen_jax.engine import outputs
 
     def restart(self: outputs.Generation, requests: list[outputs.Request]) -> list[object]:
@@ -207,7 +208,7 @@ def test_a_plan_has_the_products_it_is_for() -> None:
 
 
 def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every probe, at sizes that take no time."""
+    """Every probe runs, at sizes that take no time."""
     monkeypatch.setattr(profiler, "DISK_SIZES", ((1 << 16, 1 << 18), (1 << 20, 1 << 22)))
     monkeypatch.setattr(profiler, "COPY_SIZES", (1 << 10,))
     monkeypatch.setattr(profiler, "PREFILLS", ((1, 32), (2, 32)))
@@ -306,7 +307,7 @@ def test_a_busy_machines_profile_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its plans would be bad on every later day."""
+    """Plans from such a profile would be bad in every later run."""
     rates = {bits: Rate(((1.0, 1.0),), (spread,)) for bits in (16, 8, 4)}
     busy = replace(known_machine("t4-16gb"), linear=rates, disk_read=Rate(((1.0, 1.0),), (0.1,)))
     monkeypatch.setattr(profiles, "measure", lambda *_: busy)

@@ -1,4 +1,4 @@
-"""Batches, tokenizers and memory sizes."""
+"""Tests batches, tokenizers and memory sizes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_bad_sizes(text: str) -> None:
 
 
 def test_two_file_tokenizer(tmp_path: Path) -> None:
-    """What OPT repositories ship: vocab.json and merges.txt, special tokens named beside them."""
+    """The tokenizer reads what OPT repositories ship: vocab.json and merges.txt, with the special
+    tokens named beside them."""
     vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "b": 5, "ab": 6, "Ġ": 7, "Ġa": 8}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nĠ a\n")

@@ -1,4 +1,4 @@
-"""Prompts from files, and runs that are broken off and go on."""
+"""Tests prompts from files, and runs that are interrupted and continue."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_lines_are_as_in_json(command: list[object], undisturbed: bytes, tmp_pat
 def test_a_run_goes_on_wherever_it_was_broken_off(
     command: list[object], undisturbed: bytes, tmp_path: Path
 ) -> None:
-    """After `kill -9` or a full disk the file ends anywhere, also within a line."""
+    """After `kill -9` or a full disk, the file may end anywhere, also within a line."""
     out = tmp_path / "out.jsonl"
     expected = lines_of(out)
     ends = [i + 1 for i, byte in enumerate(undisturbed) if byte == ord("\n")]

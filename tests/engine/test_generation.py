@@ -1,4 +1,4 @@
-"""Every placement, schedule and look-ahead gives the tokens of a NumPy OPT."""
+"""Tests that every placement, schedule and look-ahead gives the tokens of a NumPy OPT."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_end_token_stop_strings_and_length(
 
 
 def test_end_token(tmp_path: Path, expected: list[list[int]]) -> None:
-    """The first prompt's seventh token is made the end token."""
+    """The seventh token of the first prompt's text is made the end token."""
     end = expected[0][6]
     first = expected[0].index(end)
     with LLM(write_checkpoint(tmp_path / "m", eos_token_id=end), dtype="float32") as llm:

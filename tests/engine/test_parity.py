@@ -1,4 +1,4 @@
-"""Parity with Hugging Face transformers, where PyTorch is installed."""
+"""Tests parity with Hugging Face transformers, where PyTorch is installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 
 
 class Reference:
-    """A tiny random model, saved by transformers itself."""
+    """A tiny random model that transformers itself saved."""
 
     def __init__(self, folder: Path, variant: str) -> None:
         import json
@@ -54,7 +54,8 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """By variant, each made when it is first asked for: a worker may see only some."""
+    """Returns a function that gives the reference of a variant; each is made when it is first asked
+    for, since a test worker may see only some."""
     root = tmp_path_factory.mktemp("transformers")
     return cache(lambda variant: Reference(root / variant, variant))
 
@@ -84,7 +85,7 @@ def test_greedy_tokens(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits(references: Callable[[str], Reference], variant: str) -> None:
-    """Log-probabilities are the logits less a constant a row."""
+    """Log-probabilities are the logits minus one constant per row."""
     reference = references(variant)
     with LLM(reference.folder, dtype="float32") as llm:
         scores = llm.score(prompt_token_ids=prompts())
@@ -108,7 +109,7 @@ def test_shipped_model_and_tokenizer() -> None:
 
 
 def test_convert(references: Callable[[str], Reference], tmp_path: Path) -> None:
-    """A .bin checkpoint in two shards gives the same tokens after conversion."""
+    """A .bin checkpoint in two shards gives unchanged tokens after its conversion."""
     import json
 
     reference = references("untied")

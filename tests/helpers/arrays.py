@@ -1,4 +1,4 @@
-"""Random arrays, and functions that are traced anew."""
+"""Random arrays, and functions that are traced again for each test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def anew(function: Callable[..., jax.Array]) -> Any:
-    """Jitted, and traced for this test alone: what is traced keeps the unit that it had."""
+    """Returns the function jitted anew, since a traced one keeps the unit it was traced with."""
     return jax.jit(lambda *args: function(*args))
 
 

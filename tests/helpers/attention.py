@@ -1,4 +1,4 @@
-"""Random caches in every format, and attention over them by NumPy."""
+"""Random KV caches in every format, and attention to them in NumPy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SPLITS = [(100, 0), (0, 100), (0, 0), (50, 50), (30, 40)]
 def numpy_attention(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, valid: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """softmax(query key^T) value and the log-sum-exp, in fp64; valid: bool [batch, token]."""
+    """Returns softmax(query key^T) value and the log-sum-exp of the scores, in fp64.
+
+    query, key, value: [batch, head, token, head_dim]; valid: bool [batch, token].
+    """
     scores = np.einsum("bhqd,bhtd->bhqt", query.astype(np.float64), key)
     scores = np.where(valid[:, None, None], scores, -np.inf)
     peak = scores.max(-1, keepdims=True)
@@ -30,7 +33,7 @@ def numpy_attention(
 
 
 def kept(x: np.ndarray, dtype: str, bits: int) -> tuple[Kept, np.ndarray]:
-    """An array as the cache keeps it, and what it stands for, fp64."""
+    """Returns an array as the cache keeps it, and the numbers it stands for, fp64."""
     array = jnp.asarray(x).astype(dtype)
     whole = np.asarray(array.astype(jnp.float32))
     if bits == 16:
@@ -43,7 +46,10 @@ def kept(x: np.ndarray, dtype: str, bits: int) -> tuple[Kept, np.ndarray]:
 def random_blocks(
     seed: int, dtype: str, bits: int, tail_bits: int, head_dim: int, batch: int = 4
 ) -> tuple[list[tuple[Kept, Kept]], list[np.ndarray]]:
-    """Keys and values of blocks of `LENGTHS`, the last of `tail_bits`, and what they stand for."""
+    """Returns random blocks of `LENGTHS` tokens, and the keys and values they stand for, fp64.
+
+    The last block is kept in `tail_bits`, the others in `bits`.
+    """
     rng = np.random.default_rng(seed)
     blocks, sides = [], ([], [])
     for length in LENGTHS:

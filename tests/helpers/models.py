@@ -65,7 +65,7 @@ def prompts(vocab_size: int = 96) -> list[list[int]]:
 def run_greedy(
     folder: Path, params: SamplingParams, policy: Policy, **options: Any
 ) -> list[list[int]]:
-    """Every prompt's tokens in fp32; no tier's peak is over what was computed before."""
+    """Returns every prompt's tokens in fp32; checks that no tier exceeds its computed peak."""
     with LLM(folder, dtype="float32", policy=policy, **options) as llm:
         results = llm.generate(prompt_token_ids=prompts(), sampling_params=params)
         report = llm.report()
@@ -75,7 +75,7 @@ def run_greedy(
 
 
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Tensors of a spread that makes greedy tokens vary."""
+    """Returns random tensors, spread widely enough that greedy tokens vary."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for key, spec in model_spec(read_config(config)).tensors.items():
@@ -89,7 +89,7 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
 
 
 def write_checkpoint(folder: Path, variant: str = "base", **changes: Any) -> Path:
-    """A whole folder, without tokenizer."""
+    """Writes a whole model folder: config, tokenizer and random weights."""
     config = BASE | VARIANTS[variant] | changes
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -99,7 +99,7 @@ def write_checkpoint(folder: Path, variant: str = "base", **changes: Any) -> Pat
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """A tokenizer of 96 tokens: four special ones and printable characters."""
+    """Returns a tokenizer.json of 96 tokens: four special ones and printable characters."""
     vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
     vocab |= {chr(i): i - 28 for i in range(32, 124)}
     special = [

@@ -14,8 +14,8 @@ Tensors = dict[str, np.ndarray]
 class NumpyOpt:
     """Full-sequence forward passes in float64 from Hugging Face's own config and tensors.
 
-    sparsity: each token attends to itself and to this fraction of the tokens before, those with
-    the highest scores; what it would have given to the others is dropped.
+    sparsity: each token attends to itself and to this fraction of the tokens before it, those with
+    the highest scores; the weights of the others are dropped.
     """
 
     def __init__(self, config: dict[str, Any], tensors: Tensors, sparsity: float = 1.0) -> None:
@@ -61,7 +61,7 @@ class NumpyOpt:
         return self.linear(out.swapaxes(0, 1).reshape(tokens, hidden), f"{name}.out_proj")
 
     def logits(self, ids: list[int]) -> np.ndarray:
-        """fp64 [token, vocabulary]."""
+        """Returns the logits of all tokens, fp64 [token, vocabulary]."""
         config, tensors = self.config, self.tensors
         pre_norm = config["do_layer_norm_before"]
         x = tensors["decoder.embed_tokens.weight"][ids]
@@ -94,7 +94,7 @@ class NumpyOpt:
         return ids[-count:]
 
     def logprobs(self, ids: list[int]) -> np.ndarray:
-        """Of every token but the first, given those before it."""
+        """Returns the log-probability of every token but the first, given those before it."""
         logits = self.logits(ids)
         logits = logits - logits.max(-1, keepdims=True)
         table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

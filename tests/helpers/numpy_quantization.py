@@ -9,7 +9,7 @@ import numpy as np
 
 
 def rounded(x: np.ndarray, dtype: Any, up: bool) -> np.ndarray:
-    """float32 to the nearest number of `dtype` that is not below (above) x."""
+    """Rounds float32 numbers up, or else down, to numbers of `dtype`."""
     with np.errstate(over="ignore"):
         near, towards = x.astype(dtype), np.asarray(np.inf if up else -np.inf, dtype)
         beyond = np.nextafter(near, towards)
@@ -21,7 +21,7 @@ def rounded(x: np.ndarray, dtype: Any, up: bool) -> np.ndarray:
 def quantized(
     x: np.ndarray, bits: int, group: int, axis: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes, scales and minima, group by group along `axis`."""
+    """Returns codes, scales and minima, computed group by group along `axis`."""
     kept = np.float16 if x.dtype == np.float16 else ml_dtypes.bfloat16
     top = 65504.0 if x.dtype == np.float16 else float(np.finfo(np.float32).max) / 4
     wide = np.moveaxis(np.clip(x.astype(np.float32), -top, top), axis, 0)
@@ -42,7 +42,7 @@ def quantized(
 
 
 def dequantized(x: np.ndarray, bits: int, group: int, axis: int) -> np.ndarray:
-    """What is left of x, fp32: minimum + scale * code."""
+    """Returns x after quantization, fp32: minimum + scale * code."""
     codes, scale, minimum = quantized(x, bits, group, axis)
 
     def spread(values: np.ndarray) -> np.ndarray:
@@ -58,9 +58,12 @@ def int8_product(
     largest: np.ndarray | None = None,
     rounded_kernel: np.ndarray | None = None,
 ) -> np.ndarray:
-    """x @ kernel.T by integers (LLM.int8(), sections 2.1 and 3.2), fp64. x: [row, depth]; kernel:
-    [column, depth]; largest: what 127 stands for in each of its rows, if not their largest size;
-    rounded_kernel: what outliers are multiplied with, if not the kernel itself."""
+    """Returns x @ kernel.T by 8-bit integers (LLM.int8(), sections 2.1 and 3.2), fp64.
+
+    x: [row, depth]; kernel: [column, depth]; largest: [column], the value of integer 127 in each
+    row of the kernel (default: the row's largest absolute value); rounded_kernel: the kernel that
+    outliers are multiplied with (default: `kernel`).
+    """
     apart = ~(np.abs(x) < 6)
     codes, scale = _integers(np.where(apart, 0, x), None)
     kernel_codes, kernel_scale = _integers(kernel, largest)

@@ -1,4 +1,4 @@
-"""A machine that is not there."""
+"""An invented hardware profile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexgen_jax.policy.hardware import HardwareProfile, Rate
 
 
 def machine(rng: random.Random | None = None, **changes: object) -> HardwareProfile:
-    """Constant rates; random ones over three orders of magnitude with `rng`."""
+    """Returns a profile of constant rates; with `rng`, random over three orders of magnitude."""
 
     def rate(typical: float) -> Rate:
         return Rate.constant(typical * (10 ** rng.uniform(-1.5, 1.5) if rng else 1))

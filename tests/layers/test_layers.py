@@ -79,7 +79,7 @@ def test_causal_attention(tokens: int) -> None:
 
 
 def test_causal_attention_in_parts_is_the_same() -> None:
-    """Enough heads and tokens that scores are formed for some of the heads at a time."""
+    """With this number of heads and tokens, scores are computed for some heads at a time."""
     heads, tokens = 20, 1024
     at_once = KernelSizes().scored_heads(heads, tokens)
     assert at_once < heads
@@ -152,7 +152,7 @@ def test_sequences_prefilled_in_groups_are_as_alone(
             if leaf.dtype == dtype:
                 pair = (np.asarray(x, np.float32) for x in (leaf[one], part))
                 np.testing.assert_allclose(*pair, close, close)
-            else:  # codes, scales and minima: all but a few equal, where a rounding differed
+            else:  # codes, scales and minima: a few may differ because of rounding
                 assert np.mean(np.asarray(leaf[one]) == np.asarray(part)) > 0.99
     for row in (0, batch - 1):
         spoilt = hidden.at[row, tokens - 1, 0].set(np.nan)
@@ -201,7 +201,7 @@ def test_the_last_token_alone_is_as_among_all(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 150), (4, 128)])
 def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> None:
-    """One position, all in one go and a rest, and several groups of positions."""
+    """The cases are one position, a group of positions and a rest, and several groups."""
     config = read_config(BASE)
     layer = model_spec(config).head
     weights = {t.path: jnp.asarray(normal(*t.shape), dtype) for t in layer.tensors}
@@ -220,7 +220,7 @@ def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> No
     np.testing.assert_allclose(found, expected, close, close)
 
 
-# XLA takes subnormal numbers for zero, which would tie with zero.
+# XLA treats subnormal numbers as zero, so they would tie with zero.
 LOGIT = st.floats(-5, 5, width=32, allow_subnormal=False)
 
 

@@ -27,7 +27,7 @@ RNG = np.random.default_rng(0)
 
 
 def unpacked(q: QuantizedArray) -> np.ndarray:
-    """The codes, as the layout says: plane after plane along the grouped axis."""
+    """Returns the codes of an array: plane after plane along the grouped axis."""
     packed, bits, axis = np.asarray(q.packed), q.storage.bits, q.storage.axis
     planes = [(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)]
     return np.take(np.concatenate(planes, axis=axis), range(q.shape[axis]), axis=axis)
@@ -54,7 +54,7 @@ def special(kind: str, shape: tuple[int, ...]) -> np.ndarray:
 )
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
 def test_equal_to_the_formula(dtype: str, kind: str, group: int) -> None:
-    """Codes, scales and minima, along every axis, in 8, 4 and 2 bits."""
+    """Codes, scales and minima equal the formula's along every axis, in 8, 4 and 2 bits."""
     shape = (130, 128, 2) if group > 32 else (33, 48, 34)
     with np.errstate(over="ignore"):
         x = special(kind, shape).astype(DTYPES[dtype])
@@ -90,7 +90,7 @@ def test_error_is_at_most_half_a_step(
     step = np.repeat(np.asarray(q.scale, np.float64), group, axis=axis)
     step = np.take(step, range(x.shape[axis]), axis=axis)
     error = np.abs(np.asarray(dequantize(q), np.float64) - x)
-    # Of the fp32 result itself; and scales below fp32's normal numbers are flushed to zero.
+    # The fp32 result itself is rounded, and scales below fp32's normal numbers become zero.
     rounding = 1e-6 * np.abs(x) + 255 * np.finfo(np.float32).tiny
     assert (error <= 0.5 * step * (1 + 1e-5) + rounding).all()
 

@@ -1,4 +1,5 @@
-"""Compiled programs are kept for later processes, in a folder that is the user's alone."""
+"""Tests that compiled programs are kept for later processes, in a folder that is the user's
+alone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ FOLDER = "JAX_COMPILATION_CACHE_DIR"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's cache, with nothing in it."""
+    """Returns a user's cache folder with nothing in it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "flexgen_jax" / "programs"
 
@@ -71,12 +72,12 @@ def test_the_next_process_compiles_nothing(cache: Path, tmp_path: Path) -> None:
     assert run(tmp_path) == first
     assert programs() == kept
     for path, content in kept.items():
-        path.write_bytes(content[: len(content) // 2])  # as by a crash while it was written
+        path.write_bytes(content[: len(content) // 2])  # as after a crash while it was written
     assert run(tmp_path) == first
 
 
 def run(folder: Path) -> Any:
-    """What a process of its own generates."""
+    """Generates in a process of its own; returns its results."""
     file = folder / "result.json"
     command = [sys.executable, "-m", "flexgen_jax", "generate", "--max-tokens", "4"]
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "1"}

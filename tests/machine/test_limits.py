@@ -1,4 +1,4 @@
-"""What of this machine's memory a plan may use, and what is given back."""
+"""Tests how much of this machine's memory a plan may use, and what is given back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.helpers.models import BASE, prompts, run_greedy, write_checkpoint
 def test_room_is_left_for_the_runtime(
     free: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tenth for the allocator and 250 MB for libraries, which a run in 1.5 GB had thrashed for
-    want of; limits that are asked for stay as they are."""
+    """A tenth is left for the allocator, and 250 MB for libraries, without which a small machine
+    thrashes; limits that are asked for stay as they are."""
     monkeypatch.setattr(limits, "available_memory", lambda: free)
     found = limits.detect_budgets(None, None, 0, tmp_path, "", unified=True)
     assert (found.device, found.host, found.shared) == (expected,) * 3
@@ -81,7 +81,7 @@ def test_more_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_buffers_for_prompts_of_many_lengths_stay_within_the_plan(tmp_path: Path) -> None:
-    """Each length has shapes of its own, and so buffers of its own."""
+    """Each length has shapes, and so buffers, of its own."""
     folder = write_checkpoint(tmp_path / "m", max_position_embeddings=140)
     ids = [[5] * length for length in range(16, 129, 16)]
     policy = Policy.from_percent(100, 0, 100, 0, 0, 0, batch_size=1, num_batches=len(ids))
@@ -120,7 +120,7 @@ def test_a_failed_reader_does_not_spoil_the_pool(pool: BufferPool) -> None:
     pool.release(first, reader)
     pool.trim()
     pool.trim()
-    assert take(pool, 1000).view.nbytes == 1000  # all of the budget is free again
+    assert take(pool, 1000).view.nbytes == 1000  # the whole budget is free again
 
 
 def test_free_buffers_of_other_shapes_make_room(pool: BufferPool) -> None:
@@ -150,7 +150,7 @@ def test_each_run_says_anew_which_weights_the_page_cache_may_hold(
 def test_pinned_open_blocks_are_a_part_of_the_plan_for_buffers(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else what the disk is read into would be let go of, and had again, step by step."""
+    """Otherwise read buffers would be freed and acquired again step by step."""
     room: list[int] = []
     real = BufferPool._make_room
 

@@ -1,4 +1,4 @@
-"""Checkpoints in every form, and what is said of broken ones."""
+"""Checkpoints in every form, and the errors that broken ones raise."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_fingerprint_changes_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_replaced_is_not_taken_for_the_one_that_was_opened(tmp_path: Path) -> None:
-    """Else what is stored of the one would be found under the other's name."""
+    """Otherwise, stored weights of one file would be found under the other's fingerprint."""
     folder = write_checkpoint(tmp_path / "m")
     opened = Checkpoint(folder)
     first = opened.fingerprint("float32")
@@ -262,7 +262,7 @@ def test_a_tokenizers_own_truncation_and_padding_are_left_out(tmp_path: Path) ->
 
 @pytest.mark.parametrize("percent", [(0, 0), (0, 100), (50, 0)])
 def test_loading_holds_less_than_two_layers(tmp_path: Path, percent: tuple[int, int]) -> None:
-    """What NumPy allocates beside the tensors' homes, while a checkpoint is brought there."""
+    """Loading allocates less than two layers with NumPy beside the tensors' homes in memory."""
     sizes = {"hidden_size": 512, "word_embed_proj_dim": 512, "ffn_dim": 2048}
     folder = write_checkpoint(tmp_path / "m", num_hidden_layers=6, **sizes)
     policy = Policy.from_percent(*percent, 100, 0, 100, 0)

@@ -1,4 +1,4 @@
-"""The offload folder: crashes, damage, other processes."""
+"""Tests the offload folder: crashes, damage, other processes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def test_a_failing_read_names_the_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_no_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which an automatic run answers with a smaller plan."""
+    """A mapping that fails raises `MemoryError`, to which an automatic run answers with a smaller
+    plan."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -152,7 +153,7 @@ def test_missing_chunk_is_an_error_not_zeros(folder: OffloadFolder) -> None:
 @pytest.mark.parametrize("size", [1, 4095, 4096, 70_000, 3_000_001])
 @pytest.mark.parametrize("offset", [0, 2, 4096])
 def test_read_file(tmp_path: Path, direct: bool, size: int, offset: int) -> None:
-    """Any size at any address, also where a direct read cannot reach."""
+    """Files of any size can be read to any address, also where a direct read cannot reach."""
     path = tmp_path / "chunk"
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     path.write_bytes(data.tobytes() + b"padding")
@@ -172,7 +173,8 @@ SIZES = st.lists(st.integers(0, 3 * 4096 + 5) | st.just(8192), min_size=1, max_s
 def test_read_file_into_several(
     tmp_path: Path, sizes: list[int], shift: int, direct: bool, missing: int
 ) -> None:
-    """One after the other, wherever they are and whatever their sizes, unless the file is short."""
+    """Arrays are filled one after the other, at any address and of any size, unless the file is too
+    short."""
     path, total = tmp_path / "chunk", sum(sizes)
     data = np.random.default_rng(total).integers(0, 256, total + 1, np.uint8)
     outs = [whole_pages(size + shift)[shift:] for size in sizes]
@@ -190,7 +192,8 @@ def test_read_file_into_several(
 @given(sizes=SIZES, chunk=st.sampled_from([4096, 8192, 1 << 20]), index=st.integers(0, 2))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_records(folder: OffloadFolder, sizes: list[int], chunk: int, index: int) -> None:
-    """What is written may change at once, and comes back whole; a record is files of full pages."""
+    """Arrays may change as soon as their write is started, and come back whole; a record is files
+    of full pages."""
     rng = np.random.default_rng(sum(sizes))
     arrays = [rng.integers(0, 256, size, np.uint8) for size in sizes]
     total = max(1, sum(sizes))
@@ -224,7 +227,7 @@ def test_records_of_strided_arrays(folder: OffloadFolder) -> None:
 def test_no_cache_is_read_before_all_prompts_are_there(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the buffers for it would come on top of what waits for the folder."""
+    """Otherwise read buffers would come on top of the prompts' blocks that wait for the disk."""
     found: list[bool] = []
     start = KVCache.start
 
@@ -329,7 +332,8 @@ def resident_tokens(folder: Path) -> str:
 
 
 def test_kill_at_any_moment_then_again(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """Killed while it writes weights, and while it generates; then it succeeds and reuses."""
+    """A process killed while it writes weights, or generates, leaves a folder that the next run
+    reuses."""
     folder, offload = checkpoint(), tmp_path / "offload"
     for pattern in ("weights/*/decoder.1.*/done.json", "runs/*/kv-0-*/c/**/0"):
         process = run_script(folder, offload)

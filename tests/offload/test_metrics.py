@@ -1,4 +1,4 @@
-"""Counters and traces against operations whose times are known."""
+"""Tests counters and traces against operations whose times are known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Clock = Callable[[float], None]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Sets the time that the counters see."""
+    """Returns a function that sets the time that the counters see."""
     now = 0.0
 
     def at(seconds: float) -> None:
@@ -34,7 +34,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def run_known(metrics: Metrics, clock: Clock) -> None:
-    """Weights 0 to 4 and 1 to 5, cache 3 to 6 (prefill); weights 7 to 9 (decode), cache queued."""
+    """Runs operations at known seconds: weights 0 to 4 and 1 to 5, cache 3 to 6 (prefill); weights
+    7 to 9 (decode), cache queued."""
     first = metrics.begin("disk_read", "weights", "layer 0", 100)
     clock(1)
     second = metrics.begin("disk_read", "weights", "layer 1", 20)

@@ -1,4 +1,4 @@
-"""Generation with quantized weights and KV cache, through every tier."""
+"""Tests generation with quantized weights and KV cache, through every tier."""
 
 from __future__ import annotations
 
@@ -29,15 +29,19 @@ KV_BLOCK = 8
 
 
 class CachedOpt(NumpyOpt):
-    """A NumPy OPT whose queries see keys and values of sealed blocks as quantization left them."""
+    """A NumPy OPT whose queries see the keys and values of sealed blocks as quantization left
+    them."""
 
     def __init__(self, config: dict[str, Any], tensors: Any, bits: int) -> None:
         super().__init__(config, tensors)
         self.bits = bits
 
     def attention(self, x: np.ndarray, name: str) -> np.ndarray:
-        """One forced token after another: 1 of a prompt, whose block is sealed at once, then
-        blocks of KV_BLOCK, each sealed when it is full."""
+        """Computes attention as if one forced token followed another.
+
+        The prompt is 1 token, whose block is sealed at once; then come blocks of KV_BLOCK tokens,
+        each sealed when it is full.
+        """
         tokens, hidden = x.shape
         heads = self.config["num_attention_heads"]
         q, k, v = (
@@ -101,7 +105,7 @@ def test_scores_through_the_cache(checkpoint: Callable[[str], Path], bits: int) 
 def test_a_text_of_one_token_is_scored_beside_longer_ones(
     checkpoint: Callable[[str], Path],
 ) -> None:
-    """In a batch of its own, which ends before the others of its block do."""
+    """The text is in a batch of its own, which ends before the others of its block do."""
     policy = Policy(batch_size=1, num_batches=2, schedule="row")
     with LLM(checkpoint(), dtype="float32", policy=policy) as llm:
         scores = llm.score(prompt_token_ids=[[5], [5, 6, 7]], through_cache=True)
@@ -162,7 +166,7 @@ def test_stored_weights_are_packed_and_reused(
 
     first = run(4)
     assert run(4) == first
-    # As after `kill -9` between two leaves.
+    # Simulates `kill -9` between two leaves.
     (damaged,) = tmp_path.glob("weights/*/decoder.0.mlp.fc1.kernel.scale")
     shutil.rmtree(damaged)
     assert set(run(4)) == set(first)
@@ -184,7 +188,8 @@ def test_stored_weights_are_packed_and_reused(
 def test_bytes_are_counted_packed(
     tmp_path: Path, percent: tuple[int, ...], tier: Any, links: tuple[str, ...]
 ) -> None:
-    """4-bit weights and blocks are at most 0.29 of their fp16 bytes, stored and on the links."""
+    """4-bit weights and KV blocks are at most 0.29 of their 16-bit bytes, stored and on the
+    links."""
     sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 512, "vocab_size": 512}
     more = {"num_attention_heads": 2, "max_position_embeddings": 254}
     folder = write_checkpoint(tmp_path / "model", **sizes, **more)
@@ -202,7 +207,7 @@ def test_bytes_are_counted_packed(
             report, config = llm.report(), llm.config
         rows[bits] = {link: report["bytes"][link] for link in links}
         rows[bits]["stored"] = report["peak_bytes"][tier]
-        if tier == "device":  # which also holds what is not stored: temporaries and hidden states
+        if tier == "device":  # also holds temporaries and hidden states
             formats = policy.formats("bfloat16")
             rows[bits]["stored"] -= (
                 workspace_bytes(config, formats, KernelSizes(), 2, 128) + 2 * 128 * 128 * 2
@@ -212,7 +217,8 @@ def test_bytes_are_counted_packed(
 
 
 def test_quantizing_in_pieces_is_quantizing() -> None:
-    """What `WeightStore` does row range by row range."""
+    """`WeightStore` quantizes one range of rows after another, with the result of doing it at
+    once."""
     x = np.random.default_rng(0).normal(size=(200, 24)).astype(np.float32)
 
     class Source:

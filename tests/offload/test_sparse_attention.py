@@ -1,4 +1,5 @@
-"""Top-K sparse attention against NumPy, on the device, on the host, split, and in whole runs."""
+"""Tests top-K sparse attention against NumPy: on the device, on the host, split, and in whole
+runs."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.helpers.numpy_opt import NumpyOpt
 
 BATCH, HEADS = 3, 2
 
-# Compiled whole, as in a run.
+# Compiled as one program, as in a run.
 everywhere = jax.jit(attend_top, static_argnames="most")
 ranked_by = jax.jit(rank, static_argnames="most")
 to_ranked = jax.jit(attend_ranked)
@@ -34,10 +35,12 @@ to_ranked = jax.jit(attend_ranked)
 def numpy_top(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, valid: np.ndarray, counts: np.ndarray
 ) -> np.ndarray:
-    """softmax(query key^T) value in fp64 without the tokens that are not among the `counts` [batch]
-    highest scores of a head, of equal ones the first, nor the last, which is the new token.
+    """Returns sparse attention in fp64: softmax(query key^T) value, with the weights of some tokens
+    set to 0.
 
-    valid: bool [batch, token]; returns [batch, head, 1, head_dim].
+    In each head, the last token, which is new, and the counts[batch] earlier tokens with the
+    highest scores keep their weights; of equal scores the first are kept. valid: bool [batch,
+    token]; returns [batch, head, 1, head_dim].
     """
     scores = np.einsum("bhqd,bhtd->bht", query.astype(np.float64), key)
     scores = np.where(valid[:, None], scores, -np.inf)
@@ -50,7 +53,7 @@ def numpy_top(
 
 
 class Case:
-    """A cache in blocks of some lengths, the last of which is open, and a new token."""
+    """A KV cache in blocks of given lengths, the last of which is open, and a new token."""
 
     def __init__(
         self,
@@ -63,7 +66,8 @@ class Case:
         bits: int = 16,
         head_dim: int = 8,
     ) -> None:
-        """values: "normal"; "whole", whole numbers, many of them equal; or "equal"."""
+        """Draws the numbers; values: "normal"; "whole", whole numbers, many of them equal; or
+        "equal"."""
         rng = np.random.default_rng(seed)
 
         def draw(tokens: int) -> np.ndarray:
@@ -110,7 +114,8 @@ class Case:
         return merge([attend_itself(self.query, *self.new), found])[0]
 
     def rank(self, chosen: list[int], most: int) -> tuple[Any, Candidates]:
-        """Some blocks' ranked tokens, as they are and by their indices in the sequence."""
+        """Ranks the tokens of the chosen blocks; returns them as ranked, and with their indices in
+        the sequence."""
         keys = tuple(self.blocks[i][0] for i in chosen)
         starts = np.array([self.starts[i] for i in chosen], np.int32)
         where = (starts, self.position, self.first)
@@ -122,7 +127,8 @@ class Case:
     def split(
         self, host: HostAttention, counts: np.ndarray, here: list[int], keys_move: bool
     ) -> np.ndarray:
-        """Blocks `here` on the device, the others on the host, their keys moved or not."""
+        """Attends with the blocks `here` on the device and the others on the host, whose keys are
+        moved or not."""
         most = max(1, int(counts.max()))
         away = [i for i in range(len(self.blocks)) if i not in here]
         ranked, candidates = self.rank(here, most) if here else (None, None)
@@ -164,7 +170,8 @@ def test_chosen_tokens_are_numpys(
     here: set[int],
     keys_move: bool,
 ) -> None:
-    """Masks, one token, all masked but one, equal scores; in one place and split."""
+    """There are masks, one token, all tokens masked but one, and equal scores; in one place and
+    split."""
     before = sum(lengths[:-1])
     position = before + round(filled * lengths[-1])
     case = Case(seed, lengths, [round(f * position) for f in first], position, values)
@@ -184,7 +191,7 @@ def test_formats(host: HostAttention, dtype: str, bits: int, head_dim: int) -> N
     case.query *= head_dim**-0.5
     counts = case.counts(0.3)
     expected = case.expected(counts)
-    # What the device unpacks is rounded to the dtype; the host's is not.
+    # The device rounds what it unpacks to the dtype; the host does not.
     is_rounded = bits < 16 and dtype != "float32"
     rounded = {"rtol": 1e-2, "atol": 1e-2} if is_rounded else {"rtol": 1e-4, "atol": 1e-5}
     np.testing.assert_allclose(case.on_device(counts), expected, **rounded)
@@ -195,7 +202,8 @@ def test_formats(host: HostAttention, dtype: str, bits: int, head_dim: int) -> N
 
 
 def test_all_tokens_are_dense_attention() -> None:
-    """The policy is then that of dense attention; and ranked and gathered, it is the same."""
+    """With all tokens the policy is dense; and ranking all of them gives the result of dense
+    attention."""
     assert not Policy(attention_sparsity=1.0).is_sparse
     case = Case(0, (9, 7, 8), [0, 3, 21], 22, "normal")
     where = (np.array(case.starts, np.int32), case.position, case.first)
@@ -222,7 +230,7 @@ def test_choose_top(seed: int, tokens: int, share: float, is_whole: bool) -> Non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_not_finite_shows(host: HostAttention, wrong: float, dtype: str) -> None:
-    """In the result, so that the run ends with an error; other heads are as they were."""
+    """It shows in the result, so that the run ends with an error; other heads are unchanged."""
     case = Case(0, (9, 7, 8), [0, 3, 0], 22, "normal", dtype)
     key, value = case.blocks[1]
     case.blocks[1] = (key.at[1, 0, 5].set(wrong), value)
@@ -239,7 +247,7 @@ def test_what_is_not_finite_shows(host: HostAttention, wrong: float, dtype: str)
 @pytest.mark.parametrize("fraction", [0.1, 0.4])
 @pytest.mark.parametrize("place", ["here", "host", "device"])
 def test_scores_are_numpys(tmp_path: Path, place: str, fraction: float) -> None:
-    """The whole model, token by token, against plain NumPy's sparse attention."""
+    """Scores the whole model, token by token, against plain NumPy's sparse attention."""
     folder = write_checkpoint(tmp_path / "m")
     model = NumpyOpt(BASE, random_tensors(BASE), fraction)
     ids = [prompts()[i] for i in (1, 3, 6)]
@@ -301,11 +309,11 @@ def test_sparsity_changes_something(checkpoint: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("attention", ["host", "device"])
 def test_values_hardly_move(tmp_path: Path, attention: Any) -> None:
-    """At 0.1 at most 0.12 of the bytes of the values, whatever goes in whichever direction."""
+    """At a fraction of 0.1, at most 0.12 of the values' bytes move, both directions together."""
     folder = write_checkpoint(tmp_path / "m", max_position_embeddings=1100)
 
     def step(fraction: float, attention: Any) -> int:
-        """Bytes of one decode step."""
+        """Returns the bytes that one decode step moves."""
         policy = Policy.from_percent(
             *(100, 0, 0, 100, 100, 0),
             batch_size=2,

@@ -29,7 +29,7 @@ def test_layers_may_multiply_integers_but_the_head_does_not() -> None:
     config = known_shape("facebook/opt-30b")
     layer = model_spec(config).decoders[0]
     measured = machine(linear_int8={4: Rate.constant(50e12)})
-    for bits, times in ((4, 2.5), (16, 1.0)):  # the latter was not measured
+    for bits, times in ((4, 2.5), (16, 1.0)):  # 16 bits were not measured with integers
         plain, integers = (
             Costs(config, "float16", replace(POLICY, weight_bits=bits, matmul_bits=n), measured)
             for n in (16, 8)
@@ -56,7 +56,7 @@ def test_sparse_attention_on_the_device_has_the_keys_moved_to_it() -> None:
 
 
 def test_terms_are_those_of_appendix_a3() -> None:
-    """Written from the paper; embedding and head, which it leaves out, are 3 % here."""
+    """The expected terms are the paper's, which leaves out embedding and head (3 % here)."""
     config, hw = known_shape("facebook/opt-30b"), machine()
     h1, h2, s, n, bls = config.hidden_size, config.ffn_size, 512, 32, 48 * 3
     terms = block_terms(Costs(config, "float16", POLICY, hw), Workload(s, n, bls), unified=False)
@@ -203,7 +203,7 @@ GRID = [
 
 
 def on_grid(term: Linear) -> np.ndarray:
-    """A term at every combination of placements in steps of 10 %."""
+    """Returns a term's values at every combination of placements in steps of 10 %."""
     points = np.array(GRID)
     parts = [
         points @ np.array([term.factors.get(name, 0.0) for name in FRACTIONS[i : i + 3]])

@@ -67,7 +67,7 @@ def test_split_is_within_one_tensor_everywhere(sizes: list[int], percent: tuple[
 
 
 def test_opt_30b_split_is_exact() -> None:
-    """The original puts 8.3 % of OPT-30B on the GPU when asked for 20."""
+    """The original FlexGen puts 8.3 % of OPT-30B on the GPU when asked for 20 %."""
     spec = model_spec(known_shape("facebook/opt-30b"))
     policy = Policy.from_percent(20, 80, 0, 100, 0, 100)
     tiers = place_weights(spec, "float16", policy)
@@ -125,7 +125,7 @@ def test_impossible_sparsity_names_the_field(fraction: object) -> None:
 
 @given(st.integers(1, 100), st.integers(0, 5000))
 def test_attended_tokens(percent: int, tokens: int) -> None:
-    """The fraction, rounded up in whole numbers; never none."""
+    """A head attends to the fraction of the tokens, rounded up, so never to none."""
     assert Policy(attention_sparsity=1e-12).attended(tokens) == min(tokens, 1)
     assert Policy(attention_sparsity=percent / 100).attended(tokens) == -(-percent * tokens // 100)
 

@@ -1,4 +1,4 @@
-"""The bound against numbers worked out by hand."""
+"""The roofline against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flexgen_jax.policy.search import Budgets, Problem, evaluate
 CONFIG = known_shape("facebook/opt-1.3b")
 HIDDEN, LAYERS = 2048, 24
 LAYER = 12 * HIDDEN**2 * 2
-"""Bytes of a layer's matrices."""
+"""Bytes of a decoder layer's matrices."""
 ENDS = (50272 * HIDDEN) * 2 + 2050 * HIDDEN * 2
-"""The table that embedding and head share, and the positions."""
+"""Bytes of the table that embedding and head share, and of the position table."""
 MACHINE = replace(
     known_machine("t4-16gb"),
     linear={16: Rate(((1.0, 1e11), (64.0, 2e12), (512.0, 1e12)))},
@@ -40,7 +40,7 @@ def bound(*percent: float, unified: bool = False, **options: object) -> Seconds:
 def test_compute_is_two_flops_a_parameter_and_token() -> None:
     found = bound(100, 0, 100, 0, 100, 0)
     layers, head = LAYERS * 12 * HIDDEN**2, 50272 * HIDDEN
-    skipped = 99 * 10 * HIDDEN**2  # of the last layer all but keys and values, but for one token
+    skipped = 99 * 10 * HIDDEN**2  # the last layer makes only keys and values of 99 of 100 tokens
     prompt = 100 * layers - skipped
     assert found["prefill"]["compute"] == pytest.approx(2 * 40 * (prompt + head) / 2e12)
     assert found["decode"]["compute"] == pytest.approx(2 * 40 * 10 * (layers + head) / 2e12)
@@ -72,7 +72,7 @@ def test_disk_reads_weights_once_a_step_of_each_block_and_the_cache_once_a_step(
     first, later = 2 * (LAYERS * LAYER + ENDS), 2 * 10 * LAYERS * LAYER  # two blocks
     cache = 40 * LAYERS * 4 * HIDDEN * sum(range(100, 110))
     found = bound(50, 0, 0, 75, 100, 0)
-    # Of the generated tokens none is in a full block of 32 yet, so none is on disk.
+    # No generated token is in a full block of 32 yet, so none is on disk.
     full = 40 * LAYERS * 4 * HIDDEN * 10 * 100
     assert found["prefill"]["disk_read"] == pytest.approx(0.5 * first / 2e9, rel=1e-3)
     assert found["decode"]["disk_read"] == pytest.approx((0.5 * later + 0.25 * full) / 2e9, 1e-3)

@@ -48,7 +48,7 @@ def test_look_ahead_shows_what_comes() -> None:
 
 
 def test_look_ahead_past_what_is_not_counted() -> None:
-    """From the last of two layers on: head, embedding and the first two steps of the next token."""
+    """From the last decoder layer, look-ahead passes head and embedding to the next token."""
     ahead = LookAhead(zigzag(2, 4, 2))
     while next(iter(ahead))[:3] != (0, 2, 1):
         pass

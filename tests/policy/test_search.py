@@ -1,4 +1,4 @@
-"""Policy search: feasible, no worse than what one would try by hand, and as the paper measured."""
+"""Policy search: plans fit, are no worse than plans made by hand, and agree with the paper."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_scoring_counts_the_prompts_tokens() -> None:
 
 @pytest.mark.parametrize("bits", [16, 4])
 def test_kv_blocks_are_smaller_where_open_ones_fill_the_memory(bits: int) -> None:
-    """There is an open block of every sequence in RAM: a quarter of it makes room for more."""
+    """Every sequence has an open block in RAM; a shorter one makes room for more sequences."""
     machine = known_machine("generic-cpu")
     asked = problem(
         "facebook/opt-1.3b",

@@ -1,4 +1,4 @@
-"""The simulator against real runs' bytes, and against what can be said without it."""
+"""The simulator against the bytes of real runs, and against results worked out without it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def test_bytes_are_those_of_a_run(
     unified: bool,
     num_batches: int,
 ) -> None:
-    """The executor's counters and the simulator's, which come from the same shapes; with six
-    batches, more than stay in RAM until they are written."""
+    """The simulator counts the bytes that the executor counts.
+
+    Six batches are more than may stay in RAM until they are written.
+    """
     changes = {"attention": "host", "num_batches": num_batches, **options}
     policy = Policy.from_percent(*percent, batch_size=2, kv_block_tokens=4, **changes)
     tokens = 10
@@ -65,7 +67,7 @@ def test_bytes_are_those_of_a_run(
 def test_bytes_of_scoring_are_those_of_a_run(
     checkpoint: Callable[[], Path], tmp_path: Path
 ) -> None:
-    """Of a scored prompt, the last layer's hidden states are all there, and on disk as others."""
+    """When prompts are scored, the last layer's hidden states of all tokens go to disk, too."""
     policy = Policy.from_percent(0, 100, 0, 0, 0, 0, batch_size=2, num_batches=2)
     with LLM(
         checkpoint(), dtype="float32", policy=policy, offload_dir=tmp_path, unified=False
@@ -110,7 +112,7 @@ def test_the_slowest_resource_decides(percent: tuple[int, ...], slow: str) -> No
 
 
 def test_kv_blocks_are_read_at_the_rate_of_their_size() -> None:
-    """Keys and values of one block: 0.52 MB for 16 tokens of a prompt, 0.13 MB for 4 new ones."""
+    """A block's keys and values are 0.52 MB for 16 tokens of a prompt, 0.13 MB for 4 new ones."""
     rate = Rate(((6e4, 1e8), (1e6, 1e9)))
     options = {"batch_size": 4, "num_batches": 2, "kv_block_tokens": 4, "attention": "host"}
     policy = Policy.from_percent(100, 0, 0, 0, 100, 0, **options)
@@ -220,7 +222,8 @@ def test_sampled_tokens_stand_for_the_others() -> None:
 
 @pytest.mark.parametrize("percent", PLACEMENTS)
 def test_the_cost_model_agrees(percent: tuple[int, ...]) -> None:
-    """Within a quarter: it has no start-up, and no waiting of one batch for another."""
+    """The cost model is within 25 % of the simulator: it has no start-up, and no waiting between
+    batches."""
     policy = Policy.from_percent(*percent, batch_size=8, num_batches=4, attention="host")
     config = known_shape("facebook/opt-6.7b")
     costs = Costs(config, "float16", policy, machine())
@@ -231,12 +234,14 @@ def test_the_cost_model_agrees(percent: tuple[int, ...]) -> None:
 
 
 def test_a_decode_steps_hidden_states_stay_in_ram() -> None:
-    """On disk a prompt's are written and read back, those of one token never, as which counts what
-    the last layer makes of a prompt."""
+    """A prompt's hidden states are written to disk and read back, those of one token never.
+
+    The last layer makes hidden states of only one token of a prompt.
+    """
     policy = Policy.from_percent(100, 0, 100, 0, 0, 0, batch_size=4, num_batches=8)
     short, costs = run(policy, {}, gen=1)
     long, _ = run(policy, {}, gen=9)
-    written = costs.config.num_layers  # by all but the head and the last layer
+    written = costs.config.num_layers  # every layer but the last one and the head writes
     assert short.bytes["disk_write"] == written * 8 * costs.hidden_bytes(4, 128)
     assert 0 < short.bytes["disk_read"] <= short.bytes["disk_write"]
     for link in ("disk_read", "disk_write"):

@@ -1,4 +1,4 @@
-"""The benchmark's choice of the reference's batch, its order of runs, and its tables."""
+"""Tests the benchmark's choice of the reference's batch, its order of runs, and its tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_bench(speeds: dict[str, float], repeat: int) -> Any:
-    """A `Bench` whose runs only look up their token/s by name; 0 fails."""
+    """Returns a `Bench` whose runs only look up their token/s by name; 0 is a run that fails."""
     from benchmark import Bench
 
     bench = object.__new__(Bench)
@@ -117,7 +117,8 @@ def test_old_profiles_are_measured_anew(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("scripts")
 def test_bound_takes_the_disk_as_it_was_around_the_run(tmp_path: Path) -> None:
-    """16 sequences in a block: 2.4 GB of weights in each of 31 steps after the prompt's."""
+    """A block has 16 sequences, so 2.4 GB of weights are read in each of the 31 steps after the
+    prompt's."""
     from benchmark_suites import Case, Ours
     from flexgen_jax.models.checkpoint import DummyWeights
     from flexgen_jax.models.families import known_shape
