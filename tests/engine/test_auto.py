@@ -240,7 +240,7 @@ def _small(name: str, small: object) -> object:
 
 
 def test_attention_rates_count_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of prompts XLA's count of operations, of decoding the elements that are attended to."""
+    """Prompts' rates count XLA's operations, those of decoding the elements attended to."""
     sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "num_attention_heads": 2}
     config = read_config({**BASE, **sizes, "max_position_embeddings": 256})
     operations: list[float] = []

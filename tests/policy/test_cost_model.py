@@ -272,7 +272,7 @@ def test_linear_program_is_never_worse_than_brute_force(seed: int) -> None:
 def test_memory_terms_are_near_the_exact_peaks(
     percent: tuple[int, ...], prompt: int, options: dict[str, Any], unified: bool
 ) -> None:
-    """Of a short prompt, half of the cache is in open blocks."""
+    """After a short prompt, half of the cache is in open blocks."""
     config, workload = known_shape("facebook/opt-6.7b"), Workload(prompt, 33, 64)
     options = {"attention": "host", **options}
     policy = Policy.from_percent(*percent, batch_size=16, num_batches=4, **options)

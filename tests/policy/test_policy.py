@@ -189,7 +189,7 @@ HIDDEN, ROWS, PROMPT = 32, 4, 16
 
 
 def peaks_of(*percent: int, shape: BlockShape | None = None, **options: Any) -> dict[Tier, int]:
-    """Of fp32 with a KV cache in its dtype, where host and device are not the same memory."""
+    """Peak bytes in fp32, where host and device are apart."""
     policy = Policy.from_percent(*percent, **options)
     shape = shape or BlockShape((ROWS,) * 5, (PROMPT,) * 5, 9)
     return peak_bytes(read_config(BASE), "float32", policy, shape, False, KernelSizes())

@@ -13,7 +13,8 @@ from flexgen_jax.models.families import known_shape
 from flexgen_jax.policy.clock import Clock
 from flexgen_jax.policy.cost_model import FRACTIONS, Costs, block_terms, fractions_of
 from flexgen_jax.policy.hardware import Rate
-from flexgen_jax.policy.memory import BlockShape
+from flexgen_jax.policy.memory import BlockShape, plan_cache
+from flexgen_jax.policy.placement import CacheKey
 from flexgen_jax.policy.policy import SCORE, Workload
 from flexgen_jax.policy.simulate import Prediction, simulate
 from tests.helpers.models import PLACEMENTS
@@ -160,6 +161,22 @@ def test_what_moves_for_the_cpu_to_attend() -> None:
     assert found.bytes["disk_read"] == found.bytes["disk_write"] == 0
 
 
+def test_a_step_whose_blocks_are_all_on_the_device_asks_nothing_of_the_cpu() -> None:
+    policy = Policy.from_percent(
+        *(100, 0, 90, 10, 100, 0), batch_size=4, num_batches=3, attention="host"
+    )
+    found, costs = run(policy, {}, gen=40)
+    homes = plan_cache(costs.config, policy, BlockShape((4,) * 3, (128,) * 3, 40)).homes
+    asked = sum(
+        any(homes[CacheKey(layer, batch, block)] == "host" for block in range(2 + before // 32))
+        for layer in range(24)
+        for batch in range(3)
+        for before in range(39)  # new tokens in the cache; the prompt is one block
+    )
+    assert 0 < asked < 24 * 3 * 39
+    assert found.bytes["host_to_device"] == asked * 4 * 32 * (64 + 1) * 4
+
+
 @pytest.mark.parametrize(("gen", "sample"), [(2, 1), (11, 3), (11, 9), (11, 10), (40, 7)])
 def test_sampled_tokens_stand_for_all(gen: int, sample: int) -> None:
     """Exactly, where every token takes as long."""
@@ -185,7 +202,7 @@ def test_two_lanes_share_the_disk() -> None:
 
 
 def test_what_the_page_cache_holds_comes_from_disk_once() -> None:
-    """Of the decoder layers; the tables of both ends are read once anyway."""
+    """The decoder layers' bytes come from disk once; the tables of both ends do anyway."""
     rates = {"disk_read": Rate.constant(1e9), "page_cache": Rate.constant(8e9)}
     config, policy = known_shape("facebook/opt-125m"), Policy.from_percent(0, 0, 100, 0, 100, 0)
     costs = Costs(config, "float16", policy, machine(**rates))
