@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from flexgen_jax.version import __version__
+
 __all__ = ["LLM", "Placement", "Policy", "SamplingParams", "UserError", "__version__"]
 
 if TYPE_CHECKING:

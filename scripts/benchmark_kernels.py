@@ -31,8 +31,7 @@ import numpy as np
 
 from flexgen_jax.cpu import HostAttention, HostBlock, kernels_of_device
 from flexgen_jax.layers.attention import attend
-from flexgen_jax.layers.kernels import Dense
-from flexgen_jax.layers.programs import compiler_options
+from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.quantization import Kept, quantize, quantize_as
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.models.storage import kv_storage
@@ -56,23 +55,27 @@ def layer_weights(hidden: int, seed: int) -> list[jax.Array]:
     ]
 
 
-def products(dense: Dense, x: jax.Array, weights: Layer) -> jax.Array:
+def products(kernels: Kernels, bits: int, x: jax.Array, weights: Layer) -> jax.Array:
     """Computes a layer's six products, each depending on the one before as in a model.
 
     The numbers have the size that layer norms give them, so products of integers have hardly any
     outliers.
     """
-    q, k, v = (dense(x, kernel, None) for kernel in weights[:3])
-    x = dense(jax.nn.standardize(q + k + v), weights[3], None)
-    x = dense(jax.nn.standardize(x), weights[4], None)
-    return dense(jax.nn.relu(x), weights[5], None)
+
+    def dense(x: jax.Array, kernel: Kept) -> jax.Array:
+        return kernels.matmul(x, kernel, None, bits)
+
+    q, k, v = (dense(x, kernel) for kernel in weights[:3])
+    x = dense(jax.nn.standardize(q + k + v), weights[3])
+    x = dense(jax.nn.standardize(x), weights[4])
+    return dense(jax.nn.relu(x), weights[5])
 
 
 def compiled(x: jax.Array, layer: Layer, formats: Formats) -> jax.stages.Compiled:
     """Compiles `products` as the model's programs are compiled."""
-    dense = kernels_of_device().multiplying(formats.matmul_bits).dense
-    lowered = jax.jit(partial(products, dense)).lower(x, layer)
-    return lowered.compile(compiler_options=compiler_options(formats))
+    kernels = kernels_of_device()
+    lowered = jax.jit(partial(products, kernels, formats.matmul_bits)).lower(x, layer)
+    return lowered.compile(compiler_options=kernels.compiler_options(formats))
 
 
 def timed(function: Callable[..., Any], *args: Any) -> float:
@@ -138,7 +141,8 @@ def attention_runs(dtype: str, bits: int, tokens: int) -> dict[str, Callable[[An
     """Returns functions of a key and a value, [batch, head, token, head_dim], by name."""
     query = jnp.ones((*KV_SHAPE[:2], 1, KV_SHAPE[2]), dtype)
     valid, first = jnp.ones((KV_SHAPE[0], tokens), bool), np.zeros(KV_SHAPE[0], np.int32)
-    host, device, rows = HostAttention(), jax.jit(attend), np.asarray(query.astype(jnp.float32))
+    device = jax.jit(partial(attend, tuning=kernels_of_device().tuning))
+    host, rows = HostAttention(), np.asarray(query.astype(jnp.float32))
     counts = np.full(KV_SHAPE[0], -(-tokens // 10), np.int32)
     where = (tokens, first)
     runs: dict[str, Callable[[Any, Any], object]] = {

@@ -27,9 +27,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from corpus import fetch_corpus, split_corpus
 from flexgen_jax.layers.decoder import DecoderLayer
 from flexgen_jax.layers.embedding import Embedding, Head
+from flexgen_jax.layers.kernels import XlaKernels
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import family_of
-from flexgen_jax.models.spec import num_parameters
+from flexgen_jax.models.spec import model_spec
+from flexgen_jax.policy.hardware import KernelSizes
+
+KERNELS = XlaKernels(KernelSizes())
+"""XLA's own code: what is trained must have gradients."""
 
 Params = dict[str, Any]
 END = 2  # token "</s>", which OPT puts before a prompt and between documents
@@ -79,12 +84,14 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
     ids, none = jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32)
     hidden = jnp.zeros((1, 2, config.hidden_size))
     keys = jax.random.split(key, config.num_layers + 2)
-    params = {"embedding": Embedding(config).init(keys[0], ids, jnp.int32(0), none)["params"]}
-    layer = DecoderLayer(config)
+    params = {
+        "embedding": Embedding(config, KERNELS).init(keys[0], ids, jnp.int32(0), none)["params"]
+    }
+    layer = DecoderLayer(config, KERNELS)
     for i in range(config.num_layers):
         variables = layer.init(keys[i + 1], hidden, none, method="prefill")
         params[f"decoder.{i}"] = variables["params"]
-    params["head"] = Head(config).init(keys[-1], hidden)["params"]
+    params["head"] = Head(config, KERNELS).init(keys[-1], hidden)["params"]
     del params["head"]["tokens"]  # tied to the embedding
     return params
 
@@ -93,13 +100,15 @@ def logits_of(config: ModelConfig, params: Params, ids: jax.Array) -> jax.Array:
     """Returns the logits, fp32 [batch, token, vocabulary]; ids: int32 [batch, token] without
     padding."""
     none = jnp.zeros(ids.shape[0], jnp.int32)
-    hidden = Embedding(config).apply({"params": params["embedding"]}, ids, jnp.int32(0), none)
-    layer = DecoderLayer(config)
+    hidden = Embedding(config, KERNELS).apply(
+        {"params": params["embedding"]}, ids, jnp.int32(0), none
+    )
+    layer = DecoderLayer(config, KERNELS)
     for i in range(config.num_layers):
         weights = {"params": params[f"decoder.{i}"]}
         hidden, _ = layer.apply(weights, hidden, none, method="prefill")
     head = {**params["head"], "tokens": params["embedding"]["tokens"]}
-    return Head(config).apply({"params": head}, hidden)
+    return Head(config, KERNELS).apply({"params": head}, hidden)
 
 
 def mean_loss(config: ModelConfig, params: Params, ids: jax.Array) -> jax.Array:
@@ -188,7 +197,8 @@ def main() -> None:
     tokenizer = train_tokenizer(train_documents, args.vocab_size)
     config = tiny_config(tokenizer.get_vocab_size())
     stream = token_stream(tokenizer, train_documents)
-    print(f"{len(stream) / 1e6:.1f}M tokens, {num_parameters(config) / 1e6:.2f}M parameters")
+    parameters = model_spec(config).num_parameters
+    print(f"{len(stream) / 1e6:.1f}M tokens, {parameters / 1e6:.2f}M parameters")
 
     started = time.perf_counter()
     params = train(config, stream, args)
@@ -198,7 +208,7 @@ def main() -> None:
     record = {
         "heldout_perplexity": perplexity,
         "heldout": "heldout.txt, consecutive windows of the whole context, </s> first, fp32",
-        "parameters": num_parameters(config),
+        "parameters": model_spec(config).num_parameters,
         "train_tokens": len(stream),
         "train_characters": sum(map(len, train_documents)),
         "steps": args.steps,

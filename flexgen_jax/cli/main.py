@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from flexgen_jax import __version__
 from flexgen_jax.cli.bench import bench
 from flexgen_jax.cli.convert import convert
 from flexgen_jax.cli.generate import generate
@@ -18,6 +17,7 @@ from flexgen_jax.cli.plan import plan
 from flexgen_jax.cli.profile import profile
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine.caches import keep_programs
+from flexgen_jax.version import __version__
 
 
 class Commands(click.Group):

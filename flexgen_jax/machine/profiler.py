@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax import __version__
 from flexgen_jax.cpu import features, kernels_of_device
 from flexgen_jax.machine.compute_probe import PREFILLS, ROWS, ComputeProbe, Sample, rate_of, timed
 from flexgen_jax.machine.limits import (
@@ -44,6 +43,7 @@ from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.memory import BlockShape, plan_cache
 from flexgen_jax.policy.placement import place_weights
 from flexgen_jax.policy.policy import Policy
+from flexgen_jax.version import __version__
 
 MB = 1 << 20
 DISK_SIZES = ((MB // 8, 64 * MB), (1 * MB, 128 * MB), (8 * MB, 3072 * MB))
