@@ -12,10 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.cli.main import main
 from flexgen_jax.cpu import HostAttention, HostBlock, features
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine import compute_probe, profiler, profiles
@@ -25,6 +23,7 @@ from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.policy.hardware import UNSTEADY, Rate
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.progress import Progress
+from tests.helpers.command_line import run
 from tests.helpers.models import BASE, prompts
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -147,8 +146,8 @@ def test_weights_stay_where_they_are(checkpoint: Callable[[], Path]) -> None:
 
 
 def invoke(*args: str) -> str:
-    result = CliRunner().invoke(main, list(args), standalone_mode=False)
-    assert result.exception is None, result.output
+    result = run(*args)
+    assert result.exit_code == 0, result.output
     return result.output
 
 
@@ -195,16 +194,14 @@ def test_latency_curve(tmp_path: Path) -> None:
     ],
 )
 def test_plan_says_what_is_wrong(flags: tuple[str, ...], said: str) -> None:
-    result = CliRunner().invoke(main, [*PLAN, *flags])
+    result = run(*PLAN, *flags)
     assert result.exit_code == 2
     assert re.search(said, result.output), result.output
     assert "Traceback" not in result.output
 
 
 def test_a_plan_has_the_products_it_is_for() -> None:
-    result = CliRunner().invoke(main, [*PLAN, "--matmul-bits", "8"])
-    assert result.exit_code == 0, result.output
-    assert "--matmul-bits 8" in result.output
+    assert "--matmul-bits 8" in invoke(*PLAN, "--matmul-bits", "8")
 
 
 def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from llvmlite import binding
 from numba import cfunc, njit, types
 from numba.core import typing as untyped_typing
 
+from flexgen_jax.cpu import targets
 from flexgen_jax.cpu.jit import prefill_attention, xla_calls
 from flexgen_jax.cpu.jit.decode_attention import SOURCE, cached, fold_rows, source_of
 from flexgen_jax.cpu.jit.prefill_attention import attend_rows
@@ -34,17 +35,16 @@ from flexgen_jax.cpu.jit.xla_calls import (
     run_part,
     words,
 )
-from flexgen_jax.cpu.targets import INTERFACE
 from flexgen_jax.layers.attention import MASKED
 
 carray: Any = vars(numba)["carray"]
 typing: Any = untyped_typing
 
-CALLS = source_of(__file__, xla_calls.__file__)
+CALLS = source_of(__file__, xla_calls.__file__, targets.__file__)
 """A checksum of the code that calls XLA; see `decode_attention.SOURCE`."""
 
 METADATA = 1
-API_VERSION = np.int64(INTERFACE[1] << 32 | INTERFACE[0])
+API_VERSION = np.int64(targets.INTERFACE[1] << 32 | targets.INTERFACE[0])
 PACKED = 6  # XLA's number for the type uint8
 FAIL, SCHEDULE, THREADS = 6, 17, 18  # words of XLA_FFI_Api
 RESOURCE_EXHAUSTED = 8
