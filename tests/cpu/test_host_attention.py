@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,17 @@ from tests.helpers.attention import (
     numpy_attention,
     random_blocks,
 )
+from tests.helpers.cases import covering
 from tests.helpers.models import SHORT, run_greedy, write_checkpoint
 
 
-@pytest.mark.parametrize("head_dim", [8, 20, 64, 80, 128])
-@pytest.mark.parametrize(("dtype", "bits"), FORMATS)
+@pytest.mark.parametrize(("kind", "head_dim"), covering(FORMATS, [8, 20, 64, 80, 128], together=1))
 def test_attention_is_the_formula(
-    host: HostAttention, dtype: str, bits: int, head_dim: int
+    host: HostAttention, kind: tuple[str, int], head_dim: int
 ) -> None:
     """There are three blocks, one of them the open tail, with left padding that reaches into the
     second; one sequence has a single valid token."""
+    dtype, bits = kind
     pairs, (key, value) = random_blocks(head_dim, dtype, bits, bits, head_dim)
     blocks = [HostBlock(start, pair) for start, pair in zip((0, 7, 12), pairs, strict=True)]
     rng = np.random.default_rng(0)
@@ -102,17 +104,18 @@ def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
     return run_greedy(checkpoint(), SHORT, Policy(batch_size=2, kv_block_tokens=8))
 
 
-@pytest.mark.parametrize("unified", [True, False], ids=["one RAM", "copies"])
-@pytest.mark.parametrize("attention", ["host", "device", "auto"])
-@pytest.mark.parametrize("cache", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    ("cache", "how"),
+    covering(SPLITS, [*product(["host", "device", "auto"], [True, False])], together=1),
+)
 def test_tokens_are_equal(
     checkpoint: Callable[[str], Path],
     resident: list[list[int]],
     tmp_path: Path,
     cache: tuple[int, int],
-    attention: Any,
-    unified: bool,
+    how: tuple[Any, bool],
 ) -> None:
+    attention, unified = how
     policy = Policy.from_percent(
         *(100, 0, *cache, 100, 0),
         batch_size=2,

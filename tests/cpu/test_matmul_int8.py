@@ -36,6 +36,7 @@ from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import workspace_bytes
 from tests.helpers.arrays import anew, numbers
+from tests.helpers.cases import covering
 from tests.helpers.kernels import CPU, XLA_ON_CPU
 from tests.helpers.models import BASE, PLACEMENTS, prompts, run_greedy
 from tests.helpers.numpy_opt import NumpyOpt
@@ -114,23 +115,22 @@ def test_kernels_use_their_levels(bits: int) -> None:
     assert (codes.reshape(192 // each, -1).max(1) >= (127 if bits == 16 else 120)).all()
 
 
+SHAPES = [
+    (1, 64, 64, 0),
+    (40, 384, 320, 1),
+    (33, 2 * CHUNK + 128, COLUMNS + 64, 70),
+    (70, 4 * DEPTH + 192, 64, 0),
+    (70, 4 * DEPTH + 192, 64, CHUNK + 64),
+    (129, 2 * DEPTH + 640, 8 * COLUMNS + 64, 0),
+    (129, 2 * DEPTH + 640, 8 * COLUMNS + 64, 70),
+]
+
+
 @BY_EACH
-@pytest.mark.parametrize(
-    ("rows", "depth", "columns", "outliers"),
-    [
-        (1, 64, 64, 0),
-        (40, 384, 320, 1),
-        (33, 2 * CHUNK + 128, COLUMNS + 64, 70),
-        (70, 4 * DEPTH + 192, 64, 0),
-        (70, 4 * DEPTH + 192, 64, CHUNK + 64),
-        (129, 2 * DEPTH + 640, 8 * COLUMNS + 64, 0),
-        (129, 2 * DEPTH + 640, 8 * COLUMNS + 64, 70),
-    ],
-)
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_product_is_the_formula(
-    multiply: Any, bits: int, rows: int, depth: int, columns: int, outliers: int
-) -> None:
+@pytest.mark.parametrize(("shape", "bits"), covering(SHAPES, [16, 8, 4], together=1))
+def test_product_is_the_formula(multiply: Any, shape: tuple[int, ...], bits: int) -> None:
+    """Of rows, depth, columns and outliers."""
+    rows, depth, columns, outliers = shape
     plain, bias = numbers(columns, depth, seed=1), numbers(columns, seed=2)
     x = with_outliers(numbers(rows, depth), outliers)
     kernel = plain if bits == 16 else quantize(plain, bits, 64, 0)

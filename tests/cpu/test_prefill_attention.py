@@ -55,8 +55,9 @@ def by_heads(x: jax.Array) -> np.ndarray:
 @pytest.mark.parametrize(
     ("dtype", "tokens", "head_dim"),
     [
-        *(("float32", tokens, 20) for tokens in (1, 8, 13, 32, 70)),
-        *((dtype, 45, size) for dtype in ("bfloat16", "float16") for size in (8, 64, 128)),
+        *(("float32", tokens, 20) for tokens in (1, 13, 32, 70)),
+        *(("bfloat16", 45, size) for size in (8, 128)),
+        ("float16", 45, 64),
     ],
 )
 def test_attention_is_the_formula(dtype: str, tokens: int, head_dim: int) -> None:

@@ -33,7 +33,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [r.token_ids for r in llm.generate(prompt_token_ids=prompts(), sampling_params=GREEDY)]
 
 
-@pytest.mark.parametrize("failures", [1, 3])
+@pytest.mark.parametrize("failures", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_out_of_memory_goes_on_with_less(
     checkpoint: Callable[[], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -172,9 +172,12 @@ def test_plan_json_is_a_policy_file(tmp_path: Path) -> None:
     assert f"{predicted['generation_throughput']:.3g} token/s" in again
 
 
+LITTLE = ("--device-memory", "2GB", "--num-sequences", "16")
+
+
 def test_latency_curve(tmp_path: Path) -> None:
     picture = tmp_path / "curve.png"
-    said = invoke(*PLAN, "--latency-curve", str(picture), "--device-memory", "2GB")
+    said = invoke(*PLAN, "--latency-curve", str(picture), *LITTLE)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "block s" in said
 
@@ -201,7 +204,7 @@ def test_plan_says_what_is_wrong(flags: tuple[str, ...], said: str) -> None:
 
 
 def test_a_plan_has_the_products_it_is_for() -> None:
-    assert "--matmul-bits 8" in invoke(*PLAN, "--matmul-bits", "8")
+    assert "--matmul-bits 8" in invoke(*PLAN, *LITTLE, "--matmul-bits", "8")
 
 
 def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

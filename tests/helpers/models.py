@@ -54,7 +54,7 @@ PLACEMENTS = (
 )
 
 PROMPT_LENGTHS = (3, 17, 8, 20, 5, 9, 12, 1)
-SHORT = SamplingParams(max_tokens=18, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=10, ignore_eos=True)
 
 
 def prompts(vocab_size: int = 96) -> list[list[int]]:

@@ -23,6 +23,7 @@ from flexgen_jax.layers.tuning import PLAIN, Tuning
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.hardware import KernelSizes
+from tests.helpers.cases import covering
 from tests.helpers.kernels import CPU, XLA
 from tests.helpers.models import BASE, VARIANTS
 
@@ -124,12 +125,15 @@ def test_spec_is_what_the_modules_declare(variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache_bits"), [("float32", 16), ("float32", 4), ("bfloat16", 16), ("float16", 16)]
+    ("batch", "kind"),
+    covering(
+        [20, 16],
+        [("float32", 16), ("float32", 4), ("bfloat16", 16), ("float16", 16)],
+        together=1,
+    ),
 )
-@pytest.mark.parametrize("batch", [16, 20])
-def test_sequences_prefilled_in_groups_are_as_alone(
-    batch: int, dtype: str, cache_bits: int
-) -> None:
+def test_sequences_prefilled_in_groups_are_as_alone(batch: int, kind: tuple[str, int]) -> None:
+    dtype, cache_bits = kind
     config, tokens = read_config(BASE | {"max_position_embeddings": 160}), 128
     assert XLA.sizes.prefill_sequences(batch, tokens, 16) == 8
     formats, close = Formats(dtype, 16, cache_bits), 2e-4 if dtype == "float32" else 5e-2
@@ -160,19 +164,21 @@ def test_sequences_prefilled_in_groups_are_as_alone(
 
 
 @pytest.mark.parametrize(
-    ("kernels", "dtype", "cache_bits"),
-    [(XLA, "float32", 16), (CPU, "float32", 16), (CPU, "bfloat16", 4)],
-    ids=["xla", "inline", "inline-bf16"],
+    ("variant", "kind"),
+    covering(
+        ["base", "350m"],
+        [("xla", "float32", 16), ("inline", "float32", 16), ("inline", "bfloat16", 4)],
+        together=1,
+    ),
 )
-@pytest.mark.parametrize("variant", ["base", "350m"])
 def test_the_last_token_alone_is_as_among_all(
     variant: str,
-    kernels: Kernels,
-    dtype: str,
-    cache_bits: int,
+    kind: tuple[str, str, int],
     always: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    where, dtype, cache_bits = kind
+    kernels: Kernels = XLA if where == "xla" else CPU
     for name in ("FEW_ELEMENTS", "FEW_OF_A_PROMPT"):
         monkeypatch.setattr(attention, name, 0)
     wide = {"hidden_size": 128, "word_embed_proj_dim": 128, "max_position_embeddings": 160}

@@ -80,6 +80,7 @@ def run(folder: Path) -> Any:
     """Generates in a process of its own; returns its results."""
     file = folder / "result.json"
     command = [sys.executable, "-m", "flexgen_jax", "generate", "--max-tokens", "4"]
+    command += ["--batch-size", "1"]
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "1"}
     environment.pop(FOLDER, None)
     command += ["--offload-dir", str(folder / "offload"), "--json", str(file), "In the end"]

@@ -83,7 +83,7 @@ def test_more_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 def test_buffers_for_prompts_of_many_lengths_stay_within_the_plan(tmp_path: Path) -> None:
     """Each length has shapes, and so buffers, of its own."""
     folder = write_checkpoint(tmp_path / "m", max_position_embeddings=140)
-    ids = [[5] * length for length in range(16, 129, 16)]
+    ids = [[5] * length for length in range(32, 129, 32)]
     policy = Policy.from_percent(100, 0, 100, 0, 0, 0, batch_size=1, num_batches=len(ids))
     with LLM(folder, dtype="float32", policy=policy, offload_dir=tmp_path / "o") as llm:
         llm.generate(prompt_token_ids=ids, sampling_params=SamplingParams(max_tokens=1))

@@ -297,10 +297,20 @@ from flexgen_jax import LLM, Policy, SamplingParams
 from tests.helpers.models import prompts
 policy = Policy.from_percent(0, 0, 0, 0, 0, 0, batch_size=2, num_batches=4, kv_block_tokens=8)
 with LLM(sys.argv[1], dtype="float32", policy=policy, offload_dir=sys.argv[2]) as llm:
-    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
     results = llm.generate(prompt_token_ids=prompts(), sampling_params=params)
 print([result.token_ids for result in results])
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What one process compiles the next ones find."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_ENABLE_COMPILATION_CACHE", "1")
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
 
 
 def run_script(folder: Path, offload: Path) -> subprocess.Popen[str]:
@@ -326,7 +336,7 @@ def signal_at(process: subprocess.Popen[str], offload: Path, pattern: str, numbe
 
 def resident_tokens(folder: Path) -> str:
     with LLM(folder, dtype="float32", policy=Policy()) as llm:
-        params = SamplingParams(max_tokens=32, ignore_eos=True)
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
         results = llm.generate(prompt_token_ids=prompts(), sampling_params=params)
     return str([result.token_ids for result in results])
 

@@ -20,6 +20,7 @@ from flexgen_jax.offload import weights
 from flexgen_jax.offload.disk import folder
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import workspace_bytes
+from tests.helpers.cases import covering
 from tests.helpers.models import PLACEMENTS, SHORT, prompts, run_greedy, write_checkpoint
 from tests.helpers.numpy_opt import NumpyOpt
 from tests.helpers.numpy_quantization import dequantized
@@ -70,8 +71,9 @@ def model_files(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("variant", ["base", "350m", "untied", "galactica"])
+@pytest.mark.parametrize(
+    ("variant", "bits"), covering(["base", "350m", "untied", "galactica"], [4, 8], together=1)
+)
 def test_quantized_weights_are_what_the_formula_leaves(
     checkpoint: Callable[[str], Path], variant: str, bits: int
 ) -> None:
@@ -119,12 +121,9 @@ def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("num_batches", "overlap", "unified"),
-    [(1, True, True), (4, True, False), (4, False, True)],
-    ids=["1 batch", "copies", "no overlap"],
+    ("percent", "schedule", "overlap", "num_batches", "unified"),
+    covering(PLACEMENTS, ["zigzag", "row"], [True, False], [1, 4], [True, False]),
 )
-@pytest.mark.parametrize("schedule", ["zigzag", "row"])
-@pytest.mark.parametrize("percent", PLACEMENTS, ids=str)
 def test_tokens_are_equal_everywhere(
     checkpoint: Callable[[str], Path],
     resident: list[list[int]],

@@ -21,6 +21,7 @@ from flexgen_jax.cpu.jit.decode_attention import choose_top
 from flexgen_jax.layers.attention import attend_blocks, attend_itself, merge
 from flexgen_jax.layers.sparse_attention import attend_ranked, attend_top, rank
 from tests.helpers.attention import FORMATS, SPLITS, kept
+from tests.helpers.cases import covering
 from tests.helpers.models import BASE, SHORT, prompts, random_tensors, run_greedy, write_checkpoint
 from tests.helpers.numpy_opt import NumpyOpt
 
@@ -148,7 +149,7 @@ class Case:
 FRACTIONS = [0.01, 0.1, 0.3, 0.5, 0.99, 1.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 1 << 16),
     lengths=st.sampled_from([(1,), (6,), (5, 4), (4, 3, 2, 3, 2, 3)]),
@@ -184,9 +185,9 @@ def test_chosen_tokens_are_numpys(
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80])
-@pytest.mark.parametrize(("dtype", "bits"), FORMATS)
-def test_formats(host: HostAttention, dtype: str, bits: int, head_dim: int) -> None:
+@pytest.mark.parametrize(("kind", "head_dim"), covering(FORMATS, [8, 64, 80], together=1))
+def test_formats(host: HostAttention, kind: tuple[str, int], head_dim: int) -> None:
+    dtype, bits = kind
     case = Case(head_dim, (9, 7, 8), [0, 3, 20], 22, "normal", dtype, bits, head_dim)
     case.query *= head_dim**-0.5
     counts = case.counts(0.3)
@@ -273,17 +274,18 @@ def resident(checkpoint: Callable[[str], Path]) -> Callable[[int], list[list[int
     return found.__getitem__
 
 
-@pytest.mark.parametrize("unified", [True, False], ids=["one RAM", "copies"])
-@pytest.mark.parametrize("attention", ["host", "device"])
-@pytest.mark.parametrize("cache", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    ("cache", "how"),
+    covering(SPLITS, [*itertools.product(["host", "device"], [True, False])], together=1),
+)
 def test_tokens_are_equal(
     checkpoint: Callable[[str], Path],
     resident: Callable[[int], list[list[int]]],
     tmp_path: Path,
     cache: tuple[int, int],
-    attention: Any,
-    unified: bool,
+    how: tuple[Any, bool],
 ) -> None:
+    attention, unified = how
     bits = 4 if cache in ((0, 100), (30, 40)) else 16
     is_plain = cache == (50, 50)
     policy = Policy.from_percent(

@@ -16,6 +16,7 @@ from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, Profil
 from flexgen_jax.policy.machines import MACHINES, known_machine
 from flexgen_jax.policy.policy import GREEDY, SCORE, Policy, Workload
 from flexgen_jax.policy.search import Choices, Problem, evaluate, frontier, search
+from tests.helpers.cases import covering
 
 sys.path.append(str(Path(__file__).parent.parent.parent / "scripts"))
 import compare_paper
@@ -156,8 +157,9 @@ def test_table_21_is_ranked_as_measured() -> None:
     assert compare_paper.rank_correlation("175b") >= 0.9
 
 
-@pytest.mark.parametrize("model", ["6.7b", "30b", "175b"])
-@pytest.mark.parametrize("bits", [(16,), (16, 4)])
+@pytest.mark.parametrize(
+    ("model", "bits"), covering(["6.7b", "30b", "175b"], [(16, 4), (16,)], together=1)
+)
 def test_the_chosen_plan_is_no_worse_than_the_papers(model: str, bits: tuple[int, ...]) -> None:
     best = search(compare_paper.problem(model, 512, 0, bits))[0]
     for row in compare_paper.ROWS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from math import inf
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from flexgen_jax.policy.memory import BlockShape, plan_cache
 from flexgen_jax.policy.placement import CacheKey
 from flexgen_jax.policy.policy import SCORE, Workload
 from flexgen_jax.policy.simulate import Prediction, simulate
+from tests.helpers.cases import covering
 from tests.helpers.models import PLACEMENTS
 from tests.helpers.profiles import machine
 
@@ -29,23 +31,25 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o)) or "default")
 @pytest.mark.parametrize(
-    ("percent", "num_batches"), [*((percent, 2) for percent in PLACEMENTS), ((0,) * 6, 6)]
+    ("where", "how"),
+    covering(
+        [*((x, 2) for x in PLACEMENTS), ((0,) * 6, 6)],
+        [*product(OPTIONS, [True, False])],
+        together=1,
+    ),
 )
-@pytest.mark.parametrize("unified", [True, False])
 def test_bytes_are_those_of_a_run(
     checkpoint: Callable[[], Path],
     tmp_path: Path,
-    percent: tuple[int, ...],
-    options: dict[str, object],
-    unified: bool,
-    num_batches: int,
+    where: tuple[tuple[int, ...], int],
+    how: tuple[dict[str, object], bool],
 ) -> None:
     """The simulator counts the bytes that the executor counts.
 
     Six batches are more than may stay in RAM until they are written.
     """
+    (percent, num_batches), (options, unified) = where, how
     changes = {"attention": "host", "num_batches": num_batches, **options}
     policy = Policy.from_percent(*percent, batch_size=2, kv_block_tokens=4, **changes)
     tokens = 10
