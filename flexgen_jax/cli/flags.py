@@ -85,8 +85,8 @@ def _bits_option(name: str, what: str) -> Callable[[Command], Command]:
         f"--{name}-bits",
         type=click.Choice([str(bits) for bits in BITS]),
         callback=_as_int,
-        help=f"Keep {what} in this many bits a number; 16 is the dtype itself. 4 moves and stores "
-        "0.28 of the bytes and costs some quality.",
+        help=f"Keep {what} in this many bits per number; 16 is the dtype itself. 4 moves and "
+        "stores 0.28 of the bytes and costs some quality.",
     )
 
 
@@ -123,13 +123,14 @@ def plan_options(command: Command) -> Command:
             click.option(
                 "--allow-compression",
                 is_flag=True,
-                help="The plan may keep weights and KV cache in 4 bits, at some quality.",
+                help="The plan may keep weights and KV cache in 4 bits, which costs some quality.",
             ),
             click.option(
                 "--allow-sparsity",
                 type=click.FloatRange(0, 1, min_open=True),
                 metavar="F",
-                help="The plan may attend to this fraction of the tokens only, at some quality.",
+                help="The plan may attend to this fraction of the tokens only, which costs "
+                "some quality.",
             ),
             click.option(
                 "--latency-curve",
@@ -206,7 +207,7 @@ def policy_options(command: Command) -> Command:
                 "with the highest scores; e.g. 0.1. Reads and moves fewer values, and costs some "
                 "quality; 1 is all.",
             ),
-            click.option("--no-overlap", is_flag=True, help="Load nothing ahead of its use."),
+            click.option("--no-overlap", is_flag=True, help="Do not prefetch."),
         ],
     )
 

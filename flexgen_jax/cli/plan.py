@@ -161,7 +161,7 @@ def hints(problem: Problem) -> list[dict[str, Any]]:
     ideas: list[tuple[str, Problem]] = []
     compressed = _compressed(problem)
     if compressed is not None:
-        ideas.append(("--allow-compression (4 bits, at some quality)", compressed))
+        ideas.append(("--allow-compression (4 bits, which costs some quality)", compressed))
     if not problem.unified:
         more = replace(budgets, device=twice(budgets.device))
         ideas.append(("twice the device memory", replace(problem, budgets=more)))

@@ -22,8 +22,9 @@ class EngineOptions:
         in place of float16).
     weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in that many bits an element;
         16 is the dtype.
-    matmul_bits: 8 has decoder layers multiply integers of 8 bits, at some quality; faster with
-        4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower elsewhere.
+    matmul_bits: 8 has decoder layers multiply integers of 8 bits, which costs some quality; faster
+        with 4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower
+        elsewhere.
     attention, attention_sparsity: see `Policy`. Of these five, None is what the policy says.
     device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is what is there.
     offload_dir: where the disk tier lies, and what later runs use again; None is the user's cache.

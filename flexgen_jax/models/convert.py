@@ -80,7 +80,9 @@ def _load(shard: Path) -> dict[str, Any]:
         loaded = torch.load(shard, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
         first = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{shard}: not a checkpoint of tensors alone: {first}") from None
+        raise CheckpointError(
+            f"{shard}: cannot be read as a checkpoint that holds only tensors: {first}"
+        ) from None
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{shard} does not hold tensors by name")
     wrong = [name for name, value in loaded.items() if not isinstance(value, torch.Tensor)]

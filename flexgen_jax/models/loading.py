@@ -83,7 +83,8 @@ def _local_folder(name: str, needs_weights: bool = False) -> Path:
         folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the hub raises many kinds of network errors
         raise CheckpointError(
-            f"{name} is not a local folder and cannot be had from the hub: {first_line(error)}"
+            f"{name} is not a local folder and cannot be downloaded from the hub: "
+            f"{first_line(error)}"
         ) from None
     if needs_weights and not any(folder.glob("*.safetensors")):
         raise CheckpointError(

@@ -60,7 +60,7 @@ def _load(folder: Path) -> FastTokenizer:
             return pair
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from None
-    raise CheckpointError(f"{folder} has neither tokenizer.json nor vocab.json, merges.txt")
+    raise CheckpointError(f"{folder} has neither tokenizer.json nor vocab.json with merges.txt")
 
 
 def _wants_bos(folder: Path) -> bool:

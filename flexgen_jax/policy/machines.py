@@ -115,7 +115,7 @@ def _gpu(
         host_rank=Rate.constant(host_bandwidth / 100),
         step_s=0.0002,
         split_s=0.0003,
-        about={"source": "data sheets; nothing of it was measured"},
+        about={"source": "data sheets, not measured"},
     )
 
 

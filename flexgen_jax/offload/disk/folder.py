@@ -217,7 +217,7 @@ def _check_private(folder: Path) -> None:
     weights."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise OSError(f"{folder} belongs to or can be written by somebody else")
+        raise OSError(f"{folder} belongs to another user or is writable by others")
 
 
 class WeightFolder:
@@ -260,7 +260,7 @@ class WeightFolder:
             # Errors other than a missing or short file say nothing about the stored data.
             if error.errno not in (None, errno.ENOENT, errno.ENOTDIR):
                 raise OffloadError(
-                    f"cannot read {folder}: {error.strerror}; mend that, or choose another folder "
+                    f"cannot read {folder}: {error.strerror}; fix that, or choose another folder "
                     "with --offload-dir"
                 ) from None
             if any(status in str(error) for status in NOT_DAMAGE):
