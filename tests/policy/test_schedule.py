@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_jax.policy.schedule import SCHEDULES, LookAhead, row, zigzag
+from flexgen_jax.policy.schedule import SCHEDULES, LookAhead, Schedule, row, zigzag
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 
@@ -24,13 +24,17 @@ def test_every_step_once_and_after_what_it_needs(size: tuple[int, int, int], sch
     assert len(done) == tokens * layers * batches
 
 
-@given(size=SIZES)
-def test_visits_share_a_layer(size: tuple[int, int, int]) -> None:
+@given(size=SIZES, schedule=st.sampled_from(list(SCHEDULES.values())))
+def test_a_schedule_is_what_it_says(size: tuple[int, int, int], schedule: Schedule) -> None:
+    """Visits follow one another, have one layer each, and are as many as weights are moved."""
     tokens, layers, batches = size
-    for schedule, visits in ((zigzag, tokens * layers), (row, tokens * layers * batches)):
-        steps = list(schedule(tokens, layers, batches))
-        assert [s.visit for s in steps] == sorted(s.visit for s in steps)
-        assert len({s.visit for s in steps}) == visits == len({(s.visit, s.layer) for s in steps})
+    steps = list(schedule.steps(tokens, layers, batches))
+    visits = tokens * layers * (1 if schedule.shares_weights else batches)
+    assert [s.visit for s in steps] == sorted(s.visit for s in steps)
+    assert len({s.visit for s in steps}) == visits == len({(s.visit, s.layer) for s in steps})
+    if tokens > 1 and batches > 1:
+        prompts_first = [s.token > 0 for s in steps] == sorted(s.token > 0 for s in steps)
+        assert prompts_first == schedule.prefills_first
 
 
 def test_zigzag_moves_weights_once_a_block_and_row_once_a_batch() -> None:
