@@ -68,6 +68,7 @@ def test_prompts_file_and_every_tier(checkpoint: Callable[[str], Path], tmp_path
     ):
         out = tmp_path / "out.json"
         common = ["--model", checkpoint(), "--dtype", "float32", "--offload-dir", tmp_path / "o"]
+        common += ["--max-tokens", 8]
         result = run("generate", "--prompts-file", prompts, *common, "--json", out, *flags)
         assert result.exit_code == 0, result.output
         texts.append([r["text"] for r in json.loads(out.read_text())["results"]])

@@ -107,7 +107,7 @@ def test_calls_from_many_threads_at_once() -> None:
         assert all(pool.map(many, range(8)))
 
 
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("bits", [pytest.param(16, marks=pytest.mark.slow), 4])
 def test_runs_are_those_of_attention_on_the_host(
     checkpoint: Callable[[], Path], tmp_path: Path, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

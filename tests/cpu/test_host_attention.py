@@ -127,7 +127,7 @@ def test_tokens_are_equal(
     assert found == resident
 
 
-@pytest.mark.parametrize("num_batches", [1, 4])
+@pytest.mark.parametrize("num_batches", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_quantized_tokens_are_equal(
     checkpoint: Callable[[str], Path], tmp_path: Path, num_batches: int
 ) -> None:

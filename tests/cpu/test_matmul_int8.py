@@ -269,7 +269,7 @@ def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("percent", "schedule"), [*((x, "zigzag") for x in PLACEMENTS), (PLACEMENTS[-1], "row")]
+    ("percent", "schedule"), covering(PLACEMENTS[2:], ["zigzag", "row"], together=1)
 )
 def test_tokens_are_equal_everywhere(
     checkpoint: Callable[[str], Path],

@@ -21,7 +21,7 @@ from flexgen_jax.models.tokenizer import Tokenizer  # noqa: E402
 from tests.helpers.cases import covering  # noqa: E402
 from tests.helpers.models import BASE, PLACEMENTS, VARIANTS, byte_tokenizer, prompts  # noqa: E402
 
-GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 torch.set_num_threads(1)  # for tiny models more of them only get into each other's way
 
 
@@ -46,7 +46,7 @@ class Reference:
 
     def greedy(self, ids: list[int]) -> list[int]:
         out = self.model.generate(
-            torch.tensor([ids]), max_new_tokens=32, min_new_tokens=32, do_sample=False
+            torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False
         )
         return out[0, len(ids) :].tolist()
 

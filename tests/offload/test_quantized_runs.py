@@ -92,7 +92,7 @@ def test_quantized_weights_are_what_the_formula_leaves(
         np.testing.assert_allclose(score.logprobs, model.logprobs(ids), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, pytest.param(8, marks=pytest.mark.slow), 4])
 def test_scores_through_the_cache(checkpoint: Callable[[str], Path], bits: int) -> None:
     config, tensors = model_files(checkpoint())
     model = NumpyOpt(config, tensors) if bits == 16 else CachedOpt(config, tensors, bits)

@@ -245,8 +245,9 @@ def test_what_is_not_finite_shows(host: HostAttention, wrong: float, dtype: str)
         assert is_finite.sum() == BATCH * HEADS - 1
 
 
-@pytest.mark.parametrize("fraction", [0.1, 0.4])
-@pytest.mark.parametrize("place", ["here", "host", "device"])
+@pytest.mark.parametrize(
+    ("place", "fraction"), covering(["here", "host", "device"], [0.1, 0.4], together=1)
+)
 def test_scores_are_numpys(tmp_path: Path, place: str, fraction: float) -> None:
     """Scores the whole model, token by token, against plain NumPy's sparse attention."""
     folder = write_checkpoint(tmp_path / "m")
