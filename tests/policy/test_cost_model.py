@@ -283,3 +283,19 @@ def test_memory_terms_are_near_the_exact_peaks(
     for tier, term in memory_terms(costs, workload, unified).items():
         linear = term.at(fractions_of(policy))
         assert linear == pytest.approx(exact[tier], rel=0.1, abs=0.02 * sum(exact.values())), tier
+
+
+def test_what_moves_for_attention_takes_the_same_memory_in_both() -> None:
+    """A layer's keys and values of the batch in use and of the next one, fp16."""
+    config, workload, found = known_shape("facebook/opt-6.7b"), Workload(512, 33, 64), []
+    for attention in ("device", "host"):
+        policy = Policy.from_percent(
+            *(100, 0, 0, 100, 100, 0), batch_size=16, num_batches=4, attention=attention
+        )
+        costs = Costs(config, "float16", policy, machine())
+        shape = BlockShape.of(policy, workload)
+        exact = peak_bytes(config, "float16", policy, shape, False, KernelSizes())
+        linear = memory_terms(costs, workload, False)["device"].at(fractions_of(policy))
+        found.append(np.array([exact["device"], linear]))
+    moved = 2 * 2 * 16 * (512 + 32) * 4096 * 2
+    np.testing.assert_allclose(found[0] - found[1], moved, rtol=1e-6)

@@ -272,6 +272,29 @@ def test_weights_from_disk_have_buffers_for_what_is_read_ahead(overlap: bool, la
         assert found == 4 * (layers * layer + ends)
 
 
+@pytest.mark.parametrize(("overlap", "batches"), [(True, 5), (False, 1)])
+def test_kv_blocks_from_disk_have_buffers_for_what_is_read_ahead(
+    overlap: bool, batches: int
+) -> None:
+    """What a batch's step reads: three steps ahead, the one in use, the one that is still computed.
+    Beside these there are the open blocks, of 4 tokens; the last one is never full."""
+    policy = Policy.from_percent(100, 0, 0, 0, 100, 0, kv_block_tokens=4, overlap=overlap)
+    shape = BlockShape((ROWS,) * 5, (PROMPT,) * 5, 9)
+    found = buffer_bytes(read_config(BASE), "float32", policy, shape, False, KernelSizes())
+    token = 2 * 4 * ROWS * HIDDEN
+    assert found == (batches * (PROMPT + 4) + 3 * 5 * 4) * token
+
+
+def test_of_weights_away_from_the_device_a_layer_and_the_next_are_on_it() -> None:
+    layer, ends = 4 * (4 * HIDDEN**2 + 2 * HIDDEN * 64), 4 * (96 + 98) * HIDDEN
+    for overlap, layers in ((True, 2), (False, 1)):
+        here, there = (
+            peaks_of(device, 100 - device, 100, 0, 100, 0, overlap=overlap) for device in (100, 0)
+        )
+        assert there["host"] - here["host"] == 3 * layer + ends
+        assert here["device"] - there["device"] == (3 - layers) * layer + ends
+
+
 def test_pinned_open_blocks_are_buffers() -> None:
     """With a cache in RAM these are all there is, of every token that is generated but the last."""
     config = read_config(BASE)

@@ -195,9 +195,9 @@ def test_sampled_tokens_stand_for_all(gen: int, sample: int) -> None:
 def test_two_lanes_share_the_disk() -> None:
     """Each reads one thing after the other, and alone as soon as the other is empty."""
     clock = Clock(machine(), overlap=True, unified=False)
-    lanes = ((False, 0.5), (False, 1.0), (True, 1.5))
+    lanes = ((False, 0.25), (False, 1.25), (True, 1.5))
     entries = [clock.read(1, lane, "disk_read", seconds) for lane, seconds in lanes]
-    for now, done in ((0.9, 0), (1.0, 1), (2.9, 1), (3.0, 3)):
+    for now, done in ((0.4, 0), (0.5, 1), (2.9, 1), (3.0, 3)):
         clock.wait(now + 1e-6)
         assert sum(map(clock.read_done, entries)) == done
     clock.finish_read(clock.read(1, True, "disk_read", 0.25))
