@@ -13,7 +13,14 @@ from safetensors.numpy import load_file
 from flexgen_jax import LLM, Policy, SamplingParams, UserError
 from flexgen_jax.offload.executor import NonFiniteError
 from tests.helpers.cases import covering
-from tests.helpers.models import PLACEMENTS, VARIANTS, prompts, run_greedy, write_checkpoint
+from tests.helpers.models import (
+    MIXED_LENGTHS,
+    PLACEMENTS,
+    VARIANTS,
+    prompts,
+    run_greedy,
+    write_checkpoint,
+)
 from tests.helpers.numpy_opt import NumpyOpt
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
@@ -30,13 +37,19 @@ def expected(checkpoint: Callable[[str], Path]) -> list[list[int]]:
     return [model.greedy(ids, 32) for ids in prompts()]
 
 
+@pytest.fixture(scope="session")
+def expected_of_mixed(checkpoint: Callable[[str], Path]) -> list[list[int]]:
+    model = reference(checkpoint())
+    return [model.greedy(ids, 20) for ids in prompts(MIXED_LENGTHS)]
+
+
 @pytest.mark.parametrize(
     ("percent", "schedule", "overlap", "num_batches", "unified"),
     covering(PLACEMENTS, ["zigzag", "row"], [True, False], [1, 4], [True, False]),
 )
 def test_tokens_are_equal_everywhere(
     checkpoint: Callable[[str], Path],
-    expected: list[list[int]],
+    expected_of_mixed: list[list[int]],
     tmp_path: Path,
     percent: tuple[int, ...],
     schedule: str,
@@ -53,8 +66,9 @@ def test_tokens_are_equal_everywhere(
         kv_block_tokens=8,
     )
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    found = run_greedy(checkpoint(), params, policy, offload_dir=tmp_path, unified=unified)
-    assert found == [tokens[:20] for tokens in expected]
+    options = {"offload_dir": tmp_path, "unified": unified}
+    found = run_greedy(checkpoint(), params, policy, MIXED_LENGTHS, **options)
+    assert found == expected_of_mixed
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
