@@ -134,3 +134,13 @@ def test_processor_units_are_named_in_one_room() -> None:
     unit = re.compile("amx|avx|vnni|llvm|numba", re.IGNORECASE)
     found = {m for m, path in FILES.items() if room(m) != "cpu" and unit.search(path.read_text())}
     assert found == set(read_by_users)
+
+
+def test_test_modules_do_not_import_from_another() -> None:
+    """What several tests need is in `tests/helpers`."""
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            assert not any(".test_" in name for name in names), path
