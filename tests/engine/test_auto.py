@@ -207,6 +207,7 @@ def test_a_plan_has_the_products_it_is_for() -> None:
     assert "--matmul-bits 8" in invoke(*PLAN, *LITTLE, "--matmul-bits", "8")
 
 
+@pytest.mark.slow
 def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every probe runs, at sizes that take no time."""
     monkeypatch.setattr(profiler, "DISK_SIZES", ((1 << 16, 1 << 18), (1 << 20, 1 << 22)))

@@ -62,6 +62,7 @@ def test_the_users_own_settings_stay(cache: Path) -> None:
     assert not any(cache.glob("*/*"))  # nothing was compiled
 
 
+@pytest.mark.slow
 def test_the_next_process_compiles_nothing(cache: Path, tmp_path: Path) -> None:
     def programs() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in cache.glob("*/*-cache")}

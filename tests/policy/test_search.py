@@ -130,6 +130,7 @@ def test_limits_are_kept() -> None:
     assert search(replace(free, max_latency=0.001)) == []
 
 
+@pytest.mark.slow
 def test_compression_is_chosen_only_where_allowed() -> None:
     asked = problem("facebook/opt-175b", workload=Workload(512, 32, 0))
     allowed = replace(asked, choices=Choices((16, 4), (16, 4)))
