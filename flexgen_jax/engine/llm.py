@@ -272,8 +272,17 @@ class LLM:
             self._session.adopt(policy, workload)
             return self._session
         self._close_session()
-        source, trace = self._model.source, self._trace
-        session = Session(self.config, self.dtype, policy, workload, self._planner, source, trace)
+        session = Session(
+            self.config,
+            self.dtype,
+            policy,
+            workload,
+            self._planner.budgets,
+            self._planner.offload_dir,
+            self._planner.unified,
+            self._model.source,
+            self._trace,
+        )
         self._finalizer = weakref.finalize(self, session.close)
         self._session = session
         try:

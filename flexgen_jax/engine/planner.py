@@ -197,10 +197,6 @@ class Planner:
         self._known.clear()
         return True
 
-    def spare_ram(self, policy: Policy, workload: Workload) -> int:
-        """Returns the bytes of host memory that a run leaves free."""
-        return self.budgets.spare_ram(self._fitter(workload).needed(policy))
-
     def _fitter(self, workload: Workload) -> Fitter:
         return Fitter(self.config, self.dtype, workload, self.budgets, self.unified, self.sizes)
 

@@ -6,25 +6,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from flexgen_jax.engine.planner import Planner
 from flexgen_jax.machine.limits import storage_read_bytes
 from flexgen_jax.models.checkpoint import WeightSource
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import LayerSpec
-from flexgen_jax.offload.context import Runtime
+from flexgen_jax.offload.device import Device
+from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.executor import Batch, BlockRun, OnResult
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.offload.weights import WeightStore
-from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.memory import (
-    BlockShape,
-    buffer_bytes,
-    peak_bytes,
-    plan_cache,
-    workspace_bytes,
-)
+from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.memory import estimate, peak_bytes, plan_workspace
 from flexgen_jax.policy.placement import (
     CachePlan,
     page_cached,
@@ -32,6 +28,7 @@ from flexgen_jax.policy.placement import (
     place_weights,
     realised,
 )
+from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import TIERS, Policy, Tier, Workload
 from flexgen_jax.policy.schedule import Step
 from flexgen_jax.progress import Progress
@@ -46,25 +43,20 @@ class Session:
         dtype: str,
         policy: Policy,
         workload: Workload,
-        planner: Planner,
+        budgets: Budgets,
+        offload_dir: Path,
+        unified: bool,
         source: WeightSource,
         trace: Trace | None = None,
     ) -> None:
-        self.workload = workload
         self._config = config
         self._dtype, self._formats = dtype, policy.formats(dtype)
-        self._planner = planner
-        budgets = planner.budgets
-        self._runtime = Runtime.create(
-            config,
-            self._formats,
-            {tier: budgets.allowed(tier) for tier in TIERS},
-            planner.offload_dir if policy.uses_disk else None,
-            planner.unified,
-            trace,
-        )
-        self._tiers = place_weights(self._runtime.spec, dtype, policy)
-        self._weights = WeightStore(self._runtime, source, self._tiers)
+        self._budgets, self._unified = budgets, unified
+        self._device = Device.create(config, self._formats, unified, trace)
+        self._ledger = Ledger({tier: budgets.allowed(tier) for tier in TIERS})
+        self._folder = OffloadFolder(offload_dir) if policy.uses_disk else None
+        self._tiers = place_weights(self._device.spec, dtype, policy)
+        self._weights = WeightStore(self._device, source, self._tiers, self._ledger, self._folder)
         self.adopt(policy, workload)
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
         self._storage_read: int | None = None
@@ -75,19 +67,24 @@ class Session:
     def suits(self, policy: Policy) -> bool:
         """Returns whether weights and formats already are as the policy wants them."""
         same_place = self.policy.weights == policy.weights
-        has_disk = self._runtime.folder is not None or not policy.uses_disk
+        has_disk = self._folder is not None or not policy.uses_disk
         return same_place and has_disk and self._formats == policy.formats(self._dtype)
 
     def adopt(self, policy: Policy, workload: Workload) -> None:
         """Uses a policy, which must suit this session (see `suits`), from now on."""
-        self.policy = policy
-        spare = self._planner.spare_ram(policy, workload)
-        self._weights.cached = page_cached(self._runtime.spec, self._formats, self._tiers, spare)
+        self.policy, self.workload = policy, workload
+        self._peaks = estimate(self._plan(BlockShape.of(policy, workload)))
+        spare = self._budgets.spare_ram(self._peaks.bytes)
+        self._weights.cached = page_cached(self._device.spec, self._formats, self._tiers, spare)
+
+    def _plan(self, shape: BlockShape) -> BlockPlan:
+        sizes = self._device.sizes
+        return BlockPlan(self._config, self._dtype, self.policy, shape, self._unified, sizes)
 
     def place(self, progress: Progress) -> None:
         """Brings the weights to their tiers."""
         started = time.perf_counter()
-        tensors = self._runtime.spec.tensors.values()
+        tensors = self._device.spec.tensors.values()
         total = sum(self._formats.weight(tensor).nbytes for tensor in tensors)
         with progress.placing(total) as placed:
             self._weights.place(placed)
@@ -96,12 +93,12 @@ class Session:
     def compile(self, workload: Workload) -> None:
         """Compiles every program of a greedy run on the largest block of this workload."""
         shape = BlockShape.of(self.policy, workload)
-        plan = plan_cache(self._config, self.policy, shape)
-        programs = self._runtime.programs
+        plan = self._plan(shape).cache
+        programs = self._device.programs
         for batch, rows in enumerate(shape.batch_sizes):
             prompt, generated = plan.prompt[batch], plan.generated[batch]
             programs.embed(rows, workload.prompt_len)
-            *others, last = self._runtime.spec.decoders
+            *others, last = self._device.spec.decoders
             programs.prefill(last, rows, prompt, only_last=True)
             for layer in others:
                 programs.prefill(layer, rows, prompt)
@@ -109,27 +106,27 @@ class Session:
             for count, tail in enumerate(generated):
                 programs.embed(rows, 1)
                 self._compile_decode(plan, batch, rows, len(prompt) + count)
-                for layer, _ in self._runtime.spec.decoder_kinds:
+                for layer, _ in self._device.spec.decoder_kinds:
                     self._compile_tail(layer, rows, tail)
         if any(plan.generated) and plan.values_stay and set(plan.homes.values()) != {"device"}:
             started = time.perf_counter()
-            self._runtime.prepare_host(self.policy.is_sparse, not plan.keys_stay)
+            self._device.prepare_host(self.policy.is_sparse, not plan.keys_stay)
             self._kernels_s += time.perf_counter() - started
 
     def _compile_tail(self, layer: LayerSpec, rows: int, tail: int) -> None:
         """What writes to an open block and seals it."""
-        if not self._planner.unified:
-            self._runtime.programs.append(layer, rows, tail)
+        if not self._unified:
+            self._device.programs.append(layer, rows, tail)
         if self._formats.cache_bits < 16:
-            self._runtime.programs.seal(layer, rows, tail)
+            self._device.programs.seal(layer, rows, tail)
 
     def _compile_decode(self, plan: CachePlan, batch: int, rows: int, sealed: int) -> None:
         """Compiles every program that a step may need, in any layer, when `sealed` KV blocks are
         sealed."""
-        programs = self._runtime.programs
+        programs = self._device.programs
         room = sum(plan.lengths(batch)[: sealed + 1])
         most = self.policy.attended(room) if self.policy.is_sparse else 0
-        for index, layer in enumerate(self._runtime.spec.decoders):
+        for index, layer in enumerate(self._device.spec.decoders):
             here, there = (plan.part(index, batch, sealed, on_host) for on_host in (False, True))
             if not there.starts:
                 programs.decode(layer, rows, here.lengths, here.tail, most)
@@ -146,8 +143,8 @@ class Session:
 
     def start(self) -> None:
         """Starts the measurements of a run."""
-        self._runtime.metrics.reset()
-        self._runtime.ledger.reset_peak()
+        self._device.metrics.reset()
+        self._ledger.reset_peak()
         self._storage_read = storage_read_bytes()
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
         self._decode_steps = 0
@@ -164,8 +161,10 @@ class Session:
             tuple(batch.size for batch in batches),
             tuple(batch.prompt_len for batch in batches),
             tokens,
+            max((batch.head for batch in batches), key=lambda head: head.logit_copies),
+            tuple(i for i, batch in enumerate(batches) if batch.targets is not None),
         )
-        plan = plan_cache(self._config, self.policy, shape)
+        plan = self._plan(shape)
         last, decoded = time.perf_counter(), 0
 
         def on_step(step: Step) -> None:
@@ -178,22 +177,18 @@ class Session:
             last = now
             tick()
 
-        workspace = max(
-            workspace_bytes(
-                self._config,
-                self._formats,
-                self._runtime.sizes,
-                batch.size,
-                batch.prompt_len,
-                batch.head,
-            )
-            for batch in batches
-        )
         block = BlockRun(
-            self._runtime, self._weights, self.policy, batches, tokens, plan, on_result, on_step
+            self._device,
+            self._weights,
+            plan,
+            batches,
+            self._ledger,
+            self._folder,
+            on_result,
+            on_step,
+            self._peaks.buffers,
         )
-        self._runtime.pool.most_bytes = buffer_bytes(*self._sized(shape))
-        with self._runtime.ledger.reserving("device", workspace):
+        with self._ledger.reserving("device", plan_workspace(plan)):
             block.run()
 
     def finish(self, num_sequences: int, workload: Workload, num_tokens: int) -> None:
@@ -213,34 +208,27 @@ class Session:
             "num_sequences": num_sequences,
             "num_tokens": num_tokens,
             "init_s": self._init_s,
-            "compile_s": self._runtime.programs.compile_s + self._kernels_s,
+            "compile_s": self._device.programs.compile_s + self._kernels_s,
             **self._phases,
             "total_s": total,
             "generation_throughput": num_tokens / total,
             "prefill_throughput": num_sequences * workload.prompt_len / max(prefill_s, 1e-9),
             "decode_throughput": decoded / decode_s if decode_s > 0 else 0.0,
             "decode_steps": self._decode_steps,
-            **self._runtime.metrics.report(),
+            **self._device.metrics.report(),
             "storage_read_bytes": storage_read,
-            "peak_bytes": self._runtime.ledger.peak,
-            "computed_peak_bytes": peak_bytes(*self._sized(shape)),
-            "compiled_workspace_bytes": self._runtime.programs.workspace,
+            "peak_bytes": self._ledger.peak,
+            "computed_peak_bytes": peak_bytes(self._plan(shape)),
+            "compiled_workspace_bytes": self._device.programs.workspace,
             "realized": self._realized(shape),
         }
 
-    def _sized(
-        self, shape: BlockShape
-    ) -> tuple[ModelConfig, str, Policy, BlockShape, bool, KernelSizes]:
-        """What the bytes of a block of batches depend on."""
-        unified, sizes = self._planner.unified, self._runtime.sizes
-        return self._config, self._dtype, self.policy, shape, unified, sizes
-
     def _realized(self, shape: BlockShape) -> dict[str, dict[Tier, float]]:
         """Returns the fractions of the bytes that each tier really got."""
-        spec = self._runtime.spec
+        spec = self._device.spec
         tensors = [t for t in spec.tensors.values() if not t.is_small]
         weights = [self._formats.weight(t).nbytes for t in tensors]
-        cache = plan_cache(self._config, self.policy, shape)
+        cache = self._plan(shape).cache
         blocks = [
             cache.lengths(key.batch)[key.block] * spec.decoders[key.layer].attention.kv_size
             for key in cache.homes
@@ -257,4 +245,6 @@ class Session:
 
     def close(self) -> None:
         self._weights.close()
-        self._runtime.close()
+        self._device.close()
+        if self._folder is not None:
+            self._folder.close()

@@ -28,20 +28,19 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import known_shape
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.offload.allocator import release_memory
-from flexgen_jax.offload.context import Runtime
+from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder
 from flexgen_jax.offload.executor import Batch, BlockRun
 from flexgen_jax.offload.metrics import (
     Content,
     Metrics,
 )
-from flexgen_jax.offload.tiers import BufferPool, Memories
+from flexgen_jax.offload.tiers import Memories, writable_view
 from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.memory import BlockShape, plan_cache
-from flexgen_jax.policy.placement import place_weights
+from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import Policy
 from flexgen_jax.version import __version__
 
@@ -186,25 +185,24 @@ def disk_rates(offload_dir: Path) -> tuple[Rate, Rate, Rate]:
     folder = OffloadFolder(offload_dir)
     reads, writes, cached = [], [], []
     try:
-        pool = BufferPool(Memories(Watcher(Metrics())), Ledger({}))
         for size, total_bytes in DISK_SIZES:
             is_tight = shutil.disk_usage(offload_dir).free < ROOMY * total_bytes
             count = total_bytes // size // (12 if is_tight else 1)
             shape = (size // 2,)
             chunk = (min(size, 8 * MB) // 2,)
-            buffer = pool.acquire(shape, np.dtype(np.uint16))
-            buffer.view[:] = np.random.default_rng(0).integers(0, 65535, shape, np.uint16)
+            buffer = _buffer(shape)
+            buffer[:] = np.random.default_rng(0).integers(0, 65535, shape, np.uint16)
             arrays = [
                 folder.scratch_array(f"profile-{size}-{i}", shape, chunk, np.dtype(np.uint16))
                 for i in range(count)
             ]
             total = float(size * count)
-            writes.append((float(size), total, _once(partial(_write_all, arrays, buffer.view))))
-            read = partial(_read_all, arrays, buffer.view)
+            writes.append((float(size), total, _once(partial(_write_all, arrays, buffer))))
+            read = partial(_read_all, arrays, buffer)
             read()  # written data is still on its way to the disk
             reads.append((float(size), total, timed(read, 2, 0.0, warm_up=0)))
             warm = [replace(array, direct=False) for array in arrays[: 128 * MB // size]]
-            read = partial(_read_all, warm, buffer.view)
+            read = partial(_read_all, warm, buffer)
             cached.append((float(size), float(size * len(warm)), timed(read, 5)))
     finally:
         folder.clear_scratch()
@@ -213,6 +211,11 @@ def disk_rates(offload_dir: Path) -> tuple[Rate, Rate, Rate]:
     limit = reads[-1][1] / reads[-1][2].seconds
     reads = [(size, min(units, limit * s.seconds), s) for size, units, s in reads]
     return rate_of(reads), rate_of(writes), rate_of(cached)
+
+
+def _buffer(shape: tuple[int, ...]) -> np.ndarray:
+    """Returns host memory of 16-bit numbers as a run reads it from disk."""
+    return writable_view(Memories(Watcher(Metrics())).host_array(shape, np.dtype(np.uint16)))
 
 
 def _once(run: Callable[[], object]) -> Sample:
@@ -256,26 +259,23 @@ def step_seconds(dtype: str) -> float:
     the real loop."""
     config = _tiny()
     policy = Policy(batch_size=2, num_batches=2)
-    runtime = Runtime.create(config, Formats(dtype), {}, None)
-    tokens, steps = 32, len(runtime.spec.layers)
+    device, ledger, tokens = Device.create(config, Formats(dtype)), Ledger({}), 32
+    shape = BlockShape((2, 2), (16, 16), tokens)
+    plan = BlockPlan(config, dtype, policy, shape, device.memories.unified, device.sizes)
     try:
-        tiers = place_weights(runtime.spec, dtype, policy)
-        weights = WeightStore(runtime, DummyWeights(config), tiers)
+        weights = WeightStore(device, DummyWeights(config), plan.tiers, ledger)
         weights.place(lambda _: None)
         ids = np.ones((2, 16), np.int32)
         batches = [Batch(ids, np.zeros(2, np.int32)) for _ in range(2)]
-        plan = plan_cache(config, policy, BlockShape((2, 2), (16, 16), tokens))
 
         def run() -> None:
-            BlockRun(
-                runtime, weights, policy, batches, tokens, plan, lambda *_: False, lambda _: None
-            ).run()
+            BlockRun(device, weights, plan, batches, ledger, None, lambda *_: False).run()
 
         seconds = timed(run, repeat=3).seconds
         weights.close()
     finally:
-        runtime.close()
-    return seconds / (tokens * steps * len(batches))
+        device.close()
+    return seconds / (tokens * len(plan.spec.layers) * len(batches))
 
 
 def _tiny() -> ModelConfig:
@@ -298,12 +298,12 @@ def beside_computing(probe: ComputeProbe, offload_dir: Path) -> tuple[dict[str, 
     try:
         shape, kind = (32 * MB // 2,), np.dtype(np.uint16)
         array = folder.scratch_array("profile-drag", shape, (8 * MB // 2,), kind)
-        buffer = BufferPool(Memories(Watcher(Metrics())), Ledger({})).acquire(shape, kind)
-        array.write(buffer.view).result()
+        buffer = _buffer(shape)
+        array.write(buffer).result()
         step = probe.step(16)
         alone = timed(step, repeat=15, at_least=0.5).seconds
         for name, source in (("disk_read", array), ("page_cache", replace(array, direct=False))):
-            read = partial(_read_all, [source], buffer.view)
+            read = partial(_read_all, [source], buffer)
             idle = timed(read, 9, 0.3).seconds
             beside, busy = _together(step, read)
             slowed[name] = max(busy / idle, 1.0)

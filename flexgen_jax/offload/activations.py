@@ -2,114 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from flexgen_jax.offload.context import Runtime
-from flexgen_jax.offload.disk.folder import DiskArray
-from flexgen_jax.offload.prefetch import Load, finish
+from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder
+from flexgen_jax.offload.prefetch import Load, Write
+from flexgen_jax.offload.tiers import HostBuffer, Memories
 from flexgen_jax.offload.watcher import counted
-from flexgen_jax.policy.memory import PENDING_WRITES
-from flexgen_jax.policy.placement import ActivationPlan
-from flexgen_jax.policy.policy import Tier
+from flexgen_jax.policy.plan import HiddenPart
 
 
 class Activations:
-    """The hidden states of every batch, from one layer's output to the next one's input."""
+    """The hidden states of every batch, from one layer's output to the next one's input.
 
-    def __init__(self, runtime: Runtime, plan: ActivationPlan) -> None:
-        self._runtime = runtime
-        self._plan = plan
+    folder: None if the plan puts none of them on disk.
+    """
+
+    def __init__(self, memories: Memories, folder: OffloadFolder | None) -> None:
+        self._memories = memories
+        self._folder = folder
         self._arrays: dict[int, jax.Array] = {}
         self._files: dict[int, DiskArray] = {}
-        self._on_disk: dict[int, DiskArray] = {}
-        self._writes: dict[int, tuple[Any, int]] = {}
-        self._reserved: dict[int, tuple[Tier, int]] = {}
-        self._version: dict[int, tuple[int, int]] = {}
+        self._writes: dict[int, Write] = {}
 
-    def is_ready(self, token: int, layer: int, batch: int) -> bool:
-        """Returns whether the output of `layer` can be loaded without waiting for its
-        computation."""
-        return self._version.get(batch) == (token, layer) and not self._is_unwritten(batch)
+    def keep(self, part: HiddenPart, hidden: jax.Array) -> None:
+        """Keeps a step's hidden states [batch, token, hidden] in the memory of their home, for disk
+        on the host."""
+        if part.home != "device":
+            hidden = self._memories.to_host(hidden, "activations", _name(part.batch))
+        self._arrays[part.batch] = hidden
 
-    def _is_unwritten(self, batch: int) -> bool:
-        return self._reserved[batch][0] == "disk" and batch not in self._on_disk
-
-    def put(self, token: int, layer: int, batch: int, hidden: jax.Array) -> None:
-        """Stores the output of `layer`; if its home is the disk, `settle` writes it there."""
-        home = self._plan.home(hidden.shape[1], layer, batch)
-        self._forget(batch)
-        self._runtime.ledger.reserve(home, hidden.nbytes)
-        self._reserved[batch] = (home, hidden.nbytes)
-        if home != "device":
-            hidden = self._runtime.memories.to_host(hidden, "activations", _name(batch))
-        self._arrays[batch] = hidden
-        self._version[batch] = (token, layer)
-
-    def settle(self, token: int, layer: int, batch: int) -> None:
-        """Starts writing the output of `layer`, which is now computed, if its home is the disk."""
-        if self._version.get(batch) == (token, layer) and self._is_unwritten(batch):
-            self._write(batch)
-
-    def _write(self, batch: int) -> None:
-        host = self._arrays[batch]
-        file = self._files.get(batch)
-        if file is None:
-            file = self._files[batch] = self._runtime.disk().scratch_array(
-                f"hidden-{batch}", host.shape, host.shape, self._runtime.numpy_dtype, is_cached=True
+    def write(self, part: HiddenPart) -> Write:
+        """Starts writing kept hidden states to disk; their memory is free when that is done."""
+        batch, host = part.batch, self._arrays[part.batch]
+        if batch not in self._files:
+            assert self._folder is not None, "the policy puts hidden states on disk"
+            self._files[batch] = self._folder.scratch_array(
+                f"hidden-{batch}", host.shape, host.shape, np.dtype(host.dtype), is_cached=True
             )
-        self._runtime.ledger.reserve("host", host.nbytes)
-        write = file.write(np.asarray(host))
-        name, metrics = _name(batch), self._runtime.metrics
-        counted(metrics, "disk_write", "activations", name, host.nbytes, [write])
-        self._writes[batch] = (write, host.nbytes)
-        self._on_disk[batch] = file
-        while len(self._writes) > PENDING_WRITES:
-            self._finish_write(next(iter(self._writes)))
+        name, metrics = _name(batch), self._memories.metrics
+        future = self._files[batch].write(np.asarray(host))
+        counted(metrics, "disk_write", "activations", name, host.nbytes, [future])
+        self._writes[batch] = Write(name, [future], lambda: self._arrays.pop(batch))
+        return self._writes[batch]
 
-    def start(self, batch: int) -> Load[jax.Array]:
-        """Starts bringing the batch's hidden states to the device.
-
-        If they are still in RAM, because they are needed again so soon, they are not read from
-        disk.
-        """
-        if batch in self._arrays:
-            return Load("activations", _name(batch), self._arrays[batch])
-        file, runtime = self._on_disk[batch], self._runtime
-        buffer = runtime.pool.acquire(file.shape, file.dtype)
-        load = Load("activations", _name(batch), buffer.array, buffers=[buffer])
-        with load.abandoned_on_error(runtime.pool):
-            load.reads.append(file.read_into(buffer.view, is_urgent=True))
-            metrics, nbytes = runtime.metrics, file.nbytes
-            counted(metrics, "disk_read", "activations", load.what, nbytes, load.reads)
+    def fetch(self, part: HiddenPart, buffers: Sequence[HostBuffer]) -> Load[jax.Array]:
+        """Starts a load of a batch's hidden states, from disk if there is a buffer for them."""
+        if not buffers:
+            return Load("activations", _name(part.batch), self._arrays[part.batch])
+        (array,), (view,) = buffers[0].arrays, buffers[0].views
+        load = Load("activations", _name(part.batch), array)
+        load.reads.append(self._files[part.batch].read_into(view, is_urgent=True))
+        metrics = self._memories.metrics
+        counted(metrics, "disk_read", "activations", load.what, array.nbytes, load.reads)
         return load
 
-    def _finish_write(self, batch: int) -> None:
-        """Waits for the batch's write, if there is one, and releases the memory that it holds."""
-        if batch in self._writes:
-            write, nbytes = self._writes.pop(batch)
-            self._runtime.ledger.release("host", nbytes)
-            del self._arrays[batch]
-            finish([write], _name(batch))
-
-    def _forget(self, batch: int) -> None:
-        self._finish_write(batch)
-        if batch in self._reserved:
-            self._runtime.ledger.release(*self._reserved.pop(batch))
-        self._arrays.pop(batch, None)
-        self._on_disk.pop(batch, None)
-
     def close(self) -> None:
-        """Releases everything, including writes that nobody will read."""
-        for write, nbytes in self._writes.values():
-            write.exception()
-            self._runtime.ledger.release("host", nbytes)
-        self._writes.clear()
-        for batch in list(self._reserved):
-            self._forget(batch)
-        self._version.clear()
+        """Waits for the writes that nobody will read."""
+        for write in self._writes.values():
+            write.end()
 
 
 def _name(batch: int) -> str:

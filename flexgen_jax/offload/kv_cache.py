@@ -1,17 +1,15 @@
-"""The KV cache of one block of batches: write-once KV blocks and one open tail per layer and batch.
+"""The arrays of the KV cache: blocks in memory, each open or sealed, and records on disk.
 
-    prompt blocks          sealed blocks of generated tokens        tail
-    [0 ... 127][128 ...]   [32 tokens][32 tokens]                   [x x x . . . .]
-
-A sealed block never changes, wherever it is. The tail of a block whose home is the disk is kept on
-the host until it is full.
+Which blocks there are, and when they are opened, sealed and written, is decided by
+`policy/cache_blocks.py`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,319 +18,184 @@ import numpy as np
 from flexgen_jax.cpu import HostBlock
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept, assemble
-from flexgen_jax.models.checkpoint import numpy_dtype
-from flexgen_jax.models.spec import LayerSpec
-from flexgen_jax.models.storage import Storage
-from flexgen_jax.offload.context import Runtime
+from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.direct_reads import whole_pages
+from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.disk.records import Records
-from flexgen_jax.offload.prefetch import Load, finish
+from flexgen_jax.offload.prefetch import Load, Write
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.watcher import counted
-from flexgen_jax.policy.memory import PENDING_WRITES
-from flexgen_jax.policy.placement import CacheKey, CachePlan, Part
-from flexgen_jax.policy.policy import Tier
-
-LayerBatch = tuple[int, int]
-"""A decoder layer, counted from 0, and a batch: which part of the cache is meant."""
+from flexgen_jax.policy.placement import CacheKey, Part
+from flexgen_jax.policy.plan import BlockPlan, CachedPart
 
 
-class Moving(NamedTuple):
-    """The part of a layer's cache that goes to the device: KV blocks, the tail as the last one, and
-    keys of blocks whose values stay on the host."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """What a decode step needs of a layer's cache. As a pytree, its leaves are what moves to the
+    device.
+
+    blocks: the KV blocks with their values on the device, the open one last; keys: the keys of
+    blocks whose values stay on the host, if the device ranks them; on_host: all of these blocks;
+    here, there: the shapes of the blocks on the device and on the host; sealed: number of sealed
+    blocks.
+    """
 
     blocks: tuple[KVBlock, ...]
     keys: tuple[Kept, ...]
-
-
-class Split(NamedTuple):
-    """Where attention finds a layer's cache.
-
-    here: the part with its values on the device; there: the part with its values on the host;
-    blocks: the KV blocks of `there`; sealed: how many blocks are sealed.
-    """
-
-    here: Part
-    there: Part
-    blocks: tuple[HostBlock, ...]
-    sealed: int
-
-
-KVLoad = Load[Moving]
-"""A load of a layer's cache, whose `staying` is a `Split`."""
+    on_host: tuple[HostBlock, ...] = field(metadata={"static": True})
+    here: Part = field(metadata={"static": True})
+    there: Part = field(metadata={"static": True})
+    sealed: int = field(metadata={"static": True})
 
 
 @dataclass
-class Tail:
-    """The open block: room for `length` tokens, of which `used` are written.
+class Block:
+    """A KV block in memory.
 
-    views: the arrays' memory, where the CPU may write to it; buffers: the pool's buffers behind it,
-    if any.
+    views: the arrays' memory while the block is open, where the CPU may write to it; used: number
+    of tokens that are written.
     """
 
-    key: CacheKey
-    length: int
     arrays: KVBlock
     views: tuple[np.ndarray, ...] = ()
-    buffers: tuple[HostBuffer, ...] = ()
     used: int = 0
 
 
-@dataclass
-class PendingWrite:
-    """A write to disk under way, and the host memory that it holds."""
-
-    layer_batch: LayerBatch
-    future: Any
-    nbytes: int
-    record: np.ndarray
-
-
 class KVCache:
-    """The keys and values of all decoder layers for the batches of one block."""
+    """The keys and values of all decoder layers for the batches of one block.
 
-    def __init__(self, runtime: Runtime, plan: CachePlan, batch_sizes: list[int]) -> None:
-        self._runtime = runtime
-        self._plan = plan
-        self._batch_sizes = batch_sizes
-        self._blocks: dict[CacheKey, KVBlock] = {}
-        self._tails: dict[LayerBatch, Tail] = {}
-        self._tokens: dict[LayerBatch, int] = {}
-        self._sealed: dict[LayerBatch, int] = {}
-        self._pending: list[PendingWrite] = []
+    folder: None if the plan puts no KV blocks on disk.
+    """
+
+    def __init__(self, plan: BlockPlan, device: Device, folder: OffloadFolder | None) -> None:
+        self._plan, self._device, self._folder = plan, device, folder
+        self._memories = device.memories
+        self._blocks: dict[CacheKey, Block] = {}
+        self._files: dict[tuple[int, int], Records] = {}
+        self._writes: list[Write] = []
         # Memory of finished writes, reused: the first touch of fresh memory takes longer than the
         # copy.
         self._spare: defaultdict[int, list[np.ndarray]] = defaultdict(list)
-        self._buffers: list[HostBuffer] = []
-        self._reserved: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
         self._is_read = False
-        self._files: dict[tuple[int, int], Records] = {}
+
+    def keep(self, key: CacheKey, arrays: KVBlock) -> None:
+        """Keeps a sealed block in the memory of its home, for disk on the host."""
+        if self._plan.cache.homes[key] != "device":
+            arrays = self._memories.to_host(arrays, "cache", _name(key))
+        self._blocks[key] = Block(arrays)
+
+    def open(self, key: CacheKey, buffer: HostBuffer | None) -> None:
+        """Makes an empty block, in a host buffer if there is one."""
+        if buffer is not None:
+            first, second = buffer.arrays
+            self._blocks[key] = Block((first, second), buffer.views)
+            return
+        (leaf, _) = self._plan.open_layout(key).leaves
+        arrays = (jnp.zeros(leaf.shape, leaf.dtype), jnp.zeros(leaf.shape, leaf.dtype))
+        jax.block_until_ready(arrays)
+        # To write one token, XLA's CPU backend would convert a whole 16-bit block to fp32 and back.
+        is_unified = self._memories.unified
+        views = tuple(writable_view(array) for array in arrays) if is_unified else ()
+        self._blocks[key] = Block(arrays, views)
+
+    def append(self, key: CacheKey, new: KVBlock) -> None:
+        """Writes one token's key and value to the open block."""
+        block = self._blocks[key]
+        if block.views:
+            moved = self._memories.to_host(new, "cache", _name(key))
+            for view, array in zip(block.views, moved, strict=True):
+                view[:, :, block.used] = np.asarray(array)[:, :, 0]
+        else:
+            append = self._device.programs.append(*self._shape(key))
+            block.arrays = append(block.arrays, new, np.int32(block.used))
+        block.used += 1
+
+    def quantize(self, key: CacheKey) -> None:
+        """Quantizes a full block on the device."""
+        opened = self._memories.to_device(self._blocks[key].arrays, "cache", "a full KV block")
+        program = self._device.programs.seal(*self._shape(key))
+        self.keep(key, jax.block_until_ready(program(opened)))
+
+    def write(self, keys: Sequence[CacheKey]) -> Write:
+        """Starts writing sealed blocks of one layer and batch to disk, from a copy of their own;
+        frees the blocks."""
+        futures, copies = [], []
+        for key in keys:
+            block, records = self._blocks.pop(key), self._stored(key)
+            views = block.views or [np.asarray(leaf) for leaf in jax.tree.leaves(block.arrays)]
+            spare = self._spare[records.nbytes]
+            copies.append(spare.pop() if spare else whole_pages(records.nbytes))
+            futures.append(records.write(key.layer, views, copies[-1]))
+        nbytes, name = sum(map(self._plan.kv_bytes, keys)), _name(keys[0])
+        counted(self._memories.metrics, "disk_write", "cache", name, nbytes, futures)
+        write = Write(name, futures, lambda: self._written(write, copies))
+        self._writes.append(write)
+        return write
+
+    def _written(self, write: Write, copies: list[np.ndarray]) -> None:
+        self._writes.remove(write)
+        for copy in copies:
+            self._spare[copy.size].append(copy)
+
+    def _shape(self, key: CacheKey) -> tuple[Any, int, int]:
+        """Returns a block's layer, and its numbers of rows and tokens."""
+        layer = self._plan.spec.decoders[key.layer]
+        return layer, self._plan.shape.batch_sizes[key.batch], self._plan.block_tokens(key)
 
     def _stored(self, key: CacheKey) -> Records:
         """Returns the disk records of one KV block of a batch: one record per layer, of the leaves
         of its keys and then of its values."""
-        if (key.batch, key.block) not in self._files:
-            name, layers = f"kv-{key.batch}-{key.block}", self._num_layers
-            sizes = (self._nbytes(key._replace(layer=layer)) for layer in range(layers))
-            records = Records.create(self._runtime.disk(), name, layers, max(sizes))
-            self._files[key.batch, key.block] = records
-        return self._files[key.batch, key.block]
+        name = (key.batch, key.block)
+        if name not in self._files:
+            assert self._folder is not None, "the policy puts KV blocks on disk"
+            count = len(self._plan.spec.decoders)
+            largest = max(self._plan.kv_bytes(key._replace(layer=i)) for i in range(count))
+            file = f"kv-{key.batch}-{key.block}"
+            self._files[name] = Records.create(self._folder, file, count, largest)
+        return self._files[name]
 
-    @property
-    def _num_layers(self) -> int:
-        return len(self._runtime.spec.decoders)
-
-    def _shape(self, key: CacheKey) -> tuple[int, int, int, int]:
-        """Shape of the block's keys, or values."""
-        attention = self._runtime.spec.decoders[key.layer].attention
-        tokens = self._plan.lengths(key.batch)[key.block]
-        return attention.kv_shape(self._batch_sizes[key.batch], tokens)
-
-    def _layer(self, decoder: int) -> LayerSpec:
-        return self._runtime.spec.decoders[decoder]
-
-    def _storage(self, key: CacheKey) -> Storage:
-        """Returns the storage of the sealed block's keys, which is that of its values too."""
-        return self._runtime.formats.kv(self._shape(key))
-
-    def _nbytes(self, key: CacheKey) -> int:
-        """Returns the bytes of the sealed block's keys and values together."""
-        return self._runtime.formats.kv_bytes(self._shape(key))
-
-    def _open_nbytes(self, key: CacheKey) -> int:
-        """Returns the bytes of a block's keys and values while it is open, in full precision."""
-        return self._runtime.formats.open_kv_bytes(self._shape(key))
-
-    def tokens(self, layer_batch: LayerBatch) -> int:
-        """Returns how many tokens have been handed over and can be loaded."""
-        return self._tokens.get(layer_batch, 0)
-
-    @property
-    def has_all_prompts(self) -> bool:
-        """Whether all layers of all batches have handed over the KV cache of their prompts."""
-        return len(self._tokens) == self._num_layers * len(self._batch_sizes)
-
-    def put_prompt(self, layer_batch: LayerBatch, blocks: tuple[KVBlock, ...]) -> None:
-        """Stores the prompt's blocks; those whose home is the disk wait for their computation."""
-        for block, arrays in enumerate(blocks):
-            key = CacheKey(*layer_batch, block)
-            home = self._plan.homes[key]
-            self._reserve("device" if home == "device" else "host", self._nbytes(key))
-            self._store(key, arrays, ())
-        self._tokens[layer_batch] = sum(self._plan.prompt[layer_batch[1]])
-        self._sealed[layer_batch] = len(blocks)
-        self._open_tail(layer_batch)
-
-    def put_token(self, layer_batch: LayerBatch, new: KVBlock) -> None:
-        """Stores one token's key and value; seals the tail when it is full."""
-        tail = self._tails[layer_batch]
-        if tail.views:
-            moved = self._runtime.memories.to_host(new, "cache", _name(layer_batch))
-            for view, array in zip(tail.views, moved, strict=True):
-                view[:, :, tail.used] = np.asarray(array)[:, :, 0]
-        else:
-            append = self._runtime.programs.append(
-                self._layer(layer_batch[0]), self._batch_sizes[layer_batch[1]], tail.length
-            )
-            tail.arrays = append(tail.arrays, new, np.int32(tail.used))
-        tail.used += 1
-        self._tokens[layer_batch] += 1
-        if tail.used == tail.length:
-            self._seal(tail)
-            self._sealed[layer_batch] += 1
-            self._open_tail(layer_batch)
-
-    def _seal(self, tail: Tail) -> None:
-        """Stores a full tail as a sealed block, quantized on the device if the policy says so."""
-        runtime, key = self._runtime, tail.key
-        if runtime.formats.cache_bits == 16:
-            self._store(key, tail.arrays, tail.buffers)
-            return
-        layer, rows = self._layer(key.layer), self._batch_sizes[key.batch]
-        program = runtime.programs.seal(layer, rows, tail.length)
-        sealed = jax.block_until_ready(
-            program(runtime.memories.to_device(tail.arrays, "cache", "a full KV block"))
-        )
-        tier = self._tail_tier(key)
-        if tail.buffers:
-            for buffer in tail.buffers:
-                runtime.pool.release(buffer, None)
-        else:
-            self._release(tier, self._open_nbytes(key))
-        self._reserve(tier, self._nbytes(key))
-        self._store(key, sealed, ())
-
-    def _tail_tier(self, key: CacheKey) -> Tier:
-        return "device" if self._plan.homes[key] == "device" else "host"
-
-    def _open_tail(self, layer_batch: LayerBatch) -> None:
-        """Opens a tail for the next generated tokens, if there will be any."""
-        lengths = self._plan.lengths(layer_batch[1])
-        self._tails.pop(layer_batch, None)
-        if self._sealed[layer_batch] == len(lengths):
-            return
-        key = CacheKey(*layer_batch, self._sealed[layer_batch])
-        length = lengths[key.block]
-        shape, dtype = self._shape(key), self._runtime.numpy_dtype
-        is_unified = self._runtime.memories.unified
-        if self._plan.homes[key] == "device" or is_unified:
-            self._reserve(self._tail_tier(key), self._open_nbytes(key))
-            arrays = (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-            jax.block_until_ready(arrays)
-            # To write one token, XLA's CPU backend would convert a whole 16-bit tail to fp32 and
-            # back.
-            views = tuple(writable_view(array) for array in arrays) if is_unified else ()
-            self._tails[layer_batch] = Tail(key, length, arrays, views)
-        else:
-            first, second = (self._runtime.pool.acquire(shape, dtype) for _ in range(2))
-            arrays, views = (first.array, second.array), (first.view, second.view)
-            self._tails[layer_batch] = Tail(key, length, arrays, views, (first, second))
-
-    def _store(self, key: CacheKey, arrays: KVBlock, buffers: tuple[HostBuffer, ...]) -> None:
-        """Puts a complete block into its home tier. The memory of `arrays` is already reserved,
-        that of `buffers` by the pool."""
-        home = self._plan.homes[key]
-        if home != "device" and not buffers:
-            arrays = self._runtime.memories.to_host(arrays, "cache", _name(key[:2]))
-        if home != "disk":
-            self._blocks[key] = arrays
-            self._buffers += buffers
-            return
-        views = [buffer.view for buffer in buffers]
-        views = views or [np.asarray(leaf) for leaf in jax.tree.leaves(arrays)]
-        nbytes = self._nbytes(key)
-        self._reserve("disk", nbytes)
-        if buffers:
-            self._reserve("host", nbytes)
-        records = self._stored(key)
-        spare = self._spare[records.nbytes]
-        record = spare.pop() if spare else whole_pages(records.nbytes)
-        write = records.write(key.layer, views, record)
-        self._pending.append(PendingWrite((key.layer, key.batch), write, nbytes, record))
-        for buffer in buffers:
-            self._runtime.pool.release(buffer, None)
-        metrics = self._runtime.metrics
-        counted(metrics, "disk_write", "cache", _name(key[:2]), nbytes, [write])
-        self._settle(lambda write: write.future.done())
-        steps = list(dict.fromkeys(write.layer_batch for write in self._pending))
-        overdue = steps[: max(0, len(steps) - PENDING_WRITES)]
-        self._settle(lambda write: write.layer_batch in overdue)
-
-    def _settle(self, is_chosen: Any) -> None:
-        """Waits for the chosen writes and releases their memory; raises their errors."""
-        for write in [write for write in self._pending if is_chosen(write)]:
-            finish([write.future], f"writing the {_name(write.layer_batch)}")
-            self._pending = [other for other in self._pending if other is not write]
-            self._spare[write.record.size].append(write.record)
-            self._release("host", write.nbytes)
-
-    def start(self, layer_batch: LayerBatch) -> KVLoad:
-        """Starts bringing the sealed blocks and the tail of a layer's cache to where attention
-        runs."""
-        # Buffers for reading must not come on top of what the prompts' blocks still hold.
-        is_first, self._is_read = not self._is_read, True
-        self._settle(lambda write: is_first or write.layer_batch == layer_batch)
-        if is_first:
+    def fetch(self, part: CachedPart, buffers: Sequence[HostBuffer]) -> Load[LayerCache]:
+        """Starts bringing a layer's blocks to where attention runs; those on disk are read into the
+        buffers."""
+        if not self._is_read:
+            self._is_read = True
             self._spare.clear()
-        load: KVLoad = Load("cache", _name(layer_batch), Moving((), ()))
-        tail, sealed = self._tails[layer_batch], self._sealed[layer_batch]
+        left, reads = iter(buffers), []
         here: list[KVBlock] = []
         there: list[HostBlock] = []
-        start = 0
-        with load.abandoned_on_error(self._runtime.pool):
-            for block, length in enumerate(self._plan.lengths(layer_batch[1])[: sealed + 1]):
-                key = CacheKey(*layer_batch, block)
-                arrays = tail.arrays if block == sealed else self._blocks.get(key)
-                arrays = arrays or self._read(key, load)
-                if self._plan.stays_on_host(key):
-                    there.append(HostBlock(start, arrays))
-                else:
-                    here.append(arrays)
-                start += length
-        if load.reads:
-            nbytes = sum(buffer.view.nbytes for buffer in load.buffers)
-            metrics = self._runtime.metrics
-            counted(metrics, "disk_read", "cache", load.what, nbytes, load.reads)
-        keys = () if self._plan.keys_stay else tuple(key for _, (key, _) in there)
-        load.tree = Moving(tuple(here), keys)
-        part_here, part_there = (self._plan.part(*layer_batch, sealed, at) for at in (False, True))
-        load.staying = Split(part_here, part_there, tuple(there), sealed)
-        return load
+        start, plan = 0, self._plan.cache
+        for number, length in enumerate(plan.lengths(part.batch)[: part.sealed + 1]):
+            key = CacheKey(part.layer, part.batch, number)
+            block = self._blocks.get(key)
+            if block is None:
+                buffer = next(left)
+                reads.append(self._stored(key).read_into(key.layer, buffer.views))
+                block = Block(self._assembled(key, buffer))
+            if plan.stays_on_host(key):
+                there.append(HostBlock(start, block.arrays))
+            else:
+                here.append(block.arrays)
+            start += length
+        keys = () if plan.keys_stay else tuple(key for _, (key, _) in there)
+        shapes = (plan.part(*part[:3], False), plan.part(*part[:3], True))
+        cache = LayerCache(tuple(here), keys, tuple(there), *shapes, part.sealed)
+        name = _name(part)
+        if reads:
+            nbytes = sum(buffer.layout.nbytes for buffer in buffers)
+            counted(self._memories.metrics, "disk_read", "cache", name, nbytes, reads)
+        return Load("cache", name, cache, reads)
 
-    def _read(self, key: CacheKey, load: KVLoad) -> KVBlock:
-        """Starts reading a block from disk into buffers that belong to the load."""
-        storage, buffers = self._storage(key), list[HostBuffer]()
-        for leaf in 2 * storage.leaves:
-            # Waiting for the step that is being computed would delay the next one.
-            kind = numpy_dtype(leaf.dtype)
-            buffers.append(self._runtime.pool.acquire(leaf.shape, kind, may_wait=False))
-            load.buffers.append(buffers[-1])
-        views = [buffer.view for buffer in buffers]
-        load.reads.append(self._stored(key).read_into(key.layer, views))
-        arrays, count = [buffer.array for buffer in buffers], len(storage.leaves)
-        return assemble(storage, arrays[:count]), assemble(storage, arrays[count:])
-
-    def _reserve(self, tier: Tier, nbytes: int) -> None:
-        self._runtime.ledger.reserve(tier, nbytes)
-        self._reserved[tier] += nbytes
-
-    def _release(self, tier: Tier, nbytes: int) -> None:
-        self._runtime.ledger.release(tier, nbytes)
-        self._reserved[tier] -= nbytes
+    def _assembled(self, key: CacheKey, buffer: HostBuffer) -> KVBlock:
+        """Returns the keys and values that a read will put into a buffer."""
+        storage, count = self._plan.kv_storage(key), len(buffer.arrays) // 2
+        return assemble(storage, buffer.arrays[:count]), assemble(storage, buffer.arrays[count:])
 
     def close(self) -> None:
-        """Releases everything, including writes that nobody will read."""
-        for write in self._pending:
-            write.future.exception()
-        for tail in self._tails.values():
-            self._buffers += tail.buffers
-        for buffer in self._buffers:
-            self._runtime.pool.release(buffer, None)
-        for tier, nbytes in self._reserved.items():
-            self._runtime.ledger.release(tier, nbytes)
-        self._pending, self._tails, self._blocks, self._buffers = [], {}, {}, []
-        self._reserved = {"device": 0, "host": 0, "disk": 0}
+        """Waits for the writes that nobody will read."""
+        for write in self._writes:
+            write.end()
 
 
-def _name(layer_batch: LayerBatch) -> str:
-    return f"KV cache of decoder layer {layer_batch[0]}, batch {layer_batch[1]}"
+def _name(where: CacheKey | CachedPart) -> str:
+    return f"KV cache of decoder layer {where.layer}, batch {where.batch}"

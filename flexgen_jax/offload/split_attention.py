@@ -13,8 +13,8 @@ from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.sparse_attention import Ranked
 from flexgen_jax.models.spec import LayerSpec
-from flexgen_jax.offload.context import Runtime
-from flexgen_jax.offload.kv_cache import Moving, Split
+from flexgen_jax.offload.device import Device
+from flexgen_jax.offload.kv_cache import LayerCache
 from flexgen_jax.policy.placement import Part
 from flexgen_jax.policy.policy import Policy
 
@@ -53,7 +53,7 @@ class Moment(NamedTuple):
 class Question(NamedTuple):
     """A batch's query to a layer's KV cache."""
 
-    runtime: Runtime
+    device: Device
     layer: LayerSpec
     query: jax.Array
     at: Moment
@@ -63,12 +63,12 @@ class Question(NamedTuple):
         return int(self.query.shape[0])
 
     def attend(self, blocks: tuple[KVBlock, ...], part: Part) -> Any:
-        program = self.runtime.programs.attend(self.layer, self.rows, part.lengths, part.tail)
+        program = self.device.programs.attend(self.layer, self.rows, part.lengths, part.tail)
         return self._watched(program(self.query, blocks, _starts(part), *self.at[:2]))
 
     def rank(self, keys: tuple[Kept, ...], part: Part) -> Ranked:
         shape = (self.layer, self.rows, part.lengths, part.tail, self.at.most)
-        program = self.runtime.programs.rank(*shape)
+        program = self.device.programs.rank(*shape)
         found: Ranked = self._watched(program(self.query, keys, _starts(part), *self.at[:2]))
         return found
 
@@ -76,59 +76,58 @@ class Question(NamedTuple):
         self, values: tuple[Kept, ...], part: Part, ranked: Ranked, counts: jax.Array
     ) -> Any:
         shape = (self.layer, self.rows, part.lengths, part.tail, self.at.most)
-        program = self.runtime.programs.attend_ranked(*shape)
+        program = self.device.programs.attend_ranked(*shape)
         return self._watched(program(values, ranked, counts))
 
     def _watched(self, result: Any) -> Any:
         """Counts the device as busy until the result, which is already enqueued, is computed."""
-        operation = self.runtime.metrics.queue("compute", "attention", "attention on the device")
-        self.runtime.watcher.follow(operation, self.query, result)
+        self.device.watch("attention", "attention on the device", self.query, result)
         return result
 
 
 def attend_split(
-    question: Question, moved: Moving, split: Split, meanwhile: Callable[[], object]
+    question: Question, cache: LayerCache, meanwhile: Callable[[], object]
 ) -> list[Any]:
     """Returns the partial results of the host and, if it has blocks, of the device, for
     `Programs.finish`.
 
     meanwhile: called when the device has its work and before the CPU's begins.
     """
-    runtime, at = question.runtime, question.at
-    where = (split.blocks, int(at.position), at.first_valid)
+    device, at = question.device, question.at
+    where = (cache.on_host, int(at.position), at.first_valid)
     if at.counts is None:
-        here = [question.attend(moved.blocks, split.here)] if moved.blocks else []
+        here = [question.attend(cache.blocks, cache.here)] if cache.blocks else []
         meanwhile()
-        return [runtime.on_host(runtime.host_attention.attend, question.query, *where), *here]
+        return [device.on_host(device.host_attention.attend, question.query, *where), *here]
     # Which tokens are attended to is known only when the scores of both places are.
     ranked = [
         question.rank(keys, part) if keys else None
         for keys, part in (
-            (tuple(key for key, _ in moved.blocks), split.here),
-            (moved.keys, split.there),
+            (tuple(key for key, _ in cache.blocks), cache.here),
+            (cache.keys, cache.there),
         )
     ]
     meanwhile()
     known = [
-        _candidates(runtime, found, part) if found else None
-        for found, part in zip(ranked, (split.here, split.there), strict=True)
+        _candidates(device, found, part) if found else None
+        for found, part in zip(ranked, (cache.here, cache.there), strict=True)
     ]
-    attend_top = runtime.host_attention.attend_top
-    there, left = runtime.on_host(attend_top, question.query, *where, at.counts, *known)
+    attend_top = device.host_attention.attend_top
+    there, left = device.on_host(attend_top, question.query, *where, at.counts, *known)
     if ranked[0] is None:
         return [there]
-    values = tuple(value for _, value in moved.blocks)
-    return [there, question.attend_ranked(values, split.here, ranked[0], left)]
+    values = tuple(value for _, value in cache.blocks)
+    return [there, question.attend_ranked(values, cache.here, ranked[0], left)]
 
 
 def _starts(part: Part) -> np.ndarray:
     return np.array(part.starts, np.int32)
 
 
-def _candidates(runtime: Runtime, ranked: Ranked, part: Part) -> Candidates:
+def _candidates(device: Device, ranked: Ranked, part: Part) -> Candidates:
     """Brings ranked tokens to the host, with their indices in the sequence."""
     scores, tokens, lse = (
-        np.asarray(x) for x in runtime.memories.to_host(ranked, "attention", "ranked tokens")
+        np.asarray(x) for x in device.memories.to_host(ranked, "attention", "ranked tokens")
     )
     lengths = (*part.lengths, part.tail) if part.tail else part.lengths
     spans = zip(part.starts, lengths, strict=True)

@@ -8,20 +8,16 @@ the copying path on the CPU too, which is how it is tested.
 from __future__ import annotations
 
 import ctypes
-import math
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
+from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.offload.disk.direct_reads import whole_pages
-from flexgen_jax.offload.metrics import (
-    Content,
-    Link,
-)
-from flexgen_jax.offload.watcher import Watcher, wait_for
-from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.offload.metrics import Content, Link, Metrics
+from flexgen_jax.offload.watcher import Watcher
+from flexgen_jax.policy.plan import Layout
 
 T = TypeVar("T")
 
@@ -35,12 +31,16 @@ class Memories:
 
     def __init__(self, watcher: Watcher, unified: bool | None = None) -> None:
         self.device = jax.devices()[0]
-        self._watcher = watcher
+        self.watcher = watcher
         self.unified = self.device.platform == "cpu" if unified is None else unified
         self._device_sharding = jax.sharding.SingleDeviceSharding(self.device)
         self._host_sharding = self._device_sharding
         if not self.unified:
             self._host_sharding = self._device_sharding.with_memory_kind("pinned_host")
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.watcher.metrics
 
     def to_device(self, tree: T, content: Content, what: str) -> T:
         """Starts moving those leaves of a tree that are on the host to the device; returns at once.
@@ -75,9 +75,9 @@ class Memories:
     def _put(self, tree: Any, link: Link, content: Content, what: str) -> Any:
         """Starts a copy, which the metrics count as under way until it is done."""
         target = self._device_sharding if link == "host_to_device" else self._host_sharding
-        operation = self._watcher.metrics.queue(link, content, what, tree_bytes(tree))
+        operation = self.metrics.queue(link, content, what, tree_bytes(tree))
         moved = jax.device_put(tree, target)
-        self._watcher.follow(operation, tree, moved)
+        self.watcher.follow(operation, tree, moved)
         return moved
 
     def host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
@@ -90,9 +90,12 @@ class Memories:
         array.block_until_ready()
         return array
 
-
-def _is_ready(array: Any) -> bool:
-    return array is None or bool(array.is_ready())
+    def buffer(self, layout: Layout) -> HostBuffer:
+        """Returns zeroed host arrays of a layout."""
+        arrays = tuple(
+            self.host_array(leaf.shape, numpy_dtype(leaf.dtype)) for leaf in layout.leaves
+        )
+        return HostBuffer(layout, arrays, tuple(map(writable_view, arrays)))
 
 
 def writable_view(array: jax.Array) -> np.ndarray:
@@ -105,77 +108,9 @@ def writable_view(array: jax.Array) -> np.ndarray:
     return view
 
 
-@dataclass(eq=False)
-class HostBuffer:
-    """Reusable host memory. `view` is written to, `array` is computed with, and `holders` counts
-    the current users."""
+class HostBuffer(NamedTuple):
+    """Reusable host memory: `views` are written to, `arrays` are computed with."""
 
-    array: jax.Array
-    view: np.ndarray
-    holders: int = 1
-
-    @property
-    def key(self) -> tuple[tuple[int, ...], np.dtype]:
-        return self.view.shape, self.view.dtype
-
-
-class BufferPool:
-    """Host buffers by shape and dtype, reused as soon as the computations that read them are done.
-
-    most_bytes: the size above which free buffers of other shapes are freed first. A run of equally
-    long prompts never reaches it; in a run of many lengths, every length has shapes of its own.
-    """
-
-    def __init__(self, memories: Memories, ledger: Ledger) -> None:
-        self._memories = memories
-        self._ledger = ledger
-        self._free: dict[Any, list[tuple[HostBuffer, jax.Array | None]]] = {}
-        self._bytes = 0
-        self.most_bytes: float = math.inf
-
-    def acquire(self, shape: tuple[int, ...], dtype: np.dtype, may_wait: bool = True) -> HostBuffer:
-        """Acquires a free buffer, once its last reader is done, or else a new one. With `may_wait`
-        false it does not wait for a reader but makes a new buffer at once."""
-        free = self._free.get((shape, np.dtype(dtype)))
-        if free and not may_wait and not _is_ready(free[0][1]):
-            free = None
-        if free:
-            wait_for(free[0][1])
-            buffer, _ = free.pop(0)
-            buffer.holders = 1
-            return buffer
-        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self._make_room(nbytes)
-        self._ledger.reserve("host", nbytes)
-        try:
-            array = self._memories.host_array(shape, np.dtype(dtype))
-        except BaseException:
-            self._ledger.release("host", nbytes)
-            raise
-        self._bytes += nbytes
-        return HostBuffer(array, writable_view(array))
-
-    def release(self, buffer: HostBuffer, last_reader: jax.Array | None) -> None:
-        """Releases one hold; the last one frees the buffer once `last_reader` is computed."""
-        buffer.holders -= 1
-        if buffer.holders == 0:
-            self._free.setdefault(buffer.key, []).append((buffer, last_reader))
-
-    def _make_room(self, nbytes: int) -> None:
-        """Frees idle buffers to keep a new one within `most_bytes`, as far as that needs no
-        waiting."""
-        for entries in self._free.values():
-            while entries and self._bytes + nbytes > self.most_bytes and _is_ready(entries[0][1]):
-                self._let_go(entries)
-
-    def trim(self) -> None:
-        """Frees the memory of all idle buffers, after their last readers."""
-        for entries in self._free.values():
-            while entries:
-                wait_for(entries[0][1])
-                self._let_go(entries)
-
-    def _let_go(self, entries: list[tuple[HostBuffer, jax.Array | None]]) -> None:
-        buffer, _ = entries.pop(0)
-        self._bytes -= buffer.view.nbytes
-        self._ledger.release("host", buffer.view.nbytes)
+    layout: Layout
+    arrays: tuple[jax.Array, ...]
+    views: tuple[np.ndarray, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -12,14 +12,17 @@ import numpy as np
 
 from flexgen_jax.layers.quantization import Kept, assemble, encode
 from flexgen_jax.models.checkpoint import WeightSource, numpy_dtype
-from flexgen_jax.models.spec import LayerSpec, TensorSpec
+from flexgen_jax.models.config import DTYPES
+from flexgen_jax.models.spec import TensorSpec
 from flexgen_jax.models.storage import Leaf, Storage
-from flexgen_jax.offload.context import Runtime
-from flexgen_jax.offload.disk.folder import DiskArray, WeightFolder, row_ranges
+from flexgen_jax.offload.device import Device
+from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder, WeightFolder, row_ranges
 from flexgen_jax.offload.prefetch import Load
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.watcher import counted
-from flexgen_jax.policy.policy import Tier
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.plan import WeightsPart
+from flexgen_jax.policy.policy import TIERS, Tier
 
 Progress = Callable[[int], object]
 """Called with the number of bytes that were placed."""
@@ -37,31 +40,33 @@ def _stored(tensor: TensorSpec, leaf: Leaf) -> Stored:
 class WeightStore:
     """Holds every tensor in the tier that the placement gives it.
 
-    cached: keys of tensors on disk that are read through the page cache, because RAM is free; may
-        be changed between blocks.
+    folder: None if the placement puts no tensor on disk; cached: keys of tensors on disk that are
+    read through the page cache, because RAM is free; may be changed between blocks.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
+        device: Device,
         source: WeightSource,
-        tiers: dict[str, Tier],
+        tiers: Mapping[str, Tier],
+        ledger: Ledger,
+        folder: OffloadFolder | None = None,
     ) -> None:
-        self._runtime = runtime
+        self._spec, self._formats = device.spec, device.formats
+        self._memories = device.memories
         self._source = source
         self._tiers = tiers
+        self._ledger = ledger
+        self._folder = folder
         self.cached: frozenset[str] = frozenset()
         self._arrays: dict[str, Kept] = {}
         self._files: dict[str, list[DiskArray]] = {}
-        self._reserved = dict.fromkeys(("device", "host", "disk"), 0)
-        # Embedding and head have buffer shapes of their own, which would lie idle while the decoder
-        # layers run: what is read into them stays for the block's other tokens.
-        self._kept: dict[tuple[str, int], tuple[HostBuffer, Any]] = {}
+        self._reserved: dict[Tier, int] = dict.fromkeys(TIERS, 0)
 
     def place(self, progress: Progress) -> None:
         """Brings every tensor to its home tier; besides the tensors, a few chunks at a time are in
         RAM."""
-        tensors = list(self._runtime.spec.tensors.values())
+        tensors = list(self._spec.tensors.values())
         for tensor in tensors:
             if self._tiers[tensor.key] != "disk":
                 self._place_in_memory(tensor)
@@ -71,22 +76,21 @@ class WeightStore:
             self._place_on_disk(on_disk, progress)
 
     def _place_in_memory(self, tensor: TensorSpec) -> None:
-        runtime = self._runtime
         tier = self._tiers[tensor.key]
         self._reserve(tier, tensor)
         storage = self._storage(tensor)
         arrays = [
-            runtime.memories.host_array(leaf.shape, numpy_dtype(leaf.dtype))
+            self._memories.host_array(leaf.shape, numpy_dtype(leaf.dtype))
             for leaf in storage.leaves
         ]
         self._fill(tensor, [writable_view(array) for array in arrays])
         whole = assemble(storage, arrays)
         if tier == "device":
-            whole = jax.block_until_ready(runtime.memories.to_device(whole, "weights", tensor.key))
+            whole = jax.block_until_ready(self._memories.to_device(whole, "weights", tensor.key))
         self._arrays[tensor.key] = whole
 
     def _storage(self, tensor: TensorSpec) -> Storage:
-        return self._runtime.formats.weight(tensor)
+        return self._formats.weight(tensor)
 
     def _fill(self, tensor: TensorSpec, leaves: list[np.ndarray]) -> None:
         """Fills the tensor's stored leaves, which must be zero, a few chunks at a time; if the
@@ -100,7 +104,7 @@ class WeightStore:
             return
         packed, scale, minimum = leaves
         length, group = storage.plane_length, storage.group_size
-        itemsize = self._runtime.numpy_dtype.itemsize
+        itemsize = DTYPES[self._formats.dtype]
         for start, stop in row_ranges(storage.shape, itemsize, group):
             piece = self._source.read(tensor, start, stop, storage.dtype)
             part = replace(storage, shape=piece.shape)
@@ -113,9 +117,9 @@ class WeightStore:
                 packed[low - index * length : high - index * length] |= rows
 
     def _place_on_disk(self, tensors: list[TensorSpec], progress: Progress) -> None:
-        runtime = self._runtime
-        dtype, suffix = runtime.formats.dtype, runtime.formats.suffix
-        folder = runtime.disk().weights(self._source.fingerprint(dtype) + suffix)
+        assert self._folder is not None, "the placement puts tensors on disk"
+        dtype, suffix = self._formats.dtype, self._formats.suffix
+        folder = self._folder.weights(self._source.fingerprint(dtype) + suffix)
         with folder.locked():
             for tensor in tensors:
                 self._reserve("disk", tensor)
@@ -142,65 +146,41 @@ class WeightStore:
 
     def _reserve(self, tier: Tier, tensor: TensorSpec) -> None:
         nbytes = self._storage(tensor).nbytes
-        self._runtime.ledger.reserve(tier, nbytes)
+        self._ledger.reserve(tier, nbytes)
         self._reserved[tier] += nbytes
 
     def _pieces(self, tensor: TensorSpec) -> Iterator[np.ndarray]:
-        for start, stop in row_ranges(tensor.shape, self._runtime.numpy_dtype.itemsize):
-            yield self._source.read(tensor, start, stop, self._runtime.formats.dtype)
+        for start, stop in row_ranges(tensor.shape, DTYPES[self._formats.dtype]):
+            yield self._source.read(tensor, start, stop, self._formats.dtype)
 
-    def start(self, layer: LayerSpec) -> Load[dict[str, Kept]]:
-        """Starts gathering a layer's tensors; those on disk are read into pooled host buffers."""
-        load: Load[dict[str, Kept]] = Load("weights", f"weights of {layer.name}", {})
-        reads: list[tuple[int, Any]] = []
-        with load.abandoned_on_error(self._runtime.pool):
-            for tensor in layer.tensors:
-                if tensor.key in self._files:
-                    arrays = self._read(tensor.key, layer.kind != "decoder", load, reads)
-                    load.tree[tensor.path] = assemble(self._storage(tensor), arrays)
-                else:
-                    load.tree[tensor.path] = self._arrays[tensor.key]
-        if reads:
-            sizes, futures = zip(*reads, strict=True)
-            metrics = self._runtime.metrics
-            counted(metrics, "disk_read", "weights", load.what, sum(sizes), futures)
+    def fetch(self, part: WeightsPart, buffers: Sequence[HostBuffer]) -> Load[dict[str, Kept]]:
+        """Starts gathering a part's tensors, by path; those on disk are read into the buffers."""
+        name = f"weights of {self._spec.layers[part.layer].name}"
+        load: Load[dict[str, Kept]] = Load("weights", name, {})
+        left = iter(buffers)
+        for key in part.keys:
+            tensor = self._spec.tensors[key]
+            if key in self._files:
+                buffer = next(left)
+                load.reads += self._read(key, buffer)
+                load.tree[tensor.path] = assemble(self._storage(tensor), buffer.arrays)
+            else:
+                load.tree[tensor.path] = self._arrays[key]
+        if load.reads:
+            nbytes = sum(buffer.layout.nbytes for buffer in buffers)
+            counted(self._memories.metrics, "disk_read", "weights", name, nbytes, load.reads)
         return load
 
-    def _read(
-        self, key: str, is_end: bool, load: Load[Any], reads: list[tuple[int, Any]]
-    ) -> list[jax.Array]:
-        """Starts reading every leaf of a tensor into pooled host buffers, as a part of `load`.
-
-        is_end: whether the tensor belongs to the embedding or the head, whose buffers are kept.
-        Adds to `reads` the bytes and the future of each read that was not under way already.
-        """
-        runtime, arrays = self._runtime, []
-        for name, file in enumerate(self._files[key]):
+    def _read(self, key: str, buffer: HostBuffer) -> list[Any]:
+        """Starts reading every leaf of a tensor into a buffer; returns the futures."""
+        reads = []
+        for file, view in zip(self._files[key], buffer.views, strict=True):
             file = replace(file, direct=False) if key in self.cached else file
-            if (key, name) in self._kept:
-                buffer, read = self._kept[key, name]
-                buffer.holders += 1
-            else:
-                buffer = runtime.pool.acquire(file.shape, file.dtype)
-                read = file.read_into(buffer.view)
-                reads.append((file.nbytes, read))
-                if is_end:
-                    buffer.holders += 1
-                    self._kept[key, name] = (buffer, read)
-            load.buffers.append(buffer)
-            load.reads.append(read)
-            arrays.append(buffer.array)
-        return arrays
-
-    def end_block(self) -> None:
-        """Releases the buffers that were kept during the block; all reads are done by then."""
-        for buffer, _ in self._kept.values():
-            self._runtime.pool.release(buffer, None)
-        self._kept.clear()
+            reads.append(file.read_into(view))
+        return reads
 
     def close(self) -> None:
         for tier, nbytes in self._reserved.items():
-            self._runtime.ledger.release(tier, nbytes)  # type: ignore[arg-type]
+            self._ledger.release(tier, nbytes)
         self._arrays.clear()
         self._files.clear()
-        self._kept.clear()

@@ -1,33 +1,31 @@
-"""The simulator's stand-in for a machine: a clock over links and processors, and the sizes of a
-KV cache. Times are in seconds since the start."""
+"""The simulator's stand-in for a machine: a clock over links and processors. Times are in seconds
+since the start."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import accumulate
 
-from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile, Rate
-from flexgen_jax.policy.placement import CacheKey, CachePlan
-from flexgen_jax.policy.policy import Tier
 
 RESOURCES = (*TRANSFERS, "compute", "host_compute")
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class Loading:
     """A load in flight.
 
     read: the queue entry of its disk read, see `Clock.read`; copied: bytes to copy to the device;
     size: bytes of one operation, which decide the rate, or None for those of the whole load;
-    ready: the time at which it is on the device, -1 before its copy is queued.
+    passes_by: whether its copy is small and does not wait for large ones; ready: the time at which
+    it is on the device, once its copy is queued.
     """
 
     read: list[float] | None = None
     copied: int = 0
     size: float | None = None
-    ready: float = -1.0
+    passes_by: bool = False
+    ready: float = 0.0
 
 
 class Clock:
@@ -143,74 +141,3 @@ class Clock:
                 lane[0][0] -= step
                 if lane[0][0] <= 1e-9:
                     lane.popleft()[1] = self._disk
-
-
-@dataclass(frozen=True)
-class Cached:
-    """Sizes of the KV cache of one layer and batch.
-
-    read, read_s, moved: by the number of sealed blocks, the bytes that a step reads from disk, the
-    seconds of that, and the bytes that it moves to the device; there, homes, lengths: by block,
-    whether its values stay on the host, its tier, and its tokens.
-    """
-
-    read: tuple[int, ...]
-    read_s: tuple[float, ...]
-    moved: tuple[int, ...]
-    there: tuple[bool, ...]
-    homes: tuple[Tier, ...]
-    lengths: tuple[int, ...]
-
-
-class CacheSizes:
-    """Sizes of the KV cache of a block of batches, computed when they are first asked for."""
-
-    def __init__(self, costs: Costs, plan: CachePlan, batch_sizes: tuple[int, ...]) -> None:
-        self._costs, self._plan, self._rows = costs, plan, batch_sizes
-        self._found: dict[tuple[int, int], Cached] = {}
-        self._costs_of: dict[tuple[int, int, int], tuple[int, float]] = {}
-
-    def of(self, layer: int, batch: int) -> Cached:
-        found = self._found.get((layer, batch))
-        if found is None:
-            found = self._found[layer, batch] = self._count(layer, batch)
-        return found
-
-    def _count(self, layer: int, batch: int) -> Cached:
-        plan = self._plan
-        lengths = plan.lengths(batch)
-        keys = [CacheKey(layer, batch, block) for block in range(len(lengths))]
-        costs = [self._cost(layer, self._rows[batch], length) for length in lengths]
-        homes = tuple(plan.homes[key] for key in keys)
-        reads = [
-            cost if home == "disk" else (0, 0.0) for cost, home in zip(costs, homes, strict=True)
-        ]
-        moved = [int(plan.moved(key) * n) for key, (n, _) in zip(keys, costs, strict=True)]
-        return Cached(
-            read=(0, *accumulate(nbytes for nbytes, _ in reads)),
-            read_s=(0.0, *accumulate(seconds for _, seconds in reads)),
-            moved=(0, *accumulate(moved)),
-            there=tuple(plan.stays_on_host(key) for key in keys),
-            homes=homes,
-            lengths=lengths,
-        )
-
-    def _cost(self, decoder: int, rows: int, length: int) -> tuple[int, float]:
-        """Returns the bytes of a sealed KV block, and the seconds of reading it from disk."""
-        spec = self._costs.spec
-        what = (spec.alike[decoder + 1], rows, length)
-        if what not in self._costs_of:
-            layer = spec.decoders[decoder]
-            seconds = self._costs.kv_read_s(layer, rows, (length,))
-            self._costs_of[what] = self._costs.kv_bytes(layer, rows, length), seconds
-        return self._costs_of[what]
-
-    def sealed(self, batch: int, position: int) -> int:
-        """Returns the number of a batch's full blocks when `position` tokens are cached."""
-        sealed = total = 0
-        for length in self._plan.lengths(batch):
-            total += length
-            if total > position:
-                break
-            sealed += 1
-        return sealed

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from flexgen_jax.models.config import DTYPES, ModelConfig
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, TensorSpec, model_spec
 from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile
+from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import Policy, Workload, generated_blocks, prompt_blocks
 
 FRACTIONS = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
@@ -72,6 +73,11 @@ class Costs:
         self._host = hw.host_attention[policy.cache_bits]
         kept = policy.attention_sparsity
         self._read_share = (1 + kept) / 2  # all keys are read, and the values attended to
+
+    def plan(self, shape: BlockShape, unified: bool) -> BlockPlan:
+        """Returns the plan of a block of batches."""
+        dtype, sizes = self.formats.dtype, self.hw.sizes
+        return BlockPlan(self.config, dtype, self.policy, shape, unified, sizes)
 
     def mean(self, cost: Callable[[LayerSpec], float]) -> float:
         """Returns the average of a decoder layer's cost over all decoder layers."""

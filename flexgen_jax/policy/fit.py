@@ -8,7 +8,8 @@ from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.memory import BlockShape, peak_bytes
+from flexgen_jax.policy.memory import peak_bytes
+from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier, Workload
 
 GIB = 1 << 30
@@ -81,7 +82,8 @@ class Fitter:
 
     def needed(self, policy: Policy) -> dict[Tier, int]:
         shape = BlockShape.of(policy, self.workload)
-        return peak_bytes(self.config, self.dtype, policy, shape, self.unified, self.sizes)
+        plan = BlockPlan(self.config, self.dtype, policy, shape, self.unified, self.sizes)
+        return peak_bytes(plan)
 
     def fits(self, policy: Policy) -> bool:
         return not self.budgets.shortfalls(self.needed(policy))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -18,26 +17,23 @@ class Ledger:
     """Counts the bytes in use in each tier, and their peak, and refuses what exceeds a budget."""
 
     def __init__(self, budgets: Mapping[Tier, int | None]) -> None:
-        self._lock = threading.Lock()
         self._budgets = dict(budgets)
         self._used = dict.fromkeys(TIERS, 0)
         self._peak = dict.fromkeys(TIERS, 0)
 
     def reserve(self, tier: Tier, nbytes: int) -> None:
         """Reserves bytes for an allocation; raises `BudgetError` if they exceed the budget."""
-        with self._lock:
-            used = self._used[tier] + nbytes
-            budget = self._budgets.get(tier)
-            if budget is not None and used > budget:
-                raise BudgetError(
-                    f"{tier} memory: {used} bytes needed, {budget} allowed by {budget_flag(tier)}"
-                )
-            self._used[tier] = used
-            self._peak[tier] = max(self._peak[tier], used)
+        used = self._used[tier] + nbytes
+        budget = self._budgets.get(tier)
+        if budget is not None and used > budget:
+            raise BudgetError(
+                f"{tier} memory: {used} bytes needed, {budget} allowed by {budget_flag(tier)}"
+            )
+        self._used[tier] = used
+        self._peak[tier] = max(self._peak[tier], used)
 
     def release(self, tier: Tier, nbytes: int) -> None:
-        with self._lock:
-            self._used[tier] -= nbytes
+        self._used[tier] -= nbytes
 
     @contextmanager
     def reserving(self, tier: Tier, nbytes: int) -> Iterator[None]:
@@ -49,17 +45,14 @@ class Ledger:
 
     @property
     def used(self) -> dict[Tier, int]:
-        with self._lock:
-            return dict(self._used)
+        return dict(self._used)
 
     @property
     def peak(self) -> dict[Tier, int]:
-        with self._lock:
-            return dict(self._peak)
+        return dict(self._peak)
 
     def reset_peak(self) -> None:
-        with self._lock:
-            self._peak = dict(self._used)
+        self._peak = dict(self._used)
 
 
 def budget_flag(tier: Tier) -> str:

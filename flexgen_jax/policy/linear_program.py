@@ -8,9 +8,10 @@ from functools import lru_cache
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.policy.cache_blocks import PENDING_WRITES
 from flexgen_jax.policy.cost_model import FRACTIONS, BlockTerms, Costs, Linear
 from flexgen_jax.policy.fit import Budgets
-from flexgen_jax.policy.memory import PENDING_WRITES, workspace_bytes
+from flexgen_jax.policy.memory import workspace_bytes
 from flexgen_jax.policy.policy import TIERS, Ahead, Tier, Workload, generated_blocks
 
 PREFERENCE = 1e-6

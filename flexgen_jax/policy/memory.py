@@ -1,240 +1,184 @@
-"""Peak bytes of every tier, computed from policy and shapes before anything is allocated."""
+"""Peak bytes of every tier, from a dry run before anything is allocated, and the memory that a
+computation needs for itself."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from flexgen_jax.models.config import DTYPES, ModelConfig
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
-from flexgen_jax.models.storage import Leaf
+from flexgen_jax.policy.backend import Handle, Inputs, Part
+from flexgen_jax.policy.cache_blocks import PENDING_WRITES
 from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.placement import (
-    CachePlan,
-    place_activations,
-    place_cache,
-    place_weights,
-)
-from flexgen_jax.policy.policy import (
-    GREEDY,
-    SCORE,
-    TIERS,
-    Ahead,
-    Head,
-    Policy,
-    Tier,
-    Workload,
-    generated_blocks,
-    prompt_blocks,
-)
-
-PENDING_WRITES = 3
-"""Number of steps whose KV blocks, and of steps whose hidden states, may wait for the disk."""
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.loop import BlockLoop
+from flexgen_jax.policy.placement import CacheKey
+from flexgen_jax.policy.plan import BlockPlan, HiddenPart, Layout
+from flexgen_jax.policy.policy import GREEDY, SCORE, Head, Tier
+from flexgen_jax.policy.schedule import Step
 
 
-@dataclass(frozen=True)
-class BlockShape:
-    """The batches of one block: rows and padded prompt length of each, and tokens to generate."""
+class Idle:
+    """A backend that moves and computes nothing, for the peaks of a run.
 
-    batch_sizes: tuple[int, ...]
-    prompt_lens: tuple[int, ...]
-    gen_len: int
-    head: Head = GREEDY
+    Copies begin as early as they may, and writes wait for the disk as long as they may: what
+    depends on time takes the most memory that it can.
+    """
 
-    @property
-    def scores_prompts(self) -> bool:
-        """Whether the head scores all tokens of the prompts, as in `Workload.scores_prompts`."""
-        return self.head == SCORE and self.gen_len == 1
+    def begin(self, step: Step, times: int) -> None:
+        pass
 
-    @classmethod
-    def of(cls, policy: Policy, workload: Workload) -> BlockShape:
-        """Returns the largest block that the policy makes of a workload of equal prompts."""
-        batches = min(policy.num_batches, -(-workload.num_sequences // policy.batch_size))
-        rows = min(policy.batch_size, -(-workload.num_sequences // batches))
-        prompts = (workload.prompt_len,) * batches
-        return cls((rows,) * batches, prompts, workload.gen_len, workload.head)
+    def allocate(self, layout: Layout) -> Handle:
+        return None
 
+    def fetch(self, part: Part, buffers: Sequence[Handle]) -> Handle:
+        return "load"
 
-def plan_cache(config: ModelConfig, policy: Policy, shape: BlockShape) -> CachePlan:
-    """Returns where each KV block of a block of batches lives."""
-    size = policy.kv_block_tokens
-    prompt = [prompt_blocks(tokens, size) for tokens in shape.prompt_lens]
-    generated = [generated_blocks(shape.gen_len, size) for _ in shape.prompt_lens]
-    kv_sizes = [layer.attention.kv_size for layer in model_spec(config).decoders]
-    return place_cache(kv_sizes, prompt, generated, policy)
+    def again(self, load: Handle) -> Handle:
+        return load
 
+    def copy(self, load: Handle) -> None:
+        pass
 
-class _Estimate:
-    """Adds up the bytes that one plan needs in each tier."""
+    def drop(self, load: Handle) -> None:
+        pass
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: str,
-        policy: Policy,
-        shape: BlockShape,
-        unified: bool,
-        sizes: KernelSizes,
-    ) -> None:
-        self._config, self._policy, self._shape, self._unified = config, policy, shape, unified
-        self._formats, self._sizes = policy.formats(dtype), sizes
-        self._spec = model_spec(config)
-        self._layers = self._spec.layers
-        self._ahead = Ahead.of(policy)
-        self._kv: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self.bytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
-        self.buffers = 0
+    def compute(self, step: Step, inputs: Inputs) -> Handle:
+        return None
 
-    def add_weights(self) -> None:
-        tiers = place_weights(self._spec, self._formats.dtype, self._policy)
-        for tensor in self._spec.tensors.values():
-            self.bytes[tiers[tensor.key]] += self._formats.weight(tensor).nbytes
-        ring = self._ring(tiers)
-        self.bytes["host"] += ring
-        self.buffers += ring
-        if not self._unified:
-            window = self._ahead.weight_copies + 1
-            self.bytes["device"] += max(
-                sum(
-                    self._formats.weight(tensor).nbytes
-                    for layer in layers
-                    for tensor in layer.tensors
-                    if tiers[tensor.key] != "device"
-                )
-                for layers in _windows(self._layers, window)
-            )
+    def finish(self, step: Step, computed: Handle) -> bool:
+        return False
 
-    def _ring(self, tiers: Mapping[str, Tier]) -> int:
-        """Returns the bytes of host buffers for reading weights from disk.
+    def keep_hidden(self, part: HiddenPart, computed: Handle) -> None:
+        pass
 
-        Decoder layers need as many buffers of each shape as the look-ahead ever holds. The weights
-        that are read of embedding and head stay while a block runs.
-        """
-        ends = {
-            tensor.key: self._formats.weight(tensor).nbytes
-            for layer in (self._spec.embedding, self._spec.head)
-            for tensor in layer.tensors
-            if tiers[tensor.key] == "disk"
-        }
-        most: Counter[Leaf] = Counter()
-        for layers in _windows(self._spec.decoders, self._ahead.weight_reads + 1):
-            tensors = (tensor for layer in layers for tensor in layer.tensors)
-            on_disk = (t for t in tensors if tiers[t.key] == "disk")
-            most |= Counter(leaf for t in on_disk for leaf in self._formats.weight(t).leaves)
-        ring = sum(leaf.nbytes * count for leaf, count in most.items())
-        return ring + sum(ends.values())
+    def write_hidden(self, part: HiddenPart) -> Handle:
+        return "write"
 
-    def _kv_bytes(self, layer: int, batch: int, tokens: int) -> tuple[int, int]:
-        """Returns the bytes of a KV block's keys and values when sealed, and when open."""
-        rows, kind = self._shape.batch_sizes[batch], self._spec.alike[layer + 1]
-        if (kind, rows, tokens) not in self._kv:
-            shape = self._spec.layers[kind].attention.kv_shape(rows, tokens)
-            sizes = (self._formats.kv_bytes(shape), self._formats.open_kv_bytes(shape))
-            self._kv[kind, rows, tokens] = sizes
-        return self._kv[kind, rows, tokens]
+    def keep_prompt(self, layer: int, batch: int, computed: Handle) -> None:
+        pass
 
-    def add_cache(self) -> None:
-        if self._shape.gen_len < 2:
-            return
-        plan = plan_cache(self._config, self._policy, self._shape)
-        away: Counter[tuple[int, int]] = Counter()
-        read: defaultdict[tuple[int, int], Counter[tuple[int, int]]] = defaultdict(Counter)
-        tails: dict[Tier, Counter[int]] = {tier: Counter() for tier in TIERS}
-        pending: Counter[tuple[int, int]] = Counter()
-        opened_most = copied = 0
-        for key, home in plan.homes.items():
-            length = plan.lengths(key.batch)[key.block]
-            nbytes, opened_bytes = self._kv_bytes(key.layer, key.batch, length)
-            where = (key.layer, key.batch)
-            if not self._unified:
-                away[where] += int(plan.moved(key) * nbytes)
-            opened = key.block - len(plan.prompt[key.batch])
-            is_apart = opened >= 0 and (home == "disk" or self._policy.cache_bits < 16)
-            if is_apart:
-                # While it is open, a block is on the host, or in full precision, or both.
-                opened_most = max(opened_most, opened_bytes)
-                tails["host" if home == "disk" else home][opened] += opened_bytes
-            if is_apart and opened == len(plan.generated[key.batch]) - 1:
-                continue  # a generation ends before its last block is full
-            self.bytes[home] += nbytes
-            if home == "host" and opened >= 0 and not is_apart and not self._unified:
-                self.buffers += nbytes  # it begins as a pinned tail, which comes from the ring
-            if home == "disk":
-                rows = self._shape.batch_sizes[key.batch]
-                read[where][rows, length] += nbytes
-                if opened < 0:
-                    pending[where] += nbytes
-                    copied = max(copied, nbytes)
-        largest: Counter[tuple[int, int]] = Counter()
-        for counts in read.values():
-            largest |= counts
-        ring = self._ahead.cache_buffers * sum(largest.values())
-        step = max(pending.values(), default=0)
-        # Waiting data was copied from a step's results or, block by block, from pinned memory.
-        waiting = (PENDING_WRITES + 1) * step + (step if self._unified else copied)
-        # The prompts' blocks are written before the first of them is read back, unless batches come
-        # one after the other. Without overlap, writes of generated blocks may wait beside the ring.
-        in_turn = self._policy.order.prefills_first and self._policy.overlap
-        self.bytes["host"] += max(ring, waiting) if in_turn else ring + waiting
-        self.buffers += ring
-        lengths = generated_blocks(self._shape.gen_len, self._policy.kv_block_tokens)
-        for tier, opened_at in tails.items():
-            # Pinned tails are ring buffers, which can be reused only for tails of equal length.
-            is_ring = tier == "host" and not self._unified
-            most: Counter[int] = Counter()
-            for opened, nbytes in opened_at.items():
-                most |= Counter({lengths[opened] if is_ring else 0: nbytes})
-            self.bytes[tier] += sum(most.values())
-            self.buffers += sum(most.values()) if is_ring else 0
-        if not self._unified:
-            copies = self._ahead.cache_copies + 1
-            self.bytes["device"] += copies * (max(away.values(), default=0) + opened_most)
+    def open_block(self, key: CacheKey, buffer: Handle | None) -> None:
+        pass
 
-    def add_activations(self) -> None:
-        batches = range(len(self._shape.batch_sizes))
-        homes = place_activations(len(self._layers) - 1, len(batches), self._policy).homes
-        dtype = self._formats.dtype
-        sizes = [
-            self._spec.hidden_bytes(rows, tokens, dtype)
-            for rows, tokens in zip(self._shape.batch_sizes, self._shape.prompt_lens, strict=True)
-        ]
-        for tier in TIERS:
-            at = [
-                sum(sizes[k] for k in batches if tier in _either(homes, layer, k))
-                for layer in range(len(self._layers) - 1)
-            ]
-            self.bytes[tier] += max(at)
-        if "disk" in homes.values():
-            count = self._ahead.hidden_reads + 1
-            ring = sum(sorted(sizes)[-count:])
-            self.bytes["host"] += ring + (PENDING_WRITES + 1) * max(sizes)
-            self.buffers += ring
-            # Hidden states of one token stay in RAM, beside buffers that held those of prompts.
-            rows = sum(self._shape.batch_sizes)
-            self.bytes["host"] += self._spec.hidden_bytes(rows, 1, dtype)
-        if not self._unified and set(homes.values()) != {"device"}:
-            self.bytes["device"] += (self._ahead.hidden_reads + 1) * max(sizes)
+    def append(self, key: CacheKey, computed: Handle) -> None:
+        pass
 
-    def add_workspace(self) -> None:
-        self.bytes["device"] += max(
-            workspace_bytes(
-                self._config, self._formats, self._sizes, rows, tokens, self._shape.head
-            )
-            for rows, tokens in zip(self._shape.batch_sizes, self._shape.prompt_lens, strict=True)
-        )
+    def quantize(self, key: CacheKey) -> None:
+        pass
+
+    def write_blocks(self, keys: Sequence[CacheKey]) -> Handle:
+        return "write"
+
+    def is_done(self, handle: Handle) -> bool:
+        return bool(handle == "load")
+
+    def wait(self, write: Handle) -> None:
+        pass
 
 
-def _windows(layers: Sequence[LayerSpec], count: int) -> list[list[LayerSpec]]:
-    """Returns every run of `count` consecutive layers; the embedding follows the head."""
-    return [
-        [layers[(start + i) % len(layers)] for i in range(count)] for start in range(len(layers))
-    ]
+class Peaks(NamedTuple):
+    """The most bytes that a block of batches needs in each tier at any moment, and the part of the
+    host's that is for reusable buffers."""
+
+    bytes: dict[Tier, int]
+    buffers: int
 
 
-def _either(homes: Mapping[tuple[int, int], Tier], layer: int, batch: int) -> set[Tier]:
-    """Returns the tiers where a batch's hidden states may be while its block is at a layer."""
-    return {homes[layer, batch], homes[max(layer - 1, 0), batch]}
+def estimate(plan: BlockPlan) -> Peaks:
+    """Returns a plan's peaks, from a dry run of the tokens at which they can occur.
+
+    They are exact but for two things, of which a run needs no more than this: what waits to be
+    written to disk, which depends on time, and the order in which blocks go to one tier or another
+    while one token seals them all, see `_telling_tokens`.
+    """
+    tokens, allowed = _telling_tokens(plan)
+    peaks = dry_run(plan, dict.fromkeys(tokens, 1))
+    return Peaks({tier: n + allowed.get(tier, 0) for tier, n in peaks.bytes.items()}, peaks.buffers)
+
+
+def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
+    """Returns the tokens at which memory can be at its peak, and bytes to allow by tier for those
+    that are left out.
+
+    These are the prompt, the last token, and, where sealing blocks can free memory, the last token
+    that does it. While a token seals one block after the other, what is held goes from one sum to
+    the next, but for a block that is sealed, one that is opened and one that was open: every
+    placement is exact to one of them. Other tokens that seal when nearly as much is held, and what
+    the token before each of these holds otherwise, are visited, too; only where blocks go to disk,
+    and all such tokens are alike, bytes are allowed for them instead.
+    """
+    last, size = plan.shape.gen_len - 1, plan.policy.kv_block_tokens
+    seals = list(range(size, last, size)) if last > 1 else []
+    # In a row schedule, a batch is prefilled beside those that are finished.
+    ends = {0, last} | (set() if plan.policy.order.prefills_first else {min(1, last)})
+    if not seals or (plan.policy.cache_bits == 16 and not plan.policy.cache.disk):
+        return sorted(ends | {max(last - 1, 0)}), {}
+    largest = max(map(plan.open_kv_bytes, plan.cache.homes))
+    slack = (PENDING_WRITES + 3) * largest
+    chosen, allowed = {seals[-1]}, dict[Tier, int]()
+    for tier, held in _held_between(plan, len(seals)).items():
+        sums = [max(pair) for pair in pairwise(held)]
+        least = max(1, max(sums) - slack)
+        near = [n for n, nbytes in enumerate(sums[:-1]) if nbytes >= least]
+        chosen |= {seals[n] for n in near}
+        allowed[tier] = _token_bytes(plan)
+        allowed[tier] += 3 * largest + max(sums) - sums[-1] if near else 0
+    if plan.policy.cache.disk:
+        return sorted(ends | {seals[-1] - 1, seals[-1]}), allowed
+    return sorted(ends | {last - 1} | chosen | {token - 1 for token in chosen}), {}
+
+
+def _token_bytes(plan: BlockPlan) -> int:
+    """Returns the bytes of the hidden states of one token of each sequence."""
+    return plan.spec.hidden_bytes(sum(plan.shape.batch_sizes), 1, plan.dtype)
+
+
+def _held_between(plan: BlockPlan, seals: int) -> dict[Tier, list[int]]:
+    """Returns the bytes of the KV cache in memory by tier, before and after each of the tokens that
+    seal blocks."""
+    cache, held = plan.cache, [Counter[Tier]() for _ in range(seals + 1)]
+    for key, home in cache.homes.items():
+        opened = key.block - len(cache.prompt[key.batch])
+        tier: Tier = "device" if home == "device" else "host"
+        if 0 <= opened <= seals:
+            held[opened][tier] += plan.open_kv_bytes(key)
+        if home != "disk":
+            for count in range(max(opened + 1, 0), seals + 1):
+                held[count][tier] += plan.kv_bytes(key)
+    return {tier: [counts[tier] for counts in held] for tier in ("device", "host")}
+
+
+def dry_run(plan: BlockPlan, tokens: Mapping[int, int] | None = None) -> Peaks:
+    """Returns the peaks of a run without arrays or time; tokens: see `BlockLoop`."""
+    ledger = planned_ledger(plan)
+    buffers = BlockLoop(plan, Idle(), ledger, tokens).run()
+    return Peaks(ledger.peak, buffers)
+
+
+def planned_ledger(plan: BlockPlan) -> Ledger:
+    """Returns a ledger without budgets that has what is reserved before a block begins."""
+    ledger = Ledger({})
+    for tier, nbytes in plan.weights_held.items():
+        ledger.reserve(tier, nbytes)
+    ledger.reserve("device", plan_workspace(plan))
+    return ledger
+
+
+def peak_bytes(plan: BlockPlan) -> dict[Tier, int]:
+    """Returns the most bytes that a block of batches needs in each tier at any moment."""
+    return estimate(plan).bytes
+
+
+def plan_workspace(plan: BlockPlan) -> int:
+    """Returns the bytes of temporaries and results of a block's largest computation."""
+    return max(
+        workspace_bytes(plan.config, plan.formats, plan.sizes, rows, tokens, plan.shape.head)
+        for rows, tokens in set(zip(plan.shape.batch_sizes, plan.shape.prompt_lens, strict=True))
+    )
 
 
 def workspace_bytes(
@@ -293,47 +237,3 @@ def _unpacked_bytes(layer: LayerSpec, formats: Formats, sizes: KernelSizes, rows
     if formats.matmul_bits == 8:  # a kernel's integers, and the product of outliers
         unpacked = max(unpacked, 2 * largest) + rows * layer.mlp_width * 4
     return unpacked
-
-
-def _estimated(
-    config: ModelConfig,
-    dtype: str,
-    policy: Policy,
-    shape: BlockShape,
-    unified: bool,
-    sizes: KernelSizes,
-) -> _Estimate:
-    estimate = _Estimate(config, dtype, policy, shape, unified, sizes)
-    estimate.add_weights()
-    estimate.add_cache()
-    estimate.add_activations()
-    estimate.add_workspace()
-    return estimate
-
-
-def peak_bytes(
-    config: ModelConfig,
-    dtype: str,
-    policy: Policy,
-    shape: BlockShape,
-    unified: bool,
-    sizes: KernelSizes,
-) -> dict[Tier, int]:
-    """Returns the most bytes that a block of batches needs in each tier at any moment.
-
-    unified: host and device are one RAM, and nothing is copied between them; sizes: those of the
-        kernels that will compute.
-    """
-    return _estimated(config, dtype, policy, shape, unified, sizes).bytes
-
-
-def buffer_bytes(
-    config: ModelConfig,
-    dtype: str,
-    policy: Policy,
-    shape: BlockShape,
-    unified: bool,
-    sizes: KernelSizes,
-) -> int:
-    """Returns the part of the host's `peak_bytes` that is for reusable buffers."""
-    return _estimated(config, dtype, policy, shape, unified, sizes).buffers

@@ -282,9 +282,9 @@ class Ahead:
 
     @property
     def cache_buffers(self) -> int:
-        """Number of sets of buffers for KV blocks from disk: those read ahead, the one in use, and
-        the one whose step is still being computed."""
-        return self.cache_reads + 2 if self.cache_reads else 1
+        """Number of sets of buffers for KV blocks from disk: those read ahead, and the one whose
+        step is being computed."""
+        return self.cache_reads + 1
 
     @classmethod
     def of(cls, policy: Policy) -> Ahead:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -21,21 +22,21 @@ class Step(NamedTuple):
     visit: int
 
 
-def zigzag(tokens: int, layers: int, batches: int) -> Iterator[Step]:
+def zigzag(tokens: Sequence[int], layers: int, batches: Sequence[int]) -> Iterator[Step]:
     """Yields steps in which all batches go through a layer before the next layer (algorithm 1)."""
     visit = 0
-    for token in range(tokens):
+    for token in tokens:
         for layer in range(layers):
-            for batch in range(batches):
+            for batch in batches:
                 yield Step(token, layer, batch, visit)
             visit += 1
 
 
-def row(tokens: int, layers: int, batches: int) -> Iterator[Step]:
+def row(tokens: Sequence[int], layers: int, batches: Sequence[int]) -> Iterator[Step]:
     """Yields steps in which each batch is finished before the next one (no block schedule)."""
     visit = 0
-    for batch in range(batches):
-        for token in range(tokens):
+    for batch in batches:
+        for token in tokens:
             for layer in range(layers):
                 yield Step(token, layer, batch, visit)
                 visit += 1
@@ -45,14 +46,14 @@ def row(tokens: int, layers: int, batches: int) -> Iterator[Step]:
 class Schedule:
     """An order of steps, and what follows from it for memory and time.
 
-    steps: (tokens, layers, batches) -> the steps in their order.
+    steps: (tokens, number of layers, batches) -> the steps in their order.
     shares_weights: whether a layer's weights are moved once for all batches of a block, which the
         device then computes one after the other; else once for each batch.
     prefills_first: whether all prompts are prefilled before the first token is decoded.
     """
 
     name: str
-    steps: Callable[[int, int, int], Iterator[Step]]
+    steps: Callable[[Sequence[int], int, Sequence[int]], Iterator[Step]]
     shares_weights: bool
     prefills_first: bool
 
@@ -66,19 +67,25 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 
 
-IsCounted = Callable[[Step], bool]
+FILLED = 8
+"""Steps that are taken from a schedule at once."""
 
 
 class LookAhead:
-    """Iterates over steps, shows those that come next, and can drop some of them."""
+    """Iterates over steps, shows those that come next, and can drop some of them.
 
-    def __init__(self, steps: Iterator[Step]) -> None:
+    counted: the layers whose steps count where look-ahead is limited by a number; the others are
+    shown besides them.
+    """
+
+    def __init__(self, steps: Iterator[Step], counted: Container[int]) -> None:
         self._steps = steps
+        self._counted = counted
         self._next: deque[Step] = deque()
-        self._is_dropped: Callable[[Step], bool] = lambda step: False
+        self._is_dropped: Callable[[Step], bool] | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        while self._fill(1):
+        while self._next or self._fill(FILLED):
             yield self._next.popleft()
 
     def drop(self, is_dropped: Callable[[Step], bool]) -> None:
@@ -86,35 +93,53 @@ class LookAhead:
         self._is_dropped = is_dropped
         self._next = deque(step for step in self._next if not is_dropped(step))
 
-    def steps(self, count: int, is_counted: IsCounted = lambda step: True) -> list[Step]:
+    def following(self) -> Step | None:
+        """Returns the next step; None at the end."""
+        return self._next[0] if self._next or self._fill(FILLED) else None
+
+    def steps(self, count: int) -> list[Step]:
+        """Returns the next `count` steps, or fewer at the end."""
+        if len(self._next) < count:
+            self._fill(count)
+        return list(islice(self._next, count))
+
+    def counted(self, count: int) -> list[Step]:
         """Returns the next steps, until `count` of them are counted, or fewer at the end."""
         found: list[Step] = []
-        while count and self._fill(len(found) + 1) > len(found):
-            found.append(self._next[len(found)])
-            count -= is_counted(found[-1])
+        while count:
+            for step in islice(self._next, len(found), None):
+                found.append(step)
+                count -= step.layer in self._counted
+                if not count:
+                    return found
+            if not self._fill(len(found) + FILLED):
+                return found
         return found
 
-    def visits(
-        self, after: int, count: int, is_counted: IsCounted = lambda step: True
-    ) -> list[Step]:
+    def visits(self, after: int, count: int, counts_all: bool = False) -> list[Step]:
         """Returns the first step of each visit after visit `after`, until `count` of these steps
         are counted, or fewer at the end."""
         found: list[Step] = []
-        index = 0
-        while count and self._fill(index + 1) > index:
-            step = self._next[index]
-            if step.visit > (found[-1].visit if found else after):
-                found.append(step)
-                count -= is_counted(step)
-            index += 1
+        seen = 0
+        while count:
+            for step in islice(self._next, seen, None):
+                seen += 1
+                if step.visit > after:
+                    after = step.visit
+                    found.append(step)
+                    count -= counts_all or step.layer in self._counted
+                    if not count:
+                        return found
+            if not self._fill(seen + FILLED):
+                return found
         return found
 
-    def _fill(self, count: int) -> int:
-        """Queues steps until `count` are ready; returns how many are, fewer only at the end."""
-        while len(self._next) < count:
-            step = next(self._steps, None)
-            if step is None:
-                break
-            if not self._is_dropped(step):
+    def _fill(self, count: int) -> bool:
+        """Queues steps until `count` are ready; returns whether any were added."""
+        before = len(self._next)
+        for step in self._steps:
+            if self._is_dropped is None or not self._is_dropped(step):
                 self._next.append(step)
-        return min(count, len(self._next))
+                if len(self._next) >= count:
+                    break
+        return len(self._next) > before

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, floor
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.cost_model import Costs, block_terms
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.linear_program import Solution, memory_terms, solve
-from flexgen_jax.policy.memory import BlockShape, peak_bytes
-from flexgen_jax.policy.placement import page_cached, place_weights
+from flexgen_jax.policy.memory import peak_bytes
+from flexgen_jax.policy.placement import page_cached
+from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import (
     Attention,
     Placement,
@@ -142,12 +142,12 @@ class Problem:
         count = min(block, self.workload.num_sequences or block)
         return replace(self.workload, num_sequences=count)
 
-    def shape(self, policy: Policy) -> BlockShape:
-        return BlockShape.of(policy, self.of_block(policy))
+    def plan(self, policy: Policy) -> BlockPlan:
+        """Returns the plan of one block of the policy."""
+        return self.costs(policy).plan(BlockShape.of(policy, self.of_block(policy)), self.unified)
 
     def peak(self, policy: Policy) -> dict[Tier, int]:
-        shape = self.shape(policy)
-        return peak_bytes(self.config, self.dtype, policy, shape, self.unified, self.hw.sizes)
+        return peak_bytes(self.plan(policy))
 
 
 def policies(problem: Problem) -> Iterator[Policy]:
@@ -269,18 +269,25 @@ def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
             yield replace(policy, batch_size=size, num_batches=count)
 
 
-def placed(problem: Problem, candidate: Candidate) -> Policy | None:
-    """Returns a candidate's policy with rounded fractions and exact peaks within the budgets.
+class Placed(NamedTuple):
+    """The plan of a policy's largest block, and its exact peaks."""
+
+    plan: BlockPlan
+    needed: dict[Tier, int]
+
+
+def placed(problem: Problem, candidate: Candidate) -> Placed | None:
+    """Returns the plan of a candidate with rounded fractions and exact peaks within the budgets.
 
     If the peaks exceed the budgets, the linear program is solved again with smaller ones. Returns
     None if that finds no policy.
     """
     budgets = problem.budgets
     for _ in range(8):
-        policy = _rounded(candidate.policy, candidate.solution)
-        needed = problem.peak(policy)
+        plan = problem.plan(_rounded(candidate.policy, candidate.solution))
+        needed = peak_bytes(plan)
         if not problem.budgets.shortfalls(needed):
-            return policy
+            return Placed(plan, needed)
         budgets = _reduced(budgets, problem.budgets, needed)
         again = solved(problem, candidate.policy, budgets)
         if again is None:
@@ -309,7 +316,7 @@ def _reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budge
     def less(limit: int | None, allowed: int | None, used: int) -> int | None:
         if limit is None or allowed is None or used <= allowed:
             return limit
-        return max(0, limit - int(1.05 * (used - allowed)) - (1 << 20))
+        return max(0, limit - int(1.05 * (used - allowed)) - allowed // GRAIN)
 
     return Budgets(
         device=less(budgets.device, asked.device, needed["device"]),
@@ -321,23 +328,28 @@ def _reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budge
 
 def evaluate(problem: Problem, policy: Policy) -> Plan:
     """Returns the simulator's prediction for a policy and the problem's workload."""
-    shape = problem.shape(policy)
-    layers = len(model_spec(problem.config).decoders)
-    sample = max(1, SAMPLED_STEPS // (layers * len(shape.batch_sizes)))
-    needed = problem.peak(policy)
-    costs = problem.costs(policy)
-    tiers = place_weights(costs.spec, problem.dtype, policy)
+    plan = problem.plan(policy)
+    return _evaluated(problem, Placed(plan, peak_bytes(plan)))
+
+
+def _evaluated(problem: Problem, found: Placed) -> Plan:
+    plan, needed = found
+    policy, costs = plan.policy, problem.costs(plan.policy)
+    batches, layers = plan.shape.batch_sizes, len(plan.spec.decoders)
+    sample = max(1, SAMPLED_STEPS // (layers * len(batches)))
     spare = problem.budgets.spare_ram(needed)
-    cached = page_cached(costs.spec, costs.formats, tiers, spare)
+    cached = page_cached(costs.spec, costs.formats, plan.tiers, spare)
     work = problem.of_block(policy).typical
-    block = simulate(costs, BlockShape.of(policy, work), problem.unified, cached, sample)
-    sequences = sum(shape.batch_sizes)
+    shape = BlockShape.of(policy, work)
+    typical = plan if shape == plan.shape else costs.plan(shape, problem.unified)
+    block = simulate(costs, typical, cached, sample)
+    sequences = sum(batches)
     wanted = problem.workload.num_sequences or sequences
     count, left = divmod(wanted, sequences)
     blocks = [block] * count
     if left:  # the last block moves as many weights as the others
         last = BlockShape.of(policy, replace(work, num_sequences=left))
-        blocks.append(simulate(costs, last, problem.unified, cached, sample))
+        blocks.append(simulate(costs, costs.plan(last, problem.unified), cached, sample))
     return _plan(problem, policy, sequences, wanted, needed, blocks)
 
 
@@ -371,11 +383,11 @@ def search(problem: Problem) -> list[Plan]:
     plans: list[Plan] = []
     looked_at: set[Policy] = set()
     for candidate in _shortlist(problem, candidates(problem)):
-        policy = placed(problem, candidate)
-        if policy is None or policy in looked_at:
+        found = placed(problem, candidate)
+        if found is None or found.plan.policy in looked_at:
             continue
-        looked_at.add(policy)
-        plan = evaluate(problem, policy)
+        looked_at.add(found.plan.policy)
+        plan = _evaluated(problem, found)
         plans += [plan] if _meets_limits(problem, plan) else []
         if len(plans) == CHECKED or len(looked_at) == 4 * CHECKED:
             break

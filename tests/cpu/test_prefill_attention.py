@@ -22,7 +22,7 @@ from flexgen_jax.cpu.jit.softmax_ir import weigh
 from flexgen_jax.engine import llm
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.attention import MASKED
-from flexgen_jax.offload import context
+from flexgen_jax.offload import device
 from flexgen_jax.policy.hardware import KernelSizes
 from tests.helpers.kernels import CPU
 from tests.helpers.models import run_greedy

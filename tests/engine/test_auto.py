@@ -46,7 +46,7 @@ def test_out_of_memory_goes_on_with_less(
 
     def run(self: BlockRun) -> None:
         real(self)
-        policies.append(self._policy)
+        policies.append(self._plan.policy)
         if left[0]:
             left[0] -= 1
             raise MemoryError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes")

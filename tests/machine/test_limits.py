@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams, UserError
@@ -15,10 +13,7 @@ from flexgen_jax.engine import session
 from flexgen_jax.machine import limits
 from flexgen_jax.offload import executor
 from flexgen_jax.offload.disk.folder import OffloadFolder
-from flexgen_jax.offload.metrics import Metrics
-from flexgen_jax.offload.tiers import BufferPool, Memories
-from flexgen_jax.offload.watcher import Watcher
-from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.buffers import Ring
 from tests.helpers.models import BASE, prompts, run_greedy, write_checkpoint
 
 
@@ -92,47 +87,6 @@ def test_buffers_for_prompts_of_many_lengths_stay_within_the_plan(tmp_path: Path
         assert peak <= report["computed_peak_bytes"][tier]
 
 
-class Failed:
-    """The result of a computation that failed."""
-
-    def is_ready(self) -> bool:
-        return True
-
-    def block_until_ready(self) -> None:
-        raise RuntimeError("RESOURCE_EXHAUSTED")
-
-
-@pytest.fixture
-def pool() -> BufferPool:
-    return BufferPool(Memories(Watcher(Metrics())), Ledger({"host": 1000}))
-
-
-def take(pool: BufferPool, count: int) -> Any:
-    return pool.acquire((count,), np.dtype(np.uint8))
-
-
-def test_a_failed_reader_does_not_spoil_the_pool(pool: BufferPool) -> None:
-    reader: Any = Failed()
-    first, second = take(pool, 400), take(pool, 300)
-    pool.release(first, reader)
-    pool.release(second, reader)
-    assert take(pool, 400) is first
-    pool.release(first, reader)
-    pool.trim()
-    pool.trim()
-    assert take(pool, 1000).view.nbytes == 1000  # the whole budget is free again
-
-
-def test_free_buffers_of_other_shapes_make_room(pool: BufferPool) -> None:
-    pool.most_bytes = 600
-    first, second = take(pool, 400), take(pool, 100)
-    pool.release(second, None)
-    assert take(pool, 100) is second  # nothing had to go
-    pool.release(first, None)
-    take(pool, 500)
-    assert take(pool, 400) is not first
-
-
 def test_each_run_says_anew_which_weights_the_page_cache_may_hold(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,18 +105,18 @@ def test_pinned_open_blocks_are_a_part_of_the_plan_for_buffers(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise read buffers would be freed and acquired again step by step."""
-    room: list[int] = []
-    real = BufferPool._make_room
+    given_up: list[int] = []
+    real = Ring._make_room
 
-    def make_room(self: BufferPool, nbytes: int) -> None:
-        before = self._bytes
-        real(self, nbytes)
-        room.append(before - self._bytes)
+    def make_room(ring: Ring, limit: int) -> None:
+        before = ring._bytes
+        real(ring, limit)
+        given_up.append(before - ring._bytes)
 
-    monkeypatch.setattr(BufferPool, "_make_room", make_room)
+    monkeypatch.setattr(Ring, "_make_room", make_room)
     policy = Policy.from_percent(
         *(0, 50, 0, 100, 100, 0), batch_size=2, num_batches=4, kv_block_tokens=8
     )
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     run_greedy(checkpoint("base"), params, policy, offload_dir=tmp_path, unified=False)
-    assert room and not any(room)
+    assert given_up and not any(given_up)

@@ -24,7 +24,8 @@ from flexgen_jax.offload.disk import direct_reads, records
 from flexgen_jax.offload.disk import folder as disk_folder
 from flexgen_jax.offload.disk.direct_reads import Piece, read_file, whole_pages
 from flexgen_jax.offload.disk.folder import OffloadError, OffloadFolder
-from flexgen_jax.offload.kv_cache import KVCache, KVLoad
+from flexgen_jax.policy.cache_blocks import CacheBlocks
+from flexgen_jax.policy.plan import CachedPart
 from tests.helpers.models import prompts
 
 SHAPE = (300, 16)
@@ -229,13 +230,13 @@ def test_no_cache_is_read_before_all_prompts_are_there(
 ) -> None:
     """Otherwise read buffers would come on top of the prompts' blocks that wait for the disk."""
     found: list[bool] = []
-    start = KVCache.start
+    part = CacheBlocks.part
 
-    def watched(cache: KVCache, where: tuple[int, int]) -> KVLoad:
+    def watched(cache: CacheBlocks, where: tuple[int, int], tokens: int) -> CachedPart:
         found.append(cache.has_all_prompts)
-        return start(cache, where)
+        return part(cache, where, tokens)
 
-    monkeypatch.setattr(KVCache, "start", watched)
+    monkeypatch.setattr(CacheBlocks, "part", watched)
     policy = Policy.from_percent(0, 0, 0, 0, 0, 0, batch_size=2, num_batches=2)
     with LLM(checkpoint(), dtype="float32", policy=policy, offload_dir=tmp_path / "o") as llm:
         params = SamplingParams(max_tokens=4, ignore_eos=True)

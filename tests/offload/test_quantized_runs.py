@@ -14,14 +14,17 @@ from safetensors.numpy import load_file
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.layers.quantization import dequantize, quantize
+from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec import Formats, TensorSpec
 from flexgen_jax.models.storage import GROUP_SIZE
 from flexgen_jax.offload import weights
+from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk import folder
 from flexgen_jax.policy.hardware import KernelSizes
+from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.memory import workspace_bytes
 from tests.helpers.cases import covering
-from tests.helpers.models import PLACEMENTS, SHORT, prompts, run_greedy, write_checkpoint
+from tests.helpers.models import BASE, PLACEMENTS, SHORT, prompts, run_greedy, write_checkpoint
 from tests.helpers.numpy_opt import NumpyOpt
 from tests.helpers.numpy_quantization import dequantized
 
@@ -224,15 +227,13 @@ def test_quantizing_in_pieces_is_quantizing() -> None:
         def read(self, _tensor: Any, start: int, stop: int, _dtype: str) -> np.ndarray:
             return x[start:stop]
 
-    class Runtime:
-        formats = Formats("float32", 4, 16)
-        numpy_dtype = np.dtype(np.float32)
-
     tensor = TensorSpec("k", x.shape, "k")
     whole = quantize(x, 4, 64, 0)
     expected = (whole.packed, whole.scale, whole.minimum)
     leaves = [np.zeros(leaf.shape, leaf.dtype) for leaf in expected]
-    store = weights.WeightStore(Runtime(), Source(), {})  # type: ignore[arg-type]
+    config = read_config(BASE)
+    device = Device.create(config, Formats("float32", 4, 16))
+    store = weights.WeightStore(device, Source(), {}, Ledger({}))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder, "CHUNK_BYTES", 64 * 24 * 4)
         store._fill(tensor, leaves)

@@ -15,9 +15,10 @@ from flexgen_jax.models.families import known_shape, read_config
 from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.cost_model import FRACTIONS, Costs, Linear, block_terms, fractions_of
 from flexgen_jax.policy.fit import Budgets
-from flexgen_jax.policy.hardware import TRANSFERS, KernelSizes, Rate
+from flexgen_jax.policy.hardware import TRANSFERS, Rate
 from flexgen_jax.policy.linear_program import memory_terms, solve
-from flexgen_jax.policy.memory import BlockShape, peak_bytes
+from flexgen_jax.policy.memory import peak_bytes
+from flexgen_jax.policy.plan import BlockShape
 from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, Policy, Workload
 from tests.helpers.models import BASE
 from tests.helpers.profiles import machine
@@ -277,9 +278,7 @@ def test_memory_terms_are_near_the_exact_peaks(
     options = {"attention": "host", **options}
     policy = Policy.from_percent(*percent, batch_size=16, num_batches=4, **options)
     costs = Costs(config, "float16", policy, machine())
-    exact = peak_bytes(
-        config, "float16", policy, BlockShape.of(policy, workload), unified, KernelSizes()
-    )
+    exact = peak_bytes(costs.plan(BlockShape.of(policy, workload), unified))
     for tier, term in memory_terms(costs, workload, unified).items():
         linear = term.at(fractions_of(policy))
         assert linear == pytest.approx(exact[tier], rel=0.1, abs=0.02 * sum(exact.values())), tier
@@ -287,15 +286,15 @@ def test_memory_terms_are_near_the_exact_peaks(
 
 def test_what_moves_for_attention_takes_the_same_memory_in_both() -> None:
     """A layer's keys and values of the batch in use and of the next one, fp16."""
-    config, workload, found = known_shape("facebook/opt-6.7b"), Workload(512, 33, 64), []
+    config, workload, found = known_shape("facebook/opt-6.7b"), Workload(1, 545, 64), []
     for attention in ("device", "host"):
         policy = Policy.from_percent(
             *(100, 0, 0, 100, 100, 0), batch_size=16, num_batches=4, attention=attention
         )
         costs = Costs(config, "float16", policy, machine())
         shape = BlockShape.of(policy, workload)
-        exact = peak_bytes(config, "float16", policy, shape, False, KernelSizes())
+        exact = peak_bytes(costs.plan(shape, False))
         linear = memory_terms(costs, workload, False)["device"].at(fractions_of(policy))
         found.append(np.array([exact["device"], linear]))
-    moved = 2 * 2 * 16 * (512 + 32) * 4096 * 2
+    moved = 2 * 2 * 16 * (1 + 544) * 4096 * 2
     np.testing.assert_allclose(found[0] - found[1], moved, rtol=1e-6)

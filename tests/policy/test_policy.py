@@ -11,17 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax.layers.programs import Programs
+from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import known_shape, read_config
 from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.fit import Budgets, Fitter
 from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.memory import (
-    BlockShape,
-    buffer_bytes,
-    peak_bytes,
-    plan_cache,
-    workspace_bytes,
-)
+from flexgen_jax.policy.memory import estimate, peak_bytes, workspace_bytes
 from flexgen_jax.policy.placement import (
     PROGRAM_PAGES,
     page_cached,
@@ -29,6 +24,7 @@ from flexgen_jax.policy.placement import (
     realised,
     split,
 )
+from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import (
     GREEDY,
     SAMPLE,
@@ -45,6 +41,17 @@ from flexgen_jax.policy.policy import (
 )
 from tests.helpers.kernels import XLA_ON_CPU
 from tests.helpers.models import BASE
+
+
+def plan_of(
+    policy: Policy,
+    shape: BlockShape,
+    unified: bool = False,
+    config: ModelConfig | None = None,
+) -> BlockPlan:
+    """The plan of a block of a tiny model in fp32."""
+    return BlockPlan(config or read_config(BASE), "float32", policy, shape, unified, KernelSizes())
+
 
 PERCENT = st.integers(0, 100).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, 100 - d)))
 
@@ -144,9 +151,9 @@ def test_computed_peak_covers_what_is_placed(
     config = read_config(BASE)
     policy = Policy.from_percent(*weights, *cache, *hidden, batch_size=4, num_batches=3)
     shape = BlockShape((4, 4, 4), (16, 32, 32), 40)
-    peaks = peak_bytes(config, "float32", policy, shape, unified, KernelSizes())
+    peaks = peak_bytes(plan_of(policy, shape, unified))
     tiers = place_weights(model_spec(config), "float32", policy)
-    plan = plan_cache(config, policy, shape)
+    plan = plan_of(policy, shape).cache
     for tier in TIERS:
         placed = sum(
             t.nbytes("float32") for t in model_spec(config).tensors.values() if tiers[t.key] == tier
@@ -192,26 +199,31 @@ def peaks_of(*percent: int, shape: BlockShape | None = None, **options: Any) -> 
     """Peak bytes in fp32, where host and device are apart."""
     policy = Policy.from_percent(*percent, **options)
     shape = shape or BlockShape((ROWS,) * 5, (PROMPT,) * 5, 9)
-    return peak_bytes(read_config(BASE), "float32", policy, shape, False, KernelSizes())
+    return peak_bytes(plan_of(policy, shape))
 
 
-def test_of_hidden_states_away_from_the_device_three_are_on_it() -> None:
-    """The one in use, and two ahead; without overlap the one in use."""
+def test_of_hidden_states_away_from_the_device_two_are_on_it() -> None:
+    """The one in use and the next one; without overlap the one in use."""
     state = 4 * ROWS * PROMPT * HIDDEN
-    for overlap, copies in ((True, 3), (False, 1)):
+    shape = BlockShape((ROWS,) * 5, (PROMPT,) * 5, 1)
+    for overlap, copies in ((True, 2), (False, 1)):
         here, there = (
-            peaks_of(*(100, 0, 100, 0), device, 100 - device, overlap=overlap)
+            peaks_of(100, 0, 100, 0, device, 100 - device, shape=shape, overlap=overlap)
             for device in (100, 0)
         )
         assert there["host"] - here["host"] == 5 * state
         assert here["device"] - there["device"] == (5 - copies) * state
 
 
+SHORT = BlockShape((ROWS,) * 5, (1,) * 5, 25)
+"""Prompts of one token: memory is at its peak when the cache is."""
+
+
 def test_of_kv_blocks_that_move_two_batches_are_on_the_device() -> None:
     """A layer's blocks of the batch in use and of the next; without overlap of the one in use."""
-    layer = 2 * 4 * ROWS * (PROMPT + 8) * HIDDEN
+    layer = 2 * 4 * ROWS * (1 + 24) * HIDDEN
     for overlap, copies in ((True, 2), (False, 1)):
-        options = {"overlap": overlap, "kv_block_tokens": 4}
+        options = {"overlap": overlap, "kv_block_tokens": 4, "shape": SHORT}
         here, there, away = (
             peaks_of(100, 0, device, 100 - device, 100, 0, attention=where, **options)
             for device, where in ((100, "device"), (0, "host"), (0, "device"))
@@ -222,17 +234,18 @@ def test_of_kv_blocks_that_move_two_batches_are_on_the_device() -> None:
 
 
 def test_open_blocks_of_a_quantized_cache_come_to_the_device_as_they_are() -> None:
-    """In fp32, each of 4 tokens, to be quantized there; full ones are 8 bits an element, and a
+    """In fp32, one of 4 tokens, to be quantized there; full ones are 8 bits an element, and a
     scale and a minimum of 16 for each head's 8."""
-    options = {"kv_block_tokens": 4, "attention": "host"}
+    options = {"kv_block_tokens": 4, "attention": "host", "shape": SHORT}
     plain, packed = (
         peaks_of(100, 0, 0, 100, 100, 0, cache_bits=bits, **options) for bits in (16, 8)
     )
-    assert packed["device"] - plain["device"] == 2 * (2 * 4 * ROWS * 4 * HIDDEN)
+    # While one of the batches' hidden states is on its way from a layer to the next.
+    assert packed["device"] - plain["device"] == 2 * 4 * ROWS * 4 * HIDDEN
     elements = 3 * 5 * 2 * ROWS * HIDDEN
-    # Of 8 new tokens, 4 are in a block that is never full; an open one is in fp32.
-    assert plain["host"] == elements * (PROMPT + 8) * 4
-    assert packed["host"] == elements * ((PROMPT + 4) * 1.5 + 4 * 4)
+    # Of 24 new tokens, 4 are in a block that is never full; an open one is in fp32.
+    assert plain["host"] == elements * (1 + 24) * 4
+    assert packed["host"] == elements * ((1 + 20) * 1.5 + 4 * 4)
 
 
 @pytest.mark.parametrize(("head", "tokens"), [(GREEDY, 1), (SAMPLE, 1), (SCORE, 200)])
@@ -268,19 +281,19 @@ def test_weights_from_disk_have_buffers_for_what_is_read_ahead(overlap: bool, la
     shape = BlockShape((ROWS,), (PROMPT,), 9)
     layer, ends = 4 * HIDDEN**2 + 2 * HIDDEN * 64, (96 + 98) * HIDDEN
     for unified in (True, False):
-        found = buffer_bytes(config, "float32", policy, shape, unified, KernelSizes())
+        found = estimate(plan_of(policy, shape, unified, config)).buffers
         assert found == 4 * (layers * layer + ends)
 
 
-@pytest.mark.parametrize(("overlap", "batches"), [(True, 5), (False, 1)])
+@pytest.mark.parametrize(("overlap", "batches"), [(True, 4), (False, 1)])
 def test_kv_blocks_from_disk_have_buffers_for_what_is_read_ahead(
     overlap: bool, batches: int
 ) -> None:
-    """What a batch's step reads: three steps ahead, the one in use, the one that is still computed.
-    Beside these there are the open blocks, of 4 tokens; the last one is never full."""
+    """What a batch's step reads: three steps ahead, and the one that is being computed. Beside
+    these there are the open blocks, of 4 tokens; the last one is never full."""
     policy = Policy.from_percent(100, 0, 0, 0, 100, 0, kv_block_tokens=4, overlap=overlap)
     shape = BlockShape((ROWS,) * 5, (PROMPT,) * 5, 9)
-    found = buffer_bytes(read_config(BASE), "float32", policy, shape, False, KernelSizes())
+    found = estimate(plan_of(policy, shape)).buffers
     token = 2 * 4 * ROWS * HIDDEN
     assert found == (batches * (PROMPT + 4) + 3 * 5 * 4) * token
 
@@ -297,12 +310,11 @@ def test_of_weights_away_from_the_device_a_layer_and_the_next_are_on_it() -> Non
 
 def test_pinned_open_blocks_are_buffers() -> None:
     """With a cache in RAM these are all there is, of every token that is generated but the last."""
-    config = read_config(BASE)
     policy = Policy.from_percent(100, 0, 0, 100, 100, 0, kv_block_tokens=4)
     shape = BlockShape((ROWS,) * 5, (PROMPT,) * 5, 9)
-    found = buffer_bytes(config, "float32", policy, shape, False, KernelSizes())
+    found = estimate(plan_of(policy, shape)).buffers
     assert found == 3 * 5 * 8 * 2 * 4 * ROWS * HIDDEN
-    assert buffer_bytes(config, "float32", policy, shape, True, KernelSizes()) == 0
+    assert estimate(plan_of(policy, shape, True)).buffers == 0
 
 
 MIB = 1 << 20

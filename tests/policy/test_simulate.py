@@ -14,8 +14,8 @@ from flexgen_jax.models.families import known_shape
 from flexgen_jax.policy.clock import Clock
 from flexgen_jax.policy.cost_model import FRACTIONS, Costs, block_terms, fractions_of
 from flexgen_jax.policy.hardware import Rate
-from flexgen_jax.policy.memory import BlockShape, plan_cache
 from flexgen_jax.policy.placement import CacheKey
+from flexgen_jax.policy.plan import BlockShape
 from flexgen_jax.policy.policy import SCORE, Workload
 from flexgen_jax.policy.simulate import Prediction, simulate
 from tests.helpers.cases import covering
@@ -64,7 +64,7 @@ def test_bytes_are_those_of_a_run(
         config = llm.config
     costs = Costs(config, "float32", policy, machine())
     shape = BlockShape((2,) * num_batches, (report["prompt_len"],) * num_batches, tokens)
-    predicted = simulate(costs, shape, unified).bytes
+    predicted = simulate(costs, costs.plan(shape, unified)).bytes
     for link, nbytes in report["bytes"].items():
         assert predicted[link] == pytest.approx(nbytes, rel=0.02), link
 
@@ -81,7 +81,7 @@ def test_bytes_of_scoring_are_those_of_a_run(
         report, config = llm.report(), llm.config
     costs = Costs(config, "float32", policy, machine())
     shape = BlockShape((2, 2), (report["prompt_len"],) * 2, 1, SCORE)
-    predicted = simulate(costs, shape, False).bytes
+    predicted = simulate(costs, costs.plan(shape, False)).bytes
     for link, nbytes in report["bytes"].items():
         assert predicted[link] == pytest.approx(nbytes, rel=0.02), link
     states = 2 * costs.hidden_bytes(2, report["prompt_len"]) * (config.num_layers + 1)
@@ -92,7 +92,8 @@ def run(policy: Policy, hw_changes: dict[str, object], gen: int = 6) -> tuple[Pr
     config = known_shape("facebook/opt-1.3b")
     costs = Costs(config, "float16", policy, machine(**hw_changes))
     rows = (policy.batch_size,) * policy.num_batches
-    return simulate(costs, BlockShape(rows, (128,) * len(rows), gen), False), costs
+    plan = costs.plan(BlockShape(rows, (128,) * len(rows), gen), unified=False)
+    return simulate(costs, plan), costs
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_a_step_whose_blocks_are_all_on_the_device_asks_nothing_of_the_cpu() -> 
         *(100, 0, 90, 10, 100, 0), batch_size=4, num_batches=3, attention="host"
     )
     found, costs = run(policy, {}, gen=40)
-    homes = plan_cache(costs.config, policy, BlockShape((4,) * 3, (128,) * 3, 40)).homes
+    homes = costs.plan(BlockShape((4,) * 3, (128,) * 3, 40), False).cache.homes
     asked = sum(
         any(homes[CacheKey(layer, batch, block)] == "host" for block in range(2 + before // 32))
         for layer in range(24)
@@ -188,7 +189,8 @@ def test_sampled_tokens_stand_for_all(gen: int, sample: int) -> None:
     hw = machine(device_attention={16: Rate.constant(inf)})
     costs = Costs(known_shape("facebook/opt-125m"), "float16", policy, hw)
     shape = BlockShape((4, 4), (16, 16), gen)
-    whole, part = simulate(costs, shape, False), simulate(costs, shape, False, sample=sample)
+    plan = costs.plan(shape, False)
+    whole, part = simulate(costs, plan), simulate(costs, plan, sample=sample)
     assert part.busy_s["compute"] == pytest.approx(whole.busy_s["compute"])
 
 
@@ -206,15 +208,16 @@ def test_two_lanes_share_the_disk() -> None:
 
 
 def test_what_the_page_cache_holds_comes_from_disk_once() -> None:
-    """The decoder layers' bytes come from disk once; the tables of both ends do anyway."""
+    """The decoder layers' bytes come from disk once; the tables of the ends do anyway."""
     rates = {"disk_read": Rate.constant(1e9), "page_cache": Rate.constant(8e9)}
     config, policy = known_shape("facebook/opt-125m"), Policy.from_percent(0, 0, 100, 0, 100, 0)
     costs = Costs(config, "float16", policy, machine(**rates))
     layers = 12 * 2 * 12 * 768**2
-    ends = 2 * (2 * 50272 + 2050) * 768
+    ends = 2 * (50272 + 2050) * 768  # of the table that both ends share, one copy
     decoder = [t.key for layer in costs.spec.decoders for t in layer.large]
     for cached, share in ((decoder, 1.0), ([k for k in decoder if ".mlp." in k], 2 / 3), ([], 0.0)):
-        found = simulate(costs, BlockShape((8,), (16,), 5), False, frozenset(cached))
+        plan = costs.plan(BlockShape((8,), (16,), 5), False)
+        found = simulate(costs, plan, frozenset(cached))
         assert found.bytes["disk_read"] == 5 * layers + ends
         again = share / 8e9 + (1 - share) / 1e9
         seconds = (layers + ends) / 1e9 + 4 * layers * again
@@ -235,7 +238,8 @@ def test_sampled_tokens_stand_for_the_others() -> None:
     config = known_shape("facebook/opt-1.3b")
     costs = Costs(config, "float16", policy, machine())
     shape = BlockShape((4,) * 3, (128,) * 3, 40)
-    whole, part = simulate(costs, shape, False), simulate(costs, shape, False, sample=4)
+    plan = costs.plan(shape, False)
+    whole, part = simulate(costs, plan), simulate(costs, plan, sample=4)
     assert part.total_s == pytest.approx(whole.total_s, rel=0.05)
     for name, seconds in whole.busy_s.items():
         assert part.busy_s[name] == pytest.approx(seconds, rel=0.1, abs=0.02 * whole.total_s)
@@ -251,7 +255,7 @@ def test_the_cost_model_agrees(percent: tuple[int, ...]) -> None:
     shape = BlockShape((8,) * 4, (256,) * 4, 32)
     terms = block_terms(costs, Workload(256, 32, 32), unified=False)
     estimated = sum(terms.estimate(fractions_of(policy)))
-    assert estimated == pytest.approx(simulate(costs, shape, False).total_s, rel=0.25)
+    assert estimated == pytest.approx(simulate(costs, costs.plan(shape, False)).total_s, rel=0.25)
 
 
 def test_a_decode_steps_hidden_states_stay_in_ram() -> None:

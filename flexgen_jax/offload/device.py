@@ -1,10 +1,10 @@
-"""The objects that every part of the runtime works with."""
+"""What computes a model's steps: compiled programs, the CPU's attention, and the memories between
+which arrays move."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,74 +14,54 @@ import numpy as np
 from flexgen_jax.cpu import HostAttention, kernels_of_device
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import assemble
-from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import AttentionSpec, Formats, ModelSpec, model_spec
-from flexgen_jax.offload.disk.folder import OffloadFolder
-from flexgen_jax.offload.metrics import Metrics
-from flexgen_jax.offload.tiers import BufferPool, Memories
+from flexgen_jax.offload.metrics import Content, Metrics
+from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.policy import Tier
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """One model's hold on the machine: memories, budgets, offload folder and counters."""
+class Device:
+    """The device that computes one model, with the CPU beside it."""
 
-    config: ModelConfig
-    formats: Formats
     spec: ModelSpec
+    formats: Formats
     memories: Memories
-    ledger: Ledger
-    metrics: Metrics
-    pool: BufferPool
-    watcher: Watcher
     programs: Programs
     sizes: KernelSizes
     host_attention: HostAttention
-    folder: OffloadFolder | None
 
     @classmethod
     def create(
         cls,
         config: ModelConfig,
         formats: Formats,
-        budgets: Mapping[Tier, int | None],
-        offload_dir: Path | None,
         unified: bool | None = None,
         trace: Trace | None = None,
-    ) -> Runtime:
-        """Creates the runtime of a model; `offload_dir` is None if the policy puts nothing on
-        disk."""
-        metrics, ledger, kernels = Metrics(trace), Ledger(budgets), kernels_of_device()
-        watcher = Watcher(metrics)
-        memories = Memories(watcher, unified)
+    ) -> Device:
+        """Creates the device of a model, with counters of its own."""
+        kernels = kernels_of_device()
         return cls(
-            config=config,
-            formats=formats,
             spec=model_spec(config),
-            memories=memories,
-            ledger=ledger,
-            metrics=metrics,
-            pool=BufferPool(memories, ledger),
-            watcher=watcher,
+            formats=formats,
+            memories=Memories(Watcher(Metrics(trace)), unified),
             programs=Programs(config, formats, kernels),
             sizes=kernels.sizes,
             host_attention=HostAttention(),
-            folder=OffloadFolder(offload_dir) if offload_dir is not None else None,
         )
 
     @property
-    def numpy_dtype(self) -> np.dtype:
-        """The NumPy dtype of hidden states, open KV blocks and everything that is not quantized."""
-        return numpy_dtype(self.formats.dtype)
+    def metrics(self) -> Metrics:
+        return self.memories.metrics
 
-    def disk(self) -> OffloadFolder:
-        assert self.folder is not None, "the policy puts something on disk"
-        return self.folder
+    def watch(self, content: Content, what: str, source: Any, result: Any) -> None:
+        """Counts the device as busy from when `source` is there until `result`, which is already
+        enqueued, is computed."""
+        operation = self.metrics.queue("compute", content, what)
+        self.memories.watcher.follow(operation, source, result)
 
     def prepare_host(self, is_sparse: bool, keys_move: bool) -> None:
         """Compiles or loads the kernels of `host_attention` for KV blocks of this model, open and
@@ -110,7 +90,5 @@ class Runtime:
         return self.memories.send(found, "attention", "partial results")
 
     def close(self) -> None:
-        self.watcher.close()
+        self.memories.watcher.close()
         self.host_attention.close()
-        if self.folder is not None:
-            self.folder.close()

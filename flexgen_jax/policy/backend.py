@@ -1,0 +1,87 @@
+"""What a loop needs of the world: a backend that carries out its decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from flexgen_jax.policy.placement import CacheKey
+from flexgen_jax.policy.plan import CachedPart, HiddenPart, Layout, WeightsPart
+from flexgen_jax.policy.schedule import Step
+
+Handle = Any
+"""Whatever a backend makes; the loop only hands it back."""
+
+Part = WeightsPart | CachedPart | HiddenPart
+"""What a load brings to the device."""
+
+
+class Inputs(NamedTuple):
+    """The loads that a step computes with.
+
+    weights: one for each part of the layer; hidden: None for the embedding; cache: None unless a
+    decoder layer decodes; early: the next step and its hidden states, whose query may be computed
+    while the CPU attends for this step, or None.
+    """
+
+    weights: Sequence[Handle]
+    hidden: Handle = None
+    cache: Handle = None
+    early: tuple[Step, Handle] | None = None
+
+
+class Backend(Protocol):
+    """Moves and computes what a `BlockLoop` decides. Everything but `finish` and `wait` returns
+    at once."""
+
+    def begin(self, step: Step, times: int) -> None:
+        """What follows is done for a step, which stands for `times` steps like it."""
+
+    def allocate(self, layout: Layout) -> Handle:
+        """Returns a host buffer, into which disk reads can go."""
+
+    def fetch(self, part: Part, buffers: Sequence[Handle]) -> Handle:
+        """Starts a load: gathers a part, and reads what of it is on disk into `buffers`."""
+
+    def again(self, load: Handle) -> Handle:
+        """Returns another load of what an earlier one has in its buffers, or is reading."""
+
+    def copy(self, load: Handle) -> None:
+        """Waits for a load's reads, and starts its copy to the device."""
+
+    def drop(self, load: Handle) -> None:
+        """Ends a load: frees its copy, or, if there is none, waits for its reads."""
+
+    def compute(self, step: Step, inputs: Inputs) -> Handle:
+        """Dispatches a step; returns what it will have computed."""
+
+    def finish(self, step: Step, computed: Handle) -> bool:
+        """Waits for a step; returns whether its batch needs no more tokens."""
+
+    def keep_hidden(self, part: HiddenPart, computed: Handle) -> None:
+        """Keeps a step's hidden states in the memory of their home, for disk on the host."""
+
+    def write_hidden(self, part: HiddenPart) -> Handle:
+        """Starts writing kept hidden states to disk; `wait` on the write frees their memory."""
+
+    def keep_prompt(self, layer: int, batch: int, computed: Handle) -> None:
+        """Keeps a prompt's sealed KV blocks, each in the memory of its home, for disk on the
+        host."""
+
+    def open_block(self, key: CacheKey, buffer: Handle | None) -> None:
+        """Makes an empty KV block, in a host buffer if there is one."""
+
+    def append(self, key: CacheKey, computed: Handle) -> None:
+        """Writes one token's keys and values to the open block."""
+
+    def quantize(self, key: CacheKey) -> None:
+        """Quantizes a full block; its memory in full precision is free afterwards."""
+
+    def write_blocks(self, keys: Sequence[CacheKey]) -> Handle:
+        """Starts writing sealed blocks to disk, from a copy of their own; frees the blocks."""
+
+    def is_done(self, handle: Handle) -> bool:
+        """Returns whether a load's reads, or a write, are done."""
+
+    def wait(self, write: Handle) -> None:
+        """Waits for a write."""

@@ -1,0 +1,69 @@
+"""The host buffers of a block of batches, used again and again."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+from flexgen_jax.policy.backend import Backend, Handle
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.plan import Layout
+
+
+class Buffer(NamedTuple):
+    """A host buffer, and its backend's handle."""
+
+    layout: Layout
+    handle: Handle
+
+
+class Ring:
+    """Host buffers by layout.
+
+    A buffer is free again once the step that read it last is finished. If none is, a new one is
+    made rather than waiting: so the number of buffers depends on the steps alone, not on time.
+
+    limit: bytes above which free buffers of other layouts are given up for a new one. A block of
+    equally long prompts never reaches its plan's; where lengths differ, each has layouts of its
+    own. finished: number of steps that are finished; the loop counts them. most: the most bytes
+    that there were.
+    """
+
+    def __init__(self, backend: Backend, ledger: Ledger, limit: int | None) -> None:
+        self._backend, self._ledger, self._limit = backend, ledger, limit
+        self._free: defaultdict[Layout, deque[tuple[int, Buffer]]] = defaultdict(deque)
+        self._bytes = 0
+        self.finished = self.most = 0
+
+    def acquire(self, layout: Layout) -> Buffer:
+        free = self._free[layout]
+        if free and free[0][0] <= self.finished:
+            return free.popleft()[1]
+        if self._limit is not None:
+            self._make_room(self._limit - layout.nbytes)
+        self._ledger.reserve("host", layout.nbytes)
+        self._bytes += layout.nbytes
+        self.most = max(self.most, self._bytes)
+        return Buffer(layout, self._backend.allocate(layout))
+
+    def release(self, buffer: Buffer, after: int) -> None:
+        """Releases a buffer that step number `after` was the last to read."""
+        self._free[buffer.layout].append((after, buffer))
+
+    def discard(self, buffer: Buffer) -> None:
+        """Gives up a buffer that nothing reads any more."""
+        self._let_go(buffer.layout.nbytes)
+
+    def _make_room(self, limit: int) -> None:
+        for free in self._free.values():
+            while self._bytes > limit and free and free[0][0] <= self.finished:
+                self._let_go(free.popleft()[1].layout.nbytes)
+
+    def _let_go(self, nbytes: int) -> None:
+        self._ledger.release("host", nbytes)
+        self._bytes -= nbytes
+
+    def close(self) -> None:
+        """Releases the memory of all buffers; nothing reads or writes them any more."""
+        self._free.clear()
+        self._let_go(self._bytes)

@@ -1,0 +1,215 @@
+"""The KV cache of one block of batches: which blocks are open, sealed and on their way to disk.
+
+    prompt blocks          sealed blocks of generated tokens        open block
+    [0 ... 127][128 ...]   [32 tokens][32 tokens]                   [x x x . . . .]
+
+A sealed block never changes, wherever it is. An open block whose home is the disk is kept on the
+host until it is full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexgen_jax.policy.backend import Backend, Handle
+from flexgen_jax.policy.buffers import Buffer, Ring
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.placement import CacheKey
+from flexgen_jax.policy.plan import BlockPlan, CachedPart
+from flexgen_jax.policy.policy import TIERS, Tier
+
+PENDING_WRITES = 3
+"""Number of steps whose KV blocks, and of steps whose hidden states, may wait for the disk."""
+
+LayerBatch = tuple[int, int]
+"""A decoder layer, counted from 0, and a batch: which part of the cache is meant."""
+
+
+@dataclass(eq=False, slots=True)
+class Filling:
+    """How far the cache of one layer and batch is filled.
+
+    tokens, sealed: cached tokens, sealed blocks; full_at: the number of tokens with which the open
+    block is full; buffer: the host buffer of the open block, if it has one; part: what a step
+    attends to.
+    """
+
+    tokens: int
+    sealed: int
+    full_at: int
+    part: CachedPart
+    buffer: Buffer | None = None
+
+
+class CacheBlocks:
+    """Opens, seals and writes KV blocks, and reserves their memory."""
+
+    def __init__(self, plan: BlockPlan, backend: Backend, ledger: Ledger, ring: Ring) -> None:
+        self._plan, self._backend, self._ledger, self._ring = plan, backend, ledger, ring
+        self._homes = plan.cache.homes
+        self._is_quantized = plan.formats.cache_bits < 16
+        self._filled: dict[LayerBatch, Filling] = {}
+        self._prompts = len(plan.spec.decoders) * len(plan.cache.prompt)
+        self._pending: dict[LayerBatch, tuple[Handle, int]] = {}
+        self._is_read = False
+        self._reserved: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+
+    @property
+    def has_all_prompts(self) -> bool:
+        """Whether all layers of all batches have handed over the KV cache of their prompts."""
+        return len(self._filled) == self._prompts
+
+    def part(self, where: LayerBatch, tokens: int) -> CachedPart:
+        """Returns the cache of a layer and batch to attend to, once its writes to disk are done.
+
+        tokens: number of cached tokens; those that the loop left out are made up for.
+        """
+        filling = self._filled[where]
+        if filling.tokens < tokens:
+            self._skip(where, filling, tokens)
+        if not self._is_read:
+            # Buffers for reading must not come on top of what the prompts' blocks still hold.
+            self._is_read = True
+            while self._pending:
+                self._finish(next(iter(self._pending)))
+        elif where in self._pending:
+            self._finish(where)
+        return filling.part
+
+    def asks_host(self, where: LayerBatch) -> bool:
+        """Returns whether the CPU attends to a part of what is cached."""
+        return self._filled[where].part.asks_host
+
+    def put_prompt(self, where: LayerBatch, computed: Handle) -> None:
+        """Stores a prompt's blocks, and opens the first block of generated tokens."""
+        held, on_disk = self._plan.prompt(*where)
+        self._reserve("device", held["device"])
+        self._reserve("host", held["host"] + held["disk"])
+        self._backend.keep_prompt(*where, computed)
+        if on_disk:
+            self._write(where, on_disk, held["disk"])
+        prompt = self._plan.cache.prompt[where[1]]
+        part = self._plan.cached(*where, len(prompt))
+        filling = self._filled[where] = Filling(sum(prompt), len(prompt), sum(prompt), part)
+        self._open(where, filling)
+
+    def put_token(self, where: LayerBatch, computed: Handle) -> None:
+        """Stores one token's keys and values; seals the open block when it is full."""
+        filling = self._filled[where]
+        self._backend.append(CacheKey(*where, filling.sealed), computed)
+        filling.tokens += 1
+        if filling.tokens == filling.full_at:
+            self._seal(where, filling)
+            self._open(where, filling)
+
+    def _memory(self, key: CacheKey) -> Tier:
+        """Returns the tier of a block's memory, which for a block of the disk is the host."""
+        return "device" if self._homes[key] == "device" else "host"
+
+    def _open(self, where: LayerBatch, filling: Filling) -> None:
+        """Opens the next block, if there will be one."""
+        lengths = self._plan.cache.lengths(where[1])
+        filling.buffer = None
+        filling.part = self._plan.cached(*where, filling.sealed)
+        if filling.sealed == len(lengths):
+            return
+        key = CacheKey(*where, filling.sealed)
+        filling.full_at += lengths[key.block]
+        if self._homes[key] == "device" or self._plan.unified:
+            self._reserve(self._memory(key), self._plan.open_kv_bytes(key))
+            self._backend.open_block(key, None)
+        else:
+            filling.buffer = self._ring.acquire(self._plan.open_layout(key))
+            self._backend.open_block(key, filling.buffer.handle)
+
+    def _seal(self, where: LayerBatch, filling: Filling, is_computed: bool = True) -> None:
+        """Seals the open block, which is full, and sends it to its home.
+
+        is_computed: whether the block's tokens were computed, or left out.
+        """
+        key, plan, buffer = CacheKey(*where, filling.sealed), self._plan, filling.buffer
+        filling.sealed += 1
+        if self._is_quantized:
+            if is_computed:
+                self._quantize(key)
+            if buffer is not None:
+                self._release_buffer(where, filling)
+                buffer = None
+            else:
+                self._release(self._memory(key), plan.open_kv_bytes(key))
+            self._reserve(self._memory(key), plan.kv_bytes(key))
+        if self._homes[key] == "disk":
+            if buffer is not None:  # what is written is a copy of it
+                self._reserve("host", plan.kv_bytes(key))
+            if is_computed:
+                self._write(where, [key], plan.kv_bytes(key))
+            else:
+                self._reserve("disk", plan.kv_bytes(key))
+                self._release("host", plan.kv_bytes(key))
+            if buffer is not None:
+                self._release_buffer(where, filling)
+
+    def _quantize(self, key: CacheKey) -> None:
+        """Quantizes a full block on the device, to which one in pinned memory is copied."""
+        is_copied = self._homes[key] != "device" and not self._plan.unified
+        nbytes = self._plan.open_kv_bytes(key) if is_copied else 0
+        with self._ledger.reserving("device", nbytes):
+            self._backend.quantize(key)
+
+    def _release_buffer(self, where: LayerBatch, filling: Filling) -> None:
+        """Releases the buffer of a sealed block, for good if the next block has another layout."""
+        assert filling.buffer is not None
+        following = CacheKey(*where, filling.sealed)
+        is_last = following not in self._homes
+        if is_last or self._plan.open_layout(following) is not filling.buffer.layout:
+            self._ring.discard(filling.buffer)
+        else:
+            self._ring.release(filling.buffer, 0)
+
+    def skip(self, batch: int, tokens: int) -> None:
+        """Reserves the memory of tokens that the loop left out, in all layers of a batch.
+
+        tokens: number of cached tokens, with these.
+        """
+        layers = [(layer, batch) for layer in range(len(self._plan.spec.decoders))]
+        filled = [(where, self._filled[where]) for where in layers if where in self._filled]
+        for length in self._plan.cache.generated[batch]:
+            for where, filling in filled:
+                self._skip(where, filling, min(tokens, filling.tokens + length))
+
+    def _skip(self, where: LayerBatch, filling: Filling, tokens: int) -> None:
+        """Reserves the memory of tokens that are left out; nothing is moved for them."""
+        while filling.full_at <= tokens:
+            self._seal(where, filling, is_computed=False)
+            self._open(where, filling)
+        filling.tokens = max(filling.tokens, tokens)
+
+    def _write(self, where: LayerBatch, keys: list[CacheKey], nbytes: int) -> None:
+        """Writes sealed blocks to disk; those of at most `PENDING_WRITES` steps wait for it."""
+        self._reserve("disk", nbytes)
+        self._pending[where] = (self._backend.write_blocks(keys), nbytes)
+        for other, (write, _) in list(self._pending.items()):
+            if self._backend.is_done(write):
+                self._finish(other)
+        while len(self._pending) > PENDING_WRITES:
+            self._finish(next(iter(self._pending)))
+
+    def _finish(self, where: LayerBatch) -> None:
+        """Waits for the write of a layer and batch, and releases its memory."""
+        write, nbytes = self._pending.pop(where)
+        self._backend.wait(write)
+        self._release("host", nbytes)
+
+    def _reserve(self, tier: Tier, nbytes: int) -> None:
+        self._ledger.reserve(tier, nbytes)
+        self._reserved[tier] += nbytes
+
+    def _release(self, tier: Tier, nbytes: int) -> None:
+        self._ledger.release(tier, nbytes)
+        self._reserved[tier] -= nbytes
+
+    def close(self) -> None:
+        """Releases the memory of all blocks."""
+        for tier, nbytes in self._reserved.items():
+            self._ledger.release(tier, nbytes)
+        self._reserved = dict.fromkeys(TIERS, 0)

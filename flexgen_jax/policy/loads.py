@@ -1,0 +1,115 @@
+"""Loads under way: what is on its way to where it will be computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from flexgen_jax.policy.backend import Backend, Handle, Part
+from flexgen_jax.policy.buffers import Buffer, Ring
+from flexgen_jax.policy.ledger import Ledger
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """A part on its way to the device.
+
+    handle: the backend's; buffers: host buffers to release after its use; is_copied: whether its
+    copy to the device has begun.
+    """
+
+    part: Part
+    handle: Handle
+    buffers: list[Buffer]
+    is_copied: bool = False
+
+
+class Loader:
+    """Starts, copies and ends loads, and reserves their memory."""
+
+    def __init__(self, backend: Backend, ledger: Ledger, ring: Ring) -> None:
+        self._backend, self._ledger, self._ring = backend, ledger, ring
+        self._kept: dict[Part, Load] = {}
+
+    def start(self, part: Part) -> Load:
+        """Starts a load; what is on disk is read into buffers."""
+        buffers = [self._ring.acquire(layout) for layout in part.layouts]
+        handle = self._backend.fetch(part, [buffer.handle for buffer in buffers])
+        return Load(part, handle, buffers)
+
+    def start_kept(self, part: Part) -> Load:
+        """Starts a load of a part whose buffers are kept: only the first one reads the disk."""
+        if part not in self._kept:
+            self._kept[part] = self.start(part)
+        return Load(part, self._backend.again(self._kept[part].handle), [])
+
+    def copy_if_read(self, load: Load) -> bool:
+        """Starts a load's copy to the device if its reads are done; returns whether it began."""
+        if not load.is_copied and self._backend.is_done(load.handle):
+            self.copy(load)
+        return load.is_copied
+
+    def copy(self, load: Load) -> None:
+        """Waits for a load's reads and starts its copy to the device, unless it has begun."""
+        if not load.is_copied:
+            if load.part.copied:
+                self._ledger.reserve("device", load.part.copied)
+            load.is_copied = True
+            self._backend.copy(load.handle)
+
+    def end(self, load: Load, after: int) -> None:
+        """Ends a load, which step number `after` was the last to use; 0 if no step used it."""
+        self._backend.drop(load.handle)
+        if load.is_copied and load.part.copied:
+            self._ledger.release("device", load.part.copied)
+        for buffer in load.buffers:
+            self._ring.release(buffer, after)
+
+    def close(self) -> None:
+        """Ends the loads that were kept."""
+        while self._kept:
+            self.end(self._kept.popitem()[1], 0)
+
+
+class Stream(Generic[K]):
+    """The loads of one kind that are under way, by what they are for."""
+
+    def __init__(self, loader: Loader, start: Callable[[K], Load]) -> None:
+        self._loader, self._start = loader, start
+        self._loads: dict[K, Load] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._loads
+
+    def prefetch(self, key: K) -> None:
+        """Starts a load if it is not under way yet."""
+        if key not in self._loads:
+            self._loads[key] = self._start(key)
+
+    def copy_if_read(self, key: K) -> bool:
+        """Starts the copy of a load whose reads are done; returns whether it has begun."""
+        load = self._loads.get(key)
+        return load is not None and (load.is_copied or self._loader.copy_if_read(load))
+
+    def take(self, key: K) -> Handle:
+        """Returns a load on its way to the device; waits for the disk but not for the copy."""
+        self.prefetch(key)
+        load = self._loads[key]
+        self._loader.copy(load)
+        return load.handle
+
+    def release(self, key: K, after: int) -> None:
+        """Ends a load, which step number `after` was the last to use."""
+        self._loader.end(self._loads.pop(key), after)
+
+    def keep_only(self, is_wanted: Callable[[K], bool], after: int) -> None:
+        """Ends the other loads, which no step after number `after` uses."""
+        for key in [key for key in self._loads if not is_wanted(key)]:
+            self.release(key, after)
+
+    def close(self) -> None:
+        while self._loads:
+            self._loader.end(self._loads.popitem()[1], 0)

@@ -1,0 +1,263 @@
+"""The loop over the steps of one block of batches.
+
+What is prefetched when, in which order results are stored, and when memory is reserved and
+released stands here, once. A backend carries it out: the runtime with arrays
+(`offload/executor.py`), the simulator with a clock (`simulate.py`), a dry run with nothing but the
+ledger (`memory.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import NamedTuple
+
+from flexgen_jax.policy.backend import Backend, Handle, Inputs
+from flexgen_jax.policy.buffers import Ring
+from flexgen_jax.policy.cache_blocks import CacheBlocks, LayerBatch
+from flexgen_jax.policy.hidden_states import HiddenStates
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.loads import Load, Loader, Stream
+from flexgen_jax.policy.plan import BlockPlan, WeightsPart
+from flexgen_jax.policy.schedule import LookAhead, Step
+
+VisitPart = tuple[int, WeightsPart]
+"""A visit, and a part of the weights that it needs."""
+
+
+class Dispatched(NamedTuple):
+    """A step whose results are still to be stored; steps are numbered from 1."""
+
+    step: Step
+    number: int
+    computed: Handle
+
+
+class BlockLoop:
+    """Walks a schedule's steps over one block of batches, until every batch is done.
+
+    Everything that is prefetched is derived from the steps to come. Without overlap, the
+    look-ahead is zero and the loop waits after every step; nothing else differs.
+
+    tokens: the tokens to visit, in their order, 0 being the prompt, and how many tokens each of
+    them stands for; by default all, and each for itself. buffer_limit: see `Ring`.
+    """
+
+    def __init__(
+        self,
+        plan: BlockPlan,
+        backend: Backend,
+        ledger: Ledger,
+        tokens: Mapping[int, int] | None = None,
+        buffer_limit: int | None = None,
+    ) -> None:
+        self._plan, self._backend, self._ledger = plan, backend, ledger
+        self._tokens = tokens or dict.fromkeys(range(plan.shape.gen_len), 1)
+        self._before = {later: token for token, later in pairwise(self._tokens)}
+        self._last_token = max(self._tokens)
+        layers = plan.spec.layers
+        self._kinds = [layer.kind for layer in layers]
+        batches = range(len(plan.shape.batch_sizes))
+        steps = plan.policy.order.steps(tuple(self._tokens), len(layers), batches)
+        decoders = frozenset(n for n, layer in enumerate(layers) if layer.kind == "decoder")
+        self._ahead = LookAhead(steps, decoders)
+        self._ring = Ring(backend, ledger, buffer_limit)
+        self._loader = Loader(backend, ledger, self._ring)
+        self._weights: Stream[VisitPart] = Stream(self._loader, self._start_weights)
+        self._cached: Stream[Step] = Stream(self._loader, self._start_cached)
+        self._hidden: Stream[Step] = Stream(self._loader, self._start_hidden)
+        self._cache = CacheBlocks(plan, backend, ledger, self._ring)
+        self._states = HiddenStates(backend, ledger)
+        self._cached_until: dict[LayerBatch, int] = {}
+        self._finished: set[int] = set()
+        self._to_copy: list[VisitPart] = []
+        self._read_for: int | None = None
+        self._copied_for: int | None = None
+        self._dispatched = 0
+
+    def run(self) -> int:
+        """Computes the steps of all tokens, until every batch is done; returns the most bytes of
+        host buffers that there were."""
+        try:
+            before: Dispatched | None = None
+            first = self._ahead.following()
+            if first is not None:
+                self._backend.begin(first, self._tokens[first.token])
+            self._read_weights(-1)
+            for step in self._ahead:
+                if self._dispatched > 0:
+                    self._backend.begin(step, self._tokens[step.token])
+                self._copy_ahead(step)
+                dispatched = Dispatched(step, self._dispatched + 1, self._compute(step))
+                self._release_weights(step)
+                if before is not None:
+                    self._retire(before, step)
+                before = dispatched
+                if not self._plan.policy.overlap:
+                    self._retire(dispatched, step)
+                    before = None
+                self._read_ahead(step)
+            if before is not None:
+                self._retire(before, before.step)
+            return self._ring.most
+        finally:
+            self._close()
+
+    def _keys(self, step: Step) -> list[VisitPart]:
+        return [(step.visit, part) for part in self._plan.parts[step.layer]]
+
+    # Loads
+
+    def _start_weights(self, key: VisitPart) -> Load:
+        part = key[1]
+        return self._loader.start_kept(part) if part.is_kept else self._loader.start(part)
+
+    def _start_cached(self, step: Step) -> Load:
+        return self._loader.start(self._cache.part(_where(step), self._cached_tokens(step)))
+
+    def _cached_tokens(self, step: Step) -> int:
+        """Returns the number of tokens before a decode step."""
+        return self._plan.shape.prompt_lens[step.batch] + step.token - 1
+
+    def _start_hidden(self, step: Step) -> Load:
+        return self._loader.start(self._states.part(step.batch))
+
+    def _read_ahead(self, step: Step) -> None:
+        """Starts prefetching from disk for the layers and batches that come next."""
+        if step.visit != self._read_for:
+            self._read_weights(step.visit)
+        ahead, order = self._plan.ahead, self._plan.policy.order
+        # Read buffers must not come on top of what prompts still hold.
+        if not order.prefills_first or self._cache.has_all_prompts:
+            for later in self._ahead.counted(ahead.cache_reads):
+                if later not in self._cached and self._is_cached(later):
+                    self._cached.prefetch(later)
+        for later in self._ahead.steps(ahead.hidden_reads):
+            if later not in self._hidden and self._is_waiting(later):
+                self._hidden.prefetch(later)
+
+    def _read_weights(self, visit: int) -> None:
+        """Starts prefetching the weights of the visits after `visit`."""
+        self._read_for = visit
+        # Embedding and head are read once per block: while they compute, the disk goes on with what
+        # follows.
+        for step in self._ahead.visits(visit, self._plan.ahead.weight_reads):
+            for key in self._keys(step):
+                self._weights.prefetch(key)
+
+    def _copy_ahead(self, step: Step) -> None:
+        """Starts the copies to the device that must be under way before a step computes."""
+        if step.visit != self._copied_for:
+            copies = self._plan.ahead.weight_copies
+            visits = self._ahead.visits(step.visit, copies, counts_all=True)
+            self._to_copy = [key for later in visits for key in self._keys(later)]
+            self._copied_for = step.visit
+        if self._to_copy:
+            self._to_copy = [key for key in self._to_copy if not self._weights.copy_if_read(key)]
+        for later in self._ahead.steps(self._plan.ahead.cache_copies):
+            self._cached.copy_if_read(later)
+            self._hidden.copy_if_read(later)
+
+    def _release_weights(self, step: Step) -> None:
+        """Releases a layer's weights after the last step of its visit."""
+        following = self._ahead.following()
+        if following is None or following.visit != step.visit:
+            for key in self._keys(step):
+                self._weights.release(key, self._dispatched)
+
+    def _is_cached(self, step: Step) -> bool:
+        """Returns whether the step attends to a KV cache that is complete by now."""
+        until = self._cached_until.get((step.layer - 1, step.batch))
+        return until is not None and until == self._before.get(step.token)
+
+    def _is_waiting(self, step: Step) -> bool:
+        """Returns whether the step's input has been handed over by now."""
+        return self._states.is_ready(step.token, step.layer - 1, step.batch)
+
+    # Steps
+
+    def _compute(self, step: Step) -> Handle:
+        """Dispatches one layer for one batch, and hands on the results that need no waiting."""
+        kind = self._kinds[step.layer]
+        weights = [self._weights.take(key) for key in self._keys(step)]
+        inputs = Inputs(weights)
+        if kind != "embedding":
+            inputs = Inputs(weights, self._hidden.take(step))
+        elif step.token - self._before.get(step.token, step.token - 1) > 1:
+            self._cache.skip(step.batch, self._cached_tokens(step))
+        is_decoding = kind == "decoder" and step.token > 0
+        if is_decoding:
+            cache = self._cached.take(step)
+            inputs = Inputs(weights, inputs.hidden, cache, self._early(step))
+        computed = self._backend.compute(step, inputs)
+        self._dispatched += 1
+        if is_decoding:
+            self._cached.release(step, self._dispatched)
+        if kind != "embedding":
+            self._hidden.release(step, self._dispatched)
+        if kind != "head":
+            part = self._plan.hidden(step.token, step.layer, step.batch)
+            self._states.put(step.token, part, computed)
+        return computed
+
+    def _early(self, step: Step) -> tuple[Step, Handle] | None:
+        """Returns the next batch's step and input, if its query can be computed while the CPU
+        attends for this one."""
+        if not self._plan.policy.overlap or not self._cache.asks_host(_where(step)):
+            return None
+        later = self._ahead.following()
+        if later is None or later.visit != step.visit or later.token == 0:
+            return None
+        if not self._is_waiting(later) or not self._cache.asks_host(_where(later)):
+            return None
+        return later, self._hidden.take(later)
+
+    def _retire(self, dispatched: Dispatched, latest: Step) -> None:
+        """Waits for a step and stores its results. Called one step behind the latest, so that the
+        device stays busy."""
+        step, number, computed = dispatched
+        is_done = self._backend.finish(step, computed)
+        self._ring.finished = number
+        kind = self._kinds[step.layer]
+        if kind == "head":
+            if is_done:
+                self._leave(step.batch, latest)
+            return
+        self._states.settle(step.token, step.layer, step.batch)
+        if kind == "decoder":
+            self._store_cache(step, computed)
+
+    def _store_cache(self, step: Step, computed: Handle) -> None:
+        """Stores a step's keys and values, if another step will attend to them."""
+        if step.token == self._last_token or step.batch in self._finished:
+            return
+        where = _where(step)
+        if step.token == 0:
+            self._cache.put_prompt(where, computed)
+        else:
+            self._cache.put_token(where, computed)
+        self._cached_until[where] = step.token
+
+    def _leave(self, batch: int, latest: Step) -> None:
+        """Drops a batch's other steps, and ends the loads that only they would have used."""
+        self._finished.add(batch)
+        self._ahead.drop(lambda step: step.batch in self._finished)
+        for stream in (self._cached, self._hidden):
+            stream.keep_only(lambda step: step.batch not in self._finished, self._dispatched)
+        steps = self._ahead.visits(latest.visit - 1, self._plan.ahead.weight_reads + 1)
+        visits = {step.visit for step in steps}
+        self._weights.keep_only(lambda key: key[0] in visits, self._dispatched)
+        self._read_for = self._copied_for = None  # other visits come next
+
+    def _close(self) -> None:
+        """Releases everything, also after an error or Ctrl-C, and even if one part of it fails."""
+        with ExitStack() as parts:
+            for part in (self._ring, self._cache, self._states, self._loader):
+                parts.callback(part.close)
+            for stream in (self._hidden, self._cached, self._weights):
+                parts.callback(stream.close)
+
+
+def _where(step: Step) -> LayerBatch:
+    return step.layer - 1, step.batch

@@ -1,0 +1,379 @@
+"""The plan of one block of batches: what lies where, and how many bytes it has there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, TensorSpec, model_spec
+from flexgen_jax.models.storage import Leaf, Storage
+from flexgen_jax.policy.hardware import KernelSizes
+from flexgen_jax.policy.placement import (
+    ActivationPlan,
+    CacheKey,
+    CachePlan,
+    place_activations,
+    place_cache,
+    place_weights,
+)
+from flexgen_jax.policy.policy import (
+    GREEDY,
+    SCORE,
+    TIERS,
+    Ahead,
+    Head,
+    Policy,
+    Tier,
+    Workload,
+    generated_blocks,
+    prompt_blocks,
+)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """The batches of one block: rows and padded prompt length of each, and tokens to generate.
+
+    scored: the batches whose prompts the head scores; None for all, if it scores one token, as in
+    `Workload.scores_prompts`.
+    """
+
+    batch_sizes: tuple[int, ...]
+    prompt_lens: tuple[int, ...]
+    gen_len: int
+    head: Head = GREEDY
+    scored: tuple[int, ...] | None = None
+
+    def scores_prompt(self, batch: int) -> bool:
+        """Returns whether the head scores all tokens of a batch's prompts."""
+        if self.scored is None:
+            return self.head == SCORE and self.gen_len == 1
+        return batch in self.scored
+
+    @classmethod
+    def of(cls, policy: Policy, workload: Workload) -> BlockShape:
+        """Returns the largest block that the policy makes of a workload of equal prompts."""
+        batches = min(policy.num_batches, -(-workload.num_sequences // policy.batch_size))
+        rows = min(policy.batch_size, -(-workload.num_sequences // batches))
+        prompts = (workload.prompt_len,) * batches
+        return cls((rows,) * batches, prompts, workload.gen_len, workload.head)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The arrays of one host buffer. A plan has one `Layout` object for equal arrays."""
+
+    leaves: tuple[Leaf, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WeightsPart:
+    """The tensors of a layer that are moved together, and what moving them takes.
+
+    A decoder layer is one part. Each tensor of the embedding and the head is a part of its own,
+    because both may have the same table; such a part `is_kept`: what is read of it stays in host
+    buffers while the block runs.
+
+    layer: the first layer that has the part; keys: of its tensors; layouts: of the host buffers
+    into which it is read from disk; copied: bytes of the device that a copy of it takes.
+    """
+
+    layer: int
+    keys: tuple[str, ...]
+    is_kept: bool
+    layouts: tuple[Layout, ...]
+    copied: int
+
+
+class CachedPart(NamedTuple):
+    """The KV cache of one decoder layer and batch, as a step finds it.
+
+    sealed: number of sealed KV blocks; layouts, copied: as in `WeightsPart`; asks_host: whether
+    the CPU attends to some of the blocks.
+    """
+
+    layer: int
+    batch: int
+    sealed: int
+    layouts: tuple[Layout, ...]
+    copied: int
+    asks_host: bool
+
+
+class BlockSizes(NamedTuple):
+    """Bytes of a KV block when it is sealed and while it is open, in full precision, and the
+    layouts of buffers for it in both states."""
+
+    sealed: int
+    open: int
+    layout: Layout
+    open_layout: Layout
+
+
+class PromptPart(NamedTuple):
+    """Bytes of a prompt's KV blocks in a layer by home, and the blocks whose home is the
+    disk."""
+
+    held: dict[Tier, int]
+    on_disk: list[CacheKey]
+
+
+class HiddenPart(NamedTuple):
+    """The hidden states that a layer made of a batch's tokens.
+
+    home, nbytes: their tier and bytes; layouts, copied: as in `WeightsPart`.
+    """
+
+    layer: int
+    batch: int
+    home: Tier
+    nbytes: int
+    layouts: tuple[Layout, ...]
+    copied: int
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPlan:
+    """Homes and bytes of everything that one block of batches needs.
+
+    unified: host and device are one RAM, and nothing is copied between them; sizes: those of the
+        kernels that will compute.
+    """
+
+    config: ModelConfig
+    dtype: str
+    policy: Policy
+    shape: BlockShape
+    unified: bool
+    sizes: KernelSizes
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return model_spec(self.config)
+
+    @cached_property
+    def formats(self) -> Formats:
+        return self.policy.formats(self.dtype)
+
+    @cached_property
+    def ahead(self) -> Ahead:
+        return Ahead.of(self.policy)
+
+    @cached_property
+    def tiers(self) -> dict[str, Tier]:
+        """The home of every tensor, by key."""
+        return place_weights(self.spec, self.dtype, self.policy)
+
+    @cached_property
+    def cache(self) -> CachePlan:
+        """The homes of all KV blocks."""
+        size = self.policy.kv_block_tokens
+        prompt = [prompt_blocks(tokens, size) for tokens in self.shape.prompt_lens]
+        generated = [generated_blocks(self.shape.gen_len, size) for _ in self.shape.prompt_lens]
+        kv_sizes = [layer.attention.kv_size for layer in self.spec.decoders]
+        return place_cache(kv_sizes, prompt, generated, self.policy)
+
+    @cached_property
+    def waiting(self) -> ActivationPlan:
+        """The homes of hidden states."""
+        layers, batches = len(self.spec.layers), len(self.shape.batch_sizes)
+        return place_activations(layers - 1, batches, self.policy)
+
+    # Weights
+
+    @cached_property
+    def weights_held(self) -> dict[Tier, int]:
+        """Bytes of all weights in their homes, by tier."""
+        held: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        for tensor in self.spec.tensors.values():
+            held[self.tiers[tensor.key]] += self.formats.weight(tensor).nbytes
+        return held
+
+    @cached_property
+    def parts(self) -> tuple[tuple[WeightsPart, ...], ...]:
+        """The parts of every layer's weights."""
+        found: dict[tuple[str, ...], WeightsPart] = {}
+        return tuple(
+            tuple(self._part(layer, tensors, found) for tensors in _divided(layer))
+            for layer in self.spec.layers
+        )
+
+    def _part(
+        self,
+        layer: LayerSpec,
+        tensors: tuple[TensorSpec, ...],
+        found: dict[tuple[str, ...], WeightsPart],
+    ) -> WeightsPart:
+        keys = tuple(tensor.key for tensor in tensors)
+        if keys not in found:
+            away = [tensor for tensor in tensors if self.tiers[tensor.key] != "device"]
+            kept = [self.formats.weight(tensor) for tensor in away]
+            on_disk = [
+                self.layout(storage)
+                for tensor, storage in zip(away, kept, strict=True)
+                if self.tiers[tensor.key] == "disk"
+            ]
+            copied = 0 if self.unified else sum(storage.nbytes for storage in kept)
+            is_kept = layer.kind != "decoder"
+            found[keys] = WeightsPart(layer.index, keys, is_kept, tuple(on_disk), copied)
+        return found[keys]
+
+    # The KV cache
+
+    def kv_storage(self, key: CacheKey) -> Storage:
+        """Returns how a sealed block's keys, or its values, are kept."""
+        return self.formats.kv(self._kv_shape(key))
+
+    def kv_bytes(self, key: CacheKey) -> int:
+        """Returns the bytes of a sealed block's keys and values together."""
+        return self._block_sizes(key).sealed
+
+    def open_kv_bytes(self, key: CacheKey) -> int:
+        """Returns the bytes of a block's keys and values while it is open, in full precision."""
+        return self._block_sizes(key).open
+
+    def open_layout(self, key: CacheKey) -> Layout:
+        """Returns the layout of the host buffer of an open block: its keys, then its values."""
+        return self._block_sizes(key).open_layout
+
+    def block_tokens(self, key: CacheKey) -> int:
+        return self.cache.lengths(key.batch)[key.block]
+
+    def _kv_shape(self, key: CacheKey) -> tuple[int, int, int, int]:
+        attention = self.spec.decoders[key.layer].attention
+        return attention.kv_shape(self.shape.batch_sizes[key.batch], self.block_tokens(key))
+
+    def _block_sizes(self, key: CacheKey) -> BlockSizes:
+        return self._sizes_of(key.layer, key.batch)[key.block]
+
+    @cached_property
+    def _known_sizes(self) -> dict[tuple[int, int], list[BlockSizes]]:
+        return {}
+
+    def _sizes_of(self, layer: int, batch: int) -> list[BlockSizes]:
+        """Returns the sizes of a layer's and batch's blocks; layers of equal shapes share them."""
+        what = (self.spec.alike[layer + 1], batch)
+        found = self._known_sizes.get(what)
+        if found is None:
+            rows, attention = self.shape.batch_sizes[batch], self.spec.decoders[layer].attention
+            by_length = {}
+            for tokens in set(self.cache.lengths(batch)):
+                shape = attention.kv_shape(rows, tokens)
+                by_length[tokens] = BlockSizes(
+                    self.formats.kv_bytes(shape),
+                    self.formats.open_kv_bytes(shape),
+                    self.layout(self.formats.kv(shape), 2),
+                    self.layout(Storage(shape, self.dtype), 2),
+                )
+            found = [by_length[tokens] for tokens in self.cache.lengths(batch)]
+            self._known_sizes[what] = found
+        return found
+
+    def sealed(self, batch: int, tokens: int) -> int:
+        """Returns the number of a batch's blocks that are full when `tokens` tokens are cached."""
+        sealed = total = 0
+        for length in self.cache.lengths(batch):
+            total += length
+            if total > tokens:
+                break
+            sealed += 1
+        return sealed
+
+    @cached_property
+    def _cached_parts(self) -> dict[tuple[int, int], list[CachedPart]]:
+        return {}
+
+    def cached(self, layer: int, batch: int, sealed: int) -> CachedPart:
+        """Returns the cache of a decoder layer and batch with `sealed` sealed blocks and an open
+        one."""
+        found = self._cached_parts.get((layer, batch))
+        if found is None:
+            found = self._cached_parts[layer, batch] = self._cached(layer, batch)
+        return found[sealed - len(self.cache.prompt[batch])]
+
+    def _cached(self, layer: int, batch: int) -> list[CachedPart]:
+        """Returns the cache of a decoder layer and batch by the number of sealed blocks, from the
+        time when all of the prompt's blocks are."""
+        prompt = len(self.cache.prompt[batch])
+        homes, share = self.cache.homes, 0.0 if self.unified else self.policy.moved_share
+        parts: list[CachedPart] = []
+        layouts: list[Layout] = []
+        block = copied = 0
+        asks_host = False
+        for block, sizes in enumerate(self._sizes_of(layer, batch)):
+            home = homes[CacheKey(layer, batch, block)]
+            is_away = home != "device"
+            asks_host = asks_host or (is_away and self.policy.values_stay)
+            if block >= prompt:
+                opened = copied + int(share * sizes.open) if is_away else copied
+                parts.append(CachedPart(layer, batch, block, tuple(layouts), opened, asks_host))
+            if is_away:
+                copied += int(share * sizes.sealed)
+            if home == "disk":
+                layouts.append(sizes.layout)
+        parts.append(CachedPart(layer, batch, block + 1, tuple(layouts), copied, asks_host))
+        return parts
+
+    def prompt(self, layer: int, batch: int) -> PromptPart:
+        """Returns what the KV blocks of a prompt take in a layer."""
+        held: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        on_disk = []
+        sizes = self._sizes_of(layer, batch)
+        for block in range(len(self.cache.prompt[batch])):
+            key = CacheKey(layer, batch, block)
+            home = self.cache.homes[key]
+            held[home] += sizes[block].sealed
+            if home == "disk":
+                on_disk.append(key)
+        return PromptPart(held, on_disk)
+
+    # Hidden states
+
+    @cached_property
+    def _hidden_parts(self) -> dict[tuple[bool, int, int], HiddenPart]:
+        return {}
+
+    def hidden(self, token: int, layer: int, batch: int) -> HiddenPart:
+        """Returns what the output of `layer` for a step's token takes."""
+        what = (token == 0, layer, batch)
+        found = self._hidden_parts.get(what)
+        if found is None:
+            found = self._hidden_parts[what] = self._hidden(token, layer, batch)
+        return found
+
+    def _hidden(self, token: int, layer: int, batch: int) -> HiddenPart:
+        rows, is_one = self.shape.batch_sizes[batch], token > 0 or self.only_last(layer, batch)
+        tokens = 1 if is_one else self.shape.prompt_lens[batch]
+        home = self.waiting.home(tokens, layer, batch)
+        nbytes = self.spec.hidden_bytes(rows, tokens, self.dtype)
+        copied = 0 if self.unified or home == "device" else nbytes
+        layouts: tuple[Layout, ...] = ()
+        if home == "disk":
+            storage = Storage(self.spec.hidden_shape(rows, tokens), self.dtype)
+            layouts = (self.layout(storage),)
+        return HiddenPart(layer, batch, home, nbytes, layouts, copied)
+
+    def only_last(self, layer: int, batch: int) -> bool:
+        """Returns whether, of a prompt, a layer's output is needed for the last token only."""
+        return layer == len(self.spec.layers) - 2 and not self.shape.scores_prompt(batch)
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[Leaf, ...], Layout]:
+        return {}
+
+    def layout(self, storage: Storage, count: int = 1) -> Layout:
+        """Returns the layout of a buffer for `count` arrays that are kept alike."""
+        leaves = storage.leaves * count
+        if leaves not in self._layouts:
+            self._layouts[leaves] = Layout(leaves, count * storage.nbytes)
+        return self._layouts[leaves]
+
+
+def _divided(layer: LayerSpec) -> Iterable[tuple[TensorSpec, ...]]:
+    if layer.kind == "decoder":
+        return (layer.tensors,)
+    return ((tensor,) for tensor in layer.tensors)

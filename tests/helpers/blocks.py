@@ -1,0 +1,130 @@
+"""Runs one block of batches of a tiny model through the loop, and records what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexgen_jax.models.checkpoint import DummyWeights
+from flexgen_jax.models.families import read_config
+from flexgen_jax.offload.device import Device
+from flexgen_jax.offload.disk.folder import OffloadFolder
+from flexgen_jax.offload.executor import Batch, BlockRun
+from flexgen_jax.offload.weights import WeightStore
+from flexgen_jax.policy.backend import Backend
+from flexgen_jax.policy.cost_model import Costs
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.loop import BlockLoop
+from flexgen_jax.policy.memory import plan_workspace, planned_ledger
+from flexgen_jax.policy.plan import BlockPlan, BlockShape, CachedPart, HiddenPart, WeightsPart
+from flexgen_jax.policy.policy import Policy
+from flexgen_jax.policy.simulate import Simulation
+from tests.helpers.models import BASE
+from tests.helpers.profiles import machine
+
+BACKENDS = ("runtime", "simulator")
+
+Call = tuple[Any, ...]
+
+
+def plan_of(policy: Policy, shape: BlockShape, unified: bool = False) -> BlockPlan:
+    """The plan of a block of a tiny model in fp32."""
+    return Costs(read_config(BASE), "float32", policy, machine()).plan(shape, unified)
+
+
+class Recorder:
+    """Hands a loop's calls on to a backend and writes them down; loads by the name of their part.
+
+    is_done: replaces the backend's answer to the n-th question; None leaves it.
+    """
+
+    def __init__(self, backend: Backend, is_done: Callable[[int], bool] | None) -> None:
+        self._backend, self._answer = backend, is_done
+        self._asked = 0
+        self._loads: list[tuple[Any, Any]] = []
+        self.calls: list[Call] = []
+
+    def is_done(self, handle: Any) -> bool:
+        if self._answer is None:
+            return self._backend.is_done(handle)
+        self._asked += 1
+        return self._answer(self._asked)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._backend, name)
+
+        def call(*args: Any) -> Any:
+            self.calls.append((name, *filter(None, map(self._described, args))))
+            result = method(*args)
+            if name in ("fetch", "again"):
+                self._loads.append((result, self.calls[-1][1]))
+            return result
+
+        return call
+
+    def _described(self, value: Any) -> Any:
+        """Returns what is alike for all backends of an argument, or None."""
+        for load, name in self._loads:
+            if value is load:
+                return name
+        return _described(value)
+
+    def fetched(self, kind: type) -> dict[Any, int]:
+        """Returns when each part of a kind was first asked for, by the part's name."""
+        found: dict[Any, int] = {}
+        for index, call in enumerate(self.calls):
+            if call[0] == "fetch" and call[1][0] == kind.__name__:
+                found.setdefault(call[1][1:], index)
+        return found
+
+
+def _described(value: Any) -> Any:
+    """Returns what is alike for all backends of an argument, or None."""
+    if isinstance(value, WeightsPart):
+        return ("WeightsPart", value.keys)
+    if isinstance(value, CachedPart):
+        return ("CachedPart", *value[:3])
+    if isinstance(value, HiddenPart):
+        return ("HiddenPart", *value[:2])
+    if isinstance(value, tuple) and type(value).__name__ in ("Step", "CacheKey"):
+        return tuple(value)
+    return value if isinstance(value, int) else None
+
+
+def run_block(
+    backend: str,
+    policy: Policy,
+    shape: BlockShape,
+    folder: Path,
+    unified: bool = False,
+    is_done: Callable[[int], bool] | None = None,
+) -> tuple[Recorder, Ledger]:
+    """Runs a block with a backend of `BACKENDS`; returns its calls, and the ledger."""
+    plan = plan_of(policy, shape, unified)
+    if backend == "simulator":
+        costs = Costs(plan.config, plan.dtype, policy, machine())
+        recorder = Recorder(Simulation(costs, plan, frozenset()), is_done)
+        ledger = planned_ledger(plan)
+        BlockLoop(plan, recorder, ledger).run()
+        return recorder, ledger
+    device, ledger = Device.create(plan.config, plan.formats, unified), Ledger({})
+    disk = OffloadFolder(folder)
+    weights = WeightStore(device, DummyWeights(plan.config), plan.tiers, ledger, disk)
+    weights.place(lambda _: None)
+    ledger.reserve("device", plan_workspace(plan))
+    batches = [
+        Batch(np.full((rows, tokens), 5, np.int32), np.zeros(rows, np.int32))
+        for rows, tokens in zip(shape.batch_sizes, shape.prompt_lens, strict=True)
+    ]
+    try:
+        run = BlockRun(device, weights, plan, batches, ledger, disk, lambda *_: False)
+        recorder = Recorder(run, is_done)
+        BlockLoop(plan, recorder, ledger).run()
+    finally:
+        weights.close()
+        device.close()
+        disk.close()
+    return recorder, ledger
