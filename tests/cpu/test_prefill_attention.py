@@ -102,7 +102,7 @@ def test_runs_are_those_of_xla(
     """The tokens are equal also where a batch goes through a layer in groups, the last one
     smaller."""
     sizes = KernelSizes(prefill_rows=16, packed_prefill_rows=16)
-    for module in (llm, context):
+    for module in (llm, device):
         monkeypatch.setattr(module, "kernels_of_device", lambda: CpuKernels(sizes))
     policy = Policy.from_percent(
         *(0, 100, 0, 100, 0, 100), batch_size=5, num_batches=1, weight_bits=weight_bits
