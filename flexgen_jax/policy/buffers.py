@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from flexgen_jax.policy.backend import Backend, Handle
@@ -35,10 +36,18 @@ class Ring:
         self._bytes = 0
         self.finished = self.most = 0
 
-    def acquire(self, layout: Layout) -> Buffer:
-        free = self._free[layout]
-        if free and free[0][0] <= self.finished:
-            return free.popleft()[1]
+    def acquire(self, layouts: Sequence[Layout]) -> list[Buffer]:
+        """Returns a buffer of each layout."""
+        found, finished, all_free = [], self.finished, self._free
+        for layout in layouts:
+            free = all_free[layout]
+            if free and free[0][0] <= finished:
+                found.append(free.popleft()[1])
+            else:
+                found.append(self._made(layout))
+        return found
+
+    def _made(self, layout: Layout) -> Buffer:
         if self._limit is not None:
             self._make_room(self._limit - layout.nbytes)
         self._ledger.reserve("host", layout.nbytes)
@@ -46,9 +55,11 @@ class Ring:
         self.most = max(self.most, self._bytes)
         return Buffer(layout, self._backend.allocate(layout))
 
-    def release(self, buffer: Buffer, after: int) -> None:
-        """Releases a buffer that step number `after` was the last to read."""
-        self._free[buffer.layout].append((after, buffer))
+    def release(self, buffers: Sequence[Buffer], after: int) -> None:
+        """Releases buffers that step number `after` was the last to read."""
+        free = self._free
+        for buffer in buffers:
+            free[buffer.layout].append((after, buffer))
 
     def discard(self, buffer: Buffer) -> None:
         """Gives up a buffer that nothing reads any more."""

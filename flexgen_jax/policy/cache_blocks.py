@@ -119,7 +119,7 @@ class CacheBlocks:
             self._reserve(self._memory(key), self._plan.open_kv_bytes(key))
             self._backend.open_block(key, None)
         else:
-            filling.buffer = self._ring.acquire(self._plan.open_layout(key))
+            (filling.buffer,) = self._ring.acquire([self._plan.open_layout(key)])
             self._backend.open_block(key, filling.buffer.handle)
 
     def _seal(self, where: LayerBatch, filling: Filling, is_computed: bool = True) -> None:
@@ -164,7 +164,7 @@ class CacheBlocks:
         if is_last or self._plan.open_layout(following) is not filling.buffer.layout:
             self._ring.discard(filling.buffer)
         else:
-            self._ring.release(filling.buffer, 0)
+            self._ring.release([filling.buffer], 0)
 
     def skip(self, batch: int, tokens: int) -> None:
         """Reserves the memory of tokens that the loop left out, in all layers of a batch.

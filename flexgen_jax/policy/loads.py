@@ -36,7 +36,7 @@ class Loader:
 
     def start(self, part: Part) -> Load:
         """Starts a load; what is on disk is read into buffers."""
-        buffers = [self._ring.acquire(layout) for layout in part.layouts]
+        buffers = self._ring.acquire(part.layouts) if part.layouts else []
         handle = self._backend.fetch(part, [buffer.handle for buffer in buffers])
         return Load(part, handle, buffers)
 
@@ -65,8 +65,7 @@ class Loader:
         self._backend.drop(load.handle)
         if load.is_copied and load.part.copied:
             self._ledger.release("device", load.part.copied)
-        for buffer in load.buffers:
-            self._ring.release(buffer, after)
+        self._ring.release(load.buffers, after)
 
     def close(self) -> None:
         """Ends the loads that were kept."""

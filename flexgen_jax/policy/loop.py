@@ -181,20 +181,20 @@ class BlockLoop:
         """Dispatches one layer for one batch, and hands on the results that need no waiting."""
         kind = self._kinds[step.layer]
         weights = [self._weights.take(key) for key in self._keys(step)]
-        inputs = Inputs(weights)
-        if kind != "embedding":
-            inputs = Inputs(weights, self._hidden.take(step))
-        elif step.token - self._before.get(step.token, step.token - 1) > 1:
-            self._cache.skip(step.batch, self._cached_tokens(step))
-        is_decoding = kind == "decoder" and step.token > 0
-        if is_decoding:
-            cache = self._cached.take(step)
-            inputs = Inputs(weights, inputs.hidden, cache, self._early(step))
-        computed = self._backend.compute(step, inputs)
-        self._dispatched += 1
-        if is_decoding:
-            self._cached.release(step, self._dispatched)
-        if kind != "embedding":
+        if kind == "embedding":
+            if step.token - self._before.get(step.token, step.token - 1) > 1:
+                self._cache.skip(step.batch, self._cached_tokens(step))
+            computed = self._backend.compute(step, Inputs(weights))
+            self._dispatched += 1
+        else:
+            hidden, cache, early = self._hidden.take(step), None, None
+            is_decoding = kind == "decoder" and step.token > 0
+            if is_decoding:
+                cache, early = self._cached.take(step), self._early(step)
+            computed = self._backend.compute(step, Inputs(weights, hidden, cache, early))
+            self._dispatched += 1
+            if is_decoding:
+                self._cached.release(step, self._dispatched)
             self._hidden.release(step, self._dispatched)
         if kind != "head":
             part = self._plan.hidden(step.token, step.layer, step.batch)

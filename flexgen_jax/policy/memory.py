@@ -3,9 +3,8 @@ computation needs for itself."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from flexgen_jax.models.config import DTYPES, ModelConfig
@@ -117,7 +116,11 @@ def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
     ends = {0, last} | (set() if plan.policy.order.prefills_first else {min(1, last)})
     if not seals or (plan.policy.cache_bits == 16 and not plan.policy.cache.disk):
         return sorted(ends | {max(last - 1, 0)}), {}
-    largest = max(map(plan.open_kv_bytes, plan.cache.homes))
+    layers, batches = range(len(plan.spec.decoders)), range(len(plan.cache.generated))
+    largest = max(
+        plan.open_kv_bytes(CacheKey(layer, batch, len(plan.cache.prompt[batch])))
+        for layer, batch in product(layers, batches)
+    )
     slack = (PENDING_WRITES + 3) * largest
     chosen, allowed = {seals[-1]}, dict[Tier, int]()
     for tier, held in _held_between(plan, len(seals)).items():
@@ -138,18 +141,20 @@ def _token_bytes(plan: BlockPlan) -> int:
 
 
 def _held_between(plan: BlockPlan, seals: int) -> dict[Tier, list[int]]:
-    """Returns the bytes of the KV cache in memory by tier, before and after each of the tokens that
-    seal blocks."""
-    cache, held = plan.cache, [Counter[Tier]() for _ in range(seals + 1)]
-    for key, home in cache.homes.items():
-        opened = key.block - len(cache.prompt[key.batch])
-        tier: Tier = "device" if home == "device" else "host"
-        if 0 <= opened <= seals:
-            held[opened][tier] += plan.open_kv_bytes(key)
-        if home != "disk":
-            for count in range(max(opened + 1, 0), seals + 1):
-                held[count][tier] += plan.kv_bytes(key)
-    return {tier: [counts[tier] for counts in held] for tier in ("device", "host")}
+    """Returns the bytes of generated tokens' KV blocks in memory, by tier, before and after each of
+    the tokens that seal blocks."""
+    held: dict[Tier, list[int]] = {tier: [0] * (seals + 1) for tier in ("device", "host")}
+    layers, batches = range(len(plan.spec.decoders)), range(len(plan.cache.prompt))
+    for layer, batch in product(layers, batches):
+        prompt = len(plan.cache.prompt[batch])
+        for count in range(seals + 1):
+            key = CacheKey(layer, batch, prompt + count)
+            home = plan.cache.homes[key]
+            sums = held["device" if home == "device" else "host"]
+            sums[count] += plan.open_kv_bytes(key)
+            for later in range(count + 1, seals + 1) if home != "disk" else ():
+                sums[later] += plan.kv_bytes(key)
+    return held
 
 
 def dry_run(plan: BlockPlan, tokens: Mapping[int, int] | None = None) -> Peaks:

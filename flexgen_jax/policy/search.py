@@ -316,7 +316,7 @@ def _reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budge
     def less(limit: int | None, allowed: int | None, used: int) -> int | None:
         if limit is None or allowed is None or used <= allowed:
             return limit
-        return max(0, limit - int(1.05 * (used - allowed)) - allowed // GRAIN)
+        return max(0, limit - int(1.2 * (used - allowed)) - allowed // GRAIN)
 
     return Budgets(
         device=less(budgets.device, asked.device, needed["device"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,15 @@ def test_a_full_block_is_written_once_and_read_for_every_later_token(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_few_steps_wait_for_the_disk(backend: str, tmp_path: Path) -> None:
+    """If no write ever seems to be done, a fourth one waits for the first."""
+    policy = of(100, 0, 0, 0, 100, 0)
+    calls = run_block(backend, policy, SHAPE, tmp_path, True, lambda n: False)[0].calls
+    pending = accumulate({"write_blocks": 1, "wait": -1}.get(call[0], 0) for call in calls)
+    assert max(pending) == 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_reserved_bytes_are_those_of_the_formula(backend: str, tmp_path: Path) -> None:
     """With everything on the host, the device has a layer's weights and the next one's, a batch's
     hidden states and the next one's."""
@@ -217,13 +227,13 @@ def test_a_buffer_is_used_again_when_its_step_is_finished() -> None:
     plan = plan_of(of(0, 0, 0, 0, 0, 0), SHAPE)
     small, large = (plan.layout(Storage((size,), "float32")) for size in (10, 100))
     ring = Ring(Idle(), Ledger({}), limit=None)
-    buffer = ring.acquire(small)
-    ring.release(buffer, after=3)
+    (buffer,) = ring.acquire([small])
+    ring.release([buffer], after=3)
     ring.finished = 2
-    assert ring.acquire(small) is not buffer
+    assert ring.acquire([small])[0] is not buffer
     ring.finished = 3
-    assert ring.acquire(small) is buffer
-    assert ring.acquire(large).layout is large
+    found = ring.acquire([small, large])
+    assert found[0] is buffer and found[1].layout is large
     assert ring.most == 2 * 40 + 400
 
 
@@ -233,13 +243,13 @@ def test_free_buffers_of_other_layouts_make_room() -> None:
     first, second, third = (plan.layout(Storage((size,), "float32")) for size in (25, 50, 75))
     ledger = Ledger({})
     ring = Ring(Idle(), ledger, limit=400)
-    ring.release(ring.acquire(first), after=1)
-    ring.release(ring.acquire(second), after=2)
+    ring.release(ring.acquire([first]), after=1)
+    ring.release(ring.acquire([second]), after=2)
     ring.finished = 1
-    ring.acquire(third)  # 600 bytes, 500 without the first
+    ring.acquire([third])  # 600 bytes, 500 without the first
     assert ledger.used["host"] == 500
     ring.finished = 2
-    ring.acquire(third)
+    ring.acquire([third])
     assert ledger.used["host"] == 600
     ring.close()
     assert ledger.used["host"] == 0
