@@ -128,8 +128,8 @@ def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
         least = max(1, max(sums) - slack)
         near = [n for n, nbytes in enumerate(sums[:-1]) if nbytes >= least]
         chosen |= {seals[n] for n in near}
-        allowed[tier] = _token_bytes(plan)
-        allowed[tier] += 3 * largest + max(sums) - sums[-1] if near else 0
+        allowed[tier] = _token_bytes(plan) + (largest if max(sums) else 0)
+        allowed[tier] += 2 * largest + max(sums) - sums[-1] if near else 0
     if plan.policy.cache.disk:
         return sorted(ends | {seals[-1] - 1, seals[-1]}), allowed
     return sorted(ends | {last - 1} | chosen | {token - 1 for token in chosen}), {}
