@@ -59,6 +59,10 @@ class CacheBlocks:
         """Whether all layers of all batches have handed over the KV cache of their prompts."""
         return len(self._filled) == self._prompts
 
+    def has(self, where: LayerBatch, tokens: int) -> bool:
+        """Returns whether so many tokens are cached, or made up for."""
+        return self._filled[where].tokens >= tokens
+
     def part(self, where: LayerBatch, tokens: int) -> CachedPart:
         """Returns the cache of a layer and batch to attend to, once its writes to disk are done.
 

@@ -41,7 +41,9 @@ class BlockLoop:
     look-ahead is zero and the loop waits after every step; nothing else differs.
 
     tokens: the tokens to visit, in their order, 0 being the prompt, and how many tokens each of
-    them stands for; by default all, and each for itself. buffer_limit: see `Ring`.
+    them stands for; by default all, and each for itself. reads_over_gaps: whether the cache is
+    prefetched for a token before the tokens left out before it are made up for, as it would be for
+    a token that follows; memory is then not exact. buffer_limit: see `Ring`.
     """
 
     def __init__(
@@ -50,10 +52,12 @@ class BlockLoop:
         backend: Backend,
         ledger: Ledger,
         tokens: Mapping[int, int] | None = None,
+        reads_over_gaps: bool = True,
         buffer_limit: int | None = None,
     ) -> None:
         self._plan, self._backend, self._ledger = plan, backend, ledger
         self._tokens = tokens or dict.fromkeys(range(plan.shape.gen_len), 1)
+        self._reads_over_gaps = reads_over_gaps
         self._before = {later: token for token, later in pairwise(self._tokens)}
         self._last_token = max(self._tokens)
         layers = plan.spec.layers
@@ -168,8 +172,11 @@ class BlockLoop:
 
     def _is_cached(self, step: Step) -> bool:
         """Returns whether the step attends to a KV cache that is complete by now."""
-        until = self._cached_until.get((step.layer - 1, step.batch))
-        return until is not None and until == self._before.get(step.token)
+        where = _where(step)
+        until = self._cached_until.get(where)
+        if until is None or until != self._before.get(step.token):
+            return False
+        return self._reads_over_gaps or self._cache.has(where, self._cached_tokens(step))
 
     def _is_waiting(self, step: Step) -> bool:
         """Returns whether the step's input has been handed over by now."""

@@ -128,16 +128,23 @@ def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
         least = max(1, max(sums) - slack)
         near = [n for n, nbytes in enumerate(sums[:-1]) if nbytes >= least]
         chosen |= {seals[n] for n in near}
-        allowed[tier] = _token_bytes(plan) + (largest if max(sums) else 0)
+        allowed[tier] = _hidden_bytes(plan)
+        allowed[tier] += largest if max(sums) or not plan.unified else 0
         allowed[tier] += 2 * largest + max(sums) - sums[-1] if near else 0
     if plan.policy.cache.disk:
         return sorted(ends | {seals[-1] - 1, seals[-1]}), allowed
     return sorted(ends | {last - 1} | chosen | {token - 1 for token in chosen}), {}
 
 
-def _token_bytes(plan: BlockPlan) -> int:
-    """Returns the bytes of the hidden states of one token of each sequence."""
-    return plan.spec.hidden_bytes(sum(plan.shape.batch_sizes), 1, plan.dtype)
+def _hidden_bytes(plan: BlockPlan) -> int:
+    """Returns the bytes of the hidden states of one token of each sequence, and, where batches are
+    prefilled beside others that are finished, of the largest prompts."""
+    shape, dtype = plan.shape, plan.dtype
+    nbytes = plan.spec.hidden_bytes(sum(shape.batch_sizes), 1, dtype)
+    if not plan.policy.order.prefills_first:
+        prompts = zip(shape.batch_sizes, shape.prompt_lens, strict=True)
+        nbytes += max(plan.spec.hidden_bytes(*prompt, dtype) for prompt in prompts)
+    return nbytes
 
 
 def _held_between(plan: BlockPlan, seals: int) -> dict[Tier, list[int]]:
@@ -160,7 +167,7 @@ def _held_between(plan: BlockPlan, seals: int) -> dict[Tier, list[int]]:
 def dry_run(plan: BlockPlan, tokens: Mapping[int, int] | None = None) -> Peaks:
     """Returns the peaks of a run without arrays or time; tokens: see `BlockLoop`."""
     ledger = planned_ledger(plan)
-    buffers = BlockLoop(plan, Idle(), ledger, tokens).run()
+    buffers = BlockLoop(plan, Idle(), ledger, tokens, reads_over_gaps=False).run()
     return Peaks(ledger.peak, buffers)
 
 
