@@ -130,7 +130,7 @@ def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
         chosen |= {seals[n] for n in near}
         allowed[tier] = _hidden_bytes(plan)
         allowed[tier] += largest if max(sums) or not plan.unified else 0
-        allowed[tier] += 2 * largest + max(sums) - sums[-1] if near else 0
+        allowed[tier] += 3 * largest + max(sums) - sums[-1] if near else 0
     if plan.policy.cache.disk:
         return sorted(ends | {seals[-1] - 1, seals[-1]}), allowed
     return sorted(ends | {last - 1} | chosen | {token - 1 for token in chosen}), {}
