@@ -9,6 +9,7 @@ host until it is full.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexgen_jax.policy.backend import Backend, Handle
@@ -170,16 +171,17 @@ class CacheBlocks:
         else:
             self._ring.release([filling.buffer], 0)
 
-    def skip(self, batch: int, tokens: int) -> None:
-        """Reserves the memory of tokens that the loop left out, in all layers of a batch.
+    def skip(self, tokens: Mapping[int, int]) -> None:
+        """Reserves the memory of tokens that the loop left out, in all layers of some batches.
 
-        tokens: number of cached tokens, with these.
+        tokens: by batch, the number of cached tokens with these. One block of all of them is sealed
+        after the other, as it would be.
         """
-        layers = [(layer, batch) for layer in range(len(self._plan.spec.decoders))]
-        filled = [(where, self._filled[where]) for where in layers if where in self._filled]
-        for length in self._plan.cache.generated[batch]:
+        wheres = [(n, batch) for n in range(len(self._plan.spec.decoders)) for batch in tokens]
+        filled = [(where, self._filled[where]) for where in wheres if where in self._filled]
+        for _ in range(max(len(self._plan.cache.generated[batch]) for batch in tokens)):
             for where, filling in filled:
-                self._skip(where, filling, min(tokens, filling.tokens + length))
+                self._skip(where, filling, min(tokens[where[1]], filling.full_at))
 
     def _skip(self, where: LayerBatch, filling: Filling, tokens: int) -> None:
         """Reserves the memory of tokens that are left out; nothing is moved for them."""

@@ -190,7 +190,7 @@ class BlockLoop:
         weights = [self._weights.take(key) for key in self._keys(step)]
         if kind == "embedding":
             if step.token - self._before.get(step.token, step.token - 1) > 1:
-                self._cache.skip(step.batch, self._cached_tokens(step))
+                self._skip_to(step)
             computed = self._backend.compute(step, Inputs(weights))
             self._dispatched += 1
         else:
@@ -207,6 +207,16 @@ class BlockLoop:
             part = self._plan.hidden(step.token, step.layer, step.batch)
             self._states.put(step.token, part, computed)
         return computed
+
+    def _skip_to(self, step: Step) -> None:
+        """Makes up for the tokens that were left out before a step's, in all batches that are as
+        far as this one."""
+        last = len(self._kinds) - 3  # counted from 0, without the embedding and the head
+        if self._cache.has((last, step.batch), self._cached_tokens(step)):
+            return
+        is_together = self._plan.policy.order.prefills_first
+        batches = range(len(self._plan.shape.batch_sizes)) if is_together else (step.batch,)
+        self._cache.skip({n: self._cached_tokens(step._replace(batch=n)) for n in batches})
 
     def _early(self, step: Step) -> tuple[Step, Handle] | None:
         """Returns the next batch's step and input, if its query can be computed while the CPU
