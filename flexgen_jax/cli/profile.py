@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 
 import click
@@ -65,10 +66,12 @@ def profile_text(profile: HardwareProfile) -> str:
             lines.append(f"  {name:32} {_short(at):>7} {size:9} {value / 1e9:9.2f} {unit}{spread}")
     lines.append(f"  {'a step':32} {1e3 * profile.step_s:.2f} ms fixed")
     lines.append(f"  {'a step attended to by the CPU':32} {1e3 * profile.split_s:.2f} ms more")
-    for link, drag in profile.drag.items():
-        times = profile.slowed.get(link, 1.0)
+    low, high = profile.disk_range
+    lines.append(f"  disk read: {100 * low:.0f} to {100 * high:.0f} % of this over time")
+    for link, phase in product(profile.drag, ("prefill", "decoding")):
+        drag, times = profile.contention(link, phase == "prefill")
         lines.append(
-            f"  {link.replace('_', ' ')} beside computing: {times:.2f} times as long, "
+            f"  {link.replace('_', ' ')} beside {phase}: {times:.2f} times as long, "
             f"and costs {100 * drag:.0f} % of its time alone of computing"
         )
     return "\n".join(lines)

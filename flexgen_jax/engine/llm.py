@@ -177,6 +177,7 @@ class LLM:
                 tokens = max(request.max_tokens for batch in block for request in batch)
                 session.run(batches, tokens, collector.receiver(block), tick)
         session.finish(len(requests), workload, collector.num_tokens - before)
+        self._planner.observe(*session.disk_reads())
 
     def _batches(self, block: Sequence[Sequence[Request]], is_scoring: bool) -> list[Batch]:
         rows = max(len(members) for members in block)

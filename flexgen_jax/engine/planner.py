@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flexgen_jax.errors import first_line
 from flexgen_jax.machine.limits import detect_budgets
-from flexgen_jax.machine.profiles import cached_profile, measured_profile
+from flexgen_jax.machine.profiles import cached_profile, measured_profile, record_disk_reads
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.fit import Budgets, Fitter
-from flexgen_jax.policy.hardware import HardwareProfile, KernelSizes
+from flexgen_jax.policy.hardware import DiskReads, HardwareProfile, KernelSizes
 from flexgen_jax.policy.ledger import BudgetError
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload
@@ -53,6 +54,10 @@ class Planner:
     _budgets: Budgets | None = field(default=None, init=False)
     _backed_off: int = field(default=0, init=False)
     _known: dict[Workload, Plan] = field(default_factory=dict, init=False)
+    _is_here: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._is_here = self.profile is None
 
     @property
     def budgets(self) -> Budgets:
@@ -169,6 +174,11 @@ class Planner:
             "generation_throughput": plan.throughput,
             "hardware": self.profile.name,
         }
+
+    def observe(self, reads: Sequence[DiskReads], busy_s: float) -> None:
+        """Keeps how fast a run's direct reads were, for later plans for this machine."""
+        if self._is_here and reads:
+            record_disk_reads(self.dtype, self.offload_dir, reads, busy_s)
 
     def back_off(self, on_host: bool) -> bool:
         """Plans for less memory from now on, after running out of it.

@@ -19,6 +19,7 @@ from flexgen_jax.offload.executor import Batch, BlockRun, OnResult
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.hardware import DiskReads
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.memory import estimate, peak_bytes, plan_workspace
 from flexgen_jax.policy.placement import (
@@ -222,6 +223,29 @@ class Session:
             "compiled_workspace_bytes": self._device.programs.workspace,
             "realized": self._realized(shape),
         }
+
+    def disk_reads(self) -> tuple[list[DiskReads], float]:
+        """Returns the direct reads of the last run, and the seconds during which at least one was
+        under way; none if they waited for computing most of the time, or if some were served from
+        the page cache."""
+        report, busy_s = self._report, self._report["busy_s"]["disk_read"]
+        nbytes, stored = report["bytes"]["disk_read"], report["storage_read_bytes"]
+        is_cached = bool(self._weights.cached) or (stored is not None and stored < 0.9 * nbytes)
+        if is_cached or busy_s < report["total_s"] / 2:
+            return [], busy_s
+        plan = self._plan(BlockShape.of(self.policy, self.workload))
+        layouts = [layout for parts in plan.parts for part in parts for layout in part.layouts]
+        blocks = [key for key, home in plan.cache.homes.items() if home == "disk"]
+        sizes = {
+            "weights": max((layout.nbytes for layout in layouts), default=0),
+            "cache": max(map(plan.kv_bytes, blocks), default=0),
+        }
+        reads = [
+            DiskReads(row["bytes"], sizes[row["content"]], row["phase"] == "prefill")
+            for row in report["breakdown"]
+            if row["resource"] == "disk_read" and sizes.get(row["content"])
+        ]
+        return reads, busy_s
 
     def _realized(self, shape: BlockShape) -> dict[str, dict[Tier, float]]:
         """Returns the fractions of the bytes that each tier really got."""

@@ -157,6 +157,14 @@ class ComputeProbe:
         formats = Formats(self.dtype)
         return self._products(self._programs(formats), cycle(self._weights(formats)), rows)
 
+    def prefill_step(self, batch: int, tokens: int) -> Callable[[], Any]:
+        """Returns a function that computes a prefill, each time with the next layer's weights."""
+        formats = Formats(self.dtype)
+        programs, layers = self._programs(formats), cycle(self._weights(formats))
+        program = programs.prefill(self._layer, batch, prompt_blocks(tokens, BLOCK))
+        hidden, first = self._hidden(batch, tokens), _first(batch)
+        return lambda: program(next(layers), hidden, first)
+
     def _products(self, programs: Programs, layers: Any, rows: int) -> Callable[[], Any]:
         layer = self._layer
         project, finish = programs.project(layer, rows), programs.finish(layer, rows, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -18,24 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.cpu import features, kernels_of_device
-from flexgen_jax.machine.compute_probe import PREFILLS, ROWS, ComputeProbe, Sample, rate_of, timed
-from flexgen_jax.machine.limits import (
-    available_memory,
-    detect_budgets,
-)
+from flexgen_jax.machine.compute_probe import PREFILLS, ROWS, ComputeProbe, rate_of, timed
+from flexgen_jax.machine.disk_probe import DiskProbe
+from flexgen_jax.machine.limits import available_memory, detect_budgets
 from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import known_shape
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.offload.allocator import release_memory
 from flexgen_jax.offload.device import Device
-from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder
 from flexgen_jax.offload.executor import Batch, BlockRun
 from flexgen_jax.offload.metrics import (
     Content,
     Metrics,
 )
-from flexgen_jax.offload.tiers import Memories, writable_view
+from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
@@ -45,16 +41,6 @@ from flexgen_jax.policy.policy import Policy
 from flexgen_jax.version import __version__
 
 MB = 1 << 20
-DISK_SIZES = ((MB // 8, 64 * MB), (1 * MB, 128 * MB), (8 * MB, 3072 * MB))
-"""Sizes in bytes of one array, and of all arrays written and read.
-
-KV blocks of few tokens are small. The total is large because a virtual disk serves small amounts
-from its host's memory, faster than the disk.
-"""
-
-ROOMY = 4
-"""If less than this many times the total is free on the disk, only a twelfth of it is used."""
-
 COPY_SIZES = (1 * MB, 8 * MB, 64 * MB)
 SMALL_MEMORY = 3 << 30
 
@@ -76,47 +62,57 @@ def multiplies_integers(dtype: str) -> bool:
 def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> HardwareProfile:
     """Profiles this machine for models of a dtype, in one to three minutes.
 
-    offload_dir: where the disk is measured; tell: called with the name of each measurement before
-    it begins.
+    offload_dir: where the disk is measured, from time to time; tell: called with the name of each
+    measurement before it begins.
     """
     started = time.perf_counter()
     on_cpu = jax.devices()[0].platform == "cpu"
     is_small = available_memory() < SMALL_MEMORY
     shape = known_shape("facebook/opt-1.3b" if on_cpu else "facebook/opt-6.7b")
     probe = ComputeProbe(shape, dtype, copies=2 if is_small else 6)
+    disk: DiskProbe | None = None
     try:
         tell("disk")
-        disk_read, disk_write, page_cache = disk_rates(offload_dir)
-        tell("copies between host and device")
+        disk = DiskProbe(offload_dir)
+
+        def next_(what: str) -> None:
+            tell(what)
+            disk.read()
+
+        next_("copies between host and device")
         to_device, to_host = copy_rates()
         linear = {}
         for bits in (16, 8, 4):
-            tell(f"products with {bits}-bit weights")
+            next_(f"products with {bits}-bit weights")
             # A program for few rows takes as long to compile as one for many.
             rows, prefills = (ROWS, PREFILLS) if bits != 8 else (ROWS[::2], PREFILLS[1:2])
             linear[bits] = probe.linear(bits, rows, prefills[:2] if is_small else prefills)
         linear_int8 = {}
         if multiplies_integers(dtype):
             for bits in (16, 4):
-                tell(f"8-bit products with {bits}-bit weights")
+                next_(f"8-bit products with {bits}-bit weights")
                 few = (ROWS[2::2], PREFILLS[1:2] if is_small else PREFILLS[1:])
                 linear_int8[bits] = probe.linear(bits, *few, matmul_bits=8)
-        tell("attention of prompts")
+        next_("attention of prompts")
         prefill = probe.prefill_attention()
         device, host = {}, {}
         for bits in (16, 8, 4):
-            tell(f"decode attention, {bits} bits")
+            next_(f"decode attention, {bits} bits")
             device[bits], host[bits] = probe.device_attention(bits), probe.host_attention(bits)
-        tell("sparse attention and quantization")
+        next_("sparse attention and quantization")
         ranks = (probe.device_rank(), probe.host_rank())
         quantize = probe.quantize()
-        tell("fixed costs of a step")
+        next_("fixed costs of a step")
         split = float(np.median([probe.split_s(rows, 128) for rows in (4, 16)]))
         fixed = step_seconds(dtype)
         tell("reading while computing")
-        drag, slowed = beside_computing(probe, offload_dir)
+        contention = beside_computing(probe, disk)
+        disk.settle()
+        disk_rates = (disk.reads(), disk.writes(), disk.cached_reads())
     finally:
         probe.close()
+        if disk is not None:
+            disk.close()
         del probe
         release_memory()
     budgets = detect_budgets(None, None, None, offload_dir, "", unified)
@@ -127,9 +123,10 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
         host_memory=budgets.host or 0,
         disk_space=budgets.disk or 0,
         unified=on_cpu,
-        disk_read=disk_read,
-        disk_write=disk_write,
-        page_cache=page_cache,
+        disk_read=disk_rates[0],
+        disk_write=disk_rates[1],
+        page_cache=disk_rates[2],
+        disk_range=disk.range(),
         host_to_device=to_device,
         device_to_host=to_host,
         linear=linear,
@@ -141,8 +138,7 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
         host_rank=ranks[1],
         step_s=fixed,
         split_s=split,
-        drag=drag,
-        slowed=slowed,
+        **contention,
         linear_int8=linear_int8,
         sizes=kernels_of_device().sizes,
         about={
@@ -177,63 +173,6 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-
-
-def disk_rates(offload_dir: Path) -> tuple[Rate, Rate, Rate]:
-    """Measures direct reads, writes and reads from the page cache, in byte/s by the size of an
-    array."""
-    folder = OffloadFolder(offload_dir)
-    reads, writes, cached = [], [], []
-    try:
-        for size, total_bytes in DISK_SIZES:
-            is_tight = shutil.disk_usage(offload_dir).free < ROOMY * total_bytes
-            count = total_bytes // size // (12 if is_tight else 1)
-            shape = (size // 2,)
-            chunk = (min(size, 8 * MB) // 2,)
-            buffer = _buffer(shape)
-            buffer[:] = np.random.default_rng(0).integers(0, 65535, shape, np.uint16)
-            arrays = [
-                folder.scratch_array(f"profile-{size}-{i}", shape, chunk, np.dtype(np.uint16))
-                for i in range(count)
-            ]
-            total = float(size * count)
-            writes.append((float(size), total, _once(partial(_write_all, arrays, buffer))))
-            read = partial(_read_all, arrays, buffer)
-            read()  # written data is still on its way to the disk
-            reads.append((float(size), total, timed(read, 2, 0.0, warm_up=0)))
-            warm = [replace(array, direct=False) for array in arrays[: 128 * MB // size]]
-            read = partial(_read_all, warm, buffer)
-            cached.append((float(size), float(size * len(warm)), timed(read, 5)))
-    finally:
-        folder.clear_scratch()
-        folder.close()
-    # Small arrays may be few enough to come from the memory of a virtual disk's host.
-    limit = reads[-1][1] / reads[-1][2].seconds
-    reads = [(size, min(units, limit * s.seconds), s) for size, units, s in reads]
-    return rate_of(reads), rate_of(writes), rate_of(cached)
-
-
-def _buffer(shape: tuple[int, ...]) -> np.ndarray:
-    """Returns host memory of 16-bit numbers as a run reads it from disk."""
-    return writable_view(Memories(Watcher(Metrics())).host_array(shape, np.dtype(np.uint16)))
-
-
-def _once(run: Callable[[], object]) -> Sample:
-    started = time.perf_counter()
-    run()
-    return Sample(time.perf_counter() - started, 0.0)
-
-
-def _write_all(arrays: list[DiskArray], data: np.ndarray) -> None:
-    futures = [array.write(data) for array in arrays]
-    for future in futures:
-        future.result()
-
-
-def _read_all(arrays: list[DiskArray], out: np.ndarray) -> None:
-    futures = [array.read_into(out) for array in arrays]
-    for future in futures:
-        future.result()
 
 
 def copy_rates() -> tuple[Rate, Rate]:
@@ -290,30 +229,26 @@ def _tiny() -> ModelConfig:
     )
 
 
-def beside_computing(probe: ComputeProbe, offload_dir: Path) -> tuple[dict[str, float], ...]:
-    """Measures `drag` and `slowed` (see `HardwareProfile`) for direct reads and for reads from the
-    page cache, each by the name of the link."""
-    folder = OffloadFolder(offload_dir)
-    drag, slowed = {}, {}
-    try:
-        shape, kind = (32 * MB // 2,), np.dtype(np.uint16)
-        array = folder.scratch_array("profile-drag", shape, (8 * MB // 2,), kind)
-        buffer = _buffer(shape)
-        array.write(buffer).result()
-        step = probe.step(16)
-        alone = timed(step, repeat=15, at_least=0.5).seconds
-        for name, source in (("disk_read", array), ("page_cache", replace(array, direct=False))):
-            read = partial(_read_all, [source], buffer)
+def beside_computing(probe: ComputeProbe, disk: DiskProbe) -> dict[str, dict[str, float]]:
+    """Measures how reads and computing slow each other down, under two loads: a decode step, which
+    wants memory, and a prefill, which wants the cores. Returns fields of `HardwareProfile`, each by
+    the name of the link, for direct reads and for reads from the page cache."""
+    found: dict[str, dict[str, float]] = {}
+    for prefix, load in (("", probe.step(16)), ("prefill_", probe.prefill_step(4, 128))):
+        alone = timed(load, repeat=15, at_least=0.5).seconds
+        drag, slowed = (
+            found.setdefault(f"{prefix}drag", {}),
+            found.setdefault(f"{prefix}slowed", {}),
+        )
+        for name in ("disk_read", "page_cache"):
+            read = disk.reader(page_cached=name == "page_cache")
             idle = timed(read, 9, 0.3).seconds
-            beside, busy = _together(step, read)
+            beside, busy = _together(load, read)
             slowed[name] = max(busy / idle, 1.0)
             # A second's worth of reading takes `slowed` seconds, each of which loses this share of
             # computing.
             drag[name] = slowed[name] * min(max(1 - alone / beside, 0.0), 1.0)
-    finally:
-        folder.clear_scratch()
-        folder.close()
-    return drag, slowed
+    return found
 
 
 def _together(compute: Callable[[], object], read: Callable[[], object]) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from flexgen_jax.machine.caches import cache_folder
@@ -17,9 +18,21 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import resolve_dtype
 from flexgen_jax.offload.allocator import tune_allocator
 from flexgen_jax.policy.fit import Budgets
-from flexgen_jax.policy.hardware import PROFILE_VERSION, UNSTEADY, HardwareProfile, ProfileError
+from flexgen_jax.policy.hardware import (
+    PROFILE_VERSION,
+    UNSTEADY,
+    DiskReads,
+    HardwareProfile,
+    ProfileError,
+)
 from flexgen_jax.policy.machines import MACHINES, known_machine
 from flexgen_jax.progress import Progress
+
+RUNS_KEPT = 20
+"""Number of runs whose disk rates are kept with a profile."""
+
+TELLING_BYTES = 2e9
+"""Least bytes of direct reads with which a run says something of the disk."""
 
 
 def read_profile(name: str | Path) -> HardwareProfile:
@@ -40,13 +53,43 @@ def read_profile(name: str | Path) -> HardwareProfile:
 
 
 def cached_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:
-    """Returns the cached profile of this machine, these versions and this disk; None if there is
-    none."""
+    """Returns the cached profile of this machine, these versions and this disk, corrected by what
+    runs have seen of the disk; None if there is none."""
     path = _cache_file(dtype, offload_dir)
+    profile = _measured(path)
+    return profile.corrected(_seen(path)) if profile is not None else None
+
+
+def _measured(path: Path) -> HardwareProfile | None:
     try:
         return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ProfileError):
         return None  # measured again
+
+
+def _seen(path: Path) -> list[float]:
+    """Returns the disk's rates that runs have seen, relative to a cached profile's."""
+    try:
+        found = json.loads(_seen_file(path).read_text(encoding="utf-8"))
+        return [float(rate) for rate in found][-RUNS_KEPT:]
+    except (OSError, ValueError, TypeError):
+        return []  # what cannot be read is not missed
+
+
+def _seen_file(path: Path) -> Path:
+    return path.with_suffix(".disk.json")
+
+
+def record_disk_reads(
+    dtype: str, offload_dir: Path, reads: Sequence[DiskReads], busy_s: float
+) -> None:
+    """Keeps how fast a run's direct reads were with the cached profile, if there is one, to correct
+    later plans."""
+    path = _cache_file(dtype, offload_dir)
+    profile = _measured(path)
+    if profile is not None and sum(read.nbytes for read in reads) >= TELLING_BYTES:
+        rate = round(profile.disk_rate_seen(reads, busy_s), 3)
+        _write(_seen_file(path), json.dumps([*_seen(path), rate][-RUNS_KEPT:]))
 
 
 def measured_profile(
@@ -66,14 +109,21 @@ def measured_profile(
         )
         return profile
     path = _cache_file(dtype, offload_dir)
+    _seen_file(path).unlink(missing_ok=True)
+    _write(path, profile.to_json())
+    return profile
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file of the cache as a whole, or not at all: without it, the machine is measured
+    again."""
     part = path.with_suffix(f".{uuid.uuid4().hex[:8]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(profile.to_json())
+        part.write_text(text)
         part.replace(path)
     except OSError:
-        part.unlink(missing_ok=True)  # without a cache, the next run measures again
-    return profile
+        part.unlink(missing_ok=True)
 
 
 def set_up(offload_dir: Path | None) -> tuple[bool, Path]:

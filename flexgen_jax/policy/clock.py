@@ -34,8 +34,8 @@ class Clock:
     def __init__(self, hw: HardwareProfile, overlap: bool, unified: bool) -> None:
         self.now = 0.0
         self._hw, self._unified = hw, unified
-        self._drag = hw.drag if overlap else {}
-        self._slowed = hw.slowed if overlap else {}
+        self._overlap = overlap
+        self.is_prefill = True  # which decides how much transfers and computing disturb each other
         self._device = self._lost = 0.0
         self._links = {"host_to_device": 0.0, "device_to_host": 0.0, "disk_write": 0.0}
         self._lanes: tuple[deque[list[float]], ...] = (deque(), deque())
@@ -104,8 +104,10 @@ class Clock:
         return entry
 
     def _count(self, link: str, nbytes: int, seconds: float, source: str = "") -> float:
-        self._lost += self._drag.get(source or link, 0.0) * seconds
-        seconds *= self._slowed.get(source or link, 1.0)
+        if self._overlap:
+            drag, slowed = self._hw.contention(source or link, self.is_prefill)
+            self._lost += drag * seconds
+            seconds *= slowed
         self.bytes[link] += nbytes * self.weight
         self.busy[link] += seconds * self.weight
         return seconds

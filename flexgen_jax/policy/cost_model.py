@@ -255,8 +255,8 @@ def block_terms(costs: Costs, workload: Workload, unified: bool) -> BlockTerms:
     formed = rows * (workload.prompt_len if workload.scores_prompts else 1)
     ends = workload.gen_len * batches * (costs.head_s(formed) + 2 * costs.hw.step_s)
     return BlockTerms(
-        prefill=_combine(costs, _prefill(costs, workload), unified),
-        decode=_combine(costs, _decode(costs, workload), unified),
+        prefill=_combine(costs, _prefill(costs, workload), unified, is_prefill=True),
+        decode=_combine(costs, _decode(costs, workload), unified, is_prefill=False),
         layers=layers,
         tokens=workload.gen_len,
         ends=ends,
@@ -346,7 +346,7 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     return Work(moved, device, Linear(AWAY_C) * on_host, Linear({"cd": batches * cached}))
 
 
-def _combine(costs: Costs, work: Work, unified: bool) -> dict[str, Linear]:
+def _combine(costs: Costs, work: Work, unified: bool, is_prefill: bool) -> dict[str, Linear]:
     """Returns the seconds of each resource; the longest of them decides.
 
     Within a layer, the device's products run beside the CPU's attention, for all batches but one.
@@ -363,9 +363,9 @@ def _combine(costs: Costs, work: Work, unified: bool) -> dict[str, Linear]:
     seconds["disk_read"] = seconds["disk_read"] + work.cached
     lost = Linear()
     for link, term in seconds.items():
-        lost = lost + term * (hw.drag.get(link, 0.0) if policy.overlap else 1.0)
-    if policy.overlap:
-        seconds = {link: term * hw.slowed.get(link, 1.0) for link, term in seconds.items()}
+        drag, slowed = hw.contention(link, is_prefill) if policy.overlap else (1.0, 1.0)
+        lost = lost + term * drag
+        seconds[link] = term * slowed
     is_serial = unified or not policy.order.shares_weights or not policy.overlap
     exposed = 1.0 if is_serial else 1 / policy.num_batches
     together = work.host + work.device * exposed + lost

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import exp, log
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexgen_jax.errors import UserError
 
-PROFILE_VERSION = 6
+PROFILE_VERSION = 7
 """Version of a profile's JSON; a cached profile of another version is measured anew."""
+
+LATEST = 4
+"""Number of the latest runs whose disk rates correct a profile."""
 
 UNSTEADY = 1 / 3
 """Spread above which a profile is unreliable; it is more than machines have that are just busy."""
@@ -48,6 +51,10 @@ class Rate:
     def constant(cls, rate: float) -> Rate:
         return cls(((1.0, rate),))
 
+    def scaled(self, factor: float) -> Rate:
+        """Returns the rate with all points this many times as fast."""
+        return Rate(tuple((size, factor * rate) for size, rate in self.points), self.spread)
+
     def at(self, size: float) -> float:
         """Returns the units per second of an operation of this size."""
         points = self.points
@@ -63,6 +70,15 @@ class Rate:
     def seconds(self, units: float, size: float | None = None) -> float:
         """Returns the seconds of `units` at the rate of operations of `size` (default: units)."""
         return units / self.at(units if size is None else size) if units > 0 else 0.0
+
+
+class DiskReads(NamedTuple):
+    """Direct reads of a run: bytes, bytes of one operation, and whether prompts were computed
+    beside them."""
+
+    nbytes: float
+    size: float
+    is_prefill: bool
 
 
 @dataclass(frozen=True)
@@ -117,8 +133,11 @@ class HardwareProfile:
     quantize: elements of a KV block -> element/s.
     device_rank, host_rank: attention scores of a step -> score/s of finding the largest.
     step_s: fixed seconds of a step; split_s: further seconds if the CPU attends.
+    disk_range: the slowest and the fastest rates of direct reads that were seen, relative to
+        `disk_read`.
     drag: by transfer, the seconds of computing that are lost for one second of the transfer.
     slowed: by transfer, the factor by which it takes longer beside computing than alone.
+    prefill_drag, prefill_slowed: the same for prefill, where it differs from decoding.
     sizes: amounts of work that the device's kernels take at once.
     about: where the figures come from.
     """
@@ -145,6 +164,9 @@ class HardwareProfile:
     split_s: float
     drag: dict[str, float] = field(default_factory=dict)
     slowed: dict[str, float] = field(default_factory=dict)
+    prefill_drag: dict[str, float] = field(default_factory=dict)
+    prefill_slowed: dict[str, float] = field(default_factory=dict)
+    disk_range: tuple[float, float] = (1.0, 1.0)
     linear_int8: dict[int, Rate] = field(default_factory=dict)
     sizes: KernelSizes = KernelSizes()
     about: dict[str, Any] = field(default_factory=dict)
@@ -153,6 +175,39 @@ class HardwareProfile:
         """Returns the rate of a layer's products: rows -> FLOP/s."""
         linear = self.linear[weight_bits]
         return linear if matmul_bits == 16 else self.linear_int8.get(weight_bits, linear)
+
+    def contention(self, link: str, is_prefill: bool) -> tuple[float, float]:
+        """Returns a transfer's `drag` and `slowed`, in prefill or while decoding."""
+        drag, slowed = self.drag.get(link, 0.0), self.slowed.get(link, 1.0)
+        if is_prefill:
+            return self.prefill_drag.get(link, drag), self.prefill_slowed.get(link, slowed)
+        return drag, slowed
+
+    def with_disk(self, factor: float) -> HardwareProfile:
+        """Returns the profile with direct reads at another rate, and with the same range."""
+        low, high = self.disk_range
+        scaled = self.disk_read.scaled(factor)
+        return replace(self, disk_read=scaled, disk_range=(low / factor, high / factor))
+
+    def corrected(self, seen: Sequence[float]) -> HardwareProfile:
+        """Returns the profile with what runs have seen of the disk.
+
+        seen: rates of direct reads in runs, relative to `disk_read`, the latest last.
+        """
+        low, high = self.disk_range
+        known = replace(self, disk_range=(min(low, *seen, 1.0), max(high, *seen, 1.0)))
+        return known.with_disk(median([1.0, *seen[-LATEST:]]))
+
+    def disk_rate_seen(self, reads: Sequence[DiskReads], busy_s: float) -> float:
+        """Returns how fast a run's direct reads were, relative to `disk_read`.
+
+        busy_s: seconds during which at least one of them was under way.
+        """
+        expected = 0.0
+        for nbytes, size, is_prefill in reads:
+            _, slowed = self.contention("disk_read", is_prefill)
+            expected += slowed * self.disk_read.seconds(nbytes, size)
+        return expected / busy_s
 
     def spread(self) -> float:
         """Returns the median of the spreads of all rates; 0 if nothing was measured."""
@@ -201,6 +256,9 @@ def _parse(kind: str, value: Any) -> Any:
         return KernelSizes(**{name: int(size) for name, size in value.items()})
     if kind == "dict[int, Rate]":
         return {int(bits): _parse("Rate", rate) for bits, rate in value.items()}
+    if kind == "tuple[float, float]":
+        low, high = map(float, value)
+        return low, high
     if kind in ("int", "float"):
         return {"int": int, "float": float}[kind](value)
     return value

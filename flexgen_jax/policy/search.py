@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, floor
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from flexgen_jax.models.config import ModelConfig
@@ -40,6 +41,12 @@ SAMPLED_STEPS = 4_000
 
 SLACK = 0.05
 """Loss of throughput for which a smaller block is preferred, if the number of sequences is free."""
+
+STEADY = 0.05
+"""Part of a disk's rate by which it may vary and count as steady."""
+
+FASTER = 4.0
+"""Most times that a disk is taken to be faster or slower than usual."""
 
 GAIN = 1.01
 """Factor of throughput that smaller KV blocks must exceed to be chosen, since the linear program
@@ -379,7 +386,35 @@ def _plan(
 
 
 def search(problem: Problem) -> list[Plan]:
-    """Returns the best plans, the chosen one first; none if nothing fits or meets the limits."""
+    """Returns the best plans, the chosen one first; none if nothing fits or meets the limits.
+
+    Where the disk's rate varies, the best plans for its slowest, usual and fastest rate are all
+    predicted at all of these rates. The first one has the best geometric mean of throughputs.
+    """
+    low, high = problem.hw.disk_range
+    if low > 1 - STEADY and high < 1 + STEADY:
+        return _search_once(problem)
+    others = [
+        replace(problem, hw=problem.hw.with_disk(factor))
+        for factor in (max(low, 1 / FASTER), min(high, FASTER))
+    ]
+    found = {plan.policy: plan for plan in _search_once(problem)}
+    for policy in [plan.policy for other in others for plan in _search_once(other)[:1]]:
+        if policy not in found:
+            found[policy] = evaluate(problem, policy)
+    plans = [plan for plan in found.values() if _meets_limits(problem, plan)]
+    if problem.min_throughput is not None:
+        return _ranked(problem, plans)
+
+    def score(plan: Plan) -> float:
+        rates = [plan.throughput, *(evaluate(o, plan.policy).throughput for o in others)]
+        return -geometric_mean(rates)
+
+    return sorted(plans, key=score)
+
+
+def _search_once(problem: Problem) -> list[Plan]:
+    """Searches for the rates of the problem's profile."""
     plans: list[Plan] = []
     looked_at: set[Policy] = set()
     for candidate in _shortlist(problem, candidates(problem)):
@@ -391,9 +426,24 @@ def search(problem: Problem) -> list[Plan]:
         plans += [plan] if _meets_limits(problem, plan) else []
         if len(plans) == CHECKED or len(looked_at) == 4 * CHECKED:
             break
+    return _ranked(problem, plans)
+
+
+def _ranked(problem: Problem, plans: list[Plan]) -> list[Plan]:
+    """Returns plans, the best first.
+
+    Where the number of sequences is free, plans nearly as fast as the best come first, the smallest
+    of them before the others.
+    """
     if problem.min_throughput is not None:
         return sorted(plans, key=lambda plan: plan.latency_s)
-    return sorted(plans, key=lambda plan: -plan.throughput)
+    ordered = sorted(plans, key=lambda plan: -plan.throughput)
+    if problem.workload.num_sequences or not plans:
+        return ordered
+    enough = (1 - SLACK) * ordered[0].throughput
+    near = [plan for plan in ordered if plan.throughput >= enough]
+    near.sort(key=lambda plan: plan.block_sequences)
+    return near + [plan for plan in ordered if plan not in near]
 
 
 def _meets_limits(problem: Problem, plan: Plan) -> bool:
@@ -410,7 +460,9 @@ def _shortlist(problem: Problem, found: list[Candidate]) -> list[Candidate]:
         return sorted(enough, key=lambda c: c.solution.total_s)
     if not problem.workload.num_sequences:
         near = [c for c in found if c.throughput >= (1 - SLACK) * found[0].throughput]
-        first = sorted(near, key=lambda c: (c.sequences, -c.throughput))
+        near.sort(key=lambda c: (c.sequences, -c.throughput))
+        # The simulator decides between the smallest, the fastest and one in the middle.
+        first = [near[0], found[0], near[len(near) // 2]]
         return first + [c for c in found if c not in first]
     return found
 

@@ -86,6 +86,7 @@ class Simulation:
         self._end_step()
         self._clock.weight = self._times = times
         self._is_decoding = step.token > 0
+        self._clock.is_prefill = not self._is_decoding
 
     def _end_step(self) -> None:
         now = self._clock.now

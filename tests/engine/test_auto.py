@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cpu import HostAttention, HostBlock, features
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine import compute_probe, profiler, profiles
+from flexgen_jax.machine import compute_probe, disk_probe, profiler, profiles
 from flexgen_jax.machine.compute_probe import ComputeProbe, Sample, timed
 from flexgen_jax.models.families import known_shape, read_config
 from flexgen_jax.offload.executor import BlockRun
@@ -210,7 +211,7 @@ def test_a_plan_has_the_products_it_is_for() -> None:
 @pytest.mark.slow
 def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every probe runs, at sizes that take no time."""
-    monkeypatch.setattr(profiler, "DISK_SIZES", ((1 << 16, 1 << 18), (1 << 20, 1 << 22)))
+    monkeypatch.setattr(disk_probe, "DISK_SIZES", ((1 << 16, 1 << 18), (1 << 20, 1 << 22)))
     monkeypatch.setattr(profiler, "COPY_SIZES", (1 << 10,))
     monkeypatch.setattr(profiler, "PREFILLS", ((1, 32), (2, 32)))
     monkeypatch.setattr(profiler, "ROWS", (2,))
@@ -219,7 +220,7 @@ def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(compute_probe, "CACHES", caches)
     small = read_config({**BASE, "max_position_embeddings": 256})
     monkeypatch.setattr(profiler, "known_shape", lambda name: _small(name, small))
-    for module in (profiler, compute_probe):
+    for module in (profiler, compute_probe, disk_probe):
         monkeypatch.setattr(module, "timed", _timed_briefly)
     told: list[str] = []
     jax.config.update("jax_disable_most_optimizations", True)  # compiles in half the time
@@ -231,7 +232,11 @@ def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.unified
     assert set(found.linear) == {16, 8, 4}
     assert set(found.linear_int8) == ({16, 4} if features().int8 else set())
-    assert all(0 <= found.drag[name] <= times for name, times in found.slowed.items())
+    for name, phase in product(found.slowed, (True, False)):
+        drag, times = found.contention(name, phase)
+        assert 0 <= drag <= times
+    low, high = found.disk_range
+    assert 0 < low <= 1 <= high
     assert type(known_machine("t4-16gb")).from_json(found.to_json()) == found
     assert not list(tmp_path.rglob("profile-*"))
 
