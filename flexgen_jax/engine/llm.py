@@ -136,7 +136,7 @@ class LLM:
             workload = self._workload(left, is_scoring)
             policy = self._planner.policy_for(workload)
             try:
-                self._run_blocks(self._open(policy, workload), left, workload, collector)
+                self._run_blocks(self._open(policy, workload), left, collector)
                 return
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 if not is_out_of_memory(error):
@@ -162,7 +162,6 @@ class LLM:
         self,
         session: Session,
         requests: Sequence[Request],
-        workload: Workload,
         collector: Generation | Scoring,
     ) -> None:
         policy, before = session.policy, collector.num_tokens
@@ -176,7 +175,7 @@ class LLM:
                 batches = self._batches(block, isinstance(collector, Scoring))
                 tokens = max(request.max_tokens for batch in block for request in batch)
                 session.run(batches, tokens, collector.receiver(block), tick)
-        session.finish(len(requests), workload, collector.num_tokens - before)
+        session.finish(len(requests), collector.num_tokens - before)
         self._planner.observe(*session.disk_reads())
 
     def _batches(self, block: Sequence[Sequence[Request]], is_scoring: bool) -> list[Batch]:

@@ -21,7 +21,7 @@ from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import DiskReads
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.memory import estimate, peak_bytes, plan_workspace
+from flexgen_jax.policy.memory import estimate, plan_workspace
 from flexgen_jax.policy.placement import (
     CachePlan,
     page_cached,
@@ -192,9 +192,9 @@ class Session:
         with self._ledger.reserving("device", plan_workspace(plan)):
             block.run()
 
-    def finish(self, num_sequences: int, workload: Workload, num_tokens: int) -> None:
+    def finish(self, num_sequences: int, num_tokens: int) -> None:
         """Ends a run's measurements and keeps the report."""
-        self.workload = workload
+        workload = self.workload
         total = sum(self._phases.values())
         shape = BlockShape.of(self.policy, workload)
         decoded = max(num_tokens - num_sequences, 0)
@@ -219,7 +219,7 @@ class Session:
             **self._device.metrics.report(),
             "storage_read_bytes": storage_read,
             "peak_bytes": self._ledger.peak,
-            "computed_peak_bytes": peak_bytes(self._plan(shape)),
+            "computed_peak_bytes": self._peaks.bytes,
             "compiled_workspace_bytes": self._device.programs.workspace,
             "realized": self._realized(shape),
         }

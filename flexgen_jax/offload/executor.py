@@ -155,8 +155,8 @@ class BlockRun:
     def copy(self, load: Load[Any]) -> None:
         load.copy(self._device.memories)
 
-    def drop(self, load: Load[Any]) -> None:
-        load.drop()
+    def drop(self, load: Load[Any], is_used: bool) -> None:
+        load.drop(is_used)
 
     def keep_hidden(self, part: HiddenPart, computed: Computed) -> None:
         assert computed.hidden is not None, "the head has no hidden states"

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from flexgen_jax.offload.disk.folder import OffloadError
 from flexgen_jax.offload.metrics import Content
 from flexgen_jax.offload.tiers import Memories
+from flexgen_jax.offload.watcher import wait_for
 
 T = TypeVar("T")
 
@@ -57,11 +58,13 @@ class Load(Generic[T]):
         finish(self.reads, self.what)
         self._arriving = memories.to_device(self.tree, self.content, self.what)
 
-    def drop(self) -> None:
-        """Frees the copy; a load that was never copied first waits for the end of its reads."""
-        if self._arriving is None:
+    def drop(self, is_used: bool) -> None:
+        """Frees the copy. If no step used the load, waits for the end of its reads and of the copy,
+        since its buffers will be used again."""
+        if not is_used:
             for read in self.reads:
                 read.exception()  # nobody wants the data any more
+            wait_for(self._arriving)
         self._arriving = None
 
 

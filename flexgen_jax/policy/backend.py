@@ -49,8 +49,8 @@ class Backend(Protocol):
     def copy(self, load: Handle) -> None:
         """Waits for a load's reads, and starts its copy to the device."""
 
-    def drop(self, load: Handle) -> None:
-        """Ends a load: frees its copy, or, if there is none, waits for its reads."""
+    def drop(self, load: Handle, is_used: bool) -> None:
+        """Ends a load and frees its copy; if no step used it, waits for what is under way."""
 
     def compute(self, step: Step, inputs: Inputs) -> Handle:
         """Dispatches a step; returns what it will have computed."""

@@ -60,9 +60,9 @@ class Loader:
             load.is_copied = True
             self._backend.copy(load.handle)
 
-    def end(self, load: Load, after: int) -> None:
-        """Ends a load, which step number `after` was the last to use; 0 if no step used it."""
-        self._backend.drop(load.handle)
+    def end(self, load: Load, after: int, is_used: bool) -> None:
+        """Ends a load; its buffers are free after step number `after`."""
+        self._backend.drop(load.handle, is_used)
         if load.is_copied and load.part.copied:
             self._ledger.release("device", load.part.copied)
         self._ring.release(load.buffers, after)
@@ -70,7 +70,7 @@ class Loader:
     def close(self) -> None:
         """Ends the loads that were kept."""
         while self._kept:
-            self.end(self._kept.popitem()[1], 0)
+            self.end(self._kept.popitem()[1], 0, is_used=False)
 
 
 class Stream(Generic[K]):
@@ -102,13 +102,13 @@ class Stream(Generic[K]):
 
     def release(self, key: K, after: int) -> None:
         """Ends a load, which step number `after` was the last to use."""
-        self._loader.end(self._loads.pop(key), after)
+        self._loader.end(self._loads.pop(key), after, is_used=True)
 
     def keep_only(self, is_wanted: Callable[[K], bool], after: int) -> None:
         """Ends the other loads, which no step after number `after` uses."""
         for key in [key for key in self._loads if not is_wanted(key)]:
-            self.release(key, after)
+            self._loader.end(self._loads.pop(key), after, is_used=False)
 
     def close(self) -> None:
         while self._loads:
-            self._loader.end(self._loads.popitem()[1], 0)
+            self._loader.end(self._loads.popitem()[1], 0, is_used=False)

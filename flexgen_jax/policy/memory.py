@@ -42,7 +42,7 @@ class Idle:
     def copy(self, load: Handle) -> None:
         pass
 
-    def drop(self, load: Handle) -> None:
+    def drop(self, load: Handle, is_used: bool) -> None:
         pass
 
     def compute(self, step: Step, inputs: Inputs) -> Handle:

@@ -153,7 +153,7 @@ class Simulation:
         else:
             load.ready = clock.move("host_to_device", load.copied, 0.0, load.size)
 
-    def drop(self, load: Loading) -> None:
+    def drop(self, load: Loading, is_used: bool) -> None:
         pass
 
     def keep_hidden(self, part: HiddenPart, computed: float) -> None:

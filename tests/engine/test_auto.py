@@ -21,7 +21,7 @@ from flexgen_jax.machine import compute_probe, disk_probe, profiler, profiles
 from flexgen_jax.machine.compute_probe import ComputeProbe, Sample, timed
 from flexgen_jax.models.families import known_shape, read_config
 from flexgen_jax.offload.executor import BlockRun
-from flexgen_jax.policy.hardware import UNSTEADY, Rate
+from flexgen_jax.policy.hardware import UNSTEADY, DiskReads, Rate
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.progress import Progress
 from tests.helpers.command_line import run
@@ -331,3 +331,49 @@ def test_a_busy_machines_profile_is_not_kept(
 def test_a_misspelt_machine_is_found_at_once(checkpoint: Callable[[], Path]) -> None:
     with pytest.raises(UserError, match="abacus"):
         LLM(checkpoint(), hardware="abacus")
+
+
+def test_what_runs_see_of_the_disk_is_kept_with_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = replace(known_machine("t4-16gb"), disk_read=Rate.constant(1e9))
+    monkeypatch.setattr(profiles, "measure", lambda *_: measured)
+    monkeypatch.setattr(profiles, "cache_folder", lambda name: tmp_path / name)
+    reads = [DiskReads(4e9, 1e7, False)]
+    profiles.record_disk_reads("float16", tmp_path, reads, 8.0)  # there is no profile
+    profiles.measured_profile("float16", tmp_path, False, Progress(False))
+    assert profiles.cached_profile("float16", tmp_path) == measured
+    profiles.record_disk_reads("float16", tmp_path, [DiskReads(1e6, 1e7, False)], 1.0)  # too few
+    for _ in range(30):
+        profiles.record_disk_reads("float16", tmp_path, reads, 8.0)
+    found = profiles.cached_profile("float16", tmp_path)
+    assert found is not None and found.disk_read.at(1e7) == pytest.approx(0.5e9)
+    assert found.disk_range == pytest.approx((1.0, 2.0))
+    (file,) = (tmp_path / "profiles").glob("*.disk.json")
+    assert json.loads(file.read_text()) == [0.5] * profiles.RUNS_KEPT
+    file.write_text("{half")
+    assert profiles.cached_profile("float16", tmp_path) == measured
+    profiles.measured_profile("float16", tmp_path, False, Progress(False))
+    assert not file.exists()
+
+
+def test_a_run_tells_the_disks_rate_if_it_waited_for_the_disk(
+    checkpoint: Callable[[], Path], tmp_path: Path
+) -> None:
+    policy = Policy.from_percent(0, 0, 0, 0, 100, 0, batch_size=2, num_batches=2)
+    with LLM(checkpoint(), dtype="float32", policy=policy, offload_dir=tmp_path) as llm:
+        tokens(llm)
+        session = llm._session
+        assert session is not None
+        report, nbytes = session._report, session._report["bytes"]["disk_read"]
+        for share, stored, is_told in (
+            (0.9, nbytes, True),
+            (0.9, None, True),
+            (0.4, nbytes, False),
+            (0.9, nbytes // 2, False),
+        ):
+            report["busy_s"]["disk_read"] = share * report["total_s"]
+            report["storage_read_bytes"] = stored
+            reads, busy_s = session.disk_reads()
+            assert busy_s == report["busy_s"]["disk_read"]
+            assert sum(read.nbytes for read in reads) == (nbytes if is_told else 0)

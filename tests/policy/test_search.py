@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,21 @@ def test_compression_is_chosen_only_where_allowed() -> None:
     assert (plain.policy.weight_bits, plain.policy.cache_bits) == (16, 16)
     assert 4 in (packed.policy.weight_bits, packed.policy.cache_bits)
     assert packed.throughput > plain.throughput
+
+
+def test_a_plan_holds_over_the_disks_range() -> None:
+    """Of the plans for its slowest, usual and fastest rate, the one best in geometric mean."""
+    hw = replace(known_machine("t4-16gb"), disk_range=(0.25, 2.0))
+    asked = problem("facebook/opt-30b", hw=hw, budgets=Budgets(4 * GB, 24 * GB, 900 * GB))
+    at = [replace(asked, hw=replace(hw.with_disk(f), disk_range=(1, 1))) for f in (0.25, 1, 2)]
+
+    def score(policy: Policy) -> float:
+        return prod(evaluate(one, policy).throughput for one in at)
+
+    singles = [search(one)[0].policy for one in at]
+    chosen = search(asked)[0]
+    assert score(chosen.policy) >= max(map(score, singles)) * (1 - 1e-9)
+    assert chosen.throughput == evaluate(at[1], chosen.policy).throughput
 
 
 def test_frontier_rises() -> None:
