@@ -366,6 +366,8 @@ def test_a_run_tells_the_disks_rate_if_it_waited_for_the_disk(
         session = llm._session
         assert session is not None
         report, nbytes = session._report, session._report["bytes"]["disk_read"]
+        assert session._weights.cached and session.disk_reads()[0] == []
+        session._weights.cached = frozenset()
         for share, stored, is_told in (
             (0.9, nbytes, True),
             (0.9, None, True),
