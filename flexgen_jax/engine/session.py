@@ -226,12 +226,13 @@ class Session:
 
     def disk_reads(self) -> tuple[list[DiskReads], float]:
         """Returns the direct reads of the last run, and the seconds during which at least one was
-        under way; none if they waited for computing most of the time, or if some were served from
-        the page cache."""
+        under way; none if they waited for computing most of the time, if nothing was computed
+        beside them, or if some were served from the page cache, as hidden states are."""
         report, busy_s = self._report, self._report["busy_s"]["disk_read"]
         nbytes, stored = report["bytes"]["disk_read"], report["storage_read_bytes"]
         is_cached = bool(self._weights.cached) or (stored is not None and stored < 0.9 * nbytes)
-        if is_cached or busy_s < report["total_s"] / 2:
+        is_cached = is_cached or self.policy.activations.disk > 0
+        if is_cached or not self.policy.overlap or busy_s < report["total_s"] / 2:
             return [], busy_s
         plan = self._plan(BlockShape.of(self.policy, self.workload))
         layouts = [layout for parts in plan.parts for part in parts for layout in part.layouts]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from flexgen_jax.machine.caches import cache_folder
@@ -109,21 +110,22 @@ def measured_profile(
         )
         return profile
     path = _cache_file(dtype, offload_dir)
-    _seen_file(path).unlink(missing_ok=True)
     _write(path, profile.to_json())
+    with suppress(OSError):
+        _seen_file(path).unlink()  # what runs have seen was relative to the profile before
     return profile
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file of the cache as a whole, or not at all: without it, the machine is measured
-    again."""
+    """Writes a file of the cache as a whole, or not at all where that is impossible."""
     part = path.with_suffix(f".{uuid.uuid4().hex[:8]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(text)
         part.replace(path)
     except OSError:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
 
 
 def set_up(offload_dir: Path | None) -> tuple[bool, Path]:

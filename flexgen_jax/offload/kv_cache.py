@@ -22,7 +22,7 @@ from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.direct_reads import whole_pages
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.disk.records import Records
-from flexgen_jax.offload.prefetch import Load, Write
+from flexgen_jax.offload.prefetch import Load, Write, ended_on_error
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.watcher import counted
 from flexgen_jax.policy.placement import CacheKey, Part
@@ -120,17 +120,18 @@ class KVCache:
     def write(self, keys: Sequence[CacheKey]) -> Write:
         """Starts writing sealed blocks of one layer and batch to disk, from a copy of their own;
         frees the blocks."""
-        futures, copies = [], []
+        futures: list[Any] = []
+        copies: list[np.ndarray] = []
+        write = Write(_name(keys[0]), futures, lambda: self._written(write, copies))
+        self._writes.append(write)  # so that `close` waits for those that began before an error
         for key in keys:
             block, records = self._blocks.pop(key), self._stored(key)
             views = block.views or [np.asarray(leaf) for leaf in jax.tree.leaves(block.arrays)]
             spare = self._spare[records.nbytes]
             copies.append(spare.pop() if spare else whole_pages(records.nbytes))
             futures.append(records.write(key.layer, views, copies[-1]))
-        nbytes, name = sum(map(self._plan.kv_bytes, keys)), _name(keys[0])
-        counted(self._memories.metrics, "disk_write", "cache", name, nbytes, futures)
-        write = Write(name, futures, lambda: self._written(write, copies))
-        self._writes.append(write)
+        nbytes = sum(map(self._plan.kv_bytes, keys))
+        counted(self._memories.metrics, "disk_write", "cache", write.what, nbytes, futures)
         return write
 
     def _written(self, write: Write, copies: list[np.ndarray]) -> None:
@@ -161,22 +162,23 @@ class KVCache:
         if not self._is_read:
             self._is_read = True
             self._spare.clear()
-        left, reads = iter(buffers), []
+        left, reads = iter(buffers), list[Any]()
         here: list[KVBlock] = []
         there: list[HostBlock] = []
         start, plan = 0, self._plan.cache
-        for number, length in enumerate(plan.lengths(part.batch)[: part.sealed + 1]):
-            key = CacheKey(part.layer, part.batch, number)
-            block = self._blocks.get(key)
-            if block is None:
-                buffer = next(left)
-                reads.append(self._stored(key).read_into(key.layer, buffer.views))
-                block = Block(self._assembled(key, buffer))
-            if plan.stays_on_host(key):
-                there.append(HostBlock(start, block.arrays))
-            else:
-                here.append(block.arrays)
-            start += length
+        with ended_on_error(reads):
+            for number, length in enumerate(plan.lengths(part.batch)[: part.sealed + 1]):
+                key = CacheKey(part.layer, part.batch, number)
+                block = self._blocks.get(key)
+                if block is None:
+                    buffer = next(left)
+                    reads.append(self._stored(key).read_into(key.layer, buffer.views))
+                    block = Block(self._assembled(key, buffer))
+                if plan.stays_on_host(key):
+                    there.append(HostBlock(start, block.arrays))
+                else:
+                    here.append(block.arrays)
+                start += length
         keys = () if plan.keys_stay else tuple(key for _, (key, _) in there)
         shapes = (plan.part(*part[:3], False), plan.part(*part[:3], True))
         cache = LayerCache(tuple(here), keys, tuple(there), *shapes, part.sealed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +25,17 @@ def finish(futures: Sequence[Any], what: str) -> None:
                 f"{what}: {error}; if the disk is full or failing, free space there or choose "
                 "another with --offload-dir"
             ) from None
+
+
+@contextmanager
+def ended_on_error(reads: list[Any]) -> Iterator[None]:
+    """Waits for the end of the reads that have begun if starting the others fails."""
+    try:
+        yield
+    except BaseException:
+        for read in reads:
+            read.exception()
+        raise
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from flexgen_jax.models.spec import TensorSpec
 from flexgen_jax.models.storage import Leaf, Storage
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder, WeightFolder, row_ranges
-from flexgen_jax.offload.prefetch import Load
+from flexgen_jax.offload.prefetch import Load, ended_on_error
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.watcher import counted
 from flexgen_jax.policy.ledger import Ledger
@@ -158,26 +158,25 @@ class WeightStore:
         name = f"weights of {self._spec.layers[part.layer].name}"
         load: Load[dict[str, Kept]] = Load("weights", name, {})
         left = iter(buffers)
-        for key in part.keys:
-            tensor = self._spec.tensors[key]
-            if key in self._files:
-                buffer = next(left)
-                load.reads += self._read(key, buffer)
-                load.tree[tensor.path] = assemble(self._storage(tensor), buffer.arrays)
-            else:
-                load.tree[tensor.path] = self._arrays[key]
+        with ended_on_error(load.reads):
+            for key in part.keys:
+                tensor = self._spec.tensors[key]
+                if key in self._files:
+                    buffer = next(left)
+                    self._read(key, buffer, load.reads)
+                    load.tree[tensor.path] = assemble(self._storage(tensor), buffer.arrays)
+                else:
+                    load.tree[tensor.path] = self._arrays[key]
         if load.reads:
             nbytes = sum(buffer.layout.nbytes for buffer in buffers)
             counted(self._memories.metrics, "disk_read", "weights", name, nbytes, load.reads)
         return load
 
-    def _read(self, key: str, buffer: HostBuffer) -> list[Any]:
-        """Starts reading every leaf of a tensor into a buffer; returns the futures."""
-        reads = []
+    def _read(self, key: str, buffer: HostBuffer, reads: list[Any]) -> None:
+        """Starts reading every leaf of a tensor into a buffer; adds the futures to `reads`."""
         for file, view in zip(self._files[key], buffer.views, strict=True):
             file = replace(file, direct=False) if key in self.cached else file
             reads.append(file.read_into(view))
-        return reads
 
     def close(self) -> None:
         for tier, nbytes in self._reserved.items():

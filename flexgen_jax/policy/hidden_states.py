@@ -41,6 +41,7 @@ class HiddenStates:
         if part.home != "disk" or batch in self._on_disk or not is_latest:
             return
         self._ledger.reserve("host", part.nbytes)
+        self._writes[batch] = (None, part.nbytes)  # released by `close` if the next line fails
         self._writes[batch] = (self._backend.write_hidden(part), part.nbytes)
         self._on_disk.add(batch)
         while len(self._writes) > PENDING_WRITES:
@@ -58,8 +59,9 @@ class HiddenStates:
 
     def _finish(self, batch: int) -> None:
         """Waits for a batch's write and releases the memory that it holds."""
-        write, nbytes = self._writes.pop(batch)
+        write, nbytes = self._writes[batch]
         self._backend.wait(write)
+        del self._writes[batch]
         self._ledger.release("host", nbytes)
 
     def _forget(self, batch: int) -> None:

@@ -6,7 +6,7 @@ the fractions, and the best few policies are checked by exact peaks and the simu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, floor
@@ -392,25 +392,25 @@ def search(problem: Problem) -> list[Plan]:
     predicted at all of these rates. The first one has the best geometric mean of throughputs.
     """
     low, high = problem.hw.disk_range
-    if low > 1 - STEADY and high < 1 + STEADY:
-        return _search_once(problem)
     others = [
         replace(problem, hw=problem.hw.with_disk(factor))
         for factor in (max(low, 1 / FASTER), min(high, FASTER))
+        if abs(factor - 1) > STEADY
     ]
+    if not others:
+        return _search_once(problem)
     found = {plan.policy: plan for plan in _search_once(problem)}
     for policy in [plan.policy for other in others for plan in _search_once(other)[:1]]:
         if policy not in found:
             found[policy] = evaluate(problem, policy)
-    plans = [plan for plan in found.values() if _meets_limits(problem, plan)]
-    if problem.min_throughput is not None:
-        return _ranked(problem, plans)
-
-    def score(plan: Plan) -> float:
-        rates = [plan.throughput, *(evaluate(o, plan.policy).throughput for o in others)]
-        return -geometric_mean(rates)
-
-    return sorted(plans, key=score)
+    scores = {
+        policy: geometric_mean(
+            [plan.throughput, *(evaluate(other, policy).throughput for other in others)]
+        )
+        for policy, plan in found.items()
+        if _meets_limits(problem, plan)
+    }
+    return _ranked(problem, [found[policy] for policy in scores], scores)
 
 
 def _search_once(problem: Problem) -> list[Plan]:
@@ -426,22 +426,22 @@ def _search_once(problem: Problem) -> list[Plan]:
         plans += [plan] if _meets_limits(problem, plan) else []
         if len(plans) == CHECKED or len(looked_at) == 4 * CHECKED:
             break
-    return _ranked(problem, plans)
+    return _ranked(problem, plans, {plan.policy: plan.throughput for plan in plans})
 
 
-def _ranked(problem: Problem, plans: list[Plan]) -> list[Plan]:
-    """Returns plans, the best first.
+def _ranked(problem: Problem, plans: list[Plan], scores: Mapping[Policy, float]) -> list[Plan]:
+    """Returns plans, the best first; scores: throughputs to compare them by.
 
     Where the number of sequences is free, plans nearly as fast as the best come first, the smallest
     of them before the others.
     """
     if problem.min_throughput is not None:
         return sorted(plans, key=lambda plan: plan.latency_s)
-    ordered = sorted(plans, key=lambda plan: -plan.throughput)
+    ordered = sorted(plans, key=lambda plan: -scores[plan.policy])
     if problem.workload.num_sequences or not plans:
         return ordered
-    enough = (1 - SLACK) * ordered[0].throughput
-    near = [plan for plan in ordered if plan.throughput >= enough]
+    enough = (1 - SLACK) * scores[ordered[0].policy]
+    near = [plan for plan in ordered if scores[plan.policy] >= enough]
     near.sort(key=lambda plan: plan.block_sequences)
     return near + [plan for plan in ordered if plan not in near]
 

@@ -23,6 +23,7 @@ from flexgen_jax.models.families import known_shape, read_config
 from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.policy.hardware import UNSTEADY, DiskReads, Rate
 from flexgen_jax.policy.machines import known_machine
+from flexgen_jax.policy.policy import Placement
 from flexgen_jax.progress import Progress
 from tests.helpers.command_line import run
 from tests.helpers.models import BASE, prompts
@@ -379,3 +380,7 @@ def test_a_run_tells_the_disks_rate_if_it_waited_for_the_disk(
             reads, busy_s = session.disk_reads()
             assert busy_s == report["busy_s"]["disk_read"]
             assert sum(read.nbytes for read in reads) == (nbytes if is_told else 0)
+        report["storage_read_bytes"] = nbytes
+        for changes in ({"overlap": False}, {"activations": Placement(0.5, 0.0)}):
+            session.policy = replace(policy, **changes)
+            assert session.disk_reads()[0] == []

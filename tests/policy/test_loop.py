@@ -263,3 +263,19 @@ def test_a_budget_ends_a_loop_and_everything_is_released(tmp_path: Path) -> None
         BlockLoop(plan, Idle(), ledger).run()
     assert ledger.used == {"device": 0, "host": 0, "disk": 0}
     BlockLoop(plan, Idle(), Ledger({"host": least})).run()
+
+
+@pytest.mark.parametrize("failing", ["wait", "write_hidden", "write_blocks", "fetch", "compute"])
+def test_an_error_of_the_backend_leaves_nothing_reserved(failing: str) -> None:
+    """Such as a full disk: the session goes on with what is left of its budgets."""
+
+    class Full(Idle):
+        def __getattribute__(self, name: str) -> Any:
+            if name == failing:
+                raise OSError(28, "No space left on device")
+            return super().__getattribute__(name)
+
+    ledger = Ledger({})
+    with pytest.raises(OSError, match="No space"):
+        BlockLoop(plan_of(of(0, 0, 0, 0, 0, 0), SHAPE), Full(), ledger).run()
+    assert ledger.used == {"device": 0, "host": 0, "disk": 0}

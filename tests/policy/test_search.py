@@ -156,6 +156,21 @@ def test_a_plan_holds_over_the_disks_range() -> None:
     assert chosen.throughput == evaluate(at[1], chosen.policy).throughput
 
 
+def test_a_small_block_is_enough_where_the_number_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over a range of disk rates: of plans nearly as fast as the best, the smallest."""
+    hw = replace(known_machine("t4-16gb"), disk_range=(0.5, 1.5))
+    found = []
+    for slack in (0.0, 0.5):
+        monkeypatch.setattr("flexgen_jax.policy.search.SLACK", slack)
+        plans = search(problem("facebook/opt-6.7b", hw=hw, workload=Workload(256, 16, 0)))
+        found.append(plans[0])
+        near = [p for p in plans if p.throughput > 0.6 * plans[0].throughput]
+        if slack:
+            assert plans[0].block_sequences <= min(plan.block_sequences for plan in near)
+    fastest, smallest = found
+    assert smallest.block_sequences < fastest.block_sequences
+
+
 def test_frontier_rises() -> None:
     points = frontier(problem("facebook/opt-30b", workload=Workload(256, 16, 0)))
     assert len(points) > 3
