@@ -25,7 +25,6 @@ from flexgen_jax.policy.memory import estimate, plan_workspace
 from flexgen_jax.policy.placement import (
     CachePlan,
     page_cached,
-    place_activations,
     place_weights,
     realised,
 )
@@ -74,7 +73,8 @@ class Session:
     def adopt(self, policy: Policy, workload: Workload) -> None:
         """Uses a policy, which must suit this session (see `suits`), from now on."""
         self.policy, self.workload = policy, workload
-        self._peaks = estimate(self._plan(BlockShape.of(policy, workload)))
+        self._largest = self._plan(BlockShape.of(policy, workload))
+        self._peaks = estimate(self._largest)
         spare = self._budgets.spare_ram(self._peaks.bytes)
         self._weights.cached = page_cached(self._device.spec, self._formats, self._tiers, spare)
 
@@ -196,7 +196,6 @@ class Session:
         """Ends a run's measurements and keeps the report."""
         workload = self.workload
         total = sum(self._phases.values())
-        shape = BlockShape.of(self.policy, workload)
         decoded = max(num_tokens - num_sequences, 0)
         storage_read = storage_read_bytes()
         if storage_read is not None and self._storage_read is not None:
@@ -221,7 +220,7 @@ class Session:
             "peak_bytes": self._ledger.peak,
             "computed_peak_bytes": self._peaks.bytes,
             "compiled_workspace_bytes": self._device.programs.workspace,
-            "realized": self._realized(shape),
+            "realized": self._realized(),
         }
 
     def disk_reads(self) -> tuple[list[DiskReads], float]:
@@ -234,7 +233,7 @@ class Session:
         is_cached = is_cached or self.policy.activations.disk > 0
         if is_cached or not self.policy.overlap or busy_s < report["total_s"] / 2:
             return [], busy_s
-        plan = self._plan(BlockShape.of(self.policy, self.workload))
+        plan = self._largest
         layouts = [layout for parts in plan.parts for part in parts for layout in part.layouts]
         blocks = [key for key, home in plan.cache.homes.items() if home == "disk"]
         sizes = {
@@ -248,17 +247,16 @@ class Session:
         ]
         return reads, busy_s
 
-    def _realized(self, shape: BlockShape) -> dict[str, dict[Tier, float]]:
+    def _realized(self) -> dict[str, dict[Tier, float]]:
         """Returns the fractions of the bytes that each tier really got."""
         spec = self._device.spec
         tensors = [t for t in spec.tensors.values() if not t.is_small]
         weights = [self._formats.weight(t).nbytes for t in tensors]
-        cache = self._plan(shape).cache
+        cache, homes = self._largest.cache, self._largest.waiting.homes
         blocks = [
             cache.lengths(key.batch)[key.block] * spec.decoders[key.layer].attention.kv_size
             for key in cache.homes
         ]
-        homes = place_activations(len(spec.layers) - 1, len(shape.batch_sizes), self.policy).homes
         return {
             "weights": realised(weights, [self._tiers[t.key] for t in tensors]),
             "cache": realised(blocks, list(cache.homes.values())),

@@ -160,7 +160,11 @@ class ComputeProbe:
     def prefill_step(self, batch: int, tokens: int) -> Callable[[], Any]:
         """Returns a function that computes a prefill, each time with the next layer's weights."""
         formats = Formats(self.dtype)
-        programs, layers = self._programs(formats), cycle(self._weights(formats))
+        return self._prefills(self._programs(formats), cycle(self._weights(formats)), batch, tokens)
+
+    def _prefills(
+        self, programs: Programs, layers: Any, batch: int, tokens: int
+    ) -> Callable[[], Any]:
         program = programs.prefill(self._layer, batch, prompt_blocks(tokens, BLOCK))
         hidden, first = self._hidden(batch, tokens), _first(batch)
         return lambda: program(next(layers), hidden, first)
@@ -182,10 +186,8 @@ class ComputeProbe:
         return jnp.zeros(shape), jnp.zeros(shape[:3])
 
     def _prefill(self, programs: Programs, layers: Any, batch: int, tokens: int) -> Sample:
-        program = programs.prefill(self._layer, batch, prompt_blocks(tokens, BLOCK))
-        hidden = self._hidden(batch, tokens)
-        first = _first(batch)
-        return timed(lambda: program(next(layers), hidden, first), repeat=5, at_least=1.5, keep=8)
+        run = self._prefills(programs, layers, batch, tokens)
+        return timed(run, repeat=5, at_least=1.5, keep=8)
 
     def prefill_attention(self) -> Rate:
         """Measures FLOP/s of a prompt's attention, counted as 4 s^2 h1 per sequence, by its

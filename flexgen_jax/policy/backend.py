@@ -31,8 +31,8 @@ class Inputs(NamedTuple):
 
 
 class Backend(Protocol):
-    """Moves and computes what a `BlockLoop` decides. Everything but `finish` and `wait` returns
-    at once."""
+    """Moves and computes what a `BlockLoop` decides. Only `finish`, `wait`, `copy`, `drop` and
+    `quantize` wait for anything."""
 
     def begin(self, step: Step, times: int) -> None:
         """What follows is done for a step, which stands for `times` steps like it."""
@@ -75,7 +75,7 @@ class Backend(Protocol):
         """Writes one token's keys and values to the open block."""
 
     def quantize(self, key: CacheKey) -> None:
-        """Quantizes a full block; its memory in full precision is free afterwards."""
+        """Quantizes a full block, and waits for it: its memory in full precision is then free."""
 
     def write_blocks(self, keys: Sequence[CacheKey]) -> Handle:
         """Starts writing sealed blocks to disk, from a copy of their own; frees the blocks."""

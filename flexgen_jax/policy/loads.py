@@ -91,7 +91,7 @@ class Stream(Generic[K]):
     def copy_if_read(self, key: K) -> bool:
         """Starts the copy of a load whose reads are done; returns whether it has begun."""
         load = self._loads.get(key)
-        return load is not None and (load.is_copied or self._loader.copy_if_read(load))
+        return load is not None and self._loader.copy_if_read(load)
 
     def take(self, key: K) -> Handle:
         """Returns a load on its way to the device; waits for the disk but not for the copy."""

@@ -73,8 +73,7 @@ class Simulation:
         self._projected: dict[Step, float] = {}
         self._attended: dict[tuple[int, int, int], Attended] = {}
         self._seconds: dict[int, float] = {}
-        self._phases, self._times, self._began = [0.0, 0.0], 1, 0.0
-        self._is_decoding = False
+        self._phases, self._began = [0.0, 0.0], 0.0
 
     def prediction(self, peak: dict[Tier, int]) -> Prediction:
         """Returns what the clock counted, after the loop has ended."""
@@ -84,14 +83,13 @@ class Simulation:
 
     def begin(self, step: Step, times: int) -> None:
         self._end_step()
-        self._clock.weight = self._times = times
-        self._is_decoding = step.token > 0
-        self._clock.is_prefill = not self._is_decoding
+        self._clock.weight = times
+        self._clock.is_prefill = step.token == 0
 
     def _end_step(self) -> None:
-        now = self._clock.now
-        self._phases[self._is_decoding] += (now - self._began) * self._times
-        self._began = now
+        clock = self._clock
+        self._phases[not clock.is_prefill] += (clock.now - self._began) * clock.weight
+        self._began = clock.now
 
     # Moving
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flexgen_jax.models.checkpoint import DummyWeights
+from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import read_config
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
@@ -30,9 +31,11 @@ BACKENDS = ("runtime", "simulator")
 Call = tuple[Any, ...]
 
 
-def plan_of(policy: Policy, shape: BlockShape, unified: bool = False) -> BlockPlan:
+def plan_of(
+    policy: Policy, shape: BlockShape, unified: bool = False, config: ModelConfig | None = None
+) -> BlockPlan:
     """The plan of a block of a tiny model in fp32."""
-    return Costs(read_config(BASE), "float32", policy, machine()).plan(shape, unified)
+    return Costs(config or read_config(BASE), "float32", policy, machine()).plan(shape, unified)
 
 
 class Recorder:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax.layers.programs import Programs
-from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import known_shape, read_config
 from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.fit import Budgets, Fitter
@@ -24,7 +23,7 @@ from flexgen_jax.policy.placement import (
     realised,
     split,
 )
-from flexgen_jax.policy.plan import BlockPlan, BlockShape
+from flexgen_jax.policy.plan import BlockShape
 from flexgen_jax.policy.policy import (
     GREEDY,
     SAMPLE,
@@ -39,19 +38,9 @@ from flexgen_jax.policy.policy import (
     generated_blocks,
     prompt_blocks,
 )
+from tests.helpers.blocks import plan_of
 from tests.helpers.kernels import XLA_ON_CPU
 from tests.helpers.models import BASE
-
-
-def plan_of(
-    policy: Policy,
-    shape: BlockShape,
-    unified: bool = False,
-    config: ModelConfig | None = None,
-) -> BlockPlan:
-    """The plan of a block of a tiny model in fp32."""
-    return BlockPlan(config or read_config(BASE), "float32", policy, shape, unified, KernelSizes())
-
 
 PERCENT = st.integers(0, 100).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, 100 - d)))
 
