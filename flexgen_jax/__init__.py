@@ -6,12 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_jax.version import __version__
 
-__all__ = ["LLM", "Placement", "Policy", "SamplingParams", "UserError", "__version__"]
+__all__ = [
+    "LLM",
+    "Placement",
+    "Policy",
+    "SamplingParams",
+    "UserError",
+    "__version__",
+    "set_up_jax",
+]
 
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
     from flexgen_jax.engine.sampling import SamplingParams
     from flexgen_jax.errors import UserError
+    from flexgen_jax.machine.jax_settings import set_up_jax
     from flexgen_jax.policy.policy import Placement, Policy
 
 _HOMES = {
@@ -20,6 +29,7 @@ _HOMES = {
     "Policy": "flexgen_jax.policy.policy",
     "SamplingParams": "flexgen_jax.engine.sampling",
     "UserError": "flexgen_jax.errors",
+    "set_up_jax": "flexgen_jax.machine.jax_settings",
 }
 
 

@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    tune_allocator()
+    tune_allocator(has_gpu=False)
     bandwidth = copy_bandwidth()
     found = measure(args.hidden, args.rows, args.bits, args.repeat)
     print(f"memory copy on all cores {bandwidth / 1e9:.1f} GB/s, read and write counted")

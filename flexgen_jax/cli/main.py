@@ -4,7 +4,6 @@ status 2."""
 from __future__ import annotations
 
 import io
-import os
 import sys
 from typing import Any
 
@@ -16,7 +15,7 @@ from flexgen_jax.cli.generate import generate
 from flexgen_jax.cli.plan import plan
 from flexgen_jax.cli.profile import profile
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine.caches import keep_programs
+from flexgen_jax.machine.jax_settings import set_up_jax
 from flexgen_jax.version import __version__
 
 
@@ -47,7 +46,7 @@ def main() -> None:
     Weights, KV cache and activations are kept on the device, in host memory and on disk, and
     moved to where they are needed while the device computes.
     """
-    keep_programs(os.environ)
+    set_up_jax()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
 

@@ -1,7 +1,7 @@
 """Compute kernels for the CPU: attention and matrix products. Other packages use only what is
 imported here."""
 
-from flexgen_jax.cpu.backend import CpuKernels, kernels_of_device
+from flexgen_jax.cpu.backend import CpuKernels, is_cpu, kernels_of_device
 from flexgen_jax.cpu.host_attention import Candidates, HostAttention, HostBlock
 from flexgen_jax.cpu.processor import Features, features
 
@@ -12,5 +12,6 @@ __all__ = [
     "HostAttention",
     "HostBlock",
     "features",
+    "is_cpu",
     "kernels_of_device",
 ]

@@ -83,7 +83,11 @@ class CpuKernels(DeviceKernels):
         return options
 
 
+def is_cpu() -> bool:
+    """Returns whether the device on which JAX computes is a CPU."""
+    return bool(jax.devices()[0].platform == "cpu")
+
+
 def kernels_of_device() -> DeviceKernels:
     """Returns the kernels with generated code on a CPU, and XLA's own elsewhere."""
-    sizes = KernelSizes()
-    return CpuKernels(sizes) if jax.default_backend() == "cpu" else DeviceKernels(sizes)
+    return CpuKernels(KernelSizes()) if is_cpu() else DeviceKernels(KernelSizes.of_gpu())

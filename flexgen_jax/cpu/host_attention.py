@@ -18,6 +18,9 @@ from flexgen_jax.layers.attention import MASKED
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 
+COPYING_CORES = 2
+"""Cores for the threads with which XLA copies between host and GPU."""
+
 HostPartial = tuple[np.ndarray, np.ndarray]
 """A partial attention result like `layers.attention.Partial`, as NumPy arrays."""
 
@@ -69,11 +72,13 @@ class _Prepared(NamedTuple):
 
 
 class HostAttention:
-    """Computes decode attention with all cores that the process may use."""
+    """Computes decode attention with the cores that the process may use.
 
-    def __init__(self) -> None:
-        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self._threads = count or 1
+    is_beside_gpu: leave some of them to the threads that copy to and from a GPU.
+    """
+
+    def __init__(self, is_beside_gpu: bool = False) -> None:
+        self._threads = attending_cores(_cores(), is_beside_gpu)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="flexgen-attention")
 
     def attend(
@@ -176,6 +181,17 @@ class HostAttention:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+def attending_cores(cores: int, is_beside_gpu: bool) -> int:
+    """Returns how many of `cores` cores attend: beside a GPU all but a quarter of them, and but
+    `COPYING_CORES` of many."""
+    return cores - (min(COPYING_CORES, cores // 4) if is_beside_gpu else 0)
+
+
+def _cores() -> int:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return count or 1
 
 
 def _rows(query: np.ndarray) -> np.ndarray:

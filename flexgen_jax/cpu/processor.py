@@ -59,6 +59,12 @@ def tile_units(kind: str = "bf16") -> tuple[str, ...]:
     return ("amx",) * has_amx + ("avx512",) * (flags >= FOR_VECTORS)
 
 
+@lru_cache
+def converts_half() -> bool:
+    """Returns whether the processor has an instruction that widens float16 (F16C)."""
+    return not any(map(os.environ.get, NUMBA_TARGETS)) and "f16c" in _processor_flags()
+
+
 def _processor_flags() -> set[str]:
     """Returns the processor's features by the names that Linux gives them."""
     with suppress(OSError):

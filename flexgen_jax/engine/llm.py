@@ -26,9 +26,9 @@ from flexgen_jax.errors import (
 )
 from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.profiles import read_profile
+from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.loading import open_model, resolve_dtype
 from flexgen_jax.models.spec import model_spec
-from flexgen_jax.offload.allocator import tune_allocator
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
@@ -48,8 +48,8 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         asked = EngineOptions.of(model, options)
-        tune_allocator()
-        on_cpu = jax.devices()[0].platform == "cpu"
+        device_memory, host_memory, disk_space = asked.budgets
+        on_cpu = start_jax(host_memory)
         self._model = open_model(asked.model, asked.dummy_weights, asked.seed)
         self.config = self._model.config
         self.dtype = resolve_dtype(asked.dtype, self.config, on_cpu)
@@ -57,7 +57,6 @@ class LLM:
         unified = on_cpu if asked.unified is None else asked.unified
         policy = asked.policy_on(unified)
         formats = policy.formats(self.dtype)
-        device_memory, host_memory, disk_space = asked.budgets
         self._planner = Planner(
             config=self.config,
             dtype=self.dtype,

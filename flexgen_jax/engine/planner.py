@@ -64,7 +64,8 @@ class Planner:
         """The budgets, detected once, before the run itself uses memory."""
         if self._budgets is None:
             asked = (self.device_memory, self.host_memory, self.disk_space)
-            self._budgets = detect_budgets(*asked, self.offload_dir, self.fingerprint, self.unified)
+            where = (self.offload_dir, self.fingerprint)
+            self._budgets = detect_budgets(*asked, *where, self.unified, self.progress.say)
         return self._budgets
 
     def block_sequences(self, prompt_len: int, gen_len: int) -> int:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu import HostAttention, HostBlock, kernels_of_device
+from flexgen_jax.cpu import HostAttention, HostBlock, is_cpu, kernels_of_device
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import Kept, quantize_as
 from flexgen_jax.models.checkpoint import numpy_dtype
@@ -90,7 +90,7 @@ class ComputeProbe:
         self._spec = model_spec(config)
         self._layer = self._spec.decoders[0]
         self._heads = self._layer.attention
-        self._host = HostAttention()
+        self._host = HostAttention(not is_cpu())
         self._attended: dict[tuple[int, int], Sample] = {}
         values = np.random.default_rng(0).standard_normal(1_000_003, np.float32)
         self._values = (0.05 * values).astype(self._np)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
+from flexgen_jax.cpu import is_cpu
 from flexgen_jax.errors import UserError
+from flexgen_jax.machine.jax_settings import FRACTION, PINNED, pinned_bytes
 from flexgen_jax.offload.disk.folder import remove_dead_runs
 from flexgen_jax.policy.fit import Budgets, human
 
@@ -79,40 +82,63 @@ def detect_budgets(
     offload_dir: Path,
     fingerprint: str,
     unified: bool,
+    say: Callable[[str], object] = lambda _: None,
 ) -> Budgets:
     """Returns the budgets: those asked for, and what the machine has where nothing is asked for.
 
     fingerprint: of the weights; the bytes that an earlier run stored of them count as free disk
-    space. Runs that were killed are removed from the offload folder first. Raises `UserError` if
-    more is asked for than there is, except for RAM that device and host share, whose limit is kept
-    beside the budgets.
+    space; say: called with what limits the host's budget, if that is not the RAM. Runs that were
+    killed are removed from the offload folder first. Raises `UserError` if more is asked for than
+    there is, except for RAM that device and host share, whose limit is kept beside the budgets.
     """
     remove_dead_runs(offload_dir)
-    ram = max(0, int(SAFETY * available_memory()) - RUNTIME_BYTES)
-    stats = None if unified else jax.devices()[0].memory_stats()
-    most = stats["bytes_limit"] if stats else None
-    if device_memory is None:
-        device_memory = ram if most is None else int(SAFETY * most)
-    elif most is not None and device_memory > most:
-        raise UserError(
-            f"--device-memory {human(device_memory)} is more than the {human(most)} that JAX may "
-            "use of this GPU; ask for less, or set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 (0.75 is "
-            "its default)"
-        )
-    installed = _meminfo("MemTotal")
-    if host_memory is not None and not unified and host_memory > installed:
-        raise UserError(
-            f"--host-memory {human(host_memory)} is more than the {human(installed)} of RAM here; "
-            "ask for less, or leave it out"
-        )
+    ram = free_ram()
     free = _free_disk(offload_dir, fingerprint)
-    disk_space = free if disk_space is None else min(disk_space, free)
     return Budgets(
-        device=device_memory,
-        host=ram if host_memory is None else host_memory,
-        disk=disk_space,
+        device=_device_budget(device_memory, ram, unified),
+        host=_host_budget(host_memory, ram, unified, say),
+        disk=free if disk_space is None else min(disk_space, free),
         shared=ram if unified else None,
     )
+
+
+def free_ram() -> int:
+    """Returns the bytes of RAM that plans may use."""
+    return max(0, int(SAFETY * available_memory()) - RUNTIME_BYTES)
+
+
+def _device_budget(asked: int | None, ram: int, unified: bool) -> int:
+    stats = None if unified else jax.devices()[0].memory_stats()
+    most = stats["bytes_limit"] if stats else None
+    if asked is None:
+        return ram if most is None else int(SAFETY * most)
+    if most is not None and asked > most:
+        raise UserError(
+            f"--device-memory {human(asked)} is more than the {human(most)} that JAX may use of "
+            f"this GPU; ask for less, or set {FRACTION} to a larger share of the card, 0.95 at "
+            "most, before JAX starts"
+        )
+    return asked
+
+
+def _host_budget(asked: int | None, ram: int, unified: bool, say: Callable[[str], object]) -> int:
+    if unified:
+        return ram if asked is None else asked
+    installed = _meminfo("MemTotal")
+    if asked is not None and asked > installed:
+        raise UserError(
+            f"--host-memory {human(asked)} is more than the {human(installed)} of RAM here; ask "
+            "for less, or leave it out"
+        )
+    wanted = ram if asked is None else asked
+    most = wanted if is_cpu() else pinned_bytes(os.environ)
+    if wanted <= most:
+        return wanted
+    limit = f"{human(most)}, for which {PINNED} leaves room; set it before JAX starts"
+    if asked is not None:
+        raise UserError(f"--host-memory {human(asked)} is more than {limit}, or ask for less")
+    say(f"flexgen-jax: of {human(ram)} of free RAM the host tier has only {limit}")
+    return most
 
 
 def existing(folder: Path) -> Path:

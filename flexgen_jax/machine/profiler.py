@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu import features, kernels_of_device
+from flexgen_jax.cpu import features, is_cpu, kernels_of_device
 from flexgen_jax.machine.compute_probe import PREFILLS, ROWS, ComputeProbe, rate_of, timed
 from flexgen_jax.machine.disk_probe import DiskProbe
 from flexgen_jax.machine.limits import available_memory, detect_budgets
@@ -55,8 +55,7 @@ def stages(dtype: str) -> int:
 def multiplies_integers(dtype: str) -> bool:
     """Returns whether products of 8-bit integers have a unit of their own here, and so another
     speed than products of floats that hold integers."""
-    on_cpu = jax.devices()[0].platform == "cpu"
-    return on_cpu and dtype == "bfloat16" and bool(features().int8)
+    return is_cpu() and dtype == "bfloat16" and bool(features().int8)
 
 
 def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> HardwareProfile:
@@ -66,7 +65,7 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
     measurement before it begins.
     """
     started = time.perf_counter()
-    on_cpu = jax.devices()[0].platform == "cpu"
+    on_cpu = is_cpu()
     is_small = available_memory() < SMALL_MEMORY
     shape = known_shape("facebook/opt-1.3b" if on_cpu else "facebook/opt-6.7b")
     probe = ComputeProbe(shape, dtype, copies=2 if is_small else 6)

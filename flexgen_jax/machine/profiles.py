@@ -15,9 +15,9 @@ from flexgen_jax.machine.limits import (
     existing,
 )
 from flexgen_jax.machine.profiler import machine_key, measure, stages
+from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import resolve_dtype
-from flexgen_jax.offload.allocator import tune_allocator
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import (
     PROFILE_VERSION,
@@ -131,11 +131,7 @@ def _write(path: Path, text: str) -> None:
 def set_up(offload_dir: Path | None) -> tuple[bool, Path]:
     """Prepares for measuring; returns whether host and device are one RAM, and the folder of the
     disk tier."""
-    import jax
-
-    tune_allocator()
-    unified = jax.devices()[0].platform == "cpu"
-    return unified, (offload_dir or cache_folder("offload")).expanduser()
+    return start_jax(), (offload_dir or cache_folder("offload")).expanduser()
 
 
 def this_machine(

@@ -61,11 +61,16 @@ class WeightSource(Protocol):
         """Returns a name for the content of these weights in `dtype`, equal for copied files."""
         ...
 
+    @property
+    def reads_at_once(self) -> int:
+        """How many threads may read, and gain from it."""
+
 
 class DummyWeights:
     """Random weights of the right shapes. A tensor's numbers depend on seed and key alone."""
 
     ROWS = 256  # numbers are drawn in pieces of this many rows, whatever range is read
+    reads_at_once = 8
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         self.config = config
@@ -107,6 +112,8 @@ class Checkpoint:
     Opening it checks all headers: every tensor of the model must be there with its shape, and no
     tensor that is not part of the model. Raises `CheckpointError` otherwise.
     """
+
+    reads_at_once = 1
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

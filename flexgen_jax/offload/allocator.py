@@ -8,12 +8,13 @@ import gc
 import sys
 
 
-def tune_allocator() -> None:
+def tune_allocator(has_gpu: bool) -> None:
     """Lets XLA's temporaries on the CPU reuse memory instead of faulting in fresh pages.
 
     By default glibc gives large blocks back to the system at once, which makes attention in bf16
     much slower. One arena for all threads keeps the memory that they free usable by the others,
-    which saves much of an offloaded run's memory. Call this before JAX starts its threads. Other C
+    which saves much of an offloaded run's memory. Where a GPU computes, threads keep arenas of
+    their own and do not wait for each other. Call this before JAX starts its threads. Other C
     libraries are left alone.
     """
     if not sys.platform.startswith("linux"):
@@ -21,7 +22,8 @@ def tune_allocator() -> None:
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         trim_threshold, mmap_threshold, arena_max = -1, -3, -8
-        libc.mallopt(arena_max, 1)
+        if not has_gpu:
+            libc.mallopt(arena_max, 1)
         libc.mallopt(mmap_threshold, 32 << 20)
         libc.mallopt(trim_threshold, 512 << 20)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu import HostAttention, kernels_of_device
+from flexgen_jax.cpu import HostAttention, is_cpu, kernels_of_device
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import assemble
 from flexgen_jax.models.config import ModelConfig
@@ -50,7 +50,7 @@ class Device:
             memories=Memories(Watcher(Metrics(trace)), unified),
             programs=Programs(config, formats, kernels),
             sizes=kernels.sizes,
-            host_attention=HostAttention(),
+            host_attention=HostAttention(not is_cpu()),
         )
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from flexgen_jax.cpu import is_cpu
 from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.offload.disk.direct_reads import whole_pages
 from flexgen_jax.offload.metrics import Content, Link, Metrics
@@ -32,7 +33,7 @@ class Memories:
     def __init__(self, watcher: Watcher, unified: bool | None = None) -> None:
         self.device = jax.devices()[0]
         self.watcher = watcher
-        self.unified = self.device.platform == "cpu" if unified is None else unified
+        self.unified = is_cpu() if unified is None else unified
         self._device_sharding = jax.sharding.SingleDeviceSharding(self.device)
         self._host_sharding = self._device_sharding
         if not self.unified:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -97,16 +100,12 @@ class WeightStore:
         tensor is quantized, the device does that."""
         storage = self._storage(tensor)
         if storage.bits == 16:
-            start = 0
-            for piece in self._pieces(tensor):
-                leaves[0][start : start + len(piece)] = piece
-                start += len(piece)
+            for start, stop, piece in self._pieces(tensor):
+                leaves[0][start:stop] = piece
             return
         packed, scale, minimum = leaves
         length, group = storage.plane_length, storage.group_size
-        itemsize = DTYPES[self._formats.dtype]
-        for start, stop in row_ranges(storage.shape, itemsize, group):
-            piece = self._source.read(tensor, start, stop, storage.dtype)
+        for start, stop, piece in self._pieces(tensor, group):
             part = replace(storage, shape=piece.shape)
             codes, *values = (np.asarray(array) for array in encode(piece, part))
             groups = slice(start // group, -(-stop // group))
@@ -136,7 +135,7 @@ class WeightStore:
         """Writes a tensor's missing leaves to disk. A quantized tensor is in RAM whole meanwhile;
         of others, only a few chunks are."""
         if len(stored) == 1:
-            folder.write(*stored[0], self._pieces(tensor))
+            folder.write(*stored[0], (piece for *_, piece in self._pieces(tensor)))
             return
         leaves = [np.zeros(shape, dtype) for _, shape, dtype in stored]
         self._fill(tensor, leaves)
@@ -149,9 +148,23 @@ class WeightStore:
         self._ledger.reserve(tier, nbytes)
         self._reserved[tier] += nbytes
 
-    def _pieces(self, tensor: TensorSpec) -> Iterator[np.ndarray]:
-        for start, stop in row_ranges(tensor.shape, DTYPES[self._formats.dtype]):
-            yield self._source.read(tensor, start, stop, self._formats.dtype)
+    def _pieces(
+        self, tensor: TensorSpec, multiple: int = 1
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yields (start, stop, rows) of consecutive ranges of a tensor's rows, whose starts are
+        multiples of `multiple`. Some are read ahead, where the source gains from it."""
+        dtype = self._formats.dtype
+        count = min(self._source.reads_at_once, os.cpu_count() or 1)
+        with ThreadPoolExecutor(count, "flexgen-place") as pool:
+            reads: deque[tuple[int, int, Future[np.ndarray]]] = deque()
+            for start, stop in row_ranges(tensor.shape, DTYPES[dtype], multiple):
+                read = pool.submit(self._source.read, tensor, start, stop, dtype)
+                reads.append((start, stop, read))
+                if len(reads) == count:
+                    begin, end, first = reads.popleft()
+                    yield begin, end, first.result()
+            for begin, end, first in reads:
+                yield begin, end, first.result()
 
     def fetch(self, part: WeightsPart, buffers: Sequence[HostBuffer]) -> Load[dict[str, Kept]]:
         """Starts gathering a part's tensors, by path; those on disk are read into the buffers."""

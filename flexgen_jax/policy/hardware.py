@@ -84,13 +84,15 @@ class DiskReads(NamedTuple):
 @dataclass(frozen=True)
 class KernelSizes:
     """Amounts of work that a device's kernels take at once, which decide the size of temporaries.
-    The defaults suit the caches of a CPU.
+    The defaults suit the caches of a CPU; `of_gpu` has those of a GPU.
 
     prefill_rows, packed_prefill_rows: tokens that go through a layer together in prefill, with
         weights in the dtype and with weights in fewer bits, which every group unpacks anew.
     scored_rows: positions whose logits are computed together when texts are scored.
     score_bytes: bytes of fp32 attention scores that prefill has in memory at once.
     part_bytes: bytes of a kernel that are unpacked and multiplied together.
+    unpacks_layers: whether a layer's weights in fewer bits are unpacked as a whole, once for all
+        batches of a visit, if there are several.
     """
 
     prefill_rows: int = 1024
@@ -98,6 +100,12 @@ class KernelSizes:
     scored_rows: int = 256
     score_bytes: int = 16 << 20
     part_bytes: int = 16 << 20
+    unpacks_layers: bool = False
+
+    @classmethod
+    def of_gpu(cls) -> KernelSizes:
+        """Returns amounts that keep a GPU's multiprocessors busy."""
+        return cls(4096, 4096, 4096, 256 << 20, 1 << 40, unpacks_layers=True)
 
     def prefill_sequences(self, batch: int, tokens: int, weight_bits: int) -> int:
         """Returns the number of a batch's sequences that prefill takes through a layer together."""
@@ -253,7 +261,8 @@ def _parse(kind: str, value: Any) -> Any:
         points = tuple((float(size), float(rate)) for size, rate in value["points"])
         return Rate(points, tuple(float(x) for x in value["spread"]))
     if kind == "KernelSizes":
-        return KernelSizes(**{name: int(size) for name, size in value.items()})
+        known = asdict(KernelSizes())
+        return KernelSizes(**{name: type(known[name])(size) for name, size in value.items()})
     if kind == "dict[int, Rate]":
         return {int(bits): _parse("Rate", rate) for bits, rate in value.items()}
     if kind == "tuple[float, float]":

@@ -11,6 +11,7 @@ import pytest
 from flexgen_jax import LLM, Policy, SamplingParams, UserError
 from flexgen_jax.engine import session
 from flexgen_jax.machine import limits
+from flexgen_jax.machine.jax_settings import PINNED
 from flexgen_jax.offload import executor
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.policy.buffers import Ring
@@ -65,14 +66,40 @@ def test_more_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(UserError, match=r"--host-memory .* is more than"):
         limits.detect_budgets(None, 1 << 60, 0, tmp_path, "", unified=False)
     stats = {"bytes_limit": 12 << 30}
-    gpu = SimpleNamespace(memory_stats=lambda: stats)
+    gpu = SimpleNamespace(memory_stats=lambda: stats, platform="gpu")
     monkeypatch.setattr(limits.jax, "devices", lambda: [gpu])
-    with pytest.raises(UserError, match=r"--device-memory 16.* XLA_PYTHON_CLIENT_MEM_FRACTION"):
+    with pytest.raises(UserError, match=r"--device-memory 16.* XLA_CLIENT_MEM_FRACTION"):
         limits.detect_budgets(16 << 30, None, 0, tmp_path, "", unified=False)
     assert limits.detect_budgets(12 << 30, 9, 0, tmp_path, "", unified=False).device == 12 << 30
     assert limits.detect_budgets(None, 9, 0, tmp_path, "", unified=False).device == int(
         limits.SAFETY * stats["bytes_limit"]
     )
+
+
+def test_the_host_tier_respects_the_limit_of_pinned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(memory_stats=lambda: None)
+    monkeypatch.setattr(limits.jax, "devices", lambda: [gpu])
+    monkeypatch.setattr(limits, "is_cpu", lambda: False)
+    monkeypatch.setattr(limits, "available_memory", lambda: 100 << 30)
+    monkeypatch.setattr(limits, "_meminfo", lambda name: 128 << 30)
+    said: list[object] = []
+
+    def host(asked: int | None) -> int | None:
+        where = (tmp_path, "", False, said.append)
+        return limits.detect_budgets(None, asked, 0, *where).host
+
+    monkeypatch.setenv(PINNED, "20")
+    assert host(None) == 16 << 30
+    assert len(said) == 1
+    assert PINNED in str(said[0])
+    assert host(15 << 30) == 15 << 30
+    with pytest.raises(UserError, match=PINNED):
+        host(17 << 30)
+    monkeypatch.setenv(PINNED, "200")
+    assert host(None) == limits.free_ram()
+    assert len(said) == 1
 
 
 def test_buffers_for_prompts_of_many_lengths_stay_within_the_plan(tmp_path: Path) -> None:

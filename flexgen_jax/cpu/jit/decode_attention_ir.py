@@ -36,6 +36,7 @@ from flexgen_jax.cpu.jit.llvm import (
     arrays_of,
     filled,
 )
+from flexgen_jax.cpu.processor import converts_half
 from flexgen_jax.models.storage import kv_storage
 
 cgutils: Any = untyped
@@ -132,6 +133,9 @@ class Emitter(Vectors):
         if stored.type.element == FLOAT:
             return stored
         floats, integers = ir.VectorType(FLOAT, width), ir.VectorType(INT, width)
+        if self.is_half and converts_half():
+            halves = builder.bitcast(stored, ir.VectorType(ir.HalfType(), width))
+            return builder.fpext(halves, floats)
         wide = builder.zext(stored, integers)
         if not self.is_half:
             return builder.bitcast(builder.shl(wide, filled(integers, 16)), floats)
