@@ -60,7 +60,9 @@ def bench(
     """
     check_json(json_file)
     unified = False if copies else None
-    options = engine_options(flags, num_sequences or 1, unified=unified, trace=trace)
+    options = engine_options(
+        flags, num_sequences or 1, unified=unified, trace=trace, breakdown=breakdown
+    )
     with open_llm(options) as llm:
         report = run_bench(llm, prompt_len, gen_len, num_sequences, options.seed, warm_up)
         click.echo(bench_summary(report))

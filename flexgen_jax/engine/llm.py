@@ -30,6 +30,7 @@ from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.loading import open_model, resolve_dtype
 from flexgen_jax.models.spec import model_spec
 from flexgen_jax.offload.executor import Batch
+from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
 from flexgen_jax.progress import Progress
@@ -73,6 +74,7 @@ class LLM:
             profile=read_profile(asked.hardware) if asked.hardware is not None else None,
         )
         self._trace = Trace(Path(asked.trace)) if asked.trace is not None else None
+        self._breakdown = asked.breakdown
         self._session: Session | None = None
         self._finalizer: Any = None
 
@@ -280,7 +282,7 @@ class LLM:
             self._planner.offload_dir,
             self._planner.unified,
             self._model.source,
-            self._trace,
+            Metrics(self._trace, self._breakdown),
         )
         self._finalizer = weakref.finalize(self, session.close)
         self._session = session

@@ -33,6 +33,8 @@ class EngineOptions:
     progress: whether progress bars are shown.
     unified: whether host and device are one RAM; None is so on a CPU.
     hardware: the profile to plan with: a file or a known machine's name; None is this machine's.
+    breakdown: whether the report has the busy time of the device and of its links, which costs some
+        speed; so it has with a trace.
     trace: a file to which every transfer and computation is written, for ui.perfetto.dev.
     """
 
@@ -53,6 +55,7 @@ class EngineOptions:
     progress: bool = False
     unified: bool | None = None
     hardware: str | Path | None = None
+    breakdown: bool = False
     trace: str | Path | None = None
 
     @classmethod

@@ -16,14 +16,14 @@ from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.executor import Batch, BlockRun, OnResult
-from flexgen_jax.offload.trace import Trace
+from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import DiskReads
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.memory import estimate, plan_workspace
 from flexgen_jax.policy.placement import (
-    CachePlan,
+    CacheKey,
     page_cached,
     place_weights,
     realised,
@@ -47,12 +47,12 @@ class Session:
         offload_dir: Path,
         unified: bool,
         source: WeightSource,
-        trace: Trace | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._config = config
         self._dtype, self._formats = dtype, policy.formats(dtype)
         self._budgets, self._unified = budgets, unified
-        self._device = Device.create(config, self._formats, unified, trace)
+        self._device = Device.create(config, self._formats, unified, metrics)
         self._ledger = Ledger({tier: budgets.allowed(tier) for tier in TIERS})
         self._folder = OffloadFolder(offload_dir) if policy.uses_disk else None
         self._tiers = place_weights(self._device.spec, dtype, policy)
@@ -94,10 +94,11 @@ class Session:
     def compile(self, workload: Workload) -> None:
         """Compiles every program of a greedy run on the largest block of this workload."""
         shape = BlockShape.of(self.policy, workload)
-        plan = self._plan(shape).cache
+        plan = self._plan(shape)
+        cache = plan.cache
         programs = self._device.programs
         for batch, rows in enumerate(shape.batch_sizes):
-            prompt, generated = plan.prompt[batch], plan.generated[batch]
+            prompt, generated = cache.prompt[batch], cache.generated[batch]
             programs.embed(rows, workload.prompt_len)
             *others, last = self._device.spec.decoders
             programs.prefill(last, rows, prompt, only_last=True)
@@ -109,9 +110,9 @@ class Session:
                 self._compile_decode(plan, batch, rows, len(prompt) + count)
                 for layer, _ in self._device.spec.decoder_kinds:
                     self._compile_tail(layer, rows, tail)
-        if any(plan.generated) and plan.values_stay and set(plan.homes.values()) != {"device"}:
+        if any(cache.generated) and cache.values_stay and set(cache.homes.values()) != {"device"}:
             started = time.perf_counter()
-            self._device.prepare_host(self.policy.is_sparse, not plan.keys_stay)
+            self._device.prepare_host(self.policy.is_sparse, not cache.keys_stay)
             self._kernels_s += time.perf_counter() - started
 
     def _compile_tail(self, layer: LayerSpec, rows: int, tail: int) -> None:
@@ -121,16 +122,18 @@ class Session:
         if self._formats.cache_bits < 16:
             self._device.programs.seal(layer, rows, tail)
 
-    def _compile_decode(self, plan: CachePlan, batch: int, rows: int, sealed: int) -> None:
+    def _compile_decode(self, plan: BlockPlan, batch: int, rows: int, sealed: int) -> None:
         """Compiles every program that a step may need, in any layer, when `sealed` KV blocks are
         sealed."""
         programs = self._device.programs
-        room = sum(plan.lengths(batch)[: sealed + 1])
+        cache = plan.cache
+        room = sum(cache.lengths(batch)[: sealed + 1])
         most = self.policy.attended(room) if self.policy.is_sparse else 0
         for index, layer in enumerate(self._device.spec.decoders):
-            here, there = (plan.part(index, batch, sealed, on_host) for on_host in (False, True))
+            here, there = (cache.part(index, batch, sealed, on_host) for on_host in (False, True))
             if not there.starts:
-                programs.decode(layer, rows, here.lengths, here.tail, most)
+                appends = plan.appends(CacheKey(index, batch, sealed))
+                programs.decode(layer, rows, here.lengths, here.tail, most, appends)
                 continue
             programs.project(layer, rows)
             programs.finish(layer, rows, 2 if here.starts else 1)
@@ -139,7 +142,7 @@ class Session:
             elif here.starts:
                 programs.rank(layer, rows, here.lengths, here.tail, most)
                 programs.attend_ranked(layer, rows, here.lengths, here.tail, most)
-            if most and not plan.keys_stay:
+            if most and not cache.keys_stay:
                 programs.rank(layer, rows, there.lengths, there.tail, most)
 
     def start(self) -> None:

@@ -42,9 +42,16 @@ def _apply(module: Any, weights: Weights, *args: Any, **options: Any) -> Any:
 def _embed(module: Embedding) -> Callable[..., Any]:
     def embed(weights: Weights, ids: jax.Array, start: jax.Array, first_valid: jax.Array) -> Any:
         hidden = _apply(module, weights, ids, start, first_valid)
-        return hidden, jnp.isfinite(hidden).all()
+        return hidden, _checked(jnp.zeros(2, jnp.int32), jnp.isfinite(hidden).all())
 
     return embed
+
+
+def _checked(checks: jax.Array, is_finite: jax.Array) -> jax.Array:
+    """Returns the checks of a batch's layers with one more; see `Programs`."""
+    count, first = checks[0] + 1, checks[1]
+    first = jnp.where((first == 0) & ~is_finite, count, first)
+    return jnp.stack([count, first])
 
 
 def _prefill(
@@ -73,7 +80,9 @@ def _prefill(
             start += length
         return hidden, blocks, jnp.isfinite(hidden).all((1, 2))
 
-    def prefill(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
+    def prefill(
+        weights: Weights, hidden: jax.Array, checks: jax.Array, first_valid: jax.Array
+    ) -> Any:
         batch, tokens, _ = hidden.shape
         size = sizes.prefill_sequences(batch, tokens, formats.weight_bits)
         found = _in_groups(partial(some, weights), size, hidden, first_valid)
@@ -82,7 +91,7 @@ def _prefill(
         for length, sides in zip(cuts, leaves, strict=True):
             storage = formats.kv(attention.kv_shape(batch, length))
             blocks.append(tuple(assemble(storage, side) for side in sides))
-        return hidden, tuple(blocks), is_finite.all()
+        return hidden, tuple(blocks), _checked(checks, is_finite.all())
 
     return prefill
 
@@ -133,10 +142,24 @@ def _seal(formats: Formats, block: KVBlock) -> KVBlock:
     return key, value
 
 
-def _decode(layer: DecoderLayer, most: int) -> Callable[..., Any]:
-    def decode(weights: Weights, *args: Any) -> Any:
+def _decode(layer: DecoderLayer, most: int, appends: bool) -> Callable[..., Any]:
+    def decode(
+        weights: Weights,
+        hidden: jax.Array,
+        blocks: tuple[KVBlock, ...],
+        tail: Tail,
+        checks: jax.Array,
+        position: jax.Array,
+        *where: jax.Array,
+    ) -> Any:
+        args = (hidden, blocks, tail, position, *where)
         hidden, new = _apply(layer, weights, *args, most=most, method="decode")
-        return hidden, new, jnp.isfinite(hidden).all()
+        checks = _checked(checks, jnp.isfinite(hidden).all())
+        if appends:
+            # Only after attention has read the tail can it be written to without a copy.
+            hidden, new = jax.lax.optimization_barrier((hidden, new))
+            new = _append(tail, new, position - sum(key.shape[2] for key, _ in blocks))
+        return hidden, new, checks
 
     return decode
 
@@ -149,9 +172,9 @@ def _project(layer: DecoderLayer) -> Callable[..., Any]:
 
 
 def _finish(layer: DecoderLayer) -> Callable[..., Any]:
-    def finish(weights: Weights, *args: Any) -> Any:
-        hidden = _apply(layer, weights, *args, method="finish")
-        return hidden, jnp.isfinite(hidden).all()
+    def finish(weights: Weights, hidden: jax.Array, checks: jax.Array, *args: Any) -> Any:
+        hidden = _apply(layer, weights, hidden, *args, method="finish")
+        return hidden, _checked(checks, jnp.isfinite(hidden).all())
 
     return finish
 
@@ -166,17 +189,17 @@ def _append(tail: Tail, new: Tail, at: jax.Array) -> Tail:
 
 
 def _head(module: Head, is_greedy: bool) -> Callable[..., Any]:
-    def head(weights: Weights, hidden: jax.Array, *sampling: jax.Array) -> Any:
+    def head(weights: Weights, hidden: jax.Array, checks: jax.Array, *sampling: jax.Array) -> Any:
         logits = _apply(module, weights, hidden[:, -1])
         ids = greedy(logits) if is_greedy else sample(logits, *sampling)
-        return ids[:, None], jnp.isfinite(logits).all()
+        return ids[:, None], _checked(checks, jnp.isfinite(logits).all())
 
     return head
 
 
 def _score(module: Head) -> Callable[..., Any]:
-    def score(weights: Weights, hidden: jax.Array, targets: jax.Array) -> Any:
-        """Returns each target's log-probability, fp32 [batch, token], and if all are finite."""
+    def score(weights: Weights, hidden: jax.Array, checks: jax.Array, targets: jax.Array) -> Any:
+        """Returns each target's log-probability, fp32 [batch, token], and the checks."""
 
         def some(rows: jax.Array, wanted: jax.Array) -> jax.Array:
             logits = _apply(module, weights, rows)
@@ -185,7 +208,8 @@ def _score(module: Head) -> Callable[..., Any]:
 
         rows = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
         logprobs = _in_groups(some, min(module.kernels.sizes.scored_rows, targets.size), *rows)
-        return logprobs.reshape(targets.shape), jnp.isfinite(logprobs).all()
+        is_finite = jnp.isfinite(logprobs).all()
+        return logprobs.reshape(targets.shape), _checked(checks, is_finite)
 
     return score
 
@@ -266,16 +290,24 @@ class _Lowering:
     ) -> jax.stages.Lowered:
         attention, weights = self._attention(layer), self._weights(self._spec.layers[layer])
         program = _prefill(self._decoder, self.formats, attention, cuts, only_last)
-        return jax.jit(program).lower(weights, self._hidden(batch, sum(cuts)), _int(batch))
+        hidden = self._hidden(batch, sum(cuts))
+        return jax.jit(program).lower(weights, hidden, _int(2), _int(batch))
 
     def decode(
-        self, layer: int, batch: int, blocks: tuple[int, ...], tail: int, most: int
+        self,
+        layer: int,
+        batch: int,
+        blocks: tuple[int, ...],
+        tail: int,
+        most: int,
+        appends: bool,
     ) -> jax.stages.Lowered:
         cache = (self._blocks(layer, batch, blocks), self._tail(layer, batch, tail))
         counts = (_int(batch),) if most else ()
-        args = (self._hidden(batch, 1), *cache, _int(), _int(batch), *counts)
+        args = (self._hidden(batch, 1), *cache, _int(2), _int(), _int(batch), *counts)
         weights = self._weights(self._spec.layers[layer])
-        return jax.jit(_decode(self._decoder, most)).lower(weights, *args)
+        program = _decode(self._decoder, most, appends)
+        return jax.jit(program, donate_argnums=3 if appends else ()).lower(weights, *args)
 
     def project(self, layer: int, batch: int) -> jax.stages.Lowered:
         weights = self._weights(self._spec.layers[layer])
@@ -286,7 +318,8 @@ class _Lowering:
         partials = [(_float(*shape), _float(*shape[:3]))] * places
         asked = (self._query(layer, batch), self._tail(layer, batch, 1), partials)
         weights = self._weights(self._spec.layers[layer])
-        return jax.jit(_finish(self._decoder)).lower(weights, self._hidden(batch, 1), *asked)
+        hidden = self._hidden(batch, 1)
+        return jax.jit(_finish(self._decoder)).lower(weights, hidden, _int(2), *asked)
 
     def attend(
         self, layer: int, batch: int, blocks: tuple[int, ...], tail: int
@@ -328,13 +361,13 @@ class _Lowering:
         return jax.jit(partial(_seal, self.formats)).lower(self._tail(layer, batch, tail))
 
     def score(self, batch: int, tokens: int) -> jax.stages.Lowered:
-        args = (self._weights(self._spec.head), self._hidden(batch, tokens), _int(batch, tokens))
-        return jax.jit(_score(self._head)).lower(*args)
+        args = (self._hidden(batch, tokens), _int(2), _int(batch, tokens))
+        return jax.jit(_score(self._head)).lower(self._weights(self._spec.head), *args)
 
     def head(self, batch: int, is_greedy: bool) -> jax.stages.Lowered:
         keys = jax.ShapeDtypeStruct((batch, 2), jnp.uint32)
         sampling = () if is_greedy else (_float(batch), _int(batch), _float(batch), keys, _int())
-        args = (self._weights(self._spec.head), self._hidden(batch, 1), *sampling)
+        args = (self._weights(self._spec.head), self._hidden(batch, 1), _int(2), *sampling)
         return jax.jit(_head(self._head, is_greedy)).lower(*args)
 
 
@@ -348,8 +381,9 @@ class Programs:
     """A model's programs by kind and shape, each compiled when it is first asked for.
 
     Decoder layers of equal shapes share their programs. A method's docstring says what its program
-    does, takes and returns. `is_finite` is bool [], whether all numbers that were computed are
-    finite.
+    does, takes and returns. `checks` is int32 [2]: how many layers a batch's tokens have gone
+    through, and the number of the first of these, counted from 1, whose results were not all
+    finite, 0 if all were.
     """
 
     def __init__(self, config: ModelConfig, formats: Formats, kernels: Kernels) -> None:
@@ -372,13 +406,14 @@ class Programs:
         return self._get(kind, self._alike[layer.index], *shape)
 
     def embed(self, batch: int, tokens: int) -> jax.stages.Compiled:
-        """Embeds tokens: (weights, ids [batch, token], start, first_valid) -> hidden, is_finite."""
+        """Embeds tokens: (weights, ids [batch, token], start, first_valid) -> hidden, checks."""
         return self._get("embed", batch, tokens)
 
     def prefill(
         self, layer: LayerSpec, batch: int, cuts: tuple[int, ...], only_last: bool = False
     ) -> jax.stages.Compiled:
-        """Prefills a decoder layer: (weights, hidden, first_valid) -> hidden, blocks, is_finite.
+        """Prefills a decoder layer: (weights, hidden, checks, first_valid) -> hidden, blocks,
+        checks.
 
         Hidden states are those of all tokens, or with `only_last` of the last one. The KV blocks
         have `cuts` tokens.
@@ -386,14 +421,21 @@ class Programs:
         return self._of("prefill", layer, batch, cuts, only_last)
 
     def decode(
-        self, layer: LayerSpec, batch: int, blocks: tuple[int, ...], tail: int, most: int
+        self,
+        layer: LayerSpec,
+        batch: int,
+        blocks: tuple[int, ...],
+        tail: int,
+        most: int,
+        appends: bool = False,
     ) -> jax.stages.Compiled:
-        """Decodes one token in a decoder layer: (weights, hidden, blocks, tail, position,
-        first_valid, counts) -> hidden, new key and value, is_finite.
+        """Decodes one token in a decoder layer: (weights, hidden, blocks, tail, checks, position,
+        first_valid, counts) -> hidden, new key and value, checks.
 
-        If `most` is 0, attention is dense and there is no argument `counts`.
+        If `most` is 0, attention is dense and there is no argument `counts`. With `appends`, the
+        tail is donated, and comes back with the new key and value in place of these.
         """
-        return self._of("decode", layer, batch, blocks, tail, most)
+        return self._of("decode", layer, batch, blocks, tail, most, appends)
 
     def project(self, layer: LayerSpec, batch: int) -> jax.stages.Compiled:
         """Computes `decode` up to attention: (weights, hidden) -> query, new key and value."""
@@ -424,8 +466,8 @@ class Programs:
         return self._of("attend_ranked", layer, batch, blocks, tail, most)
 
     def finish(self, layer: LayerSpec, batch: int, places: int) -> jax.stages.Compiled:
-        """Computes `decode` after attention: (weights, hidden, query, new key and value, a list
-        of partial results, one for each place) -> hidden, is_finite."""
+        """Computes `decode` after attention: (weights, hidden, checks, query, new key and value, a
+        list of partial results, one for each place) -> hidden, checks."""
         return self._of("finish", layer, batch, places)
 
     def append(self, layer: LayerSpec, batch: int, tail: int) -> jax.stages.Compiled:
@@ -437,13 +479,13 @@ class Programs:
         return self._of("seal", layer, batch, tail)
 
     def head(self, batch: int, is_greedy: bool) -> jax.stages.Compiled:
-        """Chooses tokens: (weights, hidden [batch, 1, hidden], and unless `is_greedy` the further
-        arguments of `sample`) -> ids [batch, 1], is_finite."""
+        """Chooses tokens: (weights, hidden [batch, 1, hidden], checks, and unless `is_greedy` the
+        further arguments of `sample`) -> ids [batch, 1], checks."""
         return self._get("head", batch, is_greedy)
 
     def score(self, batch: int, tokens: int) -> jax.stages.Compiled:
-        """Scores tokens: (weights, hidden, targets [batch, token]) -> log-probabilities [batch,
-        token], is_finite."""
+        """Scores tokens: (weights, hidden, checks, targets [batch, token]) -> log-probabilities
+        [batch, token], checks."""
         return self._get("score", batch, tokens)
 
     @property

@@ -166,18 +166,18 @@ class ComputeProbe:
         self, programs: Programs, layers: Any, batch: int, tokens: int
     ) -> Callable[[], Any]:
         program = programs.prefill(self._layer, batch, prompt_blocks(tokens, BLOCK))
-        hidden, first = self._hidden(batch, tokens), _first(batch)
-        return lambda: program(next(layers), hidden, first)
+        rest = (self._hidden(batch, tokens), _checks(), _first(batch))
+        return lambda: program(next(layers), *rest)
 
     def _products(self, programs: Programs, layers: Any, rows: int) -> Callable[[], Any]:
         layer = self._layer
         project, finish = programs.project(layer, rows), programs.finish(layer, rows, 1)
-        hidden = self._hidden(rows, 1)
+        hidden, checks = self._hidden(rows, 1), _checks()
         partials = [self._partial(rows)]
 
         def step() -> Any:
             weights = next(layers)
-            return finish(weights, hidden, *project(weights, hidden), partials)
+            return finish(weights, hidden, checks, *project(weights, hidden), partials)
 
         return step
 
@@ -305,14 +305,14 @@ class ComputeProbe:
         _, attended, _, blocks = self._host_point(16, rows, tokens)
         layer = self._layer
         project, finish = programs.project(layer, rows), programs.finish(layer, rows, 1)
-        hidden = self._hidden(rows, 1)
+        hidden, checks = self._hidden(rows, 1), _checks()
         first = _first(rows)
 
         def whole() -> Any:
             weights = next(layers)
             query, new = project(weights, hidden)
             found = self._host.attend(np.asarray(query), blocks, tokens + BLOCK, first)
-            return finish(weights, hidden, query, new, [found])
+            return finish(weights, hidden, checks, query, new, [found])
 
         alone = timed(self._products(programs, layers, rows)).seconds + attended.seconds
         more: float = max(timed(whole).seconds - alone, 0.0)
@@ -331,6 +331,11 @@ class ComputeProbe:
 
 def _kept(array: jax.Array, storage: Storage) -> Kept:
     return array if storage.bits == 16 else quantize_as(array, storage)
+
+
+def _checks() -> jax.Array:
+    """Returns the checks of a batch before any layer; see `Programs`."""
+    return jnp.zeros(2, jnp.int32)
 
 
 def _first(rows: int) -> np.ndarray:

@@ -18,7 +18,6 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import AttentionSpec, Formats, ModelSpec, model_spec
 from flexgen_jax.offload.metrics import Content, Metrics
 from flexgen_jax.offload.tiers import Memories
-from flexgen_jax.offload.trace import Trace
 from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.policy.hardware import KernelSizes
 
@@ -40,14 +39,14 @@ class Device:
         config: ModelConfig,
         formats: Formats,
         unified: bool | None = None,
-        trace: Trace | None = None,
+        metrics: Metrics | None = None,
     ) -> Device:
-        """Creates the device of a model, with counters of its own."""
+        """Creates the device of a model."""
         kernels = kernels_of_device()
         return cls(
             spec=model_spec(config),
             formats=formats,
-            memories=Memories(Watcher(Metrics(trace)), unified),
+            memories=Memories(Watcher(metrics or Metrics()), unified),
             programs=Programs(config, formats, kernels),
             sizes=kernels.sizes,
             host_attention=HostAttention(not is_cpu()),
@@ -59,7 +58,9 @@ class Device:
 
     def watch(self, content: Content, what: str, source: Any, result: Any) -> None:
         """Counts the device as busy from when `source` is there until `result`, which is already
-        enqueued, is computed."""
+        enqueued, is computed; see `Watcher`."""
+        if not self.metrics.is_timed:
+            return
         operation = self.metrics.queue("compute", content, what)
         self.memories.watcher.follow(operation, source, result)
 
@@ -79,9 +80,9 @@ class Device:
         self.host_attention.prepare(query, blocks, is_sparse, keys_move)
 
     def on_host(self, attend: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
-        """Calls a method of `host_attention` with a query that is on the device; returns its
-        results on the device."""
-        rows = np.asarray(self.memories.to_host(query, "attention", "queries"))
+        """Calls a method of `host_attention` with a query that is on its way to the host; returns
+        its results on the device."""
+        rows = np.asarray(query)
         operation = self.metrics.begin("host_compute", "attention", "attention on the host")
         try:
             found = attend(rows, *args)

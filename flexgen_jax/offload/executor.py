@@ -73,13 +73,14 @@ class Batch:
 class Computed:
     """What a dispatched step will have computed.
 
-    finite: bool, whether all results are finite; hidden: the layer's output; result: KV blocks,
-    ids or log-probabilities.
+    checks: see `Programs`; hidden: the layer's output; result: KV blocks, ids or log-probabilities;
+    appended: whether the result is an open block that has the new token already.
     """
 
-    finite: jax.Array
+    checks: jax.Array
     hidden: jax.Array | None = None
     result: Any = None
+    appended: bool = False
 
 
 OnResult = Callable[[Step, np.ndarray], bool]
@@ -111,7 +112,11 @@ class BlockRun:
         self._on_step = on_step
         self._cache = KVCache(plan, device, folder)
         self._activations = Activations(device.memories, folder)
+        self._first_valid = [device.memories.constant(batch.first_valid) for batch in batches]
+        self._sampling = [tuple(map(device.memories.constant, b.sampling)) for b in batches]
         self._ids: dict[int, Any] = {}
+        self._checks: dict[int, jax.Array] = {}
+        self._moments: dict[int, Moment] = {}
         self._projected: tuple[Step, tuple[jax.Array, KVBlock]] | None = None
         self._trimmed_at = time.monotonic()
 
@@ -174,7 +179,8 @@ class BlockRun:
         self._cache.open(key, buffer)
 
     def append(self, key: CacheKey, computed: Computed) -> None:
-        self._cache.append(key, computed.result)
+        store = self._cache.replace if computed.appended else self._cache.append
+        store(key, computed.result)
 
     def quantize(self, key: CacheKey) -> None:
         self._cache.quantize(key)
@@ -203,21 +209,27 @@ class BlockRun:
             computed = self._prefill(step, weights, inputs.hidden.arriving)
         else:
             computed = self._decode(step, weights, inputs)
-        self._watch(step, weights, computed.finite)
+        self._watch(step, computed.checks)
+        self._checks[step.batch] = computed.checks
         return computed
 
-    def _watch(self, step: Step, weights: Any, result: Any, part: str = "") -> None:
-        name = self._layers[step.layer].name
-        what = f"{name}{part}, token {step.token}, batch {step.batch}"
-        self._device.watch("layers", what, weights, result)
+    def _watch(self, step: Step, result: Any, part: str = "") -> None:
+        if self._device.metrics.is_timed:
+            what = f"{self._layers[step.layer].name}{part}"
+            what += f", token {step.token}, batch {step.batch}"
+            self._device.watch("layers", what, self._checks.get(step.batch), result)
+
+    def _position(self, step: Step) -> int:
+        """Returns the index of the first token that a step computes."""
+        return self._batches[step.batch].prompt_len + step.token - 1 if step.token else 0
 
     def _embed(self, step: Step, weights: Any) -> Computed:
         batch = self._batches[step.batch]
-        ids = batch.ids if step.token == 0 else self._ids[step.batch]
-        start = 0 if step.token == 0 else batch.prompt_len + step.token - 1
+        ids = self._ids[step.batch] if step.token else batch.ids
         program = self._device.programs.embed(batch.size, ids.shape[1])
-        hidden, finite = program(weights, ids, np.int32(start), batch.first_valid)
-        return Computed(finite, hidden)
+        start = self._device.memories.numbers(self._position(step))
+        hidden, checks = program(weights, ids, start, self._first_valid[step.batch])
+        return Computed(checks, hidden)
 
     def _prefill(self, step: Step, weights: Any, hidden: jax.Array) -> Computed:
         batch = self._batches[step.batch]
@@ -225,29 +237,63 @@ class BlockRun:
         only_last = self._plan.only_last(step.layer, step.batch)
         layer = self._layers[step.layer]
         program = self._device.programs.prefill(layer, batch.size, cuts, only_last)
-        hidden, blocks, finite = program(weights, hidden, batch.first_valid)
-        return Computed(finite, hidden, blocks)
+        before, first_valid = self._checks[step.batch], self._first_valid[step.batch]
+        hidden, blocks, checks = program(weights, hidden, before, first_valid)
+        return Computed(checks, hidden, blocks)
+
+    def _moment(self, step: Step) -> Moment:
+        """Returns the place of a step's token in its sequences; all layers share it."""
+        batch, position = self._batches[step.batch], self._position(step)
+        found = self._moments.get(step.batch)
+        if found is None or found.position != position:
+            memories, policy = self._device.memories, self._plan.policy
+            on_device: tuple[jax.Array, ...]
+            on_device = (memories.numbers(position), self._first_valid[step.batch])
+            counts = None
+            if policy.is_sparse:
+                attended = [policy.attended(position - int(first)) for first in batch.first_valid]
+                counts = np.array(attended, np.int32)
+                on_device = (*on_device, memories.constant(counts))
+            found = Moment(position, batch.first_valid, counts, on_device)
+            self._moments[step.batch] = found
+        return found
 
     def _decode(self, step: Step, weights: Any, inputs: Inputs) -> Computed:
-        batch, programs = self._batches[step.batch], self._device.programs
-        layer, hidden = self._layers[step.layer], inputs.hidden.arriving
         cache: LayerCache = inputs.cache.arriving
-        position = batch.prompt_len + step.token - 1
-        room = sum(self._plan.cache.lengths(step.batch)[: cache.sealed + 1])
-        at = Moment.of(self._plan.policy, position, batch.first_valid, room)
+        policy, most = self._plan.policy, 0
+        if policy.is_sparse:
+            most = policy.attended(sum(self._plan.cache.lengths(step.batch)[: cache.sealed + 1]))
         if cache.on_host:
-            query, new = self._project(step, weights, hidden)
-            question = Question(self._device, layer, query, at)
-            early = inputs.early
-            partials = attend_split(question, cache, lambda: self._project_early(early, weights))
-            program = programs.finish(layer, batch.size, len(partials))
-            hidden, finite = program(weights, hidden, query, new, partials)
-        else:
-            *sealed, opened = cache.blocks
-            here = cache.here
-            program = programs.decode(layer, batch.size, here.lengths, here.tail, at.most)
-            hidden, new, finite = program(weights, hidden, tuple(sealed), opened, *at.arguments)
-        return Computed(finite, hidden, new)
+            return self._decode_split(step, weights, inputs, most)
+        key = CacheKey(step.layer - 1, step.batch, cache.sealed)
+        appends, here, (*sealed, opened) = self._plan.appends(key), cache.here, cache.blocks
+        shape = (self._batches[step.batch].size, here.lengths, here.tail, most, appends)
+        program = self._device.programs.decode(self._layers[step.layer], *shape)
+        args = (inputs.hidden.arriving, tuple(sealed), opened, self._checks[step.batch])
+        hidden, new, checks = program(weights, *args, *self._moment(step).on_device)
+        if not appends:
+            self._ask_for(step, cache, new)
+        return Computed(checks, hidden, new, appends)
+
+    def _decode_split(self, step: Step, weights: Any, inputs: Inputs, most: int) -> Computed:
+        """Decodes with a cache that is partly on the host, where the CPU attends to it."""
+        layer, hidden, early = self._layers[step.layer], inputs.hidden.arriving, inputs.early
+        cache: LayerCache = inputs.cache.arriving
+        query, new = self._project(step, weights, hidden)
+        self._ask_for(step, cache, new)
+        question = Question(self._device, layer, query, self._moment(step), most)
+        partials = attend_split(question, cache, lambda: self._project_early(early, weights))
+        size = self._batches[step.batch].size
+        program = self._device.programs.finish(layer, size, len(partials))
+        args = (hidden, self._checks[step.batch], query, new, partials)
+        hidden, checks = program(weights, *args)
+        return Computed(checks, hidden, new)
+
+    def _ask_for(self, step: Step, cache: LayerCache, new: KVBlock) -> None:
+        """Starts moving a token's keys and values to the open block, unless it is the last token,
+        to which nothing will attend."""
+        if step.token + 1 < self._plan.shape.gen_len:
+            self._cache.ask(CacheKey(step.layer - 1, step.batch, cache.sealed), new)
 
     def _project(self, step: Step, weights: Any, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:
         """Returns the step's query and new KV, which may have been computed already while the CPU
@@ -258,7 +304,8 @@ class BlockRun:
         size = self._batches[step.batch].size
         program = self._device.programs.project(self._layers[step.layer], size)
         found: tuple[jax.Array, KVBlock] = program(weights, hidden)
-        self._watch(step, weights, found[0], " (projection)")
+        self._device.memories.ask(found[0], "attention", "queries")
+        self._watch(step, found[0], " (projection)")
         return found
 
     def _project_early(self, early: tuple[Step, Load[jax.Array]] | None, weights: Any) -> None:
@@ -270,31 +317,34 @@ class BlockRun:
 
     def _head(self, step: Step, weights: Any, hidden: jax.Array) -> Computed:
         batch, programs = self._batches[step.batch], self._device.programs
-        if batch.targets is not None:
-            program = programs.score(batch.size, batch.prompt_len)
-            result, finite = program(weights, hidden, batch.targets)
-            self._ids[step.batch] = batch.targets[:, -1:]  # for a step that may still be dispatched
-            return Computed(finite, result=result)
-        if batch.forced is not None:
-            target = batch.forced[:, step.token : step.token + 1]
-            program = programs.score(batch.size, 1)
-            result, finite = program(weights, hidden, target)
-            self._ids[step.batch] = target
-            return Computed(finite, result=result)
-        program = programs.head(batch.size, not batch.sampling)
-        sampling = (*batch.sampling, np.int32(step.token)) if batch.sampling else ()
-        ids, finite = program(weights, hidden, *sampling)
-        self._ids[step.batch] = ids
-        return Computed(finite, result=ids)
+        args = (weights, hidden, self._checks[step.batch])
+        if batch.targets is not None or batch.forced is not None:
+            if batch.targets is not None:
+                target = batch.targets
+            else:
+                assert batch.forced is not None
+                target = batch.forced[:, step.token : step.token + 1]
+            result, checks = programs.score(batch.size, target.shape[1])(*args, target)
+            self._ids[step.batch] = target[:, -1:]  # for a step that may still be dispatched
+        else:
+            sampling = self._sampling[step.batch]
+            if sampling:
+                sampling = (*sampling, self._device.memories.numbers(step.token))
+            result, checks = programs.head(batch.size, not sampling)(*args, *sampling)
+            self._ids[step.batch] = result
+        for found in (result, checks):
+            found.copy_to_host_async()
+        return Computed(checks, result=result)
 
     def finish(self, step: Step, computed: Computed) -> bool:
-        computed.finite.block_until_ready()
+        computed.checks.block_until_ready()
         self._on_step(step)
-        if not bool(computed.finite):
-            raise NonFiniteError(
-                f"{self._layers[step.layer].name} produced NaN or infinity at token {step.token} "
-                f"of batch {step.batch}; try --dtype float32, and check the checkpoint"
-            )
         if self._layers[step.layer].kind != "head":
             return False
+        _, first = np.asarray(computed.checks)
+        if first:
+            raise NonFiniteError(
+                f"{self._layers[first - 1].name} produced NaN or infinity at token {step.token} "
+                f"of batch {step.batch}; try --dtype float32, and check the checkpoint"
+            )
         return self._on_result(step, np.asarray(computed.result))

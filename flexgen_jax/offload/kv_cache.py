@@ -93,23 +93,33 @@ class KVCache:
             return
         (leaf, _) = self._plan.open_layout(key).leaves
         arrays = (jnp.zeros(leaf.shape, leaf.dtype), jnp.zeros(leaf.shape, leaf.dtype))
-        jax.block_until_ready(arrays)
-        # To write one token, XLA's CPU backend would convert a whole 16-bit block to fp32 and back.
-        is_unified = self._memories.unified
-        views = tuple(writable_view(array) for array in arrays) if is_unified else ()
+        views: tuple[np.ndarray, ...] = ()
+        if self._memories.unified:
+            # To write one token, XLA's CPU backend would convert a whole 16-bit block to fp32 and
+            # back.
+            views = tuple(map(writable_view, jax.block_until_ready(arrays)))
         self._blocks[key] = Block(arrays, views)
+
+    def ask(self, key: CacheKey, new: KVBlock) -> None:
+        """Starts moving a token's key and value to where `append` will want them."""
+        if self._blocks[key].views:
+            self._memories.ask(new, "cache", _name(key))
 
     def append(self, key: CacheKey, new: KVBlock) -> None:
         """Writes one token's key and value to the open block."""
         block = self._blocks[key]
         if block.views:
-            moved = self._memories.to_host(new, "cache", _name(key))
-            for view, array in zip(block.views, moved, strict=True):
+            for view, array in zip(block.views, new, strict=True):
                 view[:, :, block.used] = np.asarray(array)[:, :, 0]
         else:
             append = self._device.programs.append(*self._shape(key))
-            block.arrays = append(block.arrays, new, np.int32(block.used))
+            block.arrays = append(block.arrays, new, self._memories.numbers(block.used))
         block.used += 1
+
+    def replace(self, key: CacheKey, arrays: KVBlock) -> None:
+        """Takes an open block to which a program has appended a token."""
+        block = self._blocks[key]
+        block.arrays, block.used = arrays, block.used + 1
 
     def quantize(self, key: CacheKey) -> None:
         """Quantizes a full block on the device."""

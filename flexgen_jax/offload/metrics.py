@@ -20,6 +20,8 @@ Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 LINKS: tuple[Link, ...] = get_args(Link)
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
+ALWAYS_TIMED: tuple[Resource, ...] = ("disk_read", "disk_write", "host_compute")
+"""Resources whose busy time costs nothing to measure; see `Metrics`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,11 +62,16 @@ class _Busy:
 
 
 class Metrics:
-    """Counters of one run, safe to use from the threads on which transfers complete."""
+    """Counters of one run, safe to use from the threads on which transfers complete.
 
-    def __init__(self, trace: Trace | None = None) -> None:
+    is_timed: whether a `Watcher` measures the busy time of the device and of its links; so it is
+    with a trace. Bytes, and the time of `ALWAYS_TIMED`, are always counted.
+    """
+
+    def __init__(self, trace: Trace | None = None, is_timed: bool = False) -> None:
         self._lock = threading.Lock()
         self._trace = trace
+        self.is_timed = is_timed or trace is not None
         self._run = 0
         self.reset()
 
@@ -124,10 +131,18 @@ class Metrics:
         """Returns the run's counters as a dict.
 
         "bytes": bytes by link; "decode_bytes": bytes by link of transfers that were asked for while
-        decoding; "busy_s": seconds by resource in which at least one operation was under way;
-        "breakdown": a row with phase, resource, content, bytes and busy_s for each combination that
-        was used, where the phase is the one in which an operation was asked for.
+        decoding; "busy_s": seconds by resource in which at least one operation was under way, for
+        those that were timed; "breakdown": a row with phase, resource, content, bytes and busy_s
+        for each combination that was used, where the phase is the one in which an operation was
+        asked for, and busy_s is None if it was not timed.
+
+        A copy between host and device is under way from the moment when its source is there and
+        the copy before it is done until its result is there. On a GPU that is more than the link
+        was busy: a copy waits for what was computed before its memory was allocated, and several
+        copies run at once. The link's own time is in a trace of `jax.profiler`
+        (`scripts/gpu_measure.py`).
         """
+        timed = RESOURCES if self.is_timed else ALWAYS_TIMED
         with self._lock:
             decoded = dict.fromkeys(LINKS, 0)
             rows: list[dict[str, Any]] = []
@@ -135,10 +150,11 @@ class Metrics:
                 if phase == "decode" and resource in LINKS:
                     decoded[resource] += busy.nbytes
                 row = {"phase": phase, "resource": resource, "content": content}
-                rows.append({**row, "bytes": busy.nbytes, "busy_s": busy.seconds})
+                seconds = busy.seconds if resource in timed else None
+                rows.append({**row, "bytes": busy.nbytes, "busy_s": seconds})
             return {
                 "bytes": {link: self._whole[link].nbytes for link in LINKS},
                 "decode_bytes": decoded,
-                "busy_s": {name: busy.seconds for name, busy in self._whole.items()},
+                "busy_s": {name: self._whole[name].seconds for name in timed},
                 "breakdown": rows,
             }

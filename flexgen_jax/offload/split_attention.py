@@ -16,47 +16,34 @@ from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.kv_cache import LayerCache
 from flexgen_jax.policy.placement import Part
-from flexgen_jax.policy.policy import Policy
 
 
 class Moment(NamedTuple):
-    """The place of a decode step in its sequences.
+    """The place of a token in a batch's sequences.
 
-    position: int32, the new token's index; first_valid: int32 [batch], each sequence's first valid
-    token. For sparse attention, counts: int32 [batch], how many earlier tokens each head attends
-    to, and most: how many the compiled programs have room for; for dense attention these are None
-    and 0.
+    position: the new token's index; first_valid: int32 [batch], each sequence's first valid token;
+    counts: int32 [batch], how many earlier tokens each head attends to, or None for dense
+    attention; on_device: position, first_valid and, unless they are None, counts as arrays on the
+    device, the last arguments of `Programs.decode`.
     """
 
-    position: np.int32
+    position: int
     first_valid: np.ndarray
-    counts: np.ndarray | None = None
-    most: int = 0
-
-    @classmethod
-    def of(cls, policy: Policy, position: int, first_valid: np.ndarray, room: int) -> Moment:
-        """Returns the moment of the token at `position`; room: how many tokens the cache's blocks,
-        with the open one, can hold."""
-        if not policy.is_sparse:
-            return cls(np.int32(position), first_valid)
-        counts = np.array([policy.attended(position - int(first)) for first in first_valid])
-        most = policy.attended(room)
-        return cls(np.int32(position), first_valid, counts.astype(np.int32), most)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments of `Programs.decode` that this moment gives."""
-        dense = (self.position, self.first_valid)
-        return dense if self.counts is None else (*dense, self.counts)
+    counts: np.ndarray | None
+    on_device: tuple[jax.Array, ...]
 
 
 class Question(NamedTuple):
-    """A batch's query to a layer's KV cache."""
+    """A batch's query to a layer's KV cache.
+
+    most: for sparse attention, how many tokens the compiled programs have room for, else 0.
+    """
 
     device: Device
     layer: LayerSpec
     query: jax.Array
     at: Moment
+    most: int
 
     @property
     def rows(self) -> int:
@@ -64,20 +51,24 @@ class Question(NamedTuple):
 
     def attend(self, blocks: tuple[KVBlock, ...], part: Part) -> Any:
         program = self.device.programs.attend(self.layer, self.rows, part.lengths, part.tail)
-        return self._watched(program(self.query, blocks, _starts(part), *self.at[:2]))
+        return self._watched(program(self.query, blocks, *self._where(part)))
 
     def rank(self, keys: tuple[Kept, ...], part: Part) -> Ranked:
-        shape = (self.layer, self.rows, part.lengths, part.tail, self.at.most)
+        shape = (self.layer, self.rows, part.lengths, part.tail, self.most)
         program = self.device.programs.rank(*shape)
-        found: Ranked = self._watched(program(self.query, keys, _starts(part), *self.at[:2]))
+        found: Ranked = self._watched(program(self.query, keys, *self._where(part)))
+        self.device.memories.ask(found, "attention", "ranked tokens")
         return found
 
     def attend_ranked(
         self, values: tuple[Kept, ...], part: Part, ranked: Ranked, counts: jax.Array
     ) -> Any:
-        shape = (self.layer, self.rows, part.lengths, part.tail, self.at.most)
+        shape = (self.layer, self.rows, part.lengths, part.tail, self.most)
         program = self.device.programs.attend_ranked(*shape)
         return self._watched(program(values, ranked, counts))
+
+    def _where(self, part: Part) -> tuple[jax.Array, ...]:
+        return (self.device.memories.numbers(part.starts), *self.at.on_device[:2])
 
     def _watched(self, result: Any) -> Any:
         """Counts the device as busy until the result, which is already enqueued, is computed."""
@@ -94,7 +85,7 @@ def attend_split(
     meanwhile: called when the device has its work and before the CPU's begins.
     """
     device, at = question.device, question.at
-    where = (cache.on_host, int(at.position), at.first_valid)
+    where = (cache.on_host, at.position, at.first_valid)
     if at.counts is None:
         here = [question.attend(cache.blocks, cache.here)] if cache.blocks else []
         meanwhile()
@@ -109,7 +100,7 @@ def attend_split(
     ]
     meanwhile()
     known = [
-        _candidates(device, found, part) if found else None
+        _candidates(found, part) if found else None
         for found, part in zip(ranked, (cache.here, cache.there), strict=True)
     ]
     attend_top = device.host_attention.attend_top
@@ -120,15 +111,9 @@ def attend_split(
     return [there, question.attend_ranked(values, cache.here, ranked[0], left)]
 
 
-def _starts(part: Part) -> np.ndarray:
-    return np.array(part.starts, np.int32)
-
-
-def _candidates(device: Device, ranked: Ranked, part: Part) -> Candidates:
-    """Brings ranked tokens to the host, with their indices in the sequence."""
-    scores, tokens, lse = (
-        np.asarray(x) for x in device.memories.to_host(ranked, "attention", "ranked tokens")
-    )
+def _candidates(ranked: Ranked, part: Part) -> Candidates:
+    """Waits for ranked tokens on their way to the host; adds their indices in the sequence."""
+    scores, tokens, lse = (np.asarray(x) for x in ranked)
     lengths = (*part.lengths, part.tail) if part.tail else part.lengths
     spans = zip(part.starts, lengths, strict=True)
     indices = np.concatenate([np.arange(start, start + length) for start, length in spans])

@@ -34,6 +34,7 @@ class Memories:
         self.device = jax.devices()[0]
         self.watcher = watcher
         self.unified = is_cpu() if unified is None else unified
+        self._numbers: dict[int | tuple[int, ...], jax.Array] = {}
         self._device_sharding = jax.sharding.SingleDeviceSharding(self.device)
         self._host_sharding = self._device_sharding
         if not self.unified:
@@ -51,6 +52,30 @@ class Memories:
     def to_host(self, tree: T, content: Content, what: str) -> T:
         """Starts moving the leaves of a tree to the host; returns at once."""
         return tree if self.unified else self._move(tree, "device_to_host", content, what)
+
+    def ask(self, tree: Any, content: Content, what: str) -> None:
+        """Starts copying small arrays to the host, for whoever takes them as NumPy arrays later.
+
+        Such a copy has a stream of its own and does not wait behind weights, as one to pinned
+        memory would.
+        """
+        if self.unified:
+            return
+        operation = self.metrics.queue("device_to_host", content, what, tree_bytes(tree))
+        for leaf in jax.tree.leaves(tree):
+            leaf.copy_to_host_async()
+        self.watcher.follow(operation, tree, tree)
+
+    def constant(self, array: np.ndarray) -> jax.Array:
+        """Returns a small array on the device, which programs take again and again."""
+        placed: jax.Array = jax.device_put(array, self._device_sharding)
+        return placed
+
+    def numbers(self, values: int | tuple[int, ...]) -> jax.Array:
+        """Returns indices as int32 on the device; they are kept, since there are few."""
+        if values not in self._numbers:
+            self._numbers[values] = self.constant(np.array(values, np.int32))
+        return self._numbers[values]
 
     def send(self, tree: Any, content: Content, what: str) -> Any:
         """Starts moving small NumPy arrays, which must not change any more, to the device."""

@@ -18,7 +18,10 @@ class Watcher:
 
     Each resource's operations are followed in the order in which they were enqueued: one starts
     when the one before has ended and its source is computed, and ends when its result is ready. The
-    watcher only observes: an error in a computation reaches the thread that uses its result.
+    watcher only observes: an error in a computation reaches the thread that uses its result. It
+    does nothing unless `metrics.is_timed`, because its threads would disturb the one that
+    dispatches. It keeps source and result from being freed while it waits for them, so these are
+    to be small, or needed that long anyway.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -28,6 +31,8 @@ class Watcher:
 
     def follow(self, operation: Operation, source: Any, result: Any) -> None:
         """Follows an enqueued operation, which computes or copies `result` from `source`."""
+        if not self.metrics.is_timed:
+            return
         if operation.resource not in self._queues:
             found = self._queues[operation.resource] = queue.SimpleQueue()
             name = f"flexgen-watch-{operation.resource}"

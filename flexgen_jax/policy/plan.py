@@ -240,6 +240,11 @@ class BlockPlan:
         """Returns the layout of the host buffer of an open block: its keys, then its values."""
         return self._block_sizes(key).open_layout
 
+    def appends(self, key: CacheKey) -> bool:
+        """Returns whether the program of a decode step can write to an open block itself, if it
+        has the whole cache: not to pinned memory, nor where the CPU writes faster."""
+        return not self.unified and self.cache.homes[key] == "device"
+
     def block_tokens(self, key: CacheKey) -> int:
         return self.cache.lengths(key.batch)[key.block]
 

@@ -248,7 +248,7 @@ def test_a_layer_is_that_of_xla(bits: int) -> None:
             model_spec(config).decoders[0], 6, (20,)
         )
         assert (TARGET in program.as_text()) == (kernels is CPU)
-        found = program(weights, hidden, first)
+        found = program(weights, hidden, np.zeros(2, np.int32), first)
         outs.append([np.asarray(x, np.float32) for x in jax.tree.leaves(found)])
     for ours, theirs in zip(*outs, strict=True):
         valid = np.ones(ours.shape, bool)

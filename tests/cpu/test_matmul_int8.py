@@ -213,7 +213,7 @@ def test_a_layer_is_near_that_of_16_bits(kernels: Any, bits: int) -> None:
         )
         has_tiles = [target in program.as_text() for target in (TARGET, "multiply_rows")]
         assert has_tiles == [kernels is CPU and matmul_bits == n for n in (8, 16)]
-        outs.append(single(program(weights, hidden, first)[0]))
+        outs.append(single(program(weights, hidden, np.zeros(2, np.int32), first)[0]))
     off = outs[1] - outs[0]
     assert 0 < np.sqrt(np.mean(off**2)) < 0.05 * np.std(outs[0])
 

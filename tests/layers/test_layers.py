@@ -93,6 +93,10 @@ def test_causal_attention_in_parts_is_the_same() -> None:
         np.testing.assert_allclose(whole[:, one], part, rtol=1e-5, atol=1e-6)
 
 
+PASSED = np.array([3, 0], np.int32)
+"""Checks of a batch that has gone through three layers, all finite."""
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 65])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("tuning", [PLAIN, CPU_TUNING])
@@ -142,13 +146,13 @@ def test_sequences_prefilled_in_groups_are_as_alone(batch: int, kind: tuple[str,
     weights = {t.path: jnp.asarray(normal(*t.shape) / 4, dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     first = np.arange(batch, dtype=np.int32) * 3
-    whole, blocks, is_finite = programs.prefill(layer, batch, cuts)(weights, hidden, first)
-    assert is_finite and whole.shape == hidden.shape
+    whole, blocks, checks = programs.prefill(layer, batch, cuts)(weights, hidden, PASSED, first)
+    assert checks.tolist() == [4, 0] and whole.shape == hidden.shape
     shapes = [side.shape for block in blocks for side in block]
     assert shapes == [(batch, config.num_heads, n, config.head_dim) for n in (100, 100, 28, 28)]
     for row in range(batch):
         one = slice(row, row + 1)
-        alone, parts, _ = programs.prefill(layer, 1, cuts)(weights, hidden[one], first[one])
+        alone, parts, _ = programs.prefill(layer, 1, cuts)(weights, hidden[one], PASSED, first[one])
         sides = (np.asarray(x[:, first[row] :], np.float32) for x in (whole[one], alone))
         np.testing.assert_allclose(*sides, close, close)
         leaves = zip(jax.tree.leaves(blocks), jax.tree.leaves(parts), strict=True)
@@ -160,7 +164,8 @@ def test_sequences_prefilled_in_groups_are_as_alone(batch: int, kind: tuple[str,
                 assert np.mean(np.asarray(leaf[one]) == np.asarray(part)) > 0.99
     for row in (0, batch - 1):
         spoilt = hidden.at[row, tokens - 1, 0].set(np.nan)
-        assert not programs.prefill(layer, batch, cuts)(weights, spoilt, first)[2]
+        checks = programs.prefill(layer, batch, cuts)(weights, spoilt, PASSED, first)[2]
+        assert checks.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize(
@@ -190,18 +195,18 @@ def test_the_last_token_alone_is_as_among_all(
     weights = {t.path: jnp.asarray(normal(*t.shape) / 8, dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     first = np.arange(batch, dtype=np.int32) * 3
-    whole, blocks, _ = programs.prefill(layer, batch, cuts)(weights, hidden, first)
-    last, others, is_finite = programs.prefill(layer, batch, cuts, only_last=True)(
-        weights, hidden, first
-    )
-    assert is_finite and last.shape == (batch, 1, config.hidden_size)
+    whole, blocks, _ = programs.prefill(layer, batch, cuts)(weights, hidden, PASSED, first)
+    alone = programs.prefill(layer, batch, cuts, only_last=True)
+    last, others, checks = alone(weights, hidden, PASSED, first)
+    assert checks.tolist() == [4, 0] and last.shape == (batch, 1, config.hidden_size)
     sides = (np.asarray(x, np.float32) for x in (last, whole[:, -1:]))
     np.testing.assert_allclose(*sides, close, close)
     for leaf, other in zip(jax.tree.leaves(blocks), jax.tree.leaves(others), strict=True):
         sides = (np.asarray(x, np.float32) for x in (leaf, other))
         np.testing.assert_allclose(*sides, close, close)
     spoilt = hidden.at[5, tokens - 2, 0].set(np.nan)
-    assert not programs.prefill(layer, batch, cuts, only_last=True)(weights, spoilt, first)[2]
+    assert alone(weights, spoilt, PASSED, first)[2].tolist() == [4, 4]
+    assert alone(weights, spoilt, np.array([3, 2], np.int32), first)[2].tolist() == [4, 2]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -214,7 +219,7 @@ def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> No
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     targets = RNG.integers(0, config.vocab_size, (batch, tokens)).astype(np.int32)
     program = Programs(config, Formats(dtype), XLA).score(batch, tokens)
-    found, is_finite = program(weights, hidden, targets)
+    found, checks = program(weights, hidden, PASSED, targets)
     known = {path: np.asarray(x, np.float64) for path, x in weights.items()}
     x = np.asarray(hidden, np.float64)
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm_eps)
@@ -222,7 +227,7 @@ def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> No
     probability = softmax(np.asarray(jnp.asarray(x, dtype), np.float64) @ known["tokens"].T)
     expected = np.log(np.take_along_axis(probability, targets[..., None], -1)[..., 0])
     close = 1e-4 if dtype == "float32" else 0.1
-    assert is_finite and found.shape == (batch, tokens)
+    assert checks.tolist() == [4, 0] and found.shape == (batch, tokens)
     np.testing.assert_allclose(found, expected, close, close)
 
 

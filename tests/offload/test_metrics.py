@@ -74,7 +74,7 @@ def test_breakdown_counts_each_part_while_it_runs(clock: Clock) -> None:
 
 
 def test_operations_begun_before_a_reset_do_not_count(clock: Clock) -> None:
-    metrics = Metrics()
+    metrics = Metrics(is_timed=True)
     old = metrics.begin("compute", "layers", "old")
     metrics.reset()
     new = metrics.begin("compute", "layers", "new")
@@ -147,7 +147,7 @@ def test_watcher_ends_operations_whose_computation_failed() -> None:
         def block_until_ready(self) -> None:
             raise RuntimeError("no")
 
-    metrics = Metrics()
+    metrics = Metrics(is_timed=True)
     watcher = Watcher(metrics)
     for resource in ("compute", "host_to_device"):
         watcher.follow(metrics.queue(resource, "layers", "x"), None, Broken())

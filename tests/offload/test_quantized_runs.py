@@ -224,6 +224,8 @@ def test_quantizing_in_pieces_is_quantizing() -> None:
     x = np.random.default_rng(0).normal(size=(200, 24)).astype(np.float32)
 
     class Source:
+        reads_at_once = 3
+
         def read(self, _tensor: Any, start: int, stop: int, _dtype: str) -> np.ndarray:
             return x[start:stop]
 
