@@ -169,6 +169,8 @@ class WeightStore:
     def fetch(self, part: WeightsPart, buffers: Sequence[HostBuffer]) -> Load[dict[str, Kept]]:
         """Starts gathering a part's tensors, by path; those on disk are read into the buffers."""
         name = f"weights of {self._spec.layers[part.layer].name}"
+        if len(part.keys) == 1:
+            name += f", {self._spec.tensors[part.keys[0]].path}"
         load: Load[dict[str, Kept]] = Load("weights", name, {})
         left = iter(buffers)
         with ended_on_error(load.reads):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from flexgen_jax.models.config import DTYPES, ModelConfig
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, TensorSpec, model_spec
 from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile
+from flexgen_jax.policy.placement import stays_on_device
 from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import Policy, Workload, generated_blocks, prompt_blocks
 
@@ -198,6 +199,11 @@ class Costs:
         """Bytes of the hidden states between two layers."""
         return self.spec.hidden_bytes(rows, tokens, self.formats.dtype)
 
+    def keeps_states(self, rows: int) -> bool:
+        """Returns whether a batch's hidden states of one token stay on the device, whatever the
+        policy says."""
+        return stays_on_device(1, self.hidden_bytes(rows, 1))
+
     def layer_bytes(self, layer: LayerSpec) -> int:
         """Bytes of a layer's large tensors, which a policy places."""
         return sum(self.formats.weight(t).nbytes for t in layer.large)
@@ -317,7 +323,7 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     before = workload.prompt_len + workload.gen_len / 2
     mean = costs.mean
     cache = batches * mean(lambda layer: costs.kv_bytes(layer, rows, 1)) * before
-    hidden = batches * costs.hidden_bytes(rows, 1)
+    hidden = 0 if costs.keeps_states(rows) else batches * costs.hidden_bytes(rows, 1)
     token = batches * mean(lambda layer: costs.open_kv_bytes(layer, rows, 1))
     query = batches * mean(lambda layer: costs.query_bytes(layer, rows))
     copied, read = _weights(costs, False)

@@ -64,10 +64,14 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
                 (PENDING_WRITES + 1) * kv_prompt,
             )
             + tail,
-            "hd": (ahead.hidden_reads + PENDING_WRITES + 2) * hidden
-            + batches * costs.hidden_bytes(rows, 1),
+            "hd": (ahead.hidden_reads + PENDING_WRITES + 2) * hidden,
         }
     )
+    states = batches * costs.hidden_bytes(rows, 1)
+    if costs.keeps_states(rows):
+        device = device + Linear({"hc": states, "hd": states})
+    else:
+        host = host + Linear({"hd": states})
     if policy.cache_bits < 16:
         device, host = device + Linear({"cg": tail}), host + Linear({"cc": tail})
     if not unified:

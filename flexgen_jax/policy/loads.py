@@ -93,6 +93,11 @@ class Stream(Generic[K]):
         load = self._loads.get(key)
         return load is not None and self._loader.copy_if_read(load)
 
+    def is_copied(self, key: K) -> bool:
+        """Returns whether a load's copy has begun."""
+        load = self._loads.get(key)
+        return load is not None and load.is_copied
+
     def take(self, key: K) -> Handle:
         """Returns a load on its way to the device; waits for the disk but not for the copy."""
         self.prefetch(key)

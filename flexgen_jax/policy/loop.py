@@ -8,6 +8,7 @@ ledger (`memory.py`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import pairwise
@@ -75,7 +76,8 @@ class BlockLoop:
         self._states = HiddenStates(backend, ledger)
         self._cached_until: dict[LayerBatch, int] = {}
         self._finished: set[int] = set()
-        self._to_copy: list[VisitPart] = []
+        self._to_copy: deque[VisitPart] = deque()
+        self._steps_left = 0
         self._read_for: int | None = None
         self._copied_for: int | None = None
         self._dispatched = 0
@@ -92,8 +94,9 @@ class BlockLoop:
             for step in self._ahead:
                 if self._dispatched > 0:
                     self._backend.begin(step, self._tokens[step.token])
+                inputs = self._inputs(step)
                 self._copy_ahead(step)
-                dispatched = Dispatched(step, self._dispatched + 1, self._compute(step))
+                dispatched = Dispatched(step, self._dispatched + 1, self._compute(step, inputs))
                 self._release_weights(step)
                 if before is not None:
                     self._retire(before, step)
@@ -151,17 +154,33 @@ class BlockLoop:
                 self._weights.prefetch(key)
 
     def _copy_ahead(self, step: Step) -> None:
-        """Starts the copies to the device that must be under way before a step computes."""
-        if step.visit != self._copied_for:
-            copies = self._plan.ahead.weight_copies
-            visits = self._ahead.visits(step.visit, copies, counts_all=True)
-            self._to_copy = [key for later in visits for key in self._keys(later)]
-            self._copied_for = step.visit
-        if self._to_copy:
-            self._to_copy = [key for key in self._to_copy if not self._weights.copy_if_read(key)]
+        """Starts the copies to the device that are to travel while a step computes, those that the
+        next steps need first."""
         for later in self._ahead.steps(self._plan.ahead.cache_copies):
             self._cached.copy_if_read(later)
             self._hidden.copy_if_read(later)
+        if step.visit != self._copied_for:
+            copies = self._plan.ahead.weight_copies
+            visits = self._ahead.visits(step.visit, copies, counts_all=True)
+            keys = [key for later in visits for key in self._keys(later)]
+            self._to_copy = deque(key for key in keys if not self._weights.is_copied(key))
+            self._copied_for = step.visit
+            self._steps_left = 1 + self._ahead.count_of(step.visit)
+        if self._to_copy:
+            self._copy_weights()
+        self._steps_left -= 1
+
+    def _copy_weights(self) -> None:
+        """Starts the copies of the next visit's weights that are to travel beside the coming step:
+        a share of the bytes, so that the steps of this visit have one each, in the order of use, as
+        far as they are read."""
+        wanted = sum(part.copied for _, part in self._to_copy) / self._steps_left
+        while self._to_copy:
+            nbytes = self._to_copy[0][1].copied
+            if wanted <= 0 < nbytes or not self._weights.copy_if_read(self._to_copy[0]):
+                break
+            self._to_copy.popleft()
+            wanted -= nbytes
 
     def _release_weights(self, step: Step) -> None:
         """Releases a layer's weights after the last step of its visit."""
@@ -184,26 +203,30 @@ class BlockLoop:
 
     # Steps
 
-    def _compute(self, step: Step) -> Handle:
-        """Dispatches one layer for one batch, and hands on the results that need no waiting."""
-        kind = self._kinds[step.layer]
+    def _inputs(self, step: Step) -> Inputs:
+        """Returns what a step computes with, on its way to the device."""
         weights = [self._weights.take(key) for key in self._keys(step)]
-        if kind == "embedding":
+        if self._kinds[step.layer] == "embedding":
             if step.token - self._before.get(step.token, step.token - 1) > 1:
                 self._skip_to(step)
-            computed = self._backend.compute(step, Inputs(weights))
-            self._dispatched += 1
-        else:
-            hidden, cache, early = self._hidden.take(step), None, None
-            is_decoding = kind == "decoder" and step.token > 0
-            if is_decoding:
-                cache, early = self._cached.take(step), self._early(step)
-            computed = self._backend.compute(step, Inputs(weights, hidden, cache, early))
-            self._dispatched += 1
-            if is_decoding:
-                self._cached.release(step, self._dispatched)
+            return Inputs(weights)
+        hidden = self._hidden.take(step)
+        if not self._is_decoding(step):
+            return Inputs(weights, hidden)
+        return Inputs(weights, hidden, self._cached.take(step), self._early(step))
+
+    def _is_decoding(self, step: Step) -> bool:
+        return step.token > 0 and self._kinds[step.layer] == "decoder"
+
+    def _compute(self, step: Step, inputs: Inputs) -> Handle:
+        """Dispatches one layer for one batch, and hands on the results that need no waiting."""
+        computed = self._backend.compute(step, inputs)
+        self._dispatched += 1
+        if self._is_decoding(step):
+            self._cached.release(step, self._dispatched)
+        if self._kinds[step.layer] != "embedding":
             self._hidden.release(step, self._dispatched)
-        if kind != "head":
+        if self._kinds[step.layer] != "head":
             part = self._plan.hidden(step.token, step.layer, step.batch)
             self._states.put(step.token, part, computed)
         return computed

@@ -172,19 +172,31 @@ def place_cache(
     return plan
 
 
+SMALL_STATES = 4 << 20
+"""Hidden states of one token of fewer bytes a batch stay on the device."""
+
+
+def stays_on_device(tokens: int, nbytes: int) -> bool:
+    """Returns whether a batch's hidden states of `nbytes` bytes are on the device, whatever the
+    policy says."""
+    return tokens == 1 and nbytes < SMALL_STATES
+
+
 @dataclass(frozen=True)
 class ActivationPlan:
     """The tiers where the hidden states of (layer, batch) wait for the next layer."""
 
     homes: dict[tuple[int, int], Tier]
 
-    def home(self, tokens: int, layer: int, batch: int) -> Tier:
-        """Returns the tier of hidden states of `tokens` tokens per sequence.
+    def home(self, tokens: int, layer: int, batch: int, nbytes: int) -> Tier:
+        """Returns the tier of hidden states of `tokens` tokens per sequence, `nbytes` in all.
 
-        Those of one token never go to disk: that would cost every decode step more time than the
-        memory is worth.
+        Small ones of one token stay on the device: a copy would wait behind weights, and hold up
+        the next layer, longer than the memory is worth. Larger ones of one token never go to disk.
         """
         home = self.homes[layer, batch]
+        if stays_on_device(tokens, nbytes):
+            return "device"
         return "host" if tokens == 1 and home == "disk" else home
 
 

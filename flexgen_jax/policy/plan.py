@@ -74,9 +74,10 @@ class Layout:
 class WeightsPart:
     """The tensors of a layer that are moved together, and what moving them takes.
 
-    A decoder layer is one part. Each tensor of the embedding and the head is a part of its own,
-    because both may have the same table; such a part `is_kept`: what is read of it stays in host
-    buffers while the block runs.
+    Of a decoder layer, each tensor that is copied to the device is a part, because the parts travel
+    beside one step each, and the others are one part. Each tensor of the embedding and the head is
+    a part of its own, because both may have the same table; such a part `is_kept`: what is read of
+    it stays in host buffers while the block runs.
 
     layer: the first layer that has the part; keys: of its tensors; layouts: of the host buffers
     into which it is read from disk; copied: bytes of the device that a copy of it takes.
@@ -198,9 +199,21 @@ class BlockPlan:
         """The parts of every layer's weights."""
         found: dict[tuple[str, ...], WeightsPart] = {}
         return tuple(
-            tuple(self._part(layer, tensors, found) for tensors in _divided(layer))
+            tuple(self._part(layer, tensors, found) for tensors in self._divided(layer))
             for layer in self.spec.layers
         )
+
+    def _divided(self, layer: LayerSpec) -> Iterable[tuple[TensorSpec, ...]]:
+        is_apart = layer.kind != "decoder"
+        moves = {t.key for t in layer.tensors if self.tiers[t.key] != "device"}
+        together = tuple(
+            t for t in layer.tensors if not is_apart and (self.unified or t.key not in moves)
+        )
+        if together:
+            yield together
+        for tensor in layer.tensors:
+            if tensor not in together:
+                yield (tensor,)
 
     def _part(
         self,
@@ -353,8 +366,8 @@ class BlockPlan:
     def _hidden(self, token: int, layer: int, batch: int) -> HiddenPart:
         rows, is_one = self.shape.batch_sizes[batch], token > 0 or self.only_last(layer, batch)
         tokens = 1 if is_one else self.shape.prompt_lens[batch]
-        home = self.waiting.home(tokens, layer, batch)
         nbytes = self.spec.hidden_bytes(rows, tokens, self.dtype)
+        home = self.waiting.home(tokens, layer, batch, nbytes)
         copied = 0 if self.unified or home == "device" else nbytes
         layouts: tuple[Layout, ...] = ()
         if home == "disk":
@@ -376,9 +389,3 @@ class BlockPlan:
         if leaves not in self._layouts:
             self._layouts[leaves] = Layout(leaves, count * storage.nbytes)
         return self._layouts[leaves]
-
-
-def _divided(layer: LayerSpec) -> Iterable[tuple[TensorSpec, ...]]:
-    if layer.kind == "decoder":
-        return (layer.tensors,)
-    return ((tensor,) for tensor in layer.tensors)

@@ -111,7 +111,8 @@ class Policy:
     Without `overlap`, nothing is loaded ahead of its use.
 
     Generated tokens are cached in KV blocks of `kv_block_tokens`, which are immutable once full.
-    Hidden states of single tokens never go to disk, even if those of prompts do.
+    Hidden states of single tokens stay on the device while a batch's are small, and never go to
+    disk, wherever those of prompts are.
 
     Weights and full KV blocks are kept in `weight_bits` and `cache_bits` per element (section 5);
     16 stands for the dtype. With `matmul_bits` 8, decoder layers multiply 8-bit integers, to which

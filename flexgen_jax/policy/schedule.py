@@ -134,6 +134,18 @@ class LookAhead:
                 return found
         return found
 
+    def count_of(self, visit: int) -> int:
+        """Returns how many of the next steps belong to a visit, up to the first one that does
+        not."""
+        count = 0
+        while True:
+            for step in islice(self._next, count, None):
+                if step.visit != visit:
+                    return count
+                count += 1
+            if not self._fill(count + FILLED):
+                return count
+
     def _fill(self, count: int) -> bool:
         """Queues steps until `count` are ready; returns whether any were added."""
         before = len(self._next)

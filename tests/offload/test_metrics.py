@@ -179,7 +179,7 @@ def test_a_run_is_broken_down_and_traced(checkpoint: Callable[..., Path], tmp_pa
     for row in spans(events).values():
         for before, after in pairwise(row):
             assert before["ts"] + before["dur"] <= after["ts"] + 0.11  # rounded to 0.1 us
-    computed = {e["name"] for row in spans(events).values() for e in row if "token" in e["name"]}
+    computed = {e["name"] for row in spans(events).values() for e in row if ", token " in e["name"]}
     layers = llm.config.num_layers + 2
     steps = {name for name in computed if "(projection)" not in name and "ranked" not in name}
     assert len(steps) == 2 * layers * 4  # batches, layers, tokens
