@@ -9,10 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flexgen_jax.layers.programs import Programs
 from flexgen_jax.machine.limits import storage_read_bytes
 from flexgen_jax.models.checkpoint import WeightSource
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.spec import LayerSpec
+from flexgen_jax.offload.buffer_pool import BufferPool
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.executor import Batch, BlockRun, OnResult
@@ -75,6 +76,8 @@ class Session:
         self.policy, self.workload = policy, workload
         self._largest = self._plan(BlockShape.of(policy, workload))
         self._peaks = estimate(self._largest)
+        buffers = self._peaks.buffers
+        self._pool = BufferPool(self._device.memories, buffers.first, buffers.most)
         spare = self._budgets.spare_ram(self._peaks.bytes)
         self._weights.cached = page_cached(self._device.spec, self._formats, self._tiers, spare)
 
@@ -96,47 +99,48 @@ class Session:
         shape = BlockShape.of(self.policy, workload)
         plan = self._plan(shape)
         cache = plan.cache
-        programs = self._device.programs
+        programs, layered = self._device.programs, self._layer_programs(plan)
+        for layer, _ in self._device.spec.decoder_kinds if plan.unpacks else ():
+            programs.unpack(layer)
         for batch, rows in enumerate(shape.batch_sizes):
             prompt, generated = cache.prompt[batch], cache.generated[batch]
             programs.embed(rows, workload.prompt_len)
             *others, last = self._device.spec.decoders
-            programs.prefill(last, rows, prompt, only_last=True)
+            layered.prefill(last, rows, prompt, only_last=True)
             for layer in others:
-                programs.prefill(layer, rows, prompt)
+                layered.prefill(layer, rows, prompt)
             programs.head(rows, True)
             for count, tail in enumerate(generated):
                 programs.embed(rows, 1)
                 self._compile_decode(plan, batch, rows, len(prompt) + count)
                 for layer, _ in self._device.spec.decoder_kinds:
-                    self._compile_tail(layer, rows, tail)
+                    if self._formats.cache_bits < 16:
+                        programs.seal(layer, rows, tail)
         if any(cache.generated) and cache.values_stay and set(cache.homes.values()) != {"device"}:
             started = time.perf_counter()
             self._device.prepare_host(self.policy.is_sparse, not cache.keys_stay)
             self._kernels_s += time.perf_counter() - started
 
-    def _compile_tail(self, layer: LayerSpec, rows: int, tail: int) -> None:
-        """What writes to an open block and seals it."""
-        if not self._unified:
-            self._device.programs.append(layer, rows, tail)
-        if self._formats.cache_bits < 16:
-            self._device.programs.seal(layer, rows, tail)
+    def _layer_programs(self, plan: BlockPlan) -> Programs:
+        programs = self._device.programs
+        return programs.plain if plan.unpacks else programs
 
     def _compile_decode(self, plan: BlockPlan, batch: int, rows: int, sealed: int) -> None:
         """Compiles every program that a step may need, in any layer, when `sealed` KV blocks are
         sealed."""
-        programs = self._device.programs
-        cache = plan.cache
+        programs, layered, cache = self._device.programs, self._layer_programs(plan), plan.cache
         room = sum(cache.lengths(batch)[: sealed + 1])
         most = self.policy.attended(room) if self.policy.is_sparse else 0
         for index, layer in enumerate(self._device.spec.decoders):
             here, there = (cache.part(index, batch, sealed, on_host) for on_host in (False, True))
             if not there.starts:
                 appends = plan.appends(CacheKey(index, batch, sealed))
-                programs.decode(layer, rows, here.lengths, here.tail, most, appends)
+                layered.decode(layer, rows, here.lengths, here.tail, most, appends)
                 continue
-            programs.project(layer, rows)
-            programs.finish(layer, rows, 2 if here.starts else 1)
+            layered.project(layer, rows)
+            layered.finish(layer, rows, 2 if here.starts else 1)
+            if here.tail and not self._unified:
+                programs.append(layer, rows, here.tail)
             if here.starts and not most:
                 programs.attend(layer, rows, here.lengths, here.tail)
             elif here.starts:
@@ -146,7 +150,10 @@ class Session:
                 programs.rank(layer, rows, there.lengths, there.tail, most)
 
     def start(self) -> None:
-        """Starts the measurements of a run."""
+        """Prepares a run's buffers, and starts its measurements."""
+        started = time.perf_counter()
+        self._pool.fill()
+        self._init_s += time.perf_counter() - started
         self._device.metrics.reset()
         self._ledger.reset_peak()
         self._storage_read = storage_read_bytes()
@@ -190,7 +197,7 @@ class Session:
             self._folder,
             on_result,
             on_step,
-            self._peaks.buffers,
+            self._pool,
         )
         with self._ledger.reserving("device", plan_workspace(plan)):
             block.run()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from flax.traverse_util import unflatten_dict
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.kernels import Kernels
-from flexgen_jax.layers.quantization import Kept, assemble, quantize_as
+from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble, dequantize, quantize_as
 from flexgen_jax.layers.sampling import greedy, sample
 from flexgen_jax.layers.sparse_attention import Ranked, attend_ranked, rank
 from flexgen_jax.models.config import ModelConfig
@@ -162,6 +162,13 @@ def _decode(layer: DecoderLayer, most: int, appends: bool) -> Callable[..., Any]
         return hidden, new, checks
 
     return decode
+
+
+def _unpack(weights: Weights) -> Weights:
+    return {
+        path: dequantize(kept) if isinstance(kept, QuantizedArray) else kept
+        for path, kept in weights.items()
+    }
 
 
 def _project(layer: DecoderLayer) -> Callable[..., Any]:
@@ -309,6 +316,9 @@ class _Lowering:
         program = _decode(self._decoder, most, appends)
         return jax.jit(program, donate_argnums=3 if appends else ()).lower(weights, *args)
 
+    def unpack(self, layer: int) -> jax.stages.Lowered:
+        return jax.jit(_unpack).lower(self._weights(self._spec.layers[layer]))
+
     def project(self, layer: int, batch: int) -> jax.stages.Lowered:
         weights = self._weights(self._spec.layers[layer])
         return jax.jit(_project(self._decoder)).lower(weights, self._hidden(batch, 1))
@@ -391,14 +401,29 @@ class Programs:
         self._model = (config, formats, kernels)
         self._alike = model_spec(config).alike
         self._found: dict[Any, jax.stages.Compiled] = {}
-        self.compile_s = 0.0
+        self._compile_s = 0.0
+
+    @cached_property
+    def plain(self) -> Programs:
+        """The programs for decoder layers whose weights `unpack` has unpacked."""
+        config, formats, kernels = self._model
+        return Programs(config, replace(formats, weight_bits=16), kernels)
+
+    @property
+    def _others(self) -> tuple[Programs, ...]:
+        return (self.plain,) if "plain" in self.__dict__ else ()
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of compiling so far."""
+        return self._compile_s + sum(other.compile_s for other in self._others)
 
     def _get(self, kind: str, *shape: Any) -> jax.stages.Compiled:
         program = self._found.get((kind, shape))
         if program is None:
             started = time.perf_counter()
             program = _compile(*self._model, kind, *shape)
-            self.compile_s += time.perf_counter() - started
+            self._compile_s += time.perf_counter() - started
             self._found[kind, shape] = program
         return program
 
@@ -436,6 +461,10 @@ class Programs:
         tail is donated, and comes back with the new key and value in place of these.
         """
         return self._of("decode", layer, batch, blocks, tail, most, appends)
+
+    def unpack(self, layer: LayerSpec) -> jax.stages.Compiled:
+        """Unpacks a decoder layer's weights: (weights) -> weights in the dtype."""
+        return self._of("unpack", layer)
 
     def project(self, layer: LayerSpec, batch: int) -> jax.stages.Compiled:
         """Computes `decode` up to attention: (weights, hidden) -> query, new key and value."""
@@ -492,4 +521,5 @@ class Programs:
     def workspace(self) -> int:
         """Bytes of temporaries and results of the program that needs most, of those compiled."""
         stats = [program.memory_analysis() for program in self._found.values()]
-        return max((s.temp_size_in_bytes + s.output_size_in_bytes for s in stats if s), default=0)
+        sizes = [int(s.temp_size_in_bytes + s.output_size_in_bytes) for s in stats if s]
+        return max([0, *sizes, *(other.workspace for other in self._others)])

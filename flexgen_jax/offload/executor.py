@@ -15,6 +15,7 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.allocator import trim_heap
+from flexgen_jax.offload.buffer_pool import BufferPool
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.kv_cache import KVCache, LayerCache
@@ -101,12 +102,15 @@ class BlockRun:
         folder: OffloadFolder | None,
         on_result: OnResult,
         on_step: Callable[[Step], object] = lambda step: None,
-        buffer_limit: int | None = None,
+        pool: BufferPool | None = None,
     ) -> None:
         self._device, self._weights, self._plan = device, weights, plan
         self._layers = device.spec.layers
         self._batches = batches
-        self._ledger, self._buffer_limit = ledger, buffer_limit
+        self._ledger, self._pool = ledger, pool or BufferPool(device.memories, {})
+        programs = device.programs
+        self._layer_programs = programs.plain if plan.unpacks else programs
+        self._unpacked: tuple[int, Any] = (-1, None)
         self._folder = folder
         self._on_result = on_result
         self._on_step = on_step
@@ -123,10 +127,12 @@ class BlockRun:
     def run(self) -> None:
         """Computes the steps of all tokens, until every batch is done."""
         try:
-            loop = BlockLoop(self._plan, self, self._ledger, buffer_limit=self._buffer_limit)
+            loop = BlockLoop(self._plan, self, self._ledger, buffer_limit=self._pool.limit)
             loop.run()
+            self._pool.take_back()
         finally:
             with ExitStack() as parts:
+                parts.callback(self._pool.drop_all)  # after an error they may still be in use
                 if self._folder is not None:
                     parts.callback(self._folder.clear_scratch)
                 parts.callback(self._cache.close)
@@ -143,7 +149,10 @@ class BlockRun:
     # Moving
 
     def allocate(self, layout: Layout) -> HostBuffer:
-        return self._device.memories.buffer(layout)
+        return self._pool.take(layout)
+
+    def free(self, buffer: HostBuffer) -> None:
+        self._pool.drop(buffer)
 
     def fetch(self, part: Part, buffers: Sequence[HostBuffer]) -> Load[Any]:
         match part:
@@ -205,10 +214,12 @@ class BlockRun:
             computed = self._embed(step, weights)
         elif kind == "head":
             computed = self._head(step, weights, inputs.hidden.arriving)
-        elif step.token == 0:
-            computed = self._prefill(step, weights, inputs.hidden.arriving)
         else:
-            computed = self._decode(step, weights, inputs)
+            weights = self._plain(step, weights) if self._plan.unpacks else weights
+            if step.token == 0:
+                computed = self._prefill(step, weights, inputs.hidden.arriving)
+            else:
+                computed = self._decode(step, weights, inputs)
         self._watch(step, computed.checks)
         self._checks[step.batch] = computed.checks
         return computed
@@ -231,12 +242,21 @@ class BlockRun:
         hidden, checks = program(weights, ids, start, self._first_valid[step.batch])
         return Computed(checks, hidden)
 
+    def _plain(self, step: Step, weights: Any) -> Any:
+        """Returns a layer's weights unpacked, which the first step of a visit does for the
+        others."""
+        if self._unpacked[0] != step.visit:
+            self._unpacked = (-1, None)  # the memory of the layer before is free for this one
+            unpack = self._device.programs.unpack(self._layers[step.layer])
+            self._unpacked = (step.visit, unpack(weights))
+        return self._unpacked[1]
+
     def _prefill(self, step: Step, weights: Any, hidden: jax.Array) -> Computed:
         batch = self._batches[step.batch]
         cuts = self._plan.cache.prompt[step.batch]
         only_last = self._plan.only_last(step.layer, step.batch)
         layer = self._layers[step.layer]
-        program = self._device.programs.prefill(layer, batch.size, cuts, only_last)
+        program = self._layer_programs.prefill(layer, batch.size, cuts, only_last)
         before, first_valid = self._checks[step.batch], self._first_valid[step.batch]
         hidden, blocks, checks = program(weights, hidden, before, first_valid)
         return Computed(checks, hidden, blocks)
@@ -268,7 +288,7 @@ class BlockRun:
         key = CacheKey(step.layer - 1, step.batch, cache.sealed)
         appends, here, (*sealed, opened) = self._plan.appends(key), cache.here, cache.blocks
         shape = (self._batches[step.batch].size, here.lengths, here.tail, most, appends)
-        program = self._device.programs.decode(self._layers[step.layer], *shape)
+        program = self._layer_programs.decode(self._layers[step.layer], *shape)
         args = (inputs.hidden.arriving, tuple(sealed), opened, self._checks[step.batch])
         hidden, new, checks = program(weights, *args, *self._moment(step).on_device)
         if not appends:
@@ -284,7 +304,7 @@ class BlockRun:
         question = Question(self._device, layer, query, self._moment(step), most)
         partials = attend_split(question, cache, lambda: self._project_early(early, weights))
         size = self._batches[step.batch].size
-        program = self._device.programs.finish(layer, size, len(partials))
+        program = self._layer_programs.finish(layer, size, len(partials))
         args = (hidden, self._checks[step.batch], query, new, partials)
         hidden, checks = program(weights, *args)
         return Computed(checks, hidden, new)
@@ -302,7 +322,7 @@ class BlockRun:
         if known is not None and known[0] == step:
             return known[1]
         size = self._batches[step.batch].size
-        program = self._device.programs.project(self._layers[step.layer], size)
+        program = self._layer_programs.project(self._layers[step.layer], size)
         found: tuple[jax.Array, KVBlock] = program(weights, hidden)
         self._device.memories.ask(found[0], "attention", "queries")
         self._watch(step, found[0], " (projection)")

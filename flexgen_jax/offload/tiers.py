@@ -8,19 +8,24 @@ the copying path on the CPU too, which is how it is tested.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.cpu import is_cpu
 from flexgen_jax.models.checkpoint import numpy_dtype
-from flexgen_jax.offload.disk.direct_reads import whole_pages
+from flexgen_jax.offload.disk.direct_reads import PAGE, whole_pages
 from flexgen_jax.offload.metrics import Content, Link, Metrics
 from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.policy.plan import Layout
 
 T = TypeVar("T")
+
+TRIES = 3
+"""How often an array that begins amid a page is made anew."""
 
 
 def tree_bytes(tree: Any) -> int:
@@ -107,14 +112,26 @@ class Memories:
         return moved
 
     def host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        """Returns a zeroed array in host memory, in whole pages, so that the disk can be read
-        directly into it. On the CPU backend the array is these pages; elsewhere it is a pinned
-        copy."""
+        """Returns a zeroed array in host memory that begins at a page, so that the disk can be read
+        directly into it."""
+        if not is_cpu():
+            return self.pinned_array(shape, dtype)
         zeros = whole_pages(int(np.prod(shape)) * np.dtype(dtype).itemsize)
         zeros = zeros.view(dtype).reshape(shape)
         array: jax.Array = jax.device_put(zeros, self._host_sharding)
-        array.block_until_ready()
+        array.block_until_ready()  # it is these pages
         return array
+
+    def pinned_array(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        """Returns a zeroed array in pinned memory. It is copied from the device, since one from the
+        host would fault in pages of its own and go through XLA's staging buffers."""
+
+        def make(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+            zeros = jnp.zeros(shape, dtype, device=self._device_sharding)
+            array: jax.Array = jax.device_put(zeros, self._host_sharding)
+            return array.block_until_ready()
+
+        return at_page(lambda: make(shape, dtype), lambda gap: make((gap,), np.dtype(np.uint8)))
 
     def buffer(self, layout: Layout) -> HostBuffer:
         """Returns zeroed host arrays of a layout."""
@@ -122,6 +139,27 @@ class Memories:
             self.host_array(leaf.shape, numpy_dtype(leaf.dtype)) for leaf in layout.leaves
         )
         return HostBuffer(layout, arrays, tuple(map(writable_view, arrays)))
+
+
+def at_page(make: Callable[[], jax.Array], fill: Callable[[int], jax.Array]) -> jax.Array:
+    """Returns an array that begins at a page, if a few tries bring the allocator to it.
+
+    XLA's allocator of pinned memory begins arrays at multiples of 256 bytes, at the start of the
+    smallest free piece that is large enough. So an array that begins amid a page is freed, and a
+    small one in its place moves it to the next page.
+
+    make: makes the array; fill: makes an array of that many bytes.
+    """
+    fillers = []
+    array = make()
+    for _ in range(TRIES):
+        gap = -array.unsafe_buffer_pointer() % PAGE
+        if gap == 0:
+            break
+        del array
+        fillers.append(fill(gap))
+        array = make()
+    return array
 
 
 def writable_view(array: jax.Array) -> np.ndarray:

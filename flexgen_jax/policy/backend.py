@@ -40,6 +40,9 @@ class Backend(Protocol):
     def allocate(self, layout: Layout) -> Handle:
         """Returns a host buffer, into which disk reads can go."""
 
+    def free(self, buffer: Handle) -> None:
+        """Frees a host buffer before the block ends."""
+
     def fetch(self, part: Part, buffers: Sequence[Handle]) -> Handle:
         """Starts a load: gathers a part, and reads what of it is on disk into `buffers`."""
 

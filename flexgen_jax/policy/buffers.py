@@ -18,6 +18,17 @@ class Buffer(NamedTuple):
     handle: Handle
 
 
+class BufferUse(NamedTuple):
+    """The host buffers of a block of batches.
+
+    most: the most bytes that there were at once; first: how many there were of each layout before
+    any was given up, which can all be made before the block begins.
+    """
+
+    most: int
+    first: dict[Layout, int]
+
+
 class Ring:
     """Host buffers by layout.
 
@@ -26,15 +37,20 @@ class Ring:
 
     limit: bytes above which free buffers of other layouts are given up for a new one. A block of
     equally long prompts never reaches its plan's; where lengths differ, each has layouts of its
-    own. finished: number of steps that are finished; the loop counts them. most: the most bytes
-    that there were.
+    own. finished: number of steps that are finished; the loop counts them.
     """
 
     def __init__(self, backend: Backend, ledger: Ledger, limit: int | None) -> None:
         self._backend, self._ledger, self._limit = backend, ledger, limit
         self._free: defaultdict[Layout, deque[tuple[int, Buffer]]] = defaultdict(deque)
-        self._bytes = 0
-        self.finished = self.most = 0
+        self._bytes = self._most = 0
+        self._first: dict[Layout, int] = {}
+        self._has_given_up = False
+        self.finished = 0
+
+    @property
+    def use(self) -> BufferUse:
+        return BufferUse(self._most, self._first)
 
     def acquire(self, layouts: Sequence[Layout]) -> list[Buffer]:
         """Returns a buffer of each layout."""
@@ -52,7 +68,9 @@ class Ring:
             self._make_room(self._limit - layout.nbytes)
         self._ledger.reserve("host", layout.nbytes)
         self._bytes += layout.nbytes
-        self.most = max(self.most, self._bytes)
+        self._most = max(self._most, self._bytes)
+        if not self._has_given_up:
+            self._first[layout] = self._first.get(layout, 0) + 1
         return Buffer(layout, self._backend.allocate(layout))
 
     def release(self, buffers: Sequence[Buffer], after: int) -> None:
@@ -63,12 +81,17 @@ class Ring:
 
     def discard(self, buffer: Buffer) -> None:
         """Gives up a buffer that nothing reads any more."""
-        self._let_go(buffer.layout.nbytes)
+        self._give_up(buffer)
 
     def _make_room(self, limit: int) -> None:
         for free in self._free.values():
             while self._bytes > limit and free and free[0][0] <= self.finished:
-                self._let_go(free.popleft()[1].layout.nbytes)
+                self._give_up(free.popleft()[1])
+
+    def _give_up(self, buffer: Buffer) -> None:
+        self._has_given_up = True
+        self._let_go(buffer.layout.nbytes)
+        self._backend.free(buffer.handle)
 
     def _let_go(self, nbytes: int) -> None:
         self._ledger.release("host", nbytes)

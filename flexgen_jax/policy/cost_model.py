@@ -25,6 +25,9 @@ FRACTIONS = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
 """The paper's nine variables: the fractions of weights, KV cache and hidden states (w, c, h) on
 GPU, CPU and disk (g, c, d)."""
 
+UNPACK_ROWS = 16
+"""Rows of the products whose times, with packed and with plain weights, tell that of unpacking."""
+
 AWAY_W = {"wc": 1.0, "wd": 1.0}
 AWAY_C = {"cc": 1.0, "cd": 1.0}
 AWAY_H = {"hc": 1.0, "hd": 1.0}
@@ -68,7 +71,9 @@ class Costs:
         self.formats: Formats = policy.formats(dtype)
         self.spec: ModelSpec = model_spec(config)
         self._item = DTYPES[dtype]
-        self._linear = hw.products(policy.weight_bits, policy.matmul_bits)
+        self.unpacks = policy.unpacks(hw.sizes, policy.num_batches)
+        bits = 16 if self.unpacks else policy.weight_bits
+        self._linear = hw.products(bits, policy.matmul_bits)
         self._ends = hw.linear[policy.weight_bits]
         self._device = hw.device_attention[policy.cache_bits]
         self._host = hw.host_attention[policy.cache_bits]
@@ -92,6 +97,17 @@ class Costs:
         """Seconds of a decoder layer's products: the paper's linear_layer, 8 h1^2 + 4 h1 h2 FLOPs
         per row."""
         return self._linear.seconds(2.0 * rows * layer.large_size, rows)
+
+    def unpack_s(self, layer: LayerSpec) -> float:
+        """Seconds of unpacking a decoder layer's weights for all batches of a visit; 0 if each
+        product unpacks its own."""
+        if not self.unpacks:
+            return 0.0
+        flops = 2.0 * UNPACK_ROWS * layer.large_size
+        packed = self.hw.products(self.policy.weight_bits, 16)
+        return max(
+            0.0, packed.seconds(flops, UNPACK_ROWS) - self._linear.seconds(flops, UNPACK_ROWS)
+        )
 
     def project_s(self, layer: LayerSpec, rows: int) -> float:
         """Seconds of a decoder layer's products before attention, a part of `linear_s`."""
@@ -312,7 +328,7 @@ def _prefill(costs: Costs, workload: Workload) -> Work:
         "disk_write": Linear({"cd": cache, "hd": hidden}),
     }
     computing = costs.mean_prefill_s(rows, tokens, workload.scores_prompts)
-    seconds = batches * (computing + costs.hw.step_s)
+    seconds = batches * (computing + costs.hw.step_s) + costs.mean(costs.unpack_s)
     return Work(moved, Linear({}, seconds))
 
 
@@ -348,6 +364,7 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     cached += half * mean(lambda layer: costs.kv_read_s(layer, rows, new))
     products = mean(lambda layer: costs.linear_s(layer, rows))
     fixed = batches * (products + hw.step_s + (hw.split_s if policy.values_stay else 0))
+    fixed += mean(costs.unpack_s)
     device = Linear({"cg": on_device}, fixed) + Linear(AWAY_C) * (moved_share * on_device)
     return Work(moved, device, Linear(AWAY_C) * on_host, Linear({"cd": batches * cached}))
 

@@ -54,7 +54,8 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     opened = generated_blocks(workload.gen_len, policy.kv_block_tokens)
     tokens = max(opened, default=0)
     tail = costs.mean(lambda layer: costs.open_kv_bytes(layer, rows, tokens)) * batches * layers
-    work = workspace_bytes(config, costs.formats, costs.hw.sizes, rows, prompt, workload.head)
+    how = (costs.hw.sizes, rows, prompt, workload.head, costs.unpacks)
+    work = workspace_bytes(config, costs.formats, *how)
     device = home["g"] + Linear({}, work)
     host = home["c"] + Linear(
         {

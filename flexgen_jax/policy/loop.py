@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from flexgen_jax.policy.backend import Backend, Handle, Inputs
-from flexgen_jax.policy.buffers import Ring
+from flexgen_jax.policy.buffers import BufferUse, Ring
 from flexgen_jax.policy.cache_blocks import CacheBlocks, LayerBatch
 from flexgen_jax.policy.hidden_states import HiddenStates
 from flexgen_jax.policy.ledger import Ledger
@@ -82,9 +82,9 @@ class BlockLoop:
         self._copied_for: int | None = None
         self._dispatched = 0
 
-    def run(self) -> int:
-        """Computes the steps of all tokens, until every batch is done; returns the most bytes of
-        host buffers that there were."""
+    def run(self) -> BufferUse:
+        """Computes the steps of all tokens, until every batch is done; returns the use of host
+        buffers."""
         try:
             before: Dispatched | None = None
             first = self._ahead.following()
@@ -107,7 +107,7 @@ class BlockLoop:
                 self._read_ahead(step)
             if before is not None:
                 self._retire(before, before.step)
-            return self._ring.most
+            return self._ring.use
         finally:
             self._close()
 

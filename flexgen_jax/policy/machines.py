@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexgen_jax.policy.hardware import HardwareProfile, ProfileError, Rate
+from flexgen_jax.policy.hardware import HardwareProfile, KernelSizes, ProfileError, Rate
 
 GB = 10**9
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -115,6 +115,7 @@ def _gpu(
         host_rank=Rate.constant(host_bandwidth / 100),
         step_s=0.0002,
         split_s=0.0003,
+        sizes=KernelSizes.of_gpu(),
         about={"source": "data sheets, not measured"},
     )
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from flexgen_jax.models.config import DTYPES, ModelConfig
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
 from flexgen_jax.policy.backend import Handle, Inputs, Part
+from flexgen_jax.policy.buffers import BufferUse
 from flexgen_jax.policy.cache_blocks import PENDING_WRITES
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.ledger import Ledger
@@ -18,6 +19,9 @@ from flexgen_jax.policy.placement import CacheKey
 from flexgen_jax.policy.plan import BlockPlan, HiddenPart, Layout
 from flexgen_jax.policy.policy import GREEDY, SCORE, Head, Tier
 from flexgen_jax.policy.schedule import Step
+
+SMALL_KERNELS = 16 << 20
+"""Bytes of small kernels that may be unpacked at the same time."""
 
 
 class Idle:
@@ -32,6 +36,9 @@ class Idle:
 
     def allocate(self, layout: Layout) -> Handle:
         return None
+
+    def free(self, buffer: Handle) -> None:
+        pass
 
     def fetch(self, part: Part, buffers: Sequence[Handle]) -> Handle:
         return "load"
@@ -80,11 +87,11 @@ class Idle:
 
 
 class Peaks(NamedTuple):
-    """The most bytes that a block of batches needs in each tier at any moment, and the part of the
-    host's that is for reusable buffers."""
+    """The most bytes that a block of batches needs in each tier at any moment, and the use of
+    reusable buffers among the host's."""
 
     bytes: dict[Tier, int]
-    buffers: int
+    buffers: BufferUse
 
 
 def estimate(plan: BlockPlan) -> Peaks:
@@ -188,7 +195,9 @@ def peak_bytes(plan: BlockPlan) -> dict[Tier, int]:
 def plan_workspace(plan: BlockPlan) -> int:
     """Returns the bytes of temporaries and results of a block's largest computation."""
     return max(
-        workspace_bytes(plan.config, plan.formats, plan.sizes, rows, tokens, plan.shape.head)
+        workspace_bytes(
+            plan.config, plan.formats, plan.sizes, rows, tokens, plan.shape.head, plan.unpacks
+        )
         for rows, tokens in set(zip(plan.shape.batch_sizes, plan.shape.prompt_lens, strict=True))
     )
 
@@ -200,17 +209,19 @@ def workspace_bytes(
     rows: int,
     tokens: int,
     head: Head = GREEDY,
+    unpacks: bool = False,
 ) -> int:
     """Returns the bytes of temporaries and results of the largest computation.
 
-    That is a layer's prefill of `rows` prompts of `tokens` tokens, or the head.
+    That is a layer's prefill of `rows` prompts of `tokens` tokens, or the head. unpacks: whether a
+    layer's weights are unpacked as a whole.
     """
     spec = model_spec(config)
     group = sizes.prefill_sequences(rows, tokens, formats.weight_bits)
     formed = min(sizes.scored_rows, group * tokens) if head == SCORE else rows
     logits = head.logit_copies * formed * config.vocab_size * 4
     return max(
-        _unpacked_bytes(layer, formats, sizes, group * tokens)
+        _unpacked_bytes(layer, formats, sizes, group * tokens, unpacks)
         + max(_prefill_bytes(layer, spec, formats, sizes, rows, tokens), logits)
         for layer, _ in spec.decoder_kinds
     )
@@ -239,13 +250,17 @@ def _prefill_bytes(
     return prefill
 
 
-def _unpacked_bytes(layer: LayerSpec, formats: Formats, sizes: KernelSizes, rows: int) -> int:
+def _unpacked_bytes(
+    layer: LayerSpec, formats: Formats, sizes: KernelSizes, rows: int, unpacks: bool
+) -> int:
     """Returns the bytes that are unpacked of a decoder layer's kernels, for products of `rows`."""
     unpacked = 0
     largest = max(tensor.size for tensor in layer.large) * DTYPES[formats.dtype]
+    if unpacks:
+        return layer.large_size * DTYPES[formats.dtype]
     if formats.weight_bits < 16:
         part = sizes.unpacked_bytes(rows, layer.mlp_width)
-        unpacked = max(sizes.part_bytes, min(largest, part))
+        unpacked = max(min(sizes.part_bytes, SMALL_KERNELS), min(largest, part))
     if formats.matmul_bits == 8:  # a kernel's integers, and the product of outliers
         unpacked = max(unpacked, 2 * largest) + rows * layer.mlp_width * 4
     return unpacked

@@ -164,6 +164,11 @@ class BlockPlan:
     def ahead(self) -> Ahead:
         return Ahead.of(self.policy)
 
+    @property
+    def unpacks(self) -> bool:
+        """Whether a layer's weights are unpacked once for all batches."""
+        return self.policy.unpacks(self.sizes, len(self.shape.batch_sizes))
+
     @cached_property
     def tiers(self) -> dict[str, Tier]:
         """The home of every tensor, by key."""

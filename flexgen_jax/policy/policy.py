@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.models.storage import BITS, MATMUL_BITS
+from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.schedule import SCHEDULES, Schedule
 
 Tier = Literal["device", "host", "disk"]
@@ -215,6 +216,11 @@ class Policy:
     def moved_share(self) -> float:
         """Share of the bytes of host and disk tiers' blocks that moves to the device per token."""
         return (not self.values_stay) / 2 + (not self.attends_on_host) / 2
+
+    def unpacks(self, sizes: KernelSizes, batches: int) -> bool:
+        """Returns whether a layer's weights are unpacked as a whole, for this many batches."""
+        is_packed = self.weight_bits < 16 and self.matmul_bits == 16
+        return sizes.unpacks_layers and is_packed and self.order.shares_weights and batches > 1
 
     @property
     def uses_disk(self) -> bool:

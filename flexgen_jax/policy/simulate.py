@@ -73,6 +73,7 @@ class Simulation:
         self._projected: dict[Step, float] = {}
         self._attended: dict[tuple[int, int, int], Attended] = {}
         self._seconds: dict[int, float] = {}
+        self._unpacked_for = -1
         self._phases, self._began = [0.0, 0.0], 0.0
 
     def prediction(self, peak: dict[Tier, int]) -> Prediction:
@@ -95,6 +96,9 @@ class Simulation:
 
     def allocate(self, layout: Layout) -> Handle:
         return None
+
+    def free(self, buffer: Handle) -> None:
+        pass
 
     def fetch(self, part: Part, buffers: Sequence[Handle]) -> Loading:
         if isinstance(part, CachedPart):
@@ -209,6 +213,9 @@ class Simulation:
         clock, costs = self._clock, self._costs
         layer, rows = self._layers[step.layer], self._plan.shape.batch_sizes[step.batch]
         ready = max(load.ready for load in inputs.weights)
+        if costs.unpacks and layer.kind == "decoder" and step.visit != self._unpacked_for:
+            self._unpacked_for = step.visit
+            clock.compute(costs.unpack_s(layer), ready)
         if inputs.hidden is not None:
             ready = max(ready, inputs.hidden.ready)
         fixed = self._hw.step_s

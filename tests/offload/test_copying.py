@@ -1,0 +1,265 @@
+"""What a GPU's runs are made of, with `unified=False` on the CPU: copies of weights, uploads and
+downloads of little, pinned buffers, and layers that are unpacked once."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.cpu.backend import DeviceKernels
+from flexgen_jax.layers import programs
+from flexgen_jax.offload import device
+from flexgen_jax.offload.buffer_pool import BufferPool
+from flexgen_jax.offload.disk.direct_reads import PAGE
+from flexgen_jax.offload.executor import BlockRun
+from flexgen_jax.offload.metrics import Metrics
+from flexgen_jax.offload.tiers import Memories, at_page, writable_view
+from flexgen_jax.offload.watcher import Watcher
+from flexgen_jax.policy.hardware import KernelSizes
+from flexgen_jax.policy.plan import Layout
+from tests.helpers.models import prompts
+
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def tokens(llm: LLM, count: int = 6) -> list[list[int]]:
+    ids = (prompts() * 3)[:count]
+    return [r.token_ids for r in llm.generate(prompt_token_ids=ids, sampling_params=GREEDY)]
+
+
+@pytest.mark.parametrize("breakdown", [True, False])
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_two_layers_weights_are_on_the_device_at_most(
+    checkpoint: Callable[[], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    num_batches: int,
+    breakdown: bool,
+) -> None:
+    """Whenever a copy begins, also while a watcher measures how long the computations take."""
+    alive: list[weakref.ref[jax.Array]] = []
+    counts: list[int] = []
+    real = Memories._put
+
+    def put(self: Memories, tree: Any, link: str, content: str, what: str) -> Any:
+        moved = real(self, tree, link, content, what)  # type: ignore[arg-type]
+        if content == "weights" and "decoder layer" in what:
+            alive.extend(map(weakref.ref, moved))
+            counts.append(sum(ref() is not None for ref in alive))
+        return moved
+
+    monkeypatch.setattr(Memories, "_put", put)
+    policy = Policy.from_percent(0, 100, 0, 100, 0, 100, batch_size=2, num_batches=num_batches)
+    options = {"dtype": "float32", "unified": False, "breakdown": breakdown}
+    with LLM(checkpoint(), policy=policy, **options) as llm:
+        tokens(llm, 2 * num_batches)
+    assert len(counts) > 100
+    assert max(counts) == 2 * 6  # six tensors of a layer
+
+
+class Counted:
+    """Counts programs by kind, and the arguments that come from the host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: Counter[str] = Counter()
+        self.uploads = 0
+        kinds: dict[int, str] = {}
+        compiled, call = programs._compile, jax.stages.Compiled.__call__
+
+        def compile_(config: Any, formats: Any, kernels: Any, kind: str, *shape: Any) -> Any:
+            found = compiled(config, formats, kernels, kind, *shape)
+            kinds[id(found)] = kind
+            return found
+
+        def counted(found: jax.stages.Compiled, *args: Any) -> Any:
+            self.calls[kinds[id(found)]] += 1
+            leaves = jax.tree.leaves(args)
+            self.uploads += sum(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves)
+            return call(found, *args)
+
+        monkeypatch.setattr(programs, "_compile", compile_)
+        monkeypatch.setattr(jax.stages.Compiled, "__call__", counted)
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("sparsity", [1.0, 0.5])
+def test_a_decode_step_is_one_program_without_uploads(
+    checkpoint: Callable[[], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    unified: bool,
+    sparsity: float,
+) -> None:
+    counted = Counted(monkeypatch)
+    policy = Policy(batch_size=2, num_batches=2, attention_sparsity=sparsity)
+    with LLM(checkpoint(), policy=policy, dtype="float32", unified=unified) as llm:
+        tokens(llm, 4)
+        layers = llm.config.num_layers
+    decoded = 2 * (GREEDY.max_tokens - 1)  # batches, tokens
+    expected = {"prefill": 2 * layers, "decode": decoded * layers}
+    expected |= dict.fromkeys(("embed", "head"), 2 + decoded)
+    assert counted.calls == expected
+    assert counted.uploads == 2  # the prompts
+
+
+def test_tokens_appended_by_the_program_are_those_of_attention_elsewhere(
+    checkpoint: Callable[[], Path],
+) -> None:
+    """Over several KV blocks, whatever reads them."""
+    found = []
+    for percent, attention in (((100, 0), "device"), ((50, 50), "host"), ((50, 50), "device")):
+        policy = Policy.from_percent(
+            *(100, 0, *percent, 100, 0),
+            batch_size=3,
+            num_batches=2,
+            attention=attention,
+            kv_block_tokens=4,
+        )
+        with LLM(checkpoint(), policy=policy, dtype="float32", unified=False) as llm:
+            found.append(tokens(llm))
+    with LLM(checkpoint(), policy=Policy(batch_size=6), dtype="float32") as llm:
+        assert found == [tokens(llm)] * 3
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's own code, with the sizes that a GPU has."""
+    kernels = DeviceKernels(KernelSizes.of_gpu())
+    for module in (device, __import__("flexgen_jax.engine.llm", fromlist=["llm"])):
+        monkeypatch.setattr(module, "kernels_of_device", lambda: kernels)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_gpu_unpacks_a_layer_once_a_visit(
+    checkpoint: Callable[[], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    gpu_kernels: None,
+    bits: int,
+) -> None:
+    """For all batches; a single batch's products unpack their own kernels."""
+    found, calls = [], []
+    counted = Counted(monkeypatch)
+    for size, count in ((6, 1), (2, 3)):
+        policy = Policy.from_percent(
+            *(0, 100, 100, 0, 100, 0), batch_size=size, num_batches=count, weight_bits=bits
+        )
+        with LLM(checkpoint(), policy=policy, dtype="float32", unified=False) as llm:
+            found.append(tokens(llm))
+            report, layers = llm.report(), llm.config.num_layers
+        calls.append((counted.calls["unpack"], counted.calls["prefill"]))
+        counted.calls.clear()
+        assert report["peak_bytes"] == report["computed_peak_bytes"]
+    assert found[0] == found[1]
+    assert calls == [(0, layers), (layers * GREEDY.max_tokens, 3 * layers)]
+
+
+def test_buffers_are_made_before_a_block_runs(
+    checkpoint: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the first block needs, and none for the next."""
+    made: list[int] = []
+    is_running = [False]
+    real, run = Memories.buffer, BlockRun.run
+
+    def buffer(self: Memories, layout: Layout) -> Any:
+        made.append(is_running[0])
+        return real(self, layout)
+
+    def running(self: BlockRun) -> None:
+        is_running[0] = True
+        run(self)
+        is_running[0] = False
+
+    monkeypatch.setattr(Memories, "buffer", buffer)
+    monkeypatch.setattr(BlockRun, "run", running)
+    policy = Policy.from_percent(
+        *(0, 50, 0, 50, 100, 0), batch_size=1, num_batches=2, kv_block_tokens=32
+    )
+    where = {"offload_dir": tmp_path, "unified": False, "dtype": "float32"}
+    with LLM(checkpoint(), policy=policy, **where) as llm:
+        tokens(llm, 6)  # three blocks of equal length
+        first = len(made)
+        tokens(llm, 6)
+        report = llm.report()
+    assert first > 10
+    assert not any(made)
+    # Open blocks are given up at the end of a block, and made again before the next run.
+    assert report["peak_bytes"]["host"] <= report["computed_peak_bytes"]["host"]
+
+
+def test_a_pool_gives_up_buffers_of_other_layouts_beyond_its_limit() -> None:
+    memories = Memories(Watcher(Metrics()))
+    small, large = (_layout(n) for n in (25, 75))
+    pool = BufferPool(memories, {small: 2}, limit=400)
+    pool.fill()
+    first = pool.take(small)
+    pool.take(large)  # 500 bytes with the small one that is free
+    assert pool._bytes == 100 + 300
+    pool.drop(first)
+    assert pool._bytes == 300
+    pool.take_back()
+    assert pool.take(large).layout is large
+    pool.drop_all()
+    assert pool._bytes == 0
+
+
+def _layout(count: int) -> Layout:
+    from flexgen_jax.models.storage import Storage
+
+    storage = Storage((count,), "float32")
+    return Layout(storage.leaves, storage.nbytes)
+
+
+class Best:
+    """An allocator that takes the start of the smallest free piece, as XLA's does."""
+
+    def __init__(self, *free: tuple[int, int]) -> None:
+        self.free = list(free)
+
+    def make(self, size: int) -> Any:
+        size = -(-size // 256) * 256
+        start, end = min((p for p in self.free if p[1] - p[0] >= size), key=lambda p: p[1] - p[0])
+        self.free.remove((start, end))
+        self.free.append((start + size, end))
+        return _Piece(self, start, size)
+
+
+class _Piece:
+    def __init__(self, allocator: Best, start: int, size: int) -> None:
+        self.allocator, self.start, self.end = allocator, start, start + size
+
+    def unsafe_buffer_pointer(self) -> int:
+        return self.start
+
+    def __del__(self) -> None:  # joins what is free on both sides
+        start, end, free = self.start, self.end, self.allocator.free
+        for piece in list(free):
+            if piece[1] == start or piece[0] == end:
+                free.remove(piece)
+                start, end = min(start, piece[0]), max(end, piece[1])
+        free.append((start, end))
+
+
+@pytest.mark.parametrize("begin", [0, 256, 5 * 256, PAGE - 256])
+def test_pinned_arrays_begin_at_pages(begin: int) -> None:
+    """Also where an array of another size lies before them, or a small piece is free."""
+    allocator = Best((begin, 1 << 30), (7 << 30, (7 << 30) + 512))
+    sizes = (PAGE, 3 * PAGE, 999)
+    kept = [at_page(partial(allocator.make, size), allocator.make) for size in sizes]
+    assert not any(piece.start % PAGE for piece in kept)
+
+
+def test_a_pinned_array_can_be_written_to() -> None:
+    memories = Memories(Watcher(Metrics()), unified=False)
+    array = memories.pinned_array((3, 5), np.dtype(np.float32))
+    assert array.sharding.memory_kind == "pinned_host"
+    assert not np.asarray(array).any()
+    writable_view(array)[:] = 7
+    assert (np.asarray(memories.to_device(array, "cache", "x")) == 7).all()
