@@ -28,6 +28,19 @@ KVBlock = tuple[Kept, Kept]
 """Keys and values of some consecutive tokens, each [batch, head, token, head_dim]."""
 
 
+Tail = tuple[jax.Array, jax.Array]
+"""The open KV block, in full precision."""
+
+
+def append(tail: Tail, new: Tail, at: jax.Array) -> Tail:
+    """Writes a token's key and value into the tail at index `at`, in place if it is donated."""
+    key, value = (
+        jax.lax.dynamic_update_slice_in_dim(into, x, at, axis=2)
+        for into, x in zip(tail, new, strict=True)
+    )
+    return key, value
+
+
 class SelfAttention(nn.Module):
     """Multi-head attention to keys and values that come in as blocks."""
 
@@ -131,29 +144,33 @@ class DecoderLayer(nn.Module):
         self,
         hidden: jax.Array,
         blocks: tuple[KVBlock, ...],
-        tail: KVBlock,
+        tail: Tail,
         position: jax.Array,
         first_valid: jax.Array,
         counts: jax.Array | None = None,
         most: int = 0,
+        appends: bool = False,
     ) -> tuple[jax.Array, KVBlock]:
         """Runs one token's hidden states, [batch, 1, hidden], through the layer.
 
-        Returns the new hidden states, and the token's key and value. `blocks` hold the tokens from
+        Returns the new hidden states, and the token's key and value, or with `appends` the tail
+        with these. `blocks` hold the tokens from
         0 on and are full; `tail` holds the tokens after them up to `position` (int32 [], the new
         token's index), and has room for more. With `counts`, int32 [batch], attention is sparse:
         each sequence attends to that number of earlier tokens, which is at most `most`.
         """
         query, new = self.project(hidden)
         starts = jnp.array([0, *accumulate(key.shape[2] for key, _ in blocks)])
+        if appends:  # before attention reads the tail: the other way round XLA would copy it
+            tail = append(tail, new, position - starts[-1])
         args = (query, (*blocks, tail), starts, position, first_valid)
         if counts is None:
             here = self.kernels.decode_attention(*args)
         else:
             here = attend_top(*args, counts, most, self.kernels.tuning)
-        return self.finish(hidden, query, new, [here]), new
+        return self.finish(hidden, query, new, [here]), tail if appends else new
 
-    def project(self, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:
+    def project(self, hidden: jax.Array) -> tuple[jax.Array, Tail]:
         """Computes `decode` up to attention: the query, and the new token's key and value."""
         query, key, value = self.attention.project(self._before(hidden, self.attention_norm))
         return query, (key, value)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
-from flexgen_jax.layers.decoder import DecoderLayer, KVBlock
+from flexgen_jax.layers.decoder import DecoderLayer, KVBlock, Tail, append
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble, dequantize, quantize_as
@@ -25,9 +25,6 @@ from flexgen_jax.layers.sparse_attention import Ranked, attend_ranked, rank
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import AttentionSpec, Formats, LayerSpec, ModelSpec, model_spec
 from flexgen_jax.models.storage import Storage
-
-Tail = tuple[jax.Array, jax.Array]
-"""The open KV block, in full precision."""
 
 Weights = Mapping[str, Kept]
 """A layer's tensors by path, e.g. "attention.q.kernel"."""
@@ -153,13 +150,9 @@ def _decode(layer: DecoderLayer, most: int, appends: bool) -> Callable[..., Any]
         *where: jax.Array,
     ) -> Any:
         args = (hidden, blocks, tail, position, *where)
-        hidden, new = _apply(layer, weights, *args, most=most, method="decode")
-        checks = _checked(checks, jnp.isfinite(hidden).all())
-        if appends:
-            # Only after attention has read the tail can it be written to without a copy.
-            hidden, new = jax.lax.optimization_barrier((hidden, new))
-            new = _append(tail, new, position - sum(key.shape[2] for key, _ in blocks))
-        return hidden, new, checks
+        how = {"most": most, "appends": appends, "method": "decode"}
+        hidden, new = _apply(layer, weights, *args, **how)
+        return hidden, new, _checked(checks, jnp.isfinite(hidden).all())
 
     return decode
 
@@ -184,15 +177,6 @@ def _finish(layer: DecoderLayer) -> Callable[..., Any]:
         return hidden, _checked(checks, jnp.isfinite(hidden).all())
 
     return finish
-
-
-def _append(tail: Tail, new: Tail, at: jax.Array) -> Tail:
-    """Writes a token's key and value into the (donated) tail at index `at`."""
-    key, value = (
-        jax.lax.dynamic_update_slice_in_dim(into, x, at, axis=2)
-        for into, x in zip(tail, new, strict=True)
-    )
-    return key, value
 
 
 def _head(module: Head, is_greedy: bool) -> Callable[..., Any]:
@@ -365,7 +349,7 @@ class _Lowering:
 
     def append(self, layer: int, batch: int, tail: int) -> jax.stages.Lowered:
         args = (self._tail(layer, batch, tail), self._tail(layer, batch, 1), _int())
-        return jax.jit(_append, donate_argnums=0).lower(*args)
+        return jax.jit(append, donate_argnums=0).lower(*args)
 
     def seal(self, layer: int, batch: int, tail: int) -> jax.stages.Lowered:
         return jax.jit(partial(_seal, self.formats)).lower(self._tail(layer, batch, tail))

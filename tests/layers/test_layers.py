@@ -20,7 +20,7 @@ from flexgen_jax.layers.matmul import matmul
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.sampling import keep_top, sample
 from flexgen_jax.layers.tuning import PLAIN, Tuning
-from flexgen_jax.models.families import read_config
+from flexgen_jax.models.families import known_shape, read_config
 from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.hardware import KernelSizes
 from tests.helpers.cases import covering
@@ -207,6 +207,18 @@ def test_the_last_token_alone_is_as_among_all(
     spoilt = hidden.at[5, tokens - 2, 0].set(np.nan)
     assert alone(weights, spoilt, PASSED, first)[2].tolist() == [4, 4]
     assert alone(weights, spoilt, np.array([3, 2], np.int32), first)[2].tolist() == [4, 2]
+
+
+def test_a_decode_step_appends_in_place() -> None:
+    """Without a copy of the tail, whose memory comes back as the result's."""
+    config = known_shape("facebook/opt-125m")
+    layer, rows, length = model_spec(config).decoders[0], 4, 32
+    tail = 2 * 4 * rows * length * config.hidden_size
+    programs = Programs(config, Formats("float32"), XLA)
+    plain, appending = (programs.decode(layer, rows, (64,), length, 0, x) for x in (False, True))
+    found = appending.memory_analysis()
+    assert found.alias_size_in_bytes == tail
+    assert found.temp_size_in_bytes <= plain.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
