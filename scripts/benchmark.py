@@ -34,6 +34,7 @@ from typing import Any
 from benchmark_report import markdown
 from benchmark_suites import Case, Ours, narrowed, suites
 from disk_rate import read_rate
+from flexgen_jax.machine.jax_settings import FRACTION, MOST_OF_THE_CARD, OLD_FRACTION
 from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.families import known_shape
 from flexgen_jax.policy.hardware import UNSTEADY, HardwareProfile, Rate
@@ -45,7 +46,7 @@ HERE = Path(__file__).parent
 KEPT = (
     *("generation_throughput", "total_s", "prefill_s", "decode_s", "num_sequences", "policy"),
     *("predicted", "bytes", "busy_s", "breakdown", "storage_read_bytes", "peak_bytes"),
-    *("computed_peak_bytes", "offload", "batch_size"),
+    *("computed_peak_bytes", "device_peak_bytes", "offload", "batch_size"),
 )
 """Fields of a run's report that are kept."""
 
@@ -60,11 +61,12 @@ TRIES = 3
 class Bench:
     """The runs of one suite, which end up in one file."""
 
-    def __init__(self, args: argparse.Namespace, has_gpu: bool) -> None:
+    def __init__(self, args: argparse.Namespace, gpu_memory: int | None) -> None:
         self.folder: Path = args.folder
         self.repeat: int = args.repeat
         self.known: tuple[str, int] | None = args.reference
-        self.dtype = "float16" if has_gpu else "bfloat16"
+        self.gpu_memory = gpu_memory
+        self.dtype = "bfloat16" if gpu_memory is None else "float16"
         self.keep_profile: bool = args.keep_profile and self._profile_file.exists()
         self.profiled_at = 0.0
         self.profiles: list[HardwareProfile] = []
@@ -142,8 +144,6 @@ class Bench:
         """Runs `flexgen-jax bench` once; returns its row, with its bound."""
         flags = [*self._shape(case), "--dtype", self.dtype, "--dummy-weights", *ours.flags]
         flags += ["--offload-dir", str(self.folder / "offload")]
-        if case.on_gpu:
-            flags += ["--device-memory", str(case.limit)]
         if ours.policy is not None:
             if chosen is None:
                 row = {"case": case.name, "name": f"ours, {ours.name}"}
@@ -153,12 +153,20 @@ class Bench:
             flags += ["--policy", str(file)]
         command = [sys.executable, "-m", "flexgen_jax", "bench", *flags]
         before = self._disk_rate(case, flags)
-        row = self._measured(case, f"ours, {ours.name}", command)
+        row = self._measured(case, f"ours, {ours.name}", command, self._gpu_settings(case))
         if "failed" in row:
             return row
         found = (before, self._disk_rate(case, flags))
         row["disk_read_rates"] = [rate for rate in found if rate is not None]
         return row | self._bound(case, row)
+
+    def _gpu_settings(self, case: Case) -> dict[str, str]:
+        """Returns the variables that keep JAX within the case's memory, as the reference is kept
+        within it by PyTorch; on a smaller card it gets what a card can give."""
+        if not case.on_gpu or self.gpu_memory is None:
+            return {}
+        share = min(float(MOST_OF_THE_CARD), case.limit / self.gpu_memory)
+        return {FRACTION: f"{share:.4f}"}
 
     def _disk_rate(self, case: Case, flags: list[str]) -> float | None:
         """Returns the byte/s at which the weights of a run can be read now; None if they are not on
@@ -185,15 +193,22 @@ class Bench:
         lengths = ["--prompt-len", str(case.prompt_len), "--gen-len", str(case.gen_len)]
         return ["--model", case.model, *lengths]
 
-    def _measured(self, case: Case, name: str, command: list[str]) -> dict[str, Any]:
-        """Runs a command that writes its figures to a file; returns them, or how the run failed."""
+    def _measured(
+        self, case: Case, name: str, command: list[str], settings: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Runs a command that writes its figures to a file; returns them, or how the run failed.
+
+        settings: environment variables for it.
+        """
         result = self.folder / "result.json"
         result.unlink(missing_ok=True)
         command = [*command, "--json", str(result)]
-        outcome = run_limited(command, None if case.on_gpu else case.limit, case.timeout)
+        limit = None if case.on_gpu else case.limit
+        outcome = run_limited(command, limit, case.timeout, settings)
         row: dict[str, Any] = {"case": case.name, "name": name, "limit": case.limit}
         row |= {"command": " ".join(command), "process_s": outcome.seconds}
-        row |= {"cgroup_peak_bytes": outcome.peak_bytes}
+        row |= {"cgroup_peak_bytes": outcome.peak_bytes, "cold_page_cache": outcome.is_cold}
+        row |= {"settings": settings or {}}
         if result.exists():
             report = json.loads(result.read_text())
             row |= {key: report[key] for key in KEPT if key in report}
@@ -262,15 +277,31 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def find_gpu(suite: str) -> bool:
-    """Returns whether the suite should use a GPU. A process of its own asks JAX, so that the GPU is
-    free again afterwards."""
+def find_gpu(suite: str) -> int | None:
+    """Returns the bytes of memory of the GPU that the suite is to use, None if it uses none. A
+    process of its own asks JAX, so that the GPU is free again afterwards."""
     if not suite.startswith("gpu"):
         os.environ["JAX_PLATFORMS"] = "cpu"
-        return False
-    code = "import jax; print(jax.devices()[0].platform)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return found.stdout.strip() in ("gpu", "cuda")
+        return None
+    # JAX tells its own limit, here half of the card.
+    settings = {FRACTION: "0.5", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    code = "import jax; device = jax.devices()[0]\n"
+    code += 'print(2 * device.memory_stats()["bytes_limit"] if device.platform != "cpu" else 0)'
+    command = [sys.executable, "-c", code]
+    environment = {k: v for k, v in os.environ.items() if k != OLD_FRACTION} | settings
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = found.stdout.split()
+    nbytes = int(said[-1]) if said and said[-1].isdigit() else 0
+    if not nbytes:
+        error = found.stderr.strip().splitlines()
+        reason = f" ({error[-1]})" if found.returncode and error else ""
+        print(
+            f"{suite}: JAX finds no GPU{reason}. The suite runs on the CPU, with a tenth of the "
+            "models' size, prompts and memory; its figures say nothing about a GPU.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return nbytes or None
 
 
 def known_best(text: str) -> tuple[str, int]:
@@ -305,14 +336,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json: there is no folder {args.json.parent}")
-    has_gpu = find_gpu(args.suite)
+    gpu_memory = find_gpu(args.suite)
     try:
-        cases = narrowed(suites(has_gpu)[args.suite](), args.only, args.ours)
+        cases = narrowed(suites(gpu_memory is not None)[args.suite](), args.only, args.ours)
     except ValueError as error:
         parser.error(str(error))
     args.folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     about = {"suite": args.suite, "command": " ".join(sys.argv), "machine": machine()}
+    about["gpu_memory"] = gpu_memory
 
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
@@ -321,7 +353,7 @@ def main() -> None:
             content = {**about, "profiles": profiles, "runs": rows}
             args.json.write_text(json.dumps(content, indent=1) + "\n")
 
-    bench = Bench(args, has_gpu)
+    bench = Bench(args, gpu_memory)
     for case in cases:
         bench.case(case, keep)
     print(markdown(rows))

@@ -2,7 +2,7 @@
 
 Policies differ in placement, schedule, place of attention, width and sparsity; each is compared
 with the resident run of equal width and sparsity. Prints a table; exits with 1 if any run's fp32
-greedy tokens differ.
+greedy tokens differ. With --copies, a CPU copies between host and device as a GPU does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax import LLM, Policy, SamplingParams, set_up_jax
 from flexgen_jax.policy.schedule import SCHEDULES
 
 PLACEMENTS = (
@@ -28,13 +28,21 @@ PLACEMENTS = (
     (0, 0, 0, 0, 100, 0),
     (30, 40, 20, 50, 0, 100),
 )
-FORMATS = tuple(product((16, 8, 4), (1.0,))) + tuple(product((16, 4), (0.2,)))
-"""Pairs of the bits of weights and cache, and the fraction of tokens attended to."""
+QUICK = (PLACEMENTS[1], PLACEMENTS[2], PLACEMENTS[5])
+FORMATS = {
+    "16": (16, 1.0),
+    "8": (8, 1.0),
+    "4": (4, 1.0),
+    "sparse-16": (16, 0.2),
+    "sparse-4": (4, 0.2),
+}
+"""By name, the bits of weights and cache, and the fraction of tokens attended to."""
 
 
-def policies() -> Iterator[dict[str, Any]]:
+def policies(is_quick: bool) -> Iterator[dict[str, Any]]:
     """Yields the arguments in which policies differ from the resident run's."""
-    for percent, schedule, overlap in product(PLACEMENTS, SCHEDULES, (True, False)):
+    placements, overlaps = (QUICK, (True,)) if is_quick else (PLACEMENTS, (True, False))
+    for percent, schedule, overlap in product(placements, SCHEDULES, overlaps):
         for attention in ("device", "host") if percent[2] < 100 else ("auto",):
             yield {
                 "percent": percent,
@@ -48,7 +56,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="default: the small model of the package")
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--formats", choices=FORMATS, nargs="+", default=list(FORMATS))
+    parser.add_argument("--quick", action="store_true", help="Half of the placements, overlapped.")
+    parser.add_argument("--copies", action="store_true", help="A CPU copies as a GPU does.")
     args = parser.parse_args()
+    set_up_jax()
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 60, 16)
     prompts = [rng.integers(4, 4000, n).tolist() for n in lengths]
@@ -56,6 +68,7 @@ def main() -> None:
 
     def run(policy: Policy, folder: str) -> tuple[list[list[int]], float]:
         options = {"policy": policy, "dtype": "float32", "offload_dir": folder}
+        options["unified"] = False if args.copies else None
         with LLM(args.model, **options) as llm:
             llm.generate(prompt_token_ids=prompts, sampling_params=params)
             results = llm.generate(prompt_token_ids=prompts, sampling_params=params)
@@ -66,10 +79,10 @@ def main() -> None:
     print(f"{'percent':24} schedule overlap attention bits sparsity  token/s  tokens")
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        for bits, sparsity in FORMATS:
+        for bits, sparsity in (FORMATS[name] for name in args.formats):
             formats = {"weight_bits": bits, "cache_bits": bits, "attention_sparsity": sparsity}
             expected, _ = run(Policy(batch_size=16, **formats), folder)
-            for changes in policies():
+            for changes in policies(args.quick):
                 shape = {"batch_size": 4, "num_batches": 4, **formats}
                 percent = changes.pop("percent")
                 policy = Policy.from_percent(*percent, **changes, **shape)

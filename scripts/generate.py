@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax import LLM, Policy, SamplingParams, set_up_jax
 
 PROMPTS = [
     "The people of the United States",
@@ -30,6 +30,7 @@ def main() -> None:
     )
     args = parser.parse_args()
 
+    set_up_jax()
     policy = Policy.from_percent(*args.percent, batch_size=2, num_batches=2)
     params = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.95, seed=1)
     with LLM(args.model, policy=policy, offload_dir=args.offload_dir, progress=True) as llm:

@@ -1,10 +1,83 @@
 #!/usr/bin/env bash
-# Runs the test suite and every placement on whatever accelerator JAX finds, and prints a table.
-#   scripts/gpu_check.sh [python]
-set -euo pipefail
+# Checks this project on the accelerator that JAX finds: placements first, then measurements, then
+# tests. Each part is a process of its own, of eight minutes at most, and none stops the others.
+# Prints a table at the end; the exit code is 0 if every part has passed. Without a GPU, a CPU takes
+# the same path: it copies between two memories, and computes with XLA's own kernels.
+#
+#   scripts/gpu_check.sh [--quick] [--only NAME] [python]
+#
+#   --quick      fewer placements, small measurements, and the tests of what a GPU does differently
+#   --only NAME  the parts whose name contains NAME: placements, measure, tests
+set -uo pipefail
 cd "$(dirname "$0")/.."
-python=${1:-python}
-export XLA_PYTHON_CLIENT_PREALLOCATE=false
-"$python" -c 'import jax; print("devices:", jax.devices())'
-"$python" -m pytest -x -n 0
-"$python" scripts/check_placements.py
+
+seconds=480 quick="" only="" python=python
+while (($#)); do
+  case $1 in
+    --quick) quick=--quick ;;
+    --only) only=${2:?"--only needs a name"} && shift ;;
+    -h | --help) sed -n '2,11s/^# \{0,1\}//p' "$0" && exit ;;
+    -*) echo "gpu_check.sh: no option $1 (see --help)" >&2 && exit 2 ;;
+    *) python=$1 ;;
+  esac
+  shift
+done
+
+export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+device=$("$python" -c 'import jax; d = jax.devices()[0]; print(d.platform, d.device_kind)') || {
+  echo "gpu_check.sh: JAX finds no device with $python" >&2
+  exit 2
+}
+copies=""
+if [[ $device == cpu* ]]; then
+  copies=--copies
+  export FLEXGEN_TEST_AS_ON_GPU=1
+  echo "no GPU here: the CPU takes the copying path"
+fi
+
+log=$(mktemp) table="" failed=0
+trap 'rm -f "$log"' EXIT
+
+# part NAME WHAT COMMAND...: runs a command, and adds a line to the table.
+part() {
+  local name=$1 what=$2 began=$SECONDS outcome=passed code
+  shift 2
+  [[ $name == *"$only"* ]] || return 0
+  echo "== $name: $what"
+  timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee "$log"
+  code=${PIPESTATUS[0]}
+  if ((code)); then
+    failed=1 outcome="failed, exit code $code"
+    ((code == 124 || code == 137)) && outcome="stopped after $seconds s"
+  fi
+  table+=$(printf '%-22s %-24s %5d s  %s' "$name" "$outcome" $((SECONDS - began)) "$what")$'\n'
+}
+
+formats="16 8 4 sparse-16 sparse-4"
+[[ $quick ]] && formats="16 4 sparse-4"
+for format in $formats; do
+  part "placements-$format" "fp32 tokens of every placement are the resident run's" \
+    "$python" scripts/check_placements.py --formats "$format" $copies $quick
+done
+part measure "links, overlap, alignment, memory, tokens in 16 bits" \
+  "$python" scripts/gpu_measure.py $quick
+pytest=("$python" -m pytest -n 2 -p no:cacheprovider)
+if [[ $quick ]]; then
+  part tests-copying "what a GPU does differently" "${pytest[@]}" \
+    tests/offload/test_copying.py tests/policy/test_loop.py tests/machine/test_jax_settings.py
+else
+  for room in offload engine "layers tests/policy" "cli tests/machine tests/models"; do
+    # shellcheck disable=SC2086 # a room may be several folders
+    part "tests-${room%% *}" "tests/$room" "${pytest[@]}" tests/$room
+  done
+fi
+
+echo
+echo "device: $device"
+printf '%-22s %-24s %7s  %s\n' part outcome time "what was run"
+printf '%s' "$table"
+if [[ ! $table ]]; then
+  echo "gpu_check.sh: no part's name contains $only" >&2
+  exit 2
+fi
+exit $failed

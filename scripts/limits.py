@@ -8,9 +8,9 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
@@ -19,12 +19,13 @@ _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a command. returncode is None if it ran out of time, peak_bytes if it had no
-    cgroup."""
+    cgroup; is_cold: whether the page cache was empty when it began."""
 
     returncode: int | None
     seconds: float
     peak_bytes: int | None
     output: str
+    is_cold: bool = False
 
 
 @contextmanager
@@ -44,25 +45,42 @@ def memory_cgroup(limit: int) -> Iterator[Path]:
             time.sleep(0.1)
 
 
-def drop_page_cache() -> None:
+def drop_page_cache() -> bool:
+    """Empties the page cache; returns whether that was allowed: it takes root, and containers often
+    have the kernel's settings read-only."""
     os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
 
 
-def run_limited(command: Sequence[str], limit: int | None, timeout: float) -> Outcome:
+def run_limited(
+    command: Sequence[str],
+    limit: int | None,
+    timeout: float,
+    settings: Mapping[str, str] | None = None,
+) -> Outcome:
     """Runs `command` in its own cgroup of `limit` bytes, or without a limit, after dropping the
-    page cache."""
-    with contextlib.suppress(PermissionError):  # without a limit, root is not needed
-        drop_page_cache()
+    page cache; settings: environment variables for it."""
+    is_cold = drop_page_cache()
+    environment = {**os.environ, **(settings or {})}
     if limit is None:
-        return _run([], command, timeout, None)
-    with memory_cgroup(limit) as group:
-        enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"']
-        return _run(enter, command, timeout, group)
+        outcome = _run([], command, timeout, None, environment)
+    else:
+        with memory_cgroup(limit) as group:
+            enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"']
+            outcome = _run(enter, command, timeout, group, environment)
+    return replace(outcome, is_cold=is_cold)
 
 
 def _run(
-    enter: Sequence[str], command: Sequence[str], timeout: float, group: Path | None
+    enter: Sequence[str],
+    command: Sequence[str],
+    timeout: float,
+    group: Path | None,
+    environment: Mapping[str, str],
 ) -> Outcome:
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -71,6 +89,7 @@ def _run(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env=environment,
     )
     try:
         output, _ = process.communicate(timeout=timeout)

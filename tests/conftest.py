@@ -9,7 +9,11 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.helpers import units
+from tests.helpers import as_on_gpu, units
+
+if as_on_gpu.is_asked():
+    as_on_gpu.pretend()
+
 from tests.helpers.models import write_checkpoint
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
@@ -34,6 +38,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFu
 
 def pytest_configure() -> None:
     units.declared()  # a misspelt one is an error before anything runs
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what is true only where the CPU is the device."""
+    has_gpu = as_on_gpu.has_gpu()
+    if not has_gpu and not as_on_gpu.is_asked():
+        return
+    skip = pytest.mark.skip(reason="the CPU is not the device")
+    for item in items:
+        is_unified = has_gpu and getattr(item, "callspec", None) is not None
+        is_unified = is_unified and item.callspec.params.get("unified") is True  # type: ignore[attr-defined]
+        if is_unified or item.get_closest_marker("cpu_device"):
+            item.add_marker(skip)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -109,6 +109,8 @@ def bench_summary(report: dict[str, Any]) -> str:
     each = ", ".join(f"{link} {n / steps / 1e6:.2f} MB" for link, n in decoded if n)
     busy = ", ".join(f"{what} {s:.1f} s" for what, s in report["busy_s"].items() if s > 0.005)
     peaks = ", ".join(f"{tier} {n / 2**30:.2f} GiB" for tier, n in report["peak_bytes"].items())
+    found = report["device_peak_bytes"]
+    own = f" (the device itself counts {found / 2**30:.2f} GiB)" if found is not None else ""
     return (
         f"{report['model']}, {report['num_sequences']} x ({report['prompt_len']} + "
         f"{report['gen_len']}) tokens, {report['dtype']}\n"
@@ -117,7 +119,7 @@ def bench_summary(report: dict[str, Any]) -> str:
         f"placing weights {report['init_s']:.1f} s and compiling {report['compile_s']:.1f} s "
         f"not counted)\n"
         f"moved: {moved or 'nothing'}\nmoved for a token of every sequence: {each or 'nothing'}\n"
-        f"busy: {busy}\npeak: {peaks}"
+        f"busy: {busy}\npeak: {peaks}{own}"
     )
 
 

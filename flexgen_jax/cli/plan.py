@@ -13,8 +13,10 @@ from flexgen_jax.cli.flags import engine_options, model_options, plan_options, p
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import UserError
-from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.models.spec import model_spec
+from flexgen_jax.policy.fit import Budgets, human
 from flexgen_jax.policy.hardware import Rate
+from flexgen_jax.policy.placement import stays_on_device
 from flexgen_jax.policy.policy import TIERS, Policy, Workload
 from flexgen_jax.policy.search import (
     Candidate,
@@ -258,6 +260,11 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
             f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in busy.items()
         ),
     ]
+    states = model_spec(problem.config).hidden_bytes(plan.policy.batch_size, 1, problem.dtype)
+    if plan.policy.activations.device < 1 and stays_on_device(1, states):
+        lines.append(
+            f"hidden states of single tokens stay on the device, {human(states)} for each batch"
+        )
     for tier in TIERS:
         lines.append(_bar(tier, plan.peak_bytes[tier], problem.budgets.allowed(tier)))
     if problem.budgets.shared is not None:

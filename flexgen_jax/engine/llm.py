@@ -56,6 +56,8 @@ class LLM:
         self.dtype = resolve_dtype(asked.dtype, self.config, on_cpu)
         self._progress = Progress(asked.progress)
         unified = on_cpu if asked.unified is None else asked.unified
+        if unified and not on_cpu:
+            raise UserError("unified=True is for a CPU: a GPU has a memory of its own")
         policy = asked.policy_on(unified)
         formats = policy.formats(self.dtype)
         self._planner = Planner(

@@ -228,6 +228,7 @@ class Session:
             **self._device.metrics.report(),
             "storage_read_bytes": storage_read,
             "peak_bytes": self._ledger.peak,
+            "device_peak_bytes": self._device.memories.device_peak_bytes(),
             "computed_peak_bytes": self._peaks.bytes,
             "compiled_workspace_bytes": self._device.programs.workspace,
             "realized": self._realized(),
@@ -262,7 +263,9 @@ class Session:
         spec = self._device.spec
         tensors = [t for t in spec.tensors.values() if not t.is_small]
         weights = [self._formats.weight(t).nbytes for t in tensors]
-        cache, homes = self._largest.cache, self._largest.waiting.homes
+        plan = self._largest
+        cache, homes = plan.cache, plan.waiting.homes
+        decoded = [plan.hidden(1, layer, batch).home for layer, batch in homes]
         blocks = [
             cache.lengths(key.batch)[key.block] * spec.decoders[key.layer].attention.kv_size
             for key in cache.homes
@@ -271,6 +274,7 @@ class Session:
             "weights": realised(weights, [self._tiers[t.key] for t in tensors]),
             "cache": realised(blocks, list(cache.homes.values())),
             "activations": realised([1] * len(homes), list(homes.values())),
+            "activations_of_one_token": realised([1] * len(homes), decoded),
         }
 
     def report(self) -> dict[str, Any]:

@@ -29,8 +29,11 @@ rest is for the CUDA context and libraries."""
 PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The variable that limits pinned host memory, in GiB."""
 
-PINNED_DEFAULT = 64
-"""Its default, in GiB."""
+PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+"""The variable with which JAX pins all of that when it starts."""
+
+PINNED_DEFAULT, PREALLOCATED_DEFAULT = 64, 16
+"""The limit's defaults without and with `PREALLOCATE`, in GiB."""
 
 GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin")
 """Packages with which JAX computes on a GPU."""
@@ -98,19 +101,24 @@ def _processor() -> str:
 
 def allow_pinned(nbytes: int, environment: MutableMapping[str, str], has_started: bool) -> None:
     """Lets JAX pin as much host memory as a host tier of `nbytes` bytes takes, unless the user has
-    set the limit already or JAX has read it.
+    set the limit already, or has it pinned at the start, or JAX has read it.
 
     has_started: whether a JAX backend is running; see `jax_has_started`.
     """
-    if not has_started and PINNED not in environment:
+    if not has_started and PINNED not in environment and not _preallocates(environment):
         pool = nbytes * (1 + POOL_ROOM) + STAGING_BYTES
         environment[PINNED] = str(ceil(pool / (1 << 30)))
 
 
 def pinned_bytes(environment: Mapping[str, str]) -> int:
     """Returns the bytes of a host tier that JAX's limit of pinned memory leaves room for."""
-    limit = int(environment.get(PINNED, PINNED_DEFAULT)) << 30
+    default = PREALLOCATED_DEFAULT if _preallocates(environment) else PINNED_DEFAULT
+    limit = int(environment.get(PINNED, default)) << 30
     return max(0, int((limit - STAGING_BYTES) / (1 + POOL_ROOM)))
+
+
+def _preallocates(environment: Mapping[str, str]) -> bool:
+    return environment.get(PREALLOCATE, "").lower() in ("1", "true")
 
 
 def may_find_gpu(environment: Mapping[str, str]) -> bool:

@@ -88,6 +88,12 @@ class Memories:
             return tree
         return self._put(tree, "host_to_device", content, what)
 
+    def device_peak_bytes(self) -> int | None:
+        """Returns the most bytes that this process has had on the device, by its own count; None
+        where it does not count, as on a CPU."""
+        stats = self.device.memory_stats()
+        return None if stats is None else int(stats["peak_bytes_in_use"])
+
     def on_host(self, array: jax.Array) -> bool:
         """Returns whether an array must be copied to the device before computing with it."""
         return not self.unified and array.sharding.memory_kind == "pinned_host"

@@ -210,6 +210,7 @@ def test_a_plan_has_the_products_it_is_for() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cpu_device
 def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every probe runs, at sizes that take no time."""
     monkeypatch.setattr(disk_probe, "DISK_SIZES", ((1 << 16, 1 << 18), (1 << 20, 1 << 22)))

@@ -19,6 +19,7 @@ from flexgen_jax.machine.jax_settings import (
     OLD_FRACTION,
     PINNED,
     PINNED_DEFAULT,
+    PREALLOCATE,
     STAGING_BYTES,
     allow_pinned,
     keep_programs,
@@ -145,6 +146,10 @@ def test_a_limit_of_pinned_memory_that_cannot_be_changed_stays() -> None:
     allow_pinned(1 << 40, environment, has_started=True)
     assert environment == {}
     assert pinned_bytes({}) == ((PINNED_DEFAULT << 30) - STAGING_BYTES) * 8 // 9
+    environment = {PREALLOCATE: "true"}
+    allow_pinned(1 << 40, environment, has_started=False)
+    assert environment == {PREALLOCATE: "true"}
+    assert pinned_bytes(environment) == 14 * (8 << 30) // 9
 
 
 def test_the_library_allows_pinned_memory_before_jax_starts(cache: Path) -> None:

@@ -114,6 +114,7 @@ def test_buffers_for_prompts_of_many_lengths_stay_within_the_plan(tmp_path: Path
         assert peak <= report["computed_peak_bytes"][tier]
 
 
+@pytest.mark.cpu_device
 def test_each_run_says_anew_which_weights_the_page_cache_may_hold(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

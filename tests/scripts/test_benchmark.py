@@ -23,9 +23,10 @@ def fake_bench(speeds: dict[str, float], repeat: int) -> Any:
 
     bench = object.__new__(Bench)
     bench.folder, bench.repeat, bench.known, bench.dtype = Path(), repeat, None, "bfloat16"
+    bench.gpu_memory = None
     bench.keep_profile, bench.profiles = True, [None]
 
-    def measured(case: Any, name: str, command: list[str]) -> dict[str, Any]:
+    def measured(case: Any, name: str, command: list[str], _settings: Any = None) -> dict[str, Any]:
         row = {"case": case.name, "name": name, "command": " ".join(command)}
         speed = speeds[name]
         if not speed:
@@ -193,3 +194,45 @@ def test_utilisation_is_drawn_from_a_trace(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", command)
     benchmark_pictures.main()
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("scripts")
+def test_our_runs_are_held_to_the_memory_of_the_case_by_jax_itself() -> None:
+    """As PyTorch holds the reference's; on a card of that size or less, to what a card can give."""
+    from benchmark_suites import gpu_16gb
+
+    bench, case = fake_bench({}, 1), gpu_16gb(True)[0]
+    for card, share in ((80e9, "0.2000"), (16e9, "0.9500"), (12e9, "0.9500")):
+        bench.gpu_memory = int(card)
+        assert bench._gpu_settings(case) == {"XLA_CLIENT_MEM_FRACTION": share}
+    assert bench._gpu_settings(gpu_16gb(False)[0]) == {}
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_gpu_suite_says_that_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmark import find_gpu
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert find_gpu("gpu-16gb") is None
+    assert "no GPU" in capsys.readouterr().err
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert find_gpu("gpu-16gb") is None
+    assert "no GPU (" in capsys.readouterr().err  # and why
+    assert find_gpu("cpu-quick") is None
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("scripts")
+def test_settings_of_the_kernel_may_be_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers: the run goes on, and says that it may have begun with a warm cache."""
+    import limits
+
+    def refused(self: Path, text: str) -> int:
+        raise OSError(30, "Read-only file system", str(self))
+
+    monkeypatch.setattr(limits.Path, "write_text", refused)
+    command = [sys.executable, "-c", "import os; print(os.environ['ASKED'])"]
+    outcome = limits.run_limited(command, None, 60, {"ASKED": "yes"})
+    assert (outcome.returncode, outcome.output.strip(), outcome.is_cold) == (0, "yes", False)

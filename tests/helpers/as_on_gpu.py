@@ -1,0 +1,37 @@
+"""Lets the tests run as on a GPU, as far as a CPU can: host and device are two memories, data is
+copied between them, and kernels are XLA's own, with a GPU's sizes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+ASKED = "FLEXGEN_TEST_AS_ON_GPU"
+"""The environment variable that asks for it; any text does."""
+
+
+def is_asked() -> bool:
+    return bool(os.environ.get(ASKED))
+
+
+def pretend() -> None:
+    """Changes the defaults of `LLM`; called before the rooms that use them are imported."""
+    from flexgen_jax import cpu
+    from flexgen_jax.cpu.backend import DeviceKernels
+    from flexgen_jax.engine.options import EngineOptions
+    from flexgen_jax.policy.hardware import KernelSizes
+
+    kernels, real = DeviceKernels(KernelSizes.of_gpu()), EngineOptions.of
+    cpu.kernels_of_device = lambda: kernels
+
+    def of(model: Any, options: dict[str, Any]) -> EngineOptions:
+        is_default = options.get("unified") is None
+        return real(model, {**options, "unified": False} if is_default else options)
+
+    EngineOptions.of = of  # type: ignore[method-assign]
+
+
+def has_gpu() -> bool:
+    import jax
+
+    return bool(jax.devices()[0].platform != "cpu")
