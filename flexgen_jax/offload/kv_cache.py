@@ -123,9 +123,12 @@ class KVCache:
 
     def quantize(self, key: CacheKey) -> None:
         """Quantizes a full block on the device."""
-        opened = self._memories.to_device(self._blocks[key].arrays, "cache", "a full KV block")
-        program = self._device.programs.seal(*self._shape(key))
-        self.keep(key, jax.block_until_ready(program(opened)))
+        block = self._blocks[key]
+        opened = self._memories.to_device(block.arrays, "cache", "a full KV block")
+        sealed = self._device.programs.seal(*self._shape(key))(opened)
+        if block.views:  # the CPU will write to them
+            jax.block_until_ready(sealed)
+        self.keep(key, sealed)
 
     def write(self, keys: Sequence[CacheKey]) -> Write:
         """Starts writing sealed blocks of one layer and batch to disk, from a copy of their own;

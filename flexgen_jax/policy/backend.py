@@ -78,7 +78,8 @@ class Backend(Protocol):
         """Writes one token's keys and values to the open block."""
 
     def quantize(self, key: CacheKey) -> None:
-        """Quantizes a full block, and waits for it: its memory in full precision is then free."""
+        """Quantizes a full block; its memory in full precision is then free. Waits where the CPU
+        writes to that."""
 
     def write_blocks(self, keys: Sequence[CacheKey]) -> Handle:
         """Starts writing sealed blocks to disk, from a copy of their own; frees the blocks."""
