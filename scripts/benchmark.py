@@ -160,13 +160,13 @@ class Bench:
         row["disk_read_rates"] = [rate for rate in found if rate is not None]
         return row | self._bound(case, row)
 
-    def _gpu_settings(self, case: Case) -> dict[str, str]:
+    def _gpu_settings(self, case: Case) -> dict[str, str | None]:
         """Returns the variables that keep JAX within the case's memory, as the reference is kept
         within it by PyTorch; on a smaller card it gets what a card can give."""
         if not case.on_gpu or self.gpu_memory is None:
             return {}
         share = min(float(MOST_OF_THE_CARD), case.limit / self.gpu_memory)
-        return {FRACTION: f"{share:.4f}"}
+        return {FRACTION: f"{share:.4f}", OLD_FRACTION: None}  # both together are an error
 
     def _disk_rate(self, case: Case, flags: list[str]) -> float | None:
         """Returns the byte/s at which the weights of a run can be read now; None if they are not on
@@ -194,7 +194,11 @@ class Bench:
         return ["--model", case.model, *lengths]
 
     def _measured(
-        self, case: Case, name: str, command: list[str], settings: dict[str, str] | None = None
+        self,
+        case: Case,
+        name: str,
+        command: list[str],
+        settings: dict[str, str | None] | None = None,
     ) -> dict[str, Any]:
         """Runs a command that writes its figures to a file; returns them, or how the run failed.
 

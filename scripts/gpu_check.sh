@@ -1,22 +1,26 @@
 #!/usr/bin/env bash
 # Checks this project on the accelerator that JAX finds: placements first, then measurements, then
 # tests. Each part is a process of its own, of eight minutes at most, and none stops the others.
-# Prints a table at the end; the exit code is 0 if every part has passed. Without a GPU, a CPU takes
-# the same path: it copies between two memories, and computes with XLA's own kernels.
+# Prints a table at the end; the exit code is 0 if every part has passed. Without a GPU, a CPU copies
+# between two memories, and the tests use the kernels of a GPU.
 #
 #   scripts/gpu_check.sh [--quick] [--only NAME] [python]
 #
 #   --quick      fewer placements, small measurements, and the tests of what a GPU does differently
 #   --only NAME  the parts whose name contains NAME: placements, measure, tests
 set -uo pipefail
-cd "$(dirname "$0")/.."
+script=$(realpath "$0")
+cd "$(dirname "$script")/.."
 
 seconds=480 quick="" only="" python=python
 while (($#)); do
   case $1 in
     --quick) quick=--quick ;;
     --only) only=${2:?"--only needs a name"} && shift ;;
-    -h | --help) sed -n '2,11s/^# \{0,1\}//p' "$0" && exit ;;
+    -h | --help)
+      sed -n '2,11s/^# \{0,1\}//p' "$script"
+      exit
+      ;;
     -*) echo "gpu_check.sh: no option $1 (see --help)" >&2 && exit 2 ;;
     *) python=$1 ;;
   esac
@@ -35,8 +39,7 @@ if [[ $device == cpu* ]]; then
   echo "no GPU here: the CPU takes the copying path"
 fi
 
-log=$(mktemp) table="" failed=0
-trap 'rm -f "$log"' EXIT
+table="" failed=0
 
 # part NAME WHAT COMMAND...: runs a command, and adds a line to the table.
 part() {
@@ -44,11 +47,12 @@ part() {
   shift 2
   [[ $name == *"$only"* ]] || return 0
   echo "== $name: $what"
-  timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee "$log"
-  code=${PIPESTATUS[0]}
+  timeout --kill-after=10 "$seconds" "$@"
+  code=$?
   if ((code)); then
     failed=1 outcome="failed, exit code $code"
-    ((code == 124 || code == 137)) && outcome="stopped after $seconds s"
+    ((code == 124)) && outcome="stopped after $seconds s"
+    ((code == 137)) && outcome="killed"
   fi
   table+=$(printf '%-22s %-24s %5d s  %s' "$name" "$outcome" $((SECONDS - began)) "$what")$'\n'
 }

@@ -3,11 +3,11 @@
     python scripts/gpu_measure.py --json gpu.json            # on a GPU, about five minutes
     python scripts/gpu_measure.py --quick                    # small, to see that it works
 
-In this order: the links' rates for one large array, for a layer and for both directions at once;
-small copies beside a layer's weights; where pinned arrays begin; whether copies and computing
-overlap in a run with weights and KV cache on the host, by the device's own trace; the device's
-memory against the plan's; equal tokens in 16 bits. On a CPU, host and device are kept apart, and
-the figures say nothing about a GPU.
+In this order: whether copies and computing overlap in a run with weights and KV cache on the host,
+by the device's own trace, and the device's memory against the plan's, before anything else is on
+the device; the links' rates for one large array, for a layer and for both directions at once;
+small copies beside a layer's weights; where pinned arrays begin; equal tokens in 16 bits. On a CPU,
+host and device are kept apart, and the figures say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FULL = Sizes(2 << 30, "facebook/opt-6.7b", 32, 4, 256, 16)
 QUICK = Sizes(64 << 20, "facebook/opt-125m", 4, 3, 32, 6)
 
 
-def best(run: Callable[[], Any], repeat: int = 7) -> float:
+def median_s(run: Callable[[], Any], repeat: int = 7) -> float:
     """Returns the median seconds of a function whose results are waited for."""
     run()
     found = []
@@ -93,11 +93,11 @@ class Probe:
         here = jax.block_until_ready(self.up(there))
         layer, total = self.layer(), there.nbytes
         parts = sum(array.nbytes for array in layer)
-        both = best(lambda: (self.up(there), self.down(here)))
+        both = median_s(lambda: (self.up(there), self.down(here)))
         return {
-            "one array to the device, GB/s": total / best(lambda: self.up(there)) / 1e9,
-            "one array to the host, GB/s": total / best(lambda: self.down(here)) / 1e9,
-            "a layer to the device, GB/s": parts / best(lambda: self.up(layer)) / 1e9,
+            "one array to the device, GB/s": total / median_s(lambda: self.up(there)) / 1e9,
+            "one array to the host, GB/s": total / median_s(lambda: self.down(here)) / 1e9,
+            "a layer to the device, GB/s": parts / median_s(lambda: self.up(layer)) / 1e9,
             "both directions at once, GB/s": 2 * total / both / 1e9,
         }
 
@@ -116,7 +116,7 @@ class Probe:
 
         found = {}
         for name, copy in (("upload", upload), ("download", download)):
-            found[f"small {name} alone, ms"] = 1e3 * best(copy)
+            found[f"small {name} alone, ms"] = 1e3 * median_s(copy)
 
             def behind(copy: Callable[[], Any] = copy) -> float:
                 weights = self.up(layer)
@@ -129,7 +129,7 @@ class Probe:
             behind()
             took = float(np.median([behind() for _ in range(7)]))
             found[f"small {name} behind a layer's weights, ms"] = 1e3 * took
-        found["a layer's weights, ms"] = 1e3 * best(lambda: self.up(layer))
+        found["a layer's weights, ms"] = 1e3 * median_s(lambda: self.up(layer))
         return found
 
     def alignment(self) -> dict[str, float]:
@@ -206,11 +206,11 @@ def main() -> None:
     device = jax.devices()[0]
     found: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__}
     print(f"{device.platform}: {device.device_kind}, jax {jax.__version__}", flush=True)
+    _tell(found, overlap(sizes))
     probe = Probe(sizes)
     for measure in (probe.links, probe.small_copies, probe.alignment):
         _tell(found, measure())
-    for run in (overlap, equal_tokens):
-        _tell(found, run(sizes))
+    _tell(found, equal_tokens(sizes))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     sys.exit(not all(value for name, value in found.items() if name.startswith("equal")))

@@ -60,12 +60,13 @@ def run_limited(
     command: Sequence[str],
     limit: int | None,
     timeout: float,
-    settings: Mapping[str, str] | None = None,
+    settings: Mapping[str, str | None] | None = None,
 ) -> Outcome:
     """Runs `command` in its own cgroup of `limit` bytes, or without a limit, after dropping the
-    page cache; settings: environment variables for it."""
+    page cache; settings: environment variables for it, None to take one away."""
     is_cold = drop_page_cache()
-    environment = {**os.environ, **(settings or {})}
+    merged = {**os.environ, **(settings or {})}
+    environment = {name: value for name, value in merged.items() if value is not None}
     if limit is None:
         outcome = _run([], command, timeout, None, environment)
     else:

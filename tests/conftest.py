@@ -9,15 +9,16 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+"""Tests leave the user's cache alone. One of their own saves no time: they share programs. Before
+JAX is imported, which reads this."""
+
 from tests.helpers import as_on_gpu, units
 
 if as_on_gpu.is_asked():
     as_on_gpu.pretend()
 
 from tests.helpers.models import write_checkpoint
-
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
-"""Tests leave the user's cache alone. One of their own saves no time: they share programs."""
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")  # a busy machine is no failure

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     help="On a CPU, keep the device's and the host's memory apart and copy between them, as with a "
     "GPU.",
 )
-@click.option("--breakdown", is_flag=True, help="Print where the time went: computing and I/O.")
+@click.option(
+    "--breakdown",
+    is_flag=True,
+    help="Print where the time went: computing and I/O; measuring it costs some speed.",
+)
 @click.option(
     "--warm-up",
     is_flag=True,
@@ -108,6 +112,8 @@ def bench_summary(report: dict[str, Any]) -> str:
     decoded = report["decode_bytes"].items()
     each = ", ".join(f"{link} {n / steps / 1e6:.2f} MB" for link, n in decoded if n)
     busy = ", ".join(f"{what} {s:.1f} s" for what, s in report["busy_s"].items() if s > 0.005)
+    if "compute" not in report["busy_s"]:
+        busy += f"{', ' if busy else ''}the device and its links with --breakdown"
     peaks = ", ".join(f"{tier} {n / 2**30:.2f} GiB" for tier, n in report["peak_bytes"].items())
     found = report["device_peak_bytes"]
     own = f" (the device itself counts {found / 2**30:.2f} GiB)" if found is not None else ""

@@ -58,6 +58,7 @@ class Session:
         self._folder = OffloadFolder(offload_dir) if policy.uses_disk else None
         self._tiers = place_weights(self._device.spec, dtype, policy)
         self._weights = WeightStore(self._device, source, self._tiers, self._ledger, self._folder)
+        self._pool = BufferPool(self._device.memories)
         self.adopt(policy, workload)
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
         self._storage_read: int | None = None
@@ -76,8 +77,7 @@ class Session:
         self.policy, self.workload = policy, workload
         self._largest = self._plan(BlockShape.of(policy, workload))
         self._peaks = estimate(self._largest)
-        buffers = self._peaks.buffers
-        self._pool = BufferPool(self._device.memories, buffers.first, buffers.most)
+        self._pool.limit = self._peaks.buffers
         spare = self._budgets.spare_ram(self._peaks.bytes)
         self._weights.cached = page_cached(self._device.spec, self._formats, self._tiers, spare)
 
@@ -150,10 +150,7 @@ class Session:
                 programs.rank(layer, rows, there.lengths, there.tail, most)
 
     def start(self) -> None:
-        """Prepares a run's buffers, and starts its measurements."""
-        started = time.perf_counter()
-        self._pool.fill()
-        self._init_s += time.perf_counter() - started
+        """Starts the measurements of a run."""
         self._device.metrics.reset()
         self._ledger.reset_peak()
         self._storage_read = storage_read_bytes()

@@ -505,5 +505,9 @@ class Programs:
     def workspace(self) -> int:
         """Bytes of temporaries and results of the program that needs most, of those compiled."""
         stats = [program.memory_analysis() for program in self._found.values()]
-        sizes = [int(s.temp_size_in_bytes + s.output_size_in_bytes) for s in stats if s]
+        sizes = [
+            int(s.temp_size_in_bytes + s.output_size_in_bytes - s.alias_size_in_bytes)
+            for s in stats
+            if s
+        ]
         return max([0, *sizes, *(other.workspace for other in self._others)])

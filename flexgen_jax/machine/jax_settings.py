@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 
+from flexgen_jax.errors import UserError
 from flexgen_jax.machine.caches import cache_folder
 
 PROGRAMS_BYTES = 1 << 30
@@ -37,6 +38,9 @@ PINNED_DEFAULT, PREALLOCATED_DEFAULT = 64, 16
 
 GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin")
 """Packages with which JAX computes on a GPU."""
+
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Files of the drivers of GPUs: NVIDIA's, Windows' for its Linux subsystem, and AMD's."""
 
 STAGING_BYTES = 2 << 30
 """Pinned bytes through which XLA copies from memory that is not pinned."""
@@ -113,7 +117,10 @@ def allow_pinned(nbytes: int, environment: MutableMapping[str, str], has_started
 def pinned_bytes(environment: Mapping[str, str]) -> int:
     """Returns the bytes of a host tier that JAX's limit of pinned memory leaves room for."""
     default = PREALLOCATED_DEFAULT if _preallocates(environment) else PINNED_DEFAULT
-    limit = int(environment.get(PINNED, default)) << 30
+    said = environment.get(PINNED, str(default))
+    if not said.strip().isdecimal():
+        raise UserError(f"{PINNED}={said!r} is no whole number of GiB; set another, or unset it")
+    limit = int(said) << 30
     return max(0, int((limit - STAGING_BYTES) / (1 + POOL_ROOM)))
 
 
@@ -122,8 +129,9 @@ def _preallocates(environment: Mapping[str, str]) -> bool:
 
 
 def may_find_gpu(environment: Mapping[str, str]) -> bool:
-    """Returns whether JAX will look for a GPU: its plugin is installed, and not excluded."""
-    if environment.get("JAX_PLATFORMS") == "cpu":
+    """Returns whether JAX is likely to find a GPU: its plugin is installed and not excluded, and
+    there is a driver."""
+    if environment.get("JAX_PLATFORMS") == "cpu" or not any(map(os.path.exists, GPU_DRIVERS)):
         return False
     return any(find_spec(name) is not None for name in GPU_PLUGINS)
 

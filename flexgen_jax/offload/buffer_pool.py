@@ -1,9 +1,9 @@
-"""Host buffers that one block of batches uses after the other."""
+"""Host buffers that one block of batches takes over from the one before."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from flexgen_jax.models.storage import Leaf
 from flexgen_jax.offload.tiers import HostBuffer, Memories
@@ -11,59 +11,46 @@ from flexgen_jax.policy.plan import Layout
 
 
 class BufferPool:
-    """Host buffers, made before a run and kept between its blocks.
+    """The host buffers of the blocks of a session.
 
-    Making one while a block runs would hold the run up: new pinned memory is touched page by page,
-    and waits for what the device computes.
+    Only those that every block makes first, before it runs, are kept between blocks: others would
+    be there before the plan counts them.
 
-    wanted: the number of buffers of each layout that `fill` makes; limit: bytes above which free
-    buffers of other layouts are given up for a new one, or None.
+    limit: bytes of a block's buffers that its ring may have; None for no limit.
     """
 
-    def __init__(
-        self, memories: Memories, wanted: Mapping[Layout, int], limit: int | None = None
-    ) -> None:
-        self._memories, self._wanted, self.limit = memories, wanted, limit
-        self._free: defaultdict[tuple[Leaf, ...], list[HostBuffer]] = defaultdict(list)
-        self._used: dict[int, HostBuffer] = {}
-        self._bytes = 0
-
-    def fill(self) -> None:
-        """Makes the wanted buffers that are missing."""
-        for layout, count in self._wanted.items():
-            free = self._free[layout.leaves]
-            while len(free) < count:
-                free.append(self._made(layout))
+    def __init__(self, memories: Memories, limit: int | None = None) -> None:
+        self.limit = limit
+        self._memories = memories
+        self._kept: defaultdict[tuple[Leaf, ...], list[HostBuffer]] = defaultdict(list)
+        self._taken: dict[int, HostBuffer] = {}
 
     def take(self, layout: Layout) -> HostBuffer:
         """Returns a buffer of a layout; its contents are those of its last use."""
-        free = self._free[layout.leaves]
-        if not free:
-            self._make_room(layout.nbytes)
-        buffer = free.pop() if free else self._made(layout)
-        self._used[id(buffer)] = buffer
+        kept = self._kept[layout.leaves]
+        buffer = kept.pop() if kept else self._memories.buffer(layout)
+        self._taken[id(buffer)] = buffer
         return buffer
 
     def drop(self, buffer: HostBuffer) -> None:
         """Frees a buffer that was taken."""
-        self._bytes -= self._used.pop(id(buffer)).layout.nbytes
+        del self._taken[id(buffer)]
 
-    def take_back(self) -> None:
-        """Keeps all buffers that are still taken for the next block; nothing uses them any more."""
-        for buffer in self._used.values():
-            self._free[buffer.layout.leaves].append(buffer)
-        self._used.clear()
+    def drop_kept(self) -> None:
+        """Frees the buffers that the next block did not take."""
+        self._kept.clear()
 
-    def drop_all(self) -> None:
-        """Frees all buffers that are still taken, which something may still be using."""
-        for buffer in list(self._used.values()):
-            self.drop(buffer)
+    def take_back(self, first: Iterable[Layout]) -> None:
+        """Ends a block, whose buffers nothing uses any more; keeps those that the next block will
+        make first, if it is like this one."""
+        ended = defaultdict(list)
+        for buffer in self._taken.values():
+            ended[buffer.layout.leaves].append(buffer)
+        self._taken.clear()
+        for layout in first:
+            if ended[layout.leaves]:
+                self._kept[layout.leaves].append(ended[layout.leaves].pop())
 
-    def _made(self, layout: Layout) -> HostBuffer:
-        self._bytes += layout.nbytes
-        return self._memories.buffer(layout)
-
-    def _make_room(self, nbytes: int) -> None:
-        for free in self._free.values():
-            while free and self.limit is not None and self._bytes + nbytes > self.limit:
-                self._bytes -= free.pop().layout.nbytes
+    def drop_taken(self) -> None:
+        """Ends a block after an error; something may still be using its buffers."""
+        self._taken.clear()

@@ -107,7 +107,7 @@ class BlockRun:
         self._device, self._weights, self._plan = device, weights, plan
         self._layers = device.spec.layers
         self._batches = batches
-        self._ledger, self._pool = ledger, pool or BufferPool(device.memories, {})
+        self._ledger, self._pool = ledger, pool or BufferPool(device.memories)
         programs = device.programs
         self._layer_programs = programs.plain if plan.unpacks else programs
         self._unpacked: tuple[int, Any] = (-1, None)
@@ -120,7 +120,7 @@ class BlockRun:
         self._sampling = [tuple(map(device.memories.constant, b.sampling)) for b in batches]
         self._ids: dict[int, Any] = {}
         self._checks: dict[int, jax.Array] = {}
-        self._moments: dict[int, Moment] = {}
+        self._moments: dict[int, list[Moment]] = {}
         self._projected: tuple[Step, tuple[jax.Array, KVBlock]] | None = None
         self._trimmed_at = time.monotonic()
 
@@ -129,10 +129,10 @@ class BlockRun:
         try:
             loop = BlockLoop(self._plan, self, self._ledger, buffer_limit=self._pool.limit)
             loop.run()
-            self._pool.take_back()
+            self._pool.take_back(self._plan.first_buffers)
         finally:
             with ExitStack() as parts:
-                parts.callback(self._pool.drop_all)  # after an error they may still be in use
+                parts.callback(self._pool.drop_taken)
                 if self._folder is not None:
                     parts.callback(self._folder.clear_scratch)
                 parts.callback(self._cache.close)
@@ -140,6 +140,7 @@ class BlockRun:
 
     def begin(self, step: Step, times: int) -> None:
         self._device.metrics.enter("decode" if step.token else "prefill")
+        self._pool.drop_kept()  # what this block has not taken before it ran
         # The heap does not shrink by itself, because the cache's open blocks lie between
         # temporaries.
         if time.monotonic() - self._trimmed_at > TRIM_S:
@@ -220,15 +221,15 @@ class BlockRun:
                 computed = self._prefill(step, weights, inputs.hidden.arriving)
             else:
                 computed = self._decode(step, weights, inputs)
-        self._watch(step, computed.checks)
+        self._watch(step, weights, computed.checks)
         self._checks[step.batch] = computed.checks
         return computed
 
-    def _watch(self, step: Step, result: Any, part: str = "") -> None:
+    def _watch(self, step: Step, weights: Any, result: Any, part: str = "") -> None:
         if self._device.metrics.is_timed:
             what = f"{self._layers[step.layer].name}{part}"
             what += f", token {step.token}, batch {step.batch}"
-            self._device.watch("layers", what, self._checks.get(step.batch), result)
+            self._device.watch("layers", what, weights, result)
 
     def _position(self, step: Step) -> int:
         """Returns the index of the first token that a step computes."""
@@ -240,6 +241,8 @@ class BlockRun:
         program = self._device.programs.embed(batch.size, ids.shape[1])
         start = self._device.memories.numbers(self._position(step))
         hidden, checks = program(weights, ids, start, self._first_valid[step.batch])
+        # Uploaded a token ahead, because it would have to wait behind weights.
+        self._moments[step.batch] = [*self._moments.get(step.batch, [])[-1:], self._next(step)]
         return Computed(checks, hidden)
 
     def _plain(self, step: Step, weights: Any) -> Any:
@@ -261,22 +264,23 @@ class BlockRun:
         hidden, blocks, checks = program(weights, hidden, before, first_valid)
         return Computed(checks, hidden, blocks)
 
+    def _next(self, step: Step) -> Moment:
+        """Returns the place of the token after a step's, which all layers share."""
+        batch, memories = self._batches[step.batch], self._device.memories
+        position, policy = batch.prompt_len + step.token, self._plan.policy
+        on_device: tuple[jax.Array, ...]
+        on_device = (memories.numbers(position), self._first_valid[step.batch])
+        counts = None
+        if policy.is_sparse:
+            attended = [policy.attended(position - int(first)) for first in batch.first_valid]
+            counts = np.array(attended, np.int32)
+            on_device = (*on_device, memories.constant(counts))
+        return Moment(position, batch.first_valid, counts, on_device)
+
     def _moment(self, step: Step) -> Moment:
-        """Returns the place of a step's token in its sequences; all layers share it."""
-        batch, position = self._batches[step.batch], self._position(step)
-        found = self._moments.get(step.batch)
-        if found is None or found.position != position:
-            memories, policy = self._device.memories, self._plan.policy
-            on_device: tuple[jax.Array, ...]
-            on_device = (memories.numbers(position), self._first_valid[step.batch])
-            counts = None
-            if policy.is_sparse:
-                attended = [policy.attended(position - int(first)) for first in batch.first_valid]
-                counts = np.array(attended, np.int32)
-                on_device = (*on_device, memories.constant(counts))
-            found = Moment(position, batch.first_valid, counts, on_device)
-            self._moments[step.batch] = found
-        return found
+        """Returns the place of a decode step's token in its sequences."""
+        position = self._position(step)
+        return next(m for m in self._moments[step.batch] if m.position == position)
 
     def _decode(self, step: Step, weights: Any, inputs: Inputs) -> Computed:
         cache: LayerCache = inputs.cache.arriving
@@ -325,7 +329,7 @@ class BlockRun:
         program = self._layer_programs.project(self._layers[step.layer], size)
         found: tuple[jax.Array, KVBlock] = program(weights, hidden)
         self._device.memories.ask(found[0], "attention", "queries")
-        self._watch(step, found[0], " (projection)")
+        self._watch(step, weights, found[0], " (projection)")
         return found
 
     def _project_early(self, early: tuple[Step, Load[jax.Array]] | None, weights: Any) -> None:

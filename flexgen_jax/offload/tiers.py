@@ -19,7 +19,7 @@ from flexgen_jax.cpu import is_cpu
 from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.offload.disk.direct_reads import PAGE, whole_pages
 from flexgen_jax.offload.metrics import Content, Link, Metrics
-from flexgen_jax.offload.watcher import Watcher
+from flexgen_jax.offload.watcher import Watcher, weakly
 from flexgen_jax.policy.plan import Layout
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Memories:
         operation = self.metrics.queue("device_to_host", content, what, tree_bytes(tree))
         for leaf in jax.tree.leaves(tree):
             leaf.copy_to_host_async()
-        self.watcher.follow(operation, tree, tree)
+        self.watcher.follow(operation, tree, lambda: jax.tree.map(np.asarray, tree))
 
     def constant(self, array: np.ndarray) -> jax.Array:
         """Returns a small array on the device, which programs take again and again."""
@@ -114,7 +114,8 @@ class Memories:
         target = self._device_sharding if link == "host_to_device" else self._host_sharding
         operation = self.metrics.queue(link, content, what, tree_bytes(tree))
         moved = jax.device_put(tree, target)
-        self.watcher.follow(operation, tree, moved)
+        is_upload = link == "host_to_device"
+        self.watcher.follow(operation, tree, weakly(moved) if is_upload else moved)
         return moved
 
     def host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -11,6 +13,9 @@ from typing import Any
 import jax
 
 from flexgen_jax.offload.metrics import Content, Metrics, Operation, Resource
+
+LOOK_S = 0.0002
+"""Seconds between two looks at an array that must not be kept."""
 
 
 class Watcher:
@@ -20,8 +25,7 @@ class Watcher:
     when the one before has ended and its source is computed, and ends when its result is ready. The
     watcher only observes: an error in a computation reaches the thread that uses its result. It
     does nothing unless `metrics.is_timed`, because its threads would disturb the one that
-    dispatches. It keeps source and result from being freed while it waits for them, so these are
-    to be small, or needed that long anyway.
+    dispatches.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -30,7 +34,11 @@ class Watcher:
         self._threads: list[threading.Thread] = []
 
     def follow(self, operation: Operation, source: Any, result: Any) -> None:
-        """Follows an enqueued operation, which computes or copies `result` from `source`."""
+        """Follows an enqueued operation, which computes or copies `result` from `source`.
+
+        Both are kept from being freed until they are there, unless they are `weakly` given. A
+        result may be a function that waits for it.
+        """
         if not self.metrics.is_timed:
             return
         if operation.resource not in self._queues:
@@ -54,15 +62,27 @@ class Watcher:
             operation, source, result = item
             wait_for(source)
             self.metrics.start(operation)
-            wait_for(result)
+            result() if callable(result) else wait_for(result)
             self.metrics.end(operation)
             del item, source, result  # do not hold memory until the next item comes
 
 
+def weakly(tree: Any) -> list[weakref.ref[Any]]:
+    """Returns a tree's arrays for `wait_for`, which will not keep them from being freed."""
+    return [weakref.ref(leaf) for leaf in jax.tree.leaves(tree)]
+
+
 def wait_for(tree: Any) -> None:
-    """Waits until a tree is computed, or its computation has failed."""
+    """Waits until a tree is computed, or its computation has failed; of arrays that are `weakly`
+    given, until they are computed or freed."""
     with suppress(Exception):  # raised again wherever the result is used
-        jax.block_until_ready(tree)
+        for leaf in jax.tree.leaves(tree):
+            if not isinstance(leaf, weakref.ref):
+                jax.block_until_ready(leaf)
+                continue
+            while (array := leaf()) is not None and not array.is_ready():
+                del array
+                time.sleep(LOOK_S)
 
 
 def counted(

@@ -18,17 +18,6 @@ class Buffer(NamedTuple):
     handle: Handle
 
 
-class BufferUse(NamedTuple):
-    """The host buffers of a block of batches.
-
-    most: the most bytes that there were at once; first: how many there were of each layout before
-    any was given up, which can all be made before the block begins.
-    """
-
-    most: int
-    first: dict[Layout, int]
-
-
 class Ring:
     """Host buffers by layout.
 
@@ -37,20 +26,20 @@ class Ring:
 
     limit: bytes above which free buffers of other layouts are given up for a new one. A block of
     equally long prompts never reaches its plan's; where lengths differ, each has layouts of its
-    own. finished: number of steps that are finished; the loop counts them.
+    own. finished: number of steps that are finished; the loop counts them. most: the most bytes
+    that there were.
     """
 
     def __init__(self, backend: Backend, ledger: Ledger, limit: int | None) -> None:
         self._backend, self._ledger, self._limit = backend, ledger, limit
         self._free: defaultdict[Layout, deque[tuple[int, Buffer]]] = defaultdict(deque)
-        self._bytes = self._most = 0
-        self._first: dict[Layout, int] = {}
-        self._has_given_up = False
-        self.finished = 0
+        self._bytes = 0
+        self.finished = self.most = 0
 
-    @property
-    def use(self) -> BufferUse:
-        return BufferUse(self._most, self._first)
+    def prepare(self, layouts: Sequence[Layout]) -> None:
+        """Makes buffers that will be acquired."""
+        for layout in layouts:
+            self._free[layout].append((0, self._made(layout)))
 
     def acquire(self, layouts: Sequence[Layout]) -> list[Buffer]:
         """Returns a buffer of each layout."""
@@ -68,9 +57,7 @@ class Ring:
             self._make_room(self._limit - layout.nbytes)
         self._ledger.reserve("host", layout.nbytes)
         self._bytes += layout.nbytes
-        self._most = max(self._most, self._bytes)
-        if not self._has_given_up:
-            self._first[layout] = self._first.get(layout, 0) + 1
+        self.most = max(self.most, self._bytes)
         return Buffer(layout, self._backend.allocate(layout))
 
     def release(self, buffers: Sequence[Buffer], after: int) -> None:
@@ -89,7 +76,6 @@ class Ring:
                 self._give_up(free.popleft()[1])
 
     def _give_up(self, buffer: Buffer) -> None:
-        self._has_given_up = True
         self._let_go(buffer.layout.nbytes)
         self._backend.free(buffer.handle)
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from flexgen_jax.policy.backend import Backend, Handle, Inputs
-from flexgen_jax.policy.buffers import BufferUse, Ring
+from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.cache_blocks import CacheBlocks, LayerBatch
 from flexgen_jax.policy.hidden_states import HiddenStates
 from flexgen_jax.policy.ledger import Ledger
@@ -82,11 +82,12 @@ class BlockLoop:
         self._copied_for: int | None = None
         self._dispatched = 0
 
-    def run(self) -> BufferUse:
-        """Computes the steps of all tokens, until every batch is done; returns the use of host
-        buffers."""
+    def run(self) -> int:
+        """Computes the steps of all tokens, until every batch is done; returns the most bytes of
+        host buffers that there were."""
         try:
             before: Dispatched | None = None
+            self._ring.prepare(self._plan.first_buffers)
             first = self._ahead.following()
             if first is not None:
                 self._backend.begin(first, self._tokens[first.token])
@@ -107,7 +108,7 @@ class BlockLoop:
                 self._read_ahead(step)
             if before is not None:
                 self._retire(before, before.step)
-            return self._ring.use
+            return self._ring.most
         finally:
             self._close()
 

@@ -8,6 +8,7 @@ them was measured here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from flexgen_jax.policy.hardware import HardwareProfile, KernelSizes, ProfileError, Rate
 
@@ -52,6 +53,7 @@ def _t4() -> HardwareProfile:
         step_s=0.0001,
         split_s=0.0003,
         drag={"host_to_device": 1.0},
+        sizes=replace(KernelSizes.of_gpu(), unpacks_layers=False),  # as the fitted rates have it
         about={"source": "FlexGen paper, section 6, tables 21 and 24, and its published constants"},
     )
 

@@ -4,13 +4,13 @@ computation needs for itself."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
 from flexgen_jax.models.config import DTYPES, ModelConfig
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
 from flexgen_jax.policy.backend import Handle, Inputs, Part
-from flexgen_jax.policy.buffers import BufferUse
 from flexgen_jax.policy.cache_blocks import PENDING_WRITES
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.ledger import Ledger
@@ -87,11 +87,11 @@ class Idle:
 
 
 class Peaks(NamedTuple):
-    """The most bytes that a block of batches needs in each tier at any moment, and the use of
-    reusable buffers among the host's."""
+    """The most bytes that a block of batches needs in each tier at any moment, and the part of the
+    host's that is for reusable buffers."""
 
     bytes: dict[Tier, int]
-    buffers: BufferUse
+    buffers: int
 
 
 def estimate(plan: BlockPlan) -> Peaks:
@@ -217,12 +217,13 @@ def workspace_bytes(
     layer's weights are unpacked as a whole.
     """
     spec = model_spec(config)
-    group = sizes.prefill_sequences(rows, tokens, formats.weight_bits)
+    plain = replace(formats, weight_bits=16) if unpacks else formats
+    group = sizes.prefill_sequences(rows, tokens, plain.weight_bits)
     formed = min(sizes.scored_rows, group * tokens) if head == SCORE else rows
     logits = head.logit_copies * formed * config.vocab_size * 4
     return max(
         _unpacked_bytes(layer, formats, sizes, group * tokens, unpacks)
-        + max(_prefill_bytes(layer, spec, formats, sizes, rows, tokens), logits)
+        + max(_prefill_bytes(layer, spec, plain, sizes, rows, tokens), logits)
         for layer, _ in spec.decoder_kinds
     )
 

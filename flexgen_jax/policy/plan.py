@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from flexgen_jax.models.config import ModelConfig
@@ -257,6 +258,21 @@ class BlockPlan:
     def open_layout(self, key: CacheKey) -> Layout:
         """Returns the layout of the host buffer of an open block: its keys, then its values."""
         return self._block_sizes(key).open_layout
+
+    @cached_property
+    def first_buffers(self) -> list[Layout]:
+        """The buffers of the first open blocks of all layers and batches in pinned memory.
+
+        They are made before the block runs: new pinned memory, for each layer and batch, would
+        hold up the prefill.
+        """
+        layers, batches = range(len(self.spec.decoders)), range(len(self.cache.prompt))
+        keys = [
+            CacheKey(layer, batch, len(self.cache.prompt[batch]))
+            for layer, batch in product(layers, batches)
+            if self.cache.generated[batch] and not self.unified
+        ]
+        return [self.open_layout(key) for key in keys if self.cache.homes[key] != "device"]
 
     def appends(self, key: CacheKey) -> bool:
         """Returns whether the program of a decode step can write to an open block itself, if it

@@ -113,15 +113,17 @@ class Simulation:
 
     def _read_weights(self, part: WeightsPart) -> Loading:
         cached = direct = 0
-        largest = 1
+        largest = copied = 1
         formats, tensors = self._plan.formats, self._costs.spec.tensors
         for key in part.keys:
             nbytes = formats.weight(tensors[key]).nbytes
+            if self._plan.tiers[key] != "device":
+                copied = max(copied, nbytes)
             if self._plan.tiers[key] == "disk":
                 largest = max(largest, nbytes)
                 cached += nbytes if key in self._page_cached else 0
                 direct += nbytes if key not in self._page_cached else 0
-        load = Loading(None, part.copied, float(largest))
+        load = Loading(None, part.copied, float(copied))
         source = "page_cache" if part in self._read_before else "disk_read"
         self._read_before.add(part)
         for nbytes, how in ((direct, "disk_read"), (cached, source)):

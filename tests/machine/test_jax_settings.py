@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flexgen_jax.errors import UserError
 from flexgen_jax.machine import jax_settings
 from flexgen_jax.machine.jax_settings import (
     FRACTION,
@@ -175,7 +176,17 @@ def test_a_gpu_is_looked_for_if_its_plugin_is_installed(monkeypatch: pytest.Monk
         return name if name == "jax_cuda13_plugin" else None
 
     monkeypatch.setattr(jax_settings, "find_spec", find)
+    monkeypatch.setattr(jax_settings, "GPU_DRIVERS", (__file__,))
     assert may_find_gpu({})
     assert not may_find_gpu({"JAX_PLATFORMS": "cpu"})
+    monkeypatch.setattr(jax_settings, "GPU_DRIVERS", ("/no/driver",))
+    assert not may_find_gpu({})
+    monkeypatch.setattr(jax_settings, "GPU_DRIVERS", (__file__,))
     monkeypatch.setattr(jax_settings, "find_spec", lambda name: None)
     assert not may_find_gpu({})
+
+
+@pytest.mark.parametrize("said", ["20.5", "", "many"])
+def test_a_limit_that_is_no_number_is_named(said: str) -> None:
+    with pytest.raises(UserError, match=PINNED):
+        pinned_bytes({PINNED: said})

@@ -271,7 +271,7 @@ def test_weights_from_disk_have_buffers_for_what_is_read_ahead(overlap: bool, la
     shape = BlockShape((ROWS,), (PROMPT,), 9)
     layer, ends = 4 * HIDDEN**2 + 2 * HIDDEN * 64, (96 + 98) * HIDDEN
     for unified in (True, False):
-        found = estimate(plan_of(policy, shape, unified, config)).buffers.most
+        found = estimate(plan_of(policy, shape, unified, config)).buffers
         assert found == 4 * (layers * layer + ends)
 
 
@@ -283,7 +283,7 @@ def test_kv_blocks_from_disk_have_buffers_for_what_is_read_ahead(
     these there are the open blocks, of 4 tokens; the last one is never full."""
     policy = Policy.from_percent(100, 0, 0, 0, 100, 0, kv_block_tokens=4, overlap=overlap)
     shape = BlockShape((ROWS,) * 5, (PROMPT,) * 5, 9)
-    found = estimate(plan_of(policy, shape)).buffers.most
+    found = estimate(plan_of(policy, shape)).buffers
     token = 2 * 4 * ROWS * HIDDEN
     assert found == (batches * (PROMPT + 4) + 3 * 5 * 4) * token
 
@@ -302,9 +302,9 @@ def test_pinned_open_blocks_are_buffers() -> None:
     """With a cache in RAM these are all there is, of every token that is generated but the last."""
     policy = Policy.from_percent(100, 0, 0, 100, 100, 0, kv_block_tokens=4)
     shape = BlockShape((ROWS,) * 5, (PROMPT,) * 5, 9)
-    found = estimate(plan_of(policy, shape)).buffers.most
+    found = estimate(plan_of(policy, shape)).buffers
     assert found == 3 * 5 * 8 * 2 * 4 * ROWS * HIDDEN
-    assert estimate(plan_of(policy, shape, True)).buffers.most == 0
+    assert estimate(plan_of(policy, shape, True)).buffers == 0
 
 
 MIB = 1 << 20

@@ -271,3 +271,16 @@ def test_a_decode_steps_hidden_states_stay_in_ram() -> None:
     assert 0 < short.bytes["disk_read"] <= short.bytes["disk_write"]
     for link in ("disk_read", "disk_write"):
         assert long.bytes[link] == short.bytes[link]
+
+
+def test_a_copy_of_weights_has_the_rate_of_its_size() -> None:
+    """Wherever they come from; each tensor is a copy of its own."""
+    slow_when_small = Rate(((1.0, 1e6), (1e6, 1e9)))
+    for percent in ((0, 100, 100, 0, 100, 0), (0, 0, 100, 0, 100, 0)):
+        policy = Policy.from_percent(*percent, batch_size=4, num_batches=2)
+        found, costs = run(policy, {"host_to_device": slow_when_small}, gen=2)
+        tensors = [
+            costs.formats.weight(t).nbytes for t in costs.spec.tensors.values() if t.is_small < 1
+        ]
+        assert min(tensors) > 1e6
+        assert found.busy_s["host_to_device"] == pytest.approx(found.bytes["host_to_device"] / 1e9)

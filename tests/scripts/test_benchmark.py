@@ -204,7 +204,9 @@ def test_our_runs_are_held_to_the_memory_of_the_case_by_jax_itself() -> None:
     bench, case = fake_bench({}, 1), gpu_16gb(True)[0]
     for card, share in ((80e9, "0.2000"), (16e9, "0.9500"), (12e9, "0.9500")):
         bench.gpu_memory = int(card)
-        assert bench._gpu_settings(case) == {"XLA_CLIENT_MEM_FRACTION": share}
+        found = bench._gpu_settings(case)
+        assert found["XLA_CLIENT_MEM_FRACTION"] == share
+        assert found["XLA_PYTHON_CLIENT_MEM_FRACTION"] is None
     assert bench._gpu_settings(gpu_16gb(False)[0]) == {}
 
 
@@ -233,6 +235,7 @@ def test_settings_of_the_kernel_may_be_read_only(monkeypatch: pytest.MonkeyPatch
         raise OSError(30, "Read-only file system", str(self))
 
     monkeypatch.setattr(limits.Path, "write_text", refused)
-    command = [sys.executable, "-c", "import os; print(os.environ['ASKED'])"]
-    outcome = limits.run_limited(command, None, 60, {"ASKED": "yes"})
-    assert (outcome.returncode, outcome.output.strip(), outcome.is_cold) == (0, "yes", False)
+    command = [sys.executable, "-c", "import os; print(os.environ['ASKED'], 'OLD' in os.environ)"]
+    monkeypatch.setenv("OLD", "1")
+    outcome = limits.run_limited(command, None, 60, {"ASKED": "yes", "OLD": None})
+    assert (outcome.returncode, outcome.output.strip(), outcome.is_cold) == (0, "yes False", False)
