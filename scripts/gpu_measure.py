@@ -32,7 +32,7 @@ from flexgen_jax.models.families import known_shape
 from flexgen_jax.models.spec import model_spec
 from flexgen_jax.offload.disk.direct_reads import PAGE
 from flexgen_jax.offload.metrics import Metrics
-from flexgen_jax.offload.tiers import Memories
+from flexgen_jax.offload.tiers import Memories, writable_view
 from flexgen_jax.offload.watcher import Watcher
 
 SMALL = 16 << 10
@@ -132,12 +132,20 @@ class Probe:
         found["a layer's weights, ms"] = 1e3 * median_s(lambda: self.up(layer))
         return found
 
-    def alignment(self) -> dict[str, float]:
-        """Share of pinned arrays of many sizes that begin at a page."""
+    def pinned(self) -> dict[str, Any]:
+        """Share of pinned arrays of many sizes that begin at a page, and whether the device gets what
+        the CPU writes to one."""
         shapes = [(n * 4096,) for n in (1, 3, 17, 400, 5000)] + [(n,) for n in (64, 1000, 12345)]
         arrays = [self.host(shape, np.uint8) for shape in shapes * 2]
         begun = [array.unsafe_buffer_pointer() % PAGE == 0 for array in arrays]
-        return {"pinned arrays that begin at a page, %": 100 * float(np.mean(begun))}
+        view = writable_view(arrays[0])
+        view[:] = 7
+        is_seen = np.asarray(arrays[0]).ctypes.data == view.ctypes.data
+        is_seen = is_seen and bool((np.asarray(self.up(arrays[0])) == 7).all())
+        return {
+            "pinned arrays that begin at a page, %": 100 * float(np.mean(begun)),
+            "equal bytes after the CPU has written to pinned memory": is_seen,
+        }
 
 
 def overlap(sizes: Sizes) -> dict[str, Any]:
@@ -208,7 +216,7 @@ def main() -> None:
     print(f"{device.platform}: {device.device_kind}, jax {jax.__version__}", flush=True)
     _tell(found, overlap(sizes))
     probe = Probe(sizes)
-    for measure in (probe.links, probe.small_copies, probe.alignment):
+    for measure in (probe.links, probe.small_copies, probe.pinned):
         _tell(found, measure())
     _tell(found, equal_tokens(sizes))
     if args.json:

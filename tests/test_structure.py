@@ -144,3 +144,23 @@ def test_test_modules_do_not_import_from_another() -> None:
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             assert not any(".test_" in name for name in names), path
+
+
+def test_an_uninstalled_checkout_runs() -> None:
+    """Nothing asks for the version of the installed package."""
+    code = """
+from importlib import metadata
+real = metadata.version
+def version(name):
+    if name == "flexgen-jax":
+        raise metadata.PackageNotFoundError(name)
+    return real(name)
+metadata.version = version
+from flexgen_jax import LLM, SamplingParams, __version__
+from flexgen_jax.machine.profiler import machine_key
+with LLM() as llm:
+    llm.generate("A", SamplingParams(max_tokens=2))
+    assert llm.report()["num_tokens"] == 2
+assert machine_key("float32") and __version__
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)

@@ -101,13 +101,14 @@ def is_piece(part: Any) -> bool:
     return kind == "WeightsPart" and len(keys) == 1 and keys[0].startswith("decoder.")
 
 
+@pytest.mark.parametrize("attention", ["device", "host"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_travel_in_pieces_behind_what_is_needed_sooner(
-    backend: str, tmp_path: Path
+    backend: str, attention: str, tmp_path: Path
 ) -> None:
     """A piece before each step of the visit before theirs is dispatched, and behind the copies of
     hidden states and KV blocks that begin with it."""
-    policy = of(0, 100, 0, 100, 0, 100, attention="device")
+    policy = of(0, 100, 0, 100, 0, 100, attention=attention)
     calls = run_block(backend, policy, SHAPE, tmp_path)[0].calls
     weights, others = [0], [0]
     for name, *what in calls:
