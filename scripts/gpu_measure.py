@@ -133,8 +133,8 @@ class Probe:
         return found
 
     def pinned(self) -> dict[str, Any]:
-        """Share of pinned arrays of many sizes that begin at a page, and whether the device gets what
-        the CPU writes to one."""
+        """Share of pinned arrays of many sizes that begin at a page, and whether the device gets
+        what the CPU writes to one."""
         shapes = [(n * 4096,) for n in (1, 3, 17, 400, 5000)] + [(n,) for n in (64, 1000, 12345)]
         arrays = [self.host(shape, np.uint8) for shape in shapes * 2]
         begun = [array.unsafe_buffer_pointer() % PAGE == 0 for array in arrays]
