@@ -39,7 +39,7 @@ PINNED_DEFAULT, PREALLOCATED_DEFAULT = 64, 16
 GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin")
 """Packages with which JAX computes on a GPU."""
 
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Files of the drivers of GPUs: NVIDIA's, Windows' for its Linux subsystem, and AMD's."""
 
 STAGING_BYTES = 2 << 30

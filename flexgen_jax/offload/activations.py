@@ -60,9 +60,10 @@ class Activations:
         return load
 
     def close(self) -> None:
-        """Waits for the writes that nobody will read."""
+        """Waits for the writes that nobody will read, and frees all hidden states."""
         for write in self._writes.values():
             write.end()
+        self._arrays.clear()
 
 
 def _name(batch: int) -> str:

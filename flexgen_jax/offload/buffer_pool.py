@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from flexgen_jax.models.storage import Leaf
@@ -36,9 +36,11 @@ class BufferPool:
         """Frees a buffer that was taken."""
         del self._taken[id(buffer)]
 
-    def drop_kept(self) -> None:
-        """Frees the buffers that the next block did not take."""
-        self._kept.clear()
+    def keep_only(self, first: Iterable[Layout]) -> None:
+        """Frees what was kept, but for what the next block will make first."""
+        wanted = Counter(layout.leaves for layout in first)
+        for leaves in list(self._kept):
+            del self._kept[leaves][wanted[leaves] :]
 
     def take_back(self, first: Iterable[Layout]) -> None:
         """Ends a block, whose buffers nothing uses any more; keeps those that the next block will
@@ -52,5 +54,6 @@ class BufferPool:
                 self._kept[layout.leaves].append(ended[layout.leaves].pop())
 
     def drop_taken(self) -> None:
-        """Ends a block after an error; something may still be using its buffers."""
+        """Ends a block that had an error; something may still be using its buffers."""
         self._taken.clear()
+        self._kept.clear()

@@ -18,7 +18,7 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import AttentionSpec, Formats, ModelSpec, model_spec
 from flexgen_jax.offload.metrics import Content, Metrics
 from flexgen_jax.offload.tiers import Memories
-from flexgen_jax.offload.watcher import Watcher, weakly
+from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.policy.hardware import KernelSizes
 
 
@@ -58,11 +58,11 @@ class Device:
 
     def watch(self, content: Content, what: str, source: Any, result: Any) -> None:
         """Counts the device as busy from when `source` is there until `result`, which is already
-        enqueued, is computed; see `Watcher`. The source is not kept from being freed."""
+        enqueued, is computed; see `Watcher.follow`."""
         if not self.metrics.is_timed:
             return
         operation = self.metrics.queue("compute", content, what)
-        self.memories.watcher.follow(operation, weakly(source), result)
+        self.memories.watcher.follow(operation, source, result)
 
     def prepare_host(self, is_sparse: bool, keys_move: bool) -> None:
         """Compiles or loads the kernels of `host_attention` for KV blocks of this model, open and

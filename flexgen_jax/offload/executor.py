@@ -126,21 +126,25 @@ class BlockRun:
 
     def run(self) -> None:
         """Computes the steps of all tokens, until every batch is done."""
+        self._pool.keep_only(self._plan.first_buffers)
         try:
             loop = BlockLoop(self._plan, self, self._ledger, buffer_limit=self._pool.limit)
             loop.run()
+        except BaseException:
+            self._pool.drop_taken()
+            raise
+        else:
             self._pool.take_back(self._plan.first_buffers)
         finally:
             with ExitStack() as parts:
-                parts.callback(self._pool.drop_taken)
                 if self._folder is not None:
                     parts.callback(self._folder.clear_scratch)
                 parts.callback(self._cache.close)
                 parts.callback(self._activations.close)
+                self._unpacked = (-1, None)
 
     def begin(self, step: Step, times: int) -> None:
         self._device.metrics.enter("decode" if step.token else "prefill")
-        self._pool.drop_kept()  # what this block has not taken before it ran
         # The heap does not shrink by itself, because the cache's open blocks lie between
         # temporaries.
         if time.monotonic() - self._trimmed_at > TRIM_S:
@@ -221,15 +225,17 @@ class BlockRun:
                 computed = self._prefill(step, weights, inputs.hidden.arriving)
             else:
                 computed = self._decode(step, weights, inputs)
-        self._watch(step, weights, computed.checks)
+        self._watch(step, inputs.weights, computed.checks)
         self._checks[step.batch] = computed.checks
         return computed
 
-    def _watch(self, step: Step, weights: Any, result: Any, part: str = "") -> None:
+    def _watch(self, step: Step, loads: Sequence[Load[Any]], result: Any, part: str = "") -> None:
+        """Counts the device as busy from when what it waits for has arrived until the result."""
         if self._device.metrics.is_timed:
             what = f"{self._layers[step.layer].name}{part}"
             what += f", token {step.token}, batch {step.batch}"
-            self._device.watch("layers", what, weights, result)
+            arrivals = [load.arrival for load in loads if load.arrival is not None]
+            self._device.watch("layers", what, arrivals, result)
 
     def _position(self, step: Step) -> int:
         """Returns the index of the first token that a step computes."""
@@ -241,8 +247,9 @@ class BlockRun:
         program = self._device.programs.embed(batch.size, ids.shape[1])
         start = self._device.memories.numbers(self._position(step))
         hidden, checks = program(weights, ids, start, self._first_valid[step.batch])
-        # Uploaded a token ahead, because it would have to wait behind weights.
-        self._moments[step.batch] = [*self._moments.get(step.batch, [])[-1:], self._next(step)]
+        if step.token + 1 < self._plan.shape.gen_len:
+            # Uploaded a token ahead, because it would have to wait behind weights.
+            self._moments[step.batch] = [*self._moments.get(step.batch, [])[-1:], self._next(step)]
         return Computed(checks, hidden)
 
     def _plain(self, step: Step, weights: Any) -> Any:
@@ -267,6 +274,8 @@ class BlockRun:
     def _next(self, step: Step) -> Moment:
         """Returns the place of the token after a step's, which all layers share."""
         batch, memories = self._batches[step.batch], self._device.memories
+        if batch.sampling:
+            memories.numbers(step.token + 1)  # for `_head`
         position, policy = batch.prompt_len + step.token, self._plan.policy
         on_device: tuple[jax.Array, ...]
         on_device = (memories.numbers(position), self._first_valid[step.batch])
@@ -303,10 +312,12 @@ class BlockRun:
         """Decodes with a cache that is partly on the host, where the CPU attends to it."""
         layer, hidden, early = self._layers[step.layer], inputs.hidden.arriving, inputs.early
         cache: LayerCache = inputs.cache.arriving
-        query, new = self._project(step, weights, hidden)
+        query, new = self._project(step, weights, inputs.weights, hidden)
         self._ask_for(step, cache, new)
         question = Question(self._device, layer, query, self._moment(step), most)
-        partials = attend_split(question, cache, lambda: self._project_early(early, weights))
+        partials = attend_split(
+            question, cache, lambda: self._project_early(early, weights, inputs.weights)
+        )
         size = self._batches[step.batch].size
         program = self._layer_programs.finish(layer, size, len(partials))
         args = (hidden, self._checks[step.batch], query, new, partials)
@@ -319,7 +330,9 @@ class BlockRun:
         if step.token + 1 < self._plan.shape.gen_len:
             self._cache.ask(CacheKey(step.layer - 1, step.batch, cache.sealed), new)
 
-    def _project(self, step: Step, weights: Any, hidden: jax.Array) -> tuple[jax.Array, KVBlock]:
+    def _project(
+        self, step: Step, weights: Any, loads: Sequence[Load[Any]], hidden: jax.Array
+    ) -> tuple[jax.Array, KVBlock]:
         """Returns the step's query and new KV, which may have been computed already while the CPU
         attended for the step before."""
         known, self._projected = self._projected, None
@@ -329,15 +342,20 @@ class BlockRun:
         program = self._layer_programs.project(self._layers[step.layer], size)
         found: tuple[jax.Array, KVBlock] = program(weights, hidden)
         self._device.memories.ask(found[0], "attention", "queries")
-        self._watch(step, weights, found[0], " (projection)")
+        self._watch(step, loads, found[0], " (projection)")
         return found
 
-    def _project_early(self, early: tuple[Step, Load[jax.Array]] | None, weights: Any) -> None:
+    def _project_early(
+        self,
+        early: tuple[Step, Load[jax.Array]] | None,
+        weights: Any,
+        loads: Sequence[Load[Any]],
+    ) -> None:
         """Dispatches the next batch's projection to the device, while the CPU attends for this
         batch."""
         if early is not None:
             step, hidden = early
-            self._projected = (step, self._project(step, weights, hidden.arriving))
+            self._projected = (step, self._project(step, weights, loads, hidden.arriving))
 
     def _head(self, step: Step, weights: Any, hidden: jax.Array) -> Computed:
         batch, programs = self._batches[step.batch], self._device.programs

@@ -207,9 +207,11 @@ class KVCache:
         return assemble(storage, buffer.arrays[:count]), assemble(storage, buffer.arrays[count:])
 
     def close(self) -> None:
-        """Waits for the writes that nobody will read."""
+        """Waits for the writes that nobody will read, and frees all blocks."""
         for write in self._writes:
             write.end()
+        self._blocks.clear()
+        self._spare.clear()
 
 
 def _name(where: CacheKey | CachedPart) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,13 +44,15 @@ class Load(Generic[T]):
     """A pytree of arrays on its way to the device.
 
     content, what: for the counters and for people; tree: its leaves, in whatever tier they are in;
-    reads: disk reads that are filling host buffers among the leaves.
+    reads: disk reads that are filling host buffers among the leaves; arrival: tells that the copy
+    to the device has ended, if there is one and it is timed.
     """
 
     content: Content
     what: str
     tree: T
     reads: list[Any] = field(default_factory=list)
+    arrival: threading.Event | None = None
     _arriving: T | None = None
 
     @property
@@ -60,7 +63,7 @@ class Load(Generic[T]):
 
     def again(self) -> Load[T]:
         """Returns another load of the same arrays."""
-        return replace(self, _arriving=None)
+        return replace(self, arrival=None, _arriving=None)
 
     def is_done(self) -> bool:
         return all(read.done() for read in self.reads)
@@ -68,7 +71,10 @@ class Load(Generic[T]):
     def copy(self, memories: Memories) -> None:
         """Waits for the disk reads, then starts the copy to the device."""
         finish(self.reads, self.what)
+        before = memories.watcher.last("host_to_device")
         self._arriving = memories.to_device(self.tree, self.content, self.what)
+        last = memories.watcher.last("host_to_device")
+        self.arrival = None if last is before else last
 
     def drop(self, is_used: bool) -> None:
         """Frees the copy. If no step used the load, waits for the end of its reads and of the copy,

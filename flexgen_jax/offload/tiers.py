@@ -19,7 +19,7 @@ from flexgen_jax.cpu import is_cpu
 from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.offload.disk.direct_reads import PAGE, whole_pages
 from flexgen_jax.offload.metrics import Content, Link, Metrics
-from flexgen_jax.offload.watcher import Watcher, weakly
+from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.policy.plan import Layout
 
 T = TypeVar("T")
@@ -114,8 +114,7 @@ class Memories:
         target = self._device_sharding if link == "host_to_device" else self._host_sharding
         operation = self.metrics.queue(link, content, what, tree_bytes(tree))
         moved = jax.device_put(tree, target)
-        is_upload = link == "host_to_device"
-        self.watcher.follow(operation, tree, weakly(moved) if is_upload else moved)
+        self.watcher.follow(operation, tree, moved)
         return moved
 
     def host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:

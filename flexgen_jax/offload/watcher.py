@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,8 +12,8 @@ import jax
 
 from flexgen_jax.offload.metrics import Content, Metrics, Operation, Resource
 
-LOOK_S = 0.0002
-"""Seconds between two looks at an array that must not be kept."""
+Item = tuple[Operation, Any, Any, threading.Event]
+"""An operation, its source and its result, and what tells that it has ended."""
 
 
 class Watcher:
@@ -30,14 +28,15 @@ class Watcher:
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
-        self._queues: dict[Resource, queue.SimpleQueue[tuple[Operation, Any, Any] | None]] = {}
+        self._queues: dict[Resource, queue.SimpleQueue[Item | None]] = {}
+        self._last: dict[Resource, threading.Event] = {}
         self._threads: list[threading.Thread] = []
 
     def follow(self, operation: Operation, source: Any, result: Any) -> None:
         """Follows an enqueued operation, which computes or copies `result` from `source`.
 
-        Both are kept from being freed until they are there, unless they are `weakly` given. A
-        result may be a function that waits for it.
+        Both are kept from being freed until they are there. A source may be the ends (`last`) of
+        other operations, which keep nothing; a result may be a function that waits for it.
         """
         if not self.metrics.is_timed:
             return
@@ -47,7 +46,12 @@ class Watcher:
             thread = threading.Thread(target=self._run, args=(found,), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
-        self._queues[operation.resource].put((operation, source, result))
+        ended = self._last[operation.resource] = threading.Event()
+        self._queues[operation.resource].put((operation, source, result, ended))
+
+    def last(self, resource: Resource) -> threading.Event | None:
+        """Returns the end of the last operation of a resource, None if there is none yet."""
+        return self._last.get(resource)
 
     def close(self) -> None:
         for found in self._queues.values():
@@ -57,32 +61,28 @@ class Watcher:
         self._queues.clear()
         self._threads.clear()
 
-    def _run(self, waiting: queue.SimpleQueue[tuple[Operation, Any, Any] | None]) -> None:
+    def _run(self, waiting: queue.SimpleQueue[Item | None]) -> None:
         while (item := waiting.get()) is not None:
-            operation, source, result = item
+            operation, source, result, ended = item
             wait_for(source)
             self.metrics.start(operation)
-            result() if callable(result) else wait_for(result)
+            wait_for(result)
             self.metrics.end(operation)
+            ended.set()
             del item, source, result  # do not hold memory until the next item comes
 
 
-def weakly(tree: Any) -> list[weakref.ref[Any]]:
-    """Returns a tree's arrays for `wait_for`, which will not keep them from being freed."""
-    return [weakref.ref(leaf) for leaf in jax.tree.leaves(tree)]
-
-
 def wait_for(tree: Any) -> None:
-    """Waits until a tree is computed, or its computation has failed; of arrays that are `weakly`
-    given, until they are computed or freed."""
-    with suppress(Exception):  # raised again wherever the result is used
-        for leaf in jax.tree.leaves(tree):
-            if not isinstance(leaf, weakref.ref):
+    """Waits until a tree is computed, or its computation has failed; leaves may be events, or
+    functions that wait."""
+    for leaf in jax.tree.leaves(tree):
+        with suppress(Exception):  # raised again wherever the result is used
+            if isinstance(leaf, threading.Event):
+                leaf.wait()
+            elif callable(leaf):
+                leaf()
+            else:
                 jax.block_until_ready(leaf)
-                continue
-            while (array := leaf()) is not None and not array.is_ready():
-                del array
-                time.sleep(LOOK_S)
 
 
 def counted(

@@ -24,22 +24,23 @@ class Ring:
     A buffer is free again once the step that read it last is finished. If none is, a new one is
     made rather than waiting: so the number of buffers depends on the steps alone, not on time.
 
-    limit: bytes above which free buffers of other layouts are given up for a new one. A block of
-    equally long prompts never reaches its plan's; where lengths differ, each has layouts of its
-    own. finished: number of steps that are finished; the loop counts them. most: the most bytes
-    that there were.
+    limit: bytes above which free buffers of other layouts are given up for a new one, those that
+    were prepared last; where prompts differ in length, each has layouts of its own. finished:
+    number of steps that are finished; the loop counts them. most: the most bytes that there were.
     """
 
     def __init__(self, backend: Backend, ledger: Ledger, limit: int | None) -> None:
         self._backend, self._ledger, self._limit = backend, ledger, limit
         self._free: defaultdict[Layout, deque[tuple[int, Buffer]]] = defaultdict(deque)
         self._bytes = 0
+        self._prepared: frozenset[Layout] = frozenset()
         self.finished = self.most = 0
 
     def prepare(self, layouts: Sequence[Layout]) -> None:
         """Makes buffers that will be acquired."""
         for layout in layouts:
             self._free[layout].append((0, self._made(layout)))
+        self._prepared = frozenset(layouts)
 
     def acquire(self, layouts: Sequence[Layout]) -> list[Buffer]:
         """Returns a buffer of each layout."""
@@ -71,7 +72,8 @@ class Ring:
         self._give_up(buffer)
 
     def _make_room(self, limit: int) -> None:
-        for free in self._free.values():
+        for layout in sorted(self._free, key=self._prepared.__contains__):
+            free = self._free[layout]
             while self._bytes > limit and free and free[0][0] <= self.finished:
                 self._give_up(free.popleft()[1])
 

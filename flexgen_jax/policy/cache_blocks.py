@@ -219,3 +219,5 @@ class CacheBlocks:
         for tier, nbytes in self._reserved.items():
             self._ledger.release(tier, nbytes)
         self._reserved = dict.fromkeys(TIERS, 0)
+        self._filled.clear()
+        self._pending.clear()

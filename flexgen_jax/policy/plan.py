@@ -261,12 +261,14 @@ class BlockPlan:
 
     @cached_property
     def first_buffers(self) -> list[Layout]:
-        """The buffers of the first open blocks of all layers and batches in pinned memory.
+        """The buffers of the first open blocks in pinned memory of all layers and of the batches
+        that are prefilled together.
 
         They are made before the block runs: new pinned memory, for each layer and batch, would
         hold up the prefill.
         """
-        layers, batches = range(len(self.spec.decoders)), range(len(self.cache.prompt))
+        together = len(self.cache.prompt) if self.policy.order.prefills_first else 1
+        layers, batches = range(len(self.spec.decoders)), range(together)
         keys = [
             CacheKey(layer, batch, len(self.cache.prompt[batch]))
             for layer, batch in product(layers, batches)
