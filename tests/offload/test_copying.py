@@ -46,8 +46,7 @@ def texts(llm: LLM) -> list[str]:
     return [result.text for result in llm.generate(asked, SamplingParams(max_tokens=16))]
 
 
-@pytest.mark.parametrize("breakdown", [True, False])
-@pytest.mark.parametrize("num_batches", [1, 3])
+@pytest.mark.parametrize(("num_batches", "breakdown"), [(1, True), (3, False)])
 def test_two_layers_weights_are_on_the_device_at_most(
     checkpoint: Callable[[], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -110,8 +109,7 @@ class Counted:
         monkeypatch.setattr(jax.stages.Compiled, "__call__", counted)
 
 
-@pytest.mark.parametrize("unified", [True, False])
-@pytest.mark.parametrize("sparsity", [1.0, 0.5])
+@pytest.mark.parametrize(("unified", "sparsity"), [(True, 1.0), (False, 0.5)])
 def test_a_decode_step_is_one_program_without_uploads(
     checkpoint: Callable[[], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -155,19 +153,15 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "kernels_of_device", lambda: kernels)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
 def test_a_gpu_unpacks_a_layer_once_a_visit(
-    checkpoint: Callable[[], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    gpu_kernels: None,
-    bits: int,
+    checkpoint: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, gpu_kernels: None
 ) -> None:
     """For all batches; a single batch's products unpack their own kernels."""
     found, calls = [], []
     counted = Counted(monkeypatch)
     for size, count in ((6, 1), (2, 3)):
         policy = Policy.from_percent(
-            *(0, 100, 100, 0, 100, 0), batch_size=size, num_batches=count, weight_bits=bits
+            *(0, 100, 100, 0, 100, 0), batch_size=size, num_batches=count, weight_bits=4
         )
         with LLM(checkpoint(), policy=policy, dtype="float32", unified=False) as llm:
             found.append(tokens(llm))
