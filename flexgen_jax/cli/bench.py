@@ -113,7 +113,7 @@ def bench_summary(report: dict[str, Any]) -> str:
     each = ", ".join(f"{link} {n / steps / 1e6:.2f} MB" for link, n in decoded if n)
     busy = ", ".join(f"{what} {s:.1f} s" for what, s in report["busy_s"].items() if s > 0.005)
     if "compute" not in report["busy_s"]:
-        busy += f"{', ' if busy else ''}the device and its links with --breakdown"
+        busy = f"{busy or 'not timed'} (--breakdown times the device and its links too)"
     peaks = ", ".join(f"{tier} {n / 2**30:.2f} GiB" for tier, n in report["peak_bytes"].items())
     found = report["device_peak_bytes"]
     own = f" (the device itself counts {found / 2**30:.2f} GiB)" if found is not None else ""

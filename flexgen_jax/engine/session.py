@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flexgen_jax.layers.programs import Programs
 from flexgen_jax.machine.limits import storage_read_bytes
 from flexgen_jax.models.checkpoint import WeightSource
 from flexgen_jax.models.config import ModelConfig
@@ -99,7 +98,7 @@ class Session:
         shape = BlockShape.of(self.policy, workload)
         plan = self._plan(shape)
         cache = plan.cache
-        programs, layered = self._device.programs, self._layer_programs(plan)
+        programs, layered = self._device.programs, self._device.layer_programs(plan)
         for layer, _ in self._device.spec.decoder_kinds if plan.unpacks else ():
             programs.unpack(layer)
         for batch, rows in enumerate(shape.batch_sizes):
@@ -121,14 +120,11 @@ class Session:
             self._device.prepare_host(self.policy.is_sparse, not cache.keys_stay)
             self._kernels_s += time.perf_counter() - started
 
-    def _layer_programs(self, plan: BlockPlan) -> Programs:
-        programs = self._device.programs
-        return programs.plain if plan.unpacks else programs
-
     def _compile_decode(self, plan: BlockPlan, batch: int, rows: int, sealed: int) -> None:
         """Compiles every program that a step may need, in any layer, when `sealed` KV blocks are
         sealed."""
-        programs, layered, cache = self._device.programs, self._layer_programs(plan), plan.cache
+        programs, layered = self._device.programs, self._device.layer_programs(plan)
+        cache = plan.cache
         room = sum(cache.lengths(batch)[: sealed + 1])
         most = self.policy.attended(room) if self.policy.is_sparse else 0
         for index, layer in enumerate(self._device.spec.decoders):

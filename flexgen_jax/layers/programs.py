@@ -389,18 +389,17 @@ class Programs:
 
     @cached_property
     def plain(self) -> Programs:
-        """The programs for decoder layers whose weights `unpack` has unpacked."""
+        """The programs for decoder layers whose weights `unpack` has unpacked; these, if none are
+        packed."""
         config, formats, kernels = self._model
+        if formats.weight_bits == 16:
+            return self
         return Programs(config, replace(formats, weight_bits=16), kernels)
 
     @property
-    def _others(self) -> tuple[Programs, ...]:
-        return (self.plain,) if "plain" in self.__dict__ else ()
-
-    @property
     def compile_s(self) -> float:
-        """Seconds of compiling so far."""
-        return self._compile_s + sum(other.compile_s for other in self._others)
+        """Seconds of compiling so far, with `plain`."""
+        return sum(programs._compile_s for programs in {self, self.plain})
 
     def _get(self, kind: str, *shape: Any) -> jax.stages.Compiled:
         program = self._found.get((kind, shape))
@@ -503,11 +502,13 @@ class Programs:
 
     @property
     def workspace(self) -> int:
-        """Bytes of temporaries and results of the program that needs most, of those compiled."""
-        stats = [program.memory_analysis() for program in self._found.values()]
+        """Bytes of temporaries and results of the program that needs most, of those compiled, with
+        `plain`."""
+        compiled = [x for programs in {self, self.plain} for x in programs._found.values()]
+        stats = [program.memory_analysis() for program in compiled]
         sizes = [
             int(s.temp_size_in_bytes + s.output_size_in_bytes - s.alias_size_in_bytes)
             for s in stats
             if s
         ]
-        return max([0, *sizes, *(other.workspace for other in self._others)])
+        return max(sizes, default=0)

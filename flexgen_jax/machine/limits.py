@@ -12,7 +12,7 @@ import jax
 
 from flexgen_jax.cpu import is_cpu
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine.jax_settings import FRACTION, PINNED, pinned_bytes
+from flexgen_jax.machine.jax_settings import FRACTION, MOST_OF_THE_CARD, PINNED, pinned_bytes
 from flexgen_jax.offload.disk.folder import remove_dead_runs
 from flexgen_jax.policy.fit import Budgets, human
 
@@ -115,8 +115,8 @@ def _device_budget(asked: int | None, ram: int, unified: bool) -> int:
     if most is not None and asked > most:
         raise UserError(
             f"--device-memory {human(asked)} is more than the {human(most)} that JAX may use of "
-            f"this GPU; ask for less, or set {FRACTION} to a larger share of the card, 0.95 at "
-            "most, before JAX starts"
+            f"this GPU; ask for less, or set {FRACTION} to a larger share of the card, "
+            f"{MOST_OF_THE_CARD} at most, before JAX starts"
         )
     return asked
 

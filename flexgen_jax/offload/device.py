@@ -20,6 +20,7 @@ from flexgen_jax.offload.metrics import Content, Metrics
 from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.policy.hardware import KernelSizes
+from flexgen_jax.policy.plan import BlockPlan
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Device:
     @property
     def metrics(self) -> Metrics:
         return self.memories.metrics
+
+    def layer_programs(self, plan: BlockPlan) -> Programs:
+        """Returns the programs of decoder layers: `programs`, or those for unpacked weights."""
+        return self.programs.plain if plan.unpacks else self.programs
 
     def watch(self, content: Content, what: str, source: Any, result: Any) -> None:
         """Counts the device as busy from when `source` is there until `result`, which is already

@@ -108,8 +108,7 @@ class BlockRun:
         self._layers = device.spec.layers
         self._batches = batches
         self._ledger, self._pool = ledger, pool or BufferPool(device.memories)
-        programs = device.programs
-        self._layer_programs = programs.plain if plan.unpacks else programs
+        self._layer_programs = device.layer_programs(plan)
         self._unpacked: tuple[int, Any] = (-1, None)
         self._folder = folder
         self._on_result = on_result
@@ -120,7 +119,7 @@ class BlockRun:
         self._sampling = [tuple(map(device.memories.constant, b.sampling)) for b in batches]
         self._ids: dict[int, Any] = {}
         self._checks: dict[int, jax.Array] = {}
-        self._moments: dict[int, list[Moment]] = {}
+        self._moments: dict[tuple[int, int], Moment] = {}
         self._projected: tuple[Step, tuple[jax.Array, KVBlock]] | None = None
         self._trimmed_at = time.monotonic()
 
@@ -237,19 +236,17 @@ class BlockRun:
             arrivals = [load.arrival for load in loads if load.arrival is not None]
             self._device.watch("layers", what, arrivals, result)
 
-    def _position(self, step: Step) -> int:
-        """Returns the index of the first token that a step computes."""
-        return self._batches[step.batch].prompt_len + step.token - 1 if step.token else 0
-
     def _embed(self, step: Step, weights: Any) -> Computed:
         batch = self._batches[step.batch]
         ids = self._ids[step.batch] if step.token else batch.ids
         program = self._device.programs.embed(batch.size, ids.shape[1])
-        start = self._device.memories.numbers(self._position(step))
+        position = batch.prompt_len + step.token - 1 if step.token else 0
+        start = self._device.memories.numbers(position)
         hidden, checks = program(weights, ids, start, self._first_valid[step.batch])
         if step.token + 1 < self._plan.shape.gen_len:
             # Uploaded a token ahead, because it would have to wait behind weights.
-            self._moments[step.batch] = [*self._moments.get(step.batch, [])[-1:], self._next(step)]
+            self._moments[step.batch, step.token + 1] = self._next(step)
+            self._moments.pop((step.batch, step.token - 1), None)
         return Computed(checks, hidden)
 
     def _plain(self, step: Step, weights: Any) -> Any:
@@ -286,11 +283,6 @@ class BlockRun:
             on_device = (*on_device, memories.constant(counts))
         return Moment(position, batch.first_valid, counts, on_device)
 
-    def _moment(self, step: Step) -> Moment:
-        """Returns the place of a decode step's token in its sequences."""
-        position = self._position(step)
-        return next(m for m in self._moments[step.batch] if m.position == position)
-
     def _decode(self, step: Step, weights: Any, inputs: Inputs) -> Computed:
         cache: LayerCache = inputs.cache.arriving
         policy, most = self._plan.policy, 0
@@ -303,7 +295,9 @@ class BlockRun:
         shape = (self._batches[step.batch].size, here.lengths, here.tail, most, appends)
         program = self._layer_programs.decode(self._layers[step.layer], *shape)
         args = (inputs.hidden.arriving, tuple(sealed), opened, self._checks[step.batch])
-        hidden, new, checks = program(weights, *args, *self._moment(step).on_device)
+        hidden, new, checks = program(
+            weights, *args, *self._moments[step.batch, step.token].on_device
+        )
         if not appends:
             self._ask_for(step, cache, new)
         return Computed(checks, hidden, new, appends)
@@ -314,7 +308,7 @@ class BlockRun:
         cache: LayerCache = inputs.cache.arriving
         query, new = self._project(step, weights, inputs.weights, hidden)
         self._ask_for(step, cache, new)
-        question = Question(self._device, layer, query, self._moment(step), most)
+        question = Question(self._device, layer, query, self._moments[step.batch, step.token], most)
         partials = attend_split(
             question, cache, lambda: self._project_early(early, weights, inputs.weights)
         )

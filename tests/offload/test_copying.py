@@ -18,6 +18,7 @@ import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cpu.backend import DeviceKernels
+from flexgen_jax.engine import llm as engine_llm
 from flexgen_jax.layers import programs
 from flexgen_jax.models.storage import Storage
 from flexgen_jax.offload import device, watcher
@@ -149,7 +150,7 @@ def test_tokens_appended_by_the_program_are_those_of_attention_elsewhere() -> No
 def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA's own code, with the sizes that a GPU has."""
     kernels = DeviceKernels(KernelSizes.of_gpu())
-    for module in (device, __import__("flexgen_jax.engine.llm", fromlist=["llm"])):
+    for module in (device, engine_llm):
         monkeypatch.setattr(module, "kernels_of_device", lambda: kernels)
 
 
