@@ -1,20 +1,23 @@
-"""Groups requests into padded batches and blocks of batches."""
+"""Forms batches of requests that wait, and lets them enter a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
 from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.offload.executor import Batch
+from flexgen_jax.policy.plan import BatchShape, BlockPlan
 
 LENGTH_BUCKET = 16
 """Prompts are padded to a multiple of this, so that few shapes are compiled."""
 
 
 @dataclass(frozen=True)
-class Request:
+class EncodedRequest:
     """One sequence to continue.
 
     max_tokens: the new tokens that its parameters ask for, limited by the room in the model's
@@ -34,26 +37,65 @@ def padded_length(tokens: int, max_positions: int) -> int:
     return max(min(-(-tokens // LENGTH_BUCKET) * LENGTH_BUCKET, max_positions), 1)
 
 
-def make_blocks(
-    requests: Sequence[Request], batch_size: int, num_batches: int
-) -> list[list[list[Request]]]:
-    """Groups requests into blocks of batches, with requests of similar length together.
+def grouped(requests: Sequence[EncodedRequest], batch_size: int) -> list[Sequence[EncodedRequest]]:
+    """Spreads requests evenly over as few batches as hold them, in their order."""
+    size = -(-len(requests) // -(-len(requests) // batch_size))
+    return [requests[i : i + size] for i in range(0, len(requests), size)]
 
-    The requests of the last block are spread evenly over as few batches as hold them.
+
+class Waiting:
+    """Requests that wait for their batches to enter: the `Arrivals` of a run.
+
+    Those of similar length go together. batches: what is computed of the batches that are there,
+    by number; members: their requests.
     """
-    ordered = sorted(requests, key=lambda r: (len(r.prompt_ids), len(r.forced), r.index))
-    per_block = batch_size * num_batches
-    blocks = []
-    for start in range(0, len(ordered), per_block):
-        members = ordered[start : start + per_block]
-        count = -(-len(members) // batch_size)
-        size = -(-len(members) // count)
-        blocks.append([members[i : i + size] for i in range(0, len(members), size)])
-    return blocks
+
+    def __init__(
+        self,
+        plan: BlockPlan,
+        requests: Sequence[EncodedRequest],
+        make: Callable[[Sequence[EncodedRequest], int], Batch],
+    ) -> None:
+        """make: makes a batch of its requests, with that many rows."""
+        self._plan, self._make = plan, make
+        self._requests = sorted(requests, key=lambda r: (len(r.prompt_ids), len(r.forced), r.index))
+        self._numbers = count()
+        self.batches: dict[int, Batch] = {}
+        self.members: dict[int, Sequence[EncodedRequest]] = {}
+
+    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+        """Lets as many batches enter as the plan has rows for beside those that are `going`."""
+        policy = self._plan.policy
+        rows = policy.batch_size * (most or policy.num_batches)
+        busy = sum(self._plan.batches[number].rows for number in going)
+        free = min(rows, policy.batch_size * policy.num_batches - busy, len(self._requests))
+        if free <= 0:
+            return {}
+        members, self._requests = self._requests[:free], self._requests[free:]
+        groups = grouped(members, policy.batch_size)
+        entered = {}
+        for group in groups:
+            batch = self._make(group, len(groups[0]))
+            tokens = max(request.max_tokens for request in group)
+            number = next(self._numbers)
+            self.batches[number], self.members[number] = batch, group
+            entered[number] = BatchShape(
+                batch.size, batch.prompt_len, tokens, batch.targets is not None
+            )
+        self._plan.enter(entered, is_first=not going)
+        return {number: range(shape.gen_len) for number, shape in entered.items()}
+
+    def leave(self, batch: int) -> None:
+        """Forgets a batch."""
+        self._plan.leave(batch)
+        del self.batches[batch], self.members[batch]
+
+    def wait(self) -> bool:
+        return False
 
 
 def pad_prompts(
-    batch: Sequence[Request], rows: int, pad_id: int, max_positions: int
+    batch: Sequence[EncodedRequest], rows: int, pad_id: int, max_positions: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns left-padded ids, int32 [rows, token], and the index of each row's first real token,
     int32 [rows].

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from flexgen_jax.cpu import kernels_of_device
-from flexgen_jax.engine.batching import Request, make_blocks, pad_prompts, padded_length
+from flexgen_jax.engine.batching import EncodedRequest, Waiting, pad_prompts, padded_length
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
 from flexgen_jax.engine.outputs import Generation, OnOutput, RequestOutput, ScoreOutput, Scoring
@@ -28,11 +29,11 @@ from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.profiles import read_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.loading import open_model, resolve_dtype
-from flexgen_jax.models.spec import model_spec
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
+from flexgen_jax.policy.schedule import Step
 from flexgen_jax.progress import Progress
 
 Prompts = str | Sequence[str]
@@ -121,15 +122,15 @@ class LLM:
         for index, row in enumerate(ids):
             if through_cache and len(row) > 1:
                 forced = tuple(row[1:])
-                requests.append(Request(index, (row[0],), params, len(forced), forced))
+                requests.append(EncodedRequest(index, (row[0],), params, len(forced), forced))
             else:
-                requests.append(Request(index, tuple(row), params, 1))
+                requests.append(EncodedRequest(index, tuple(row), params, 1))
         scoring = Scoring()
         self._run(requests, scoring)
         return scoring.outputs(given, requests)
 
-    def _run(self, requests: Sequence[Request], collector: Generation | Scoring) -> None:
-        """Walks every block of batches through the model.
+    def _run(self, requests: Sequence[EncodedRequest], collector: Generation | Scoring) -> None:
+        """Walks all requests through the model.
 
         A plan that runs out of memory is replaced by a smaller one, which begins with the requests
         that are not finished.
@@ -139,7 +140,7 @@ class LLM:
             workload = self._workload(left, is_scoring)
             policy = self._planner.policy_for(workload)
             try:
-                self._run_blocks(self._open(policy, workload), left, collector)
+                self._run_requests(self._open(policy, workload), left, collector)
                 return
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 if not is_out_of_memory(error):
@@ -161,48 +162,42 @@ class LLM:
             "policy, and one is searched that gives way"
         )
 
-    def _run_blocks(
+    def _run_requests(
         self,
         session: Session,
-        requests: Sequence[Request],
+        requests: Sequence[EncodedRequest],
         collector: Generation | Scoring,
     ) -> None:
-        policy, before = session.policy, collector.num_tokens
-        blocks = make_blocks(requests, policy.batch_size, policy.num_batches)
-        steps = sum(len(block) * max(r.max_tokens for b in block for r in b) for block in blocks)
+        before, is_scoring = collector.num_tokens, isinstance(collector, Scoring)
+        plan = session.open_plan()
+        waiting = Waiting(plan, requests, partial(self._batch, is_scoring))
+        steps = sum(request.max_tokens for request in requests)
         session.start()
-        with self._progress.generating(
-            steps * len(model_spec(self.config).layers), lambda: collector.num_tokens - before
-        ) as tick:
-            for block in blocks:
-                batches = self._batches(block, isinstance(collector, Scoring))
-                tokens = max(request.max_tokens for batch in block for request in batch)
-                session.run(batches, tokens, collector.receiver(block), tick)
+
+        def on_result(step: Step, result: np.ndarray) -> bool:
+            return collector.receive(waiting.members[step.batch], step.token, result)
+
+        with self._progress.generating(steps, lambda: collector.num_tokens - before) as tick:
+            session.run(plan, waiting, waiting.batches, on_result, tick)
         session.finish(len(requests), collector.num_tokens - before)
         self._planner.observe(*session.disk_reads())
 
-    def _batches(self, block: Sequence[Sequence[Request]], is_scoring: bool) -> list[Batch]:
-        rows = max(len(members) for members in block)
-        batches = []
-        for members in block:
-            ids, first_valid = pad_prompts(
-                members, rows, self.config.pad_id, self.config.max_positions
-            )
-            if any(request.forced for request in members):
-                forced = np.zeros((rows, max(r.max_tokens for r in members)), np.int32)
-                for row, request in enumerate(members):
-                    forced[row, : len(request.forced)] = request.forced
-                batches.append(Batch(ids, first_valid, forced=forced))
-                continue
-            if is_scoring:
-                targets = np.concatenate([ids[:, 1:], ids[:, :1]], axis=1)
-                batches.append(Batch(ids, first_valid, targets=targets))
-                continue
-            fill = rows - len(members)
-            params = [r.params for r in members] + [SamplingParams()] * fill
-            indices = [r.index for r in members] + [0] * fill
-            batches.append(Batch(ids, first_valid, sampling_arrays(params, indices)))
-        return batches
+    def _batch(self, is_scoring: bool, members: Sequence[EncodedRequest], rows: int) -> Batch:
+        """Returns what is computed of some requests, with `rows` rows."""
+        config = self.config
+        ids, first_valid = pad_prompts(members, rows, config.pad_id, config.max_positions)
+        if any(request.forced for request in members):
+            forced = np.zeros((rows, max(r.max_tokens for r in members)), np.int32)
+            for row, request in enumerate(members):
+                forced[row, : len(request.forced)] = request.forced
+            return Batch(ids, first_valid, forced=forced)
+        if is_scoring:
+            targets = np.concatenate([ids[:, 1:], ids[:, :1]], axis=1)
+            return Batch(ids, first_valid, targets=targets)
+        fill = rows - len(members)
+        params = [r.params for r in members] + [SamplingParams()] * fill
+        indices = [r.index for r in members] + [0] * fill
+        return Batch(ids, first_valid, sampling_arrays(params, indices))
 
     def warm_up(self, prompt_len: int, gen_len: int, num_sequences: int) -> None:
         """Places the weights and compiles all programs that a greedy run of this shape needs."""
@@ -330,7 +325,7 @@ class LLM:
         self,
         ids: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Request]:
+    ) -> list[EncodedRequest]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(ids)
         else:
@@ -343,7 +338,7 @@ class LLM:
             if choice.stop and self._model.tokenizer is None:
                 raise UserError("stop strings need a tokenizer, and this model has none")
             room = self.config.max_positions - len(row)
-            requests.append(Request(index, tuple(row), choice, min(choice.max_tokens, room)))
+            requests.append(EncodedRequest(index, tuple(row), choice, min(choice.max_tokens, room)))
         short = sum(request.max_tokens < request.params.max_tokens for request in requests)
         if short:
             self._progress.say(
@@ -364,7 +359,7 @@ class LLM:
                 bad,
             )
 
-    def _workload(self, requests: Sequence[Request], is_scoring: bool) -> Workload:
+    def _workload(self, requests: Sequence[EncodedRequest], is_scoring: bool) -> Workload:
         lengths = [self._padded(len(request.prompt_ids)) for request in requests]
         mean = -(-sum(lengths) // len(lengths))
         head = SCORE if is_scoring else GREEDY

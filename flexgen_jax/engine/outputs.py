@@ -9,9 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from flexgen_jax.engine.batching import Request
+from flexgen_jax.engine.batching import EncodedRequest
 from flexgen_jax.models.tokenizer import Tokenizer
-from flexgen_jax.policy.schedule import Step
 
 FinishReason = Literal["stop", "length"]
 
@@ -46,7 +45,7 @@ class ScoreOutput:
 
 @dataclass
 class _Sequence:
-    request: Request
+    request: EncodedRequest
     ids: list[int] = field(default_factory=list)
     text: str | None = None
     reason: FinishReason | None = None
@@ -60,7 +59,7 @@ class Generation:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[EncodedRequest],
         prompts: Sequence[str | None],
         tokenizer: Tokenizer | None,
         eos_ids: tuple[int, ...],
@@ -72,18 +71,14 @@ class Generation:
         self._on_output = on_output
         self._sequences = {request.index: _Sequence(request) for request in requests}
 
-    def receiver(self, block: Sequence[Sequence[Request]]) -> Callable[[Step, np.ndarray], bool]:
-        """Returns the callback that gives the executor's results for one block of batches to this
-        object."""
-
-        def receive(step: Step, ids: np.ndarray) -> bool:
-            members = [self._sequences[request.index] for request in block[step.batch]]
-            for sequence, token in zip(members, ids[:, 0], strict=False):
-                if sequence.reason is None:
-                    self._append(sequence, int(token))
-            return all(sequence.reason is not None for sequence in members)
-
-        return receive
+    def receive(self, requests: Sequence[EncodedRequest], token: int, ids: np.ndarray) -> bool:
+        """Takes a token of each request of a batch, int32 [batch, 1]; returns whether all are
+        finished. token: the number of the token."""
+        members = [self._sequences[request.index] for request in requests]
+        for sequence, found in zip(members, ids[:, 0], strict=False):
+            if sequence.reason is None:
+                self._append(sequence, int(found))
+        return all(sequence.reason is not None for sequence in members)
 
     def _append(self, sequence: _Sequence, token: int) -> None:
         params = sequence.request.params
@@ -111,7 +106,7 @@ class Generation:
     def num_tokens(self) -> int:
         return sum(len(sequence.ids) for sequence in self._sequences.values())
 
-    def restart(self, requests: Sequence[Request]) -> list[Request]:
+    def restart(self, requests: Sequence[EncodedRequest]) -> list[EncodedRequest]:
         """Returns the requests that are not finished, and resets what was collected for them."""
         left = [r for r in requests if self._sequences[r.index].reason is None]
         for request in left:
@@ -143,22 +138,20 @@ class Scoring:
     def num_tokens(self) -> int:
         return sum(len(logprobs) for logprobs in self._logprobs.values())
 
-    def receiver(self, block: Sequence[Sequence[Request]]) -> Callable[[Step, np.ndarray], bool]:
-        def receive(step: Step, logprobs: np.ndarray) -> bool:
-            members = block[step.batch]
-            forced = max(len(request.forced) for request in members)
-            for row, request in enumerate(members):
-                if step.token < len(request.forced):
-                    self._logprobs[request.index].append(float(logprobs[row, 0]))
-                elif not forced:
-                    # Position t predicts token t + 1, so the last position scores nothing.
-                    count = len(request.prompt_ids)
-                    self._logprobs[request.index] = [float(x) for x in logprobs[row, -count:-1]]
-            return step.token + 1 >= forced
+    def receive(self, requests: Sequence[EncodedRequest], token: int, logprobs: np.ndarray) -> bool:
+        """Takes the log-probabilities of a batch's tokens, fp32 [batch, token]; returns whether all
+        requests are finished. token: the number of the forced token."""
+        forced = max(len(request.forced) for request in requests)
+        for row, request in enumerate(requests):
+            if token < len(request.forced):
+                self._logprobs[request.index].append(float(logprobs[row, 0]))
+            elif not forced:
+                # Position t predicts token t + 1, so the last position scores nothing.
+                count = len(request.prompt_ids)
+                self._logprobs[request.index] = [float(x) for x in logprobs[row, -count:-1]]
+        return token + 1 >= forced
 
-        return receive
-
-    def restart(self, requests: Sequence[Request]) -> list[Request]:
+    def restart(self, requests: Sequence[EncodedRequest]) -> list[EncodedRequest]:
         """Returns the requests that are not finished, and resets what was collected for them."""
         left = [
             r
@@ -170,7 +163,7 @@ class Scoring:
         return left
 
     def outputs(
-        self, texts: Sequence[str | None], requests: Sequence[Request]
+        self, texts: Sequence[str | None], requests: Sequence[EncodedRequest]
     ) -> list[ScoreOutput]:
         return [
             ScoreOutput(text, [*request.prompt_ids, *request.forced], self._logprobs[request.index])

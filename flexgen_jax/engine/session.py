@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from flexgen_jax.machine.limits import storage_read_bytes
 from flexgen_jax.models.checkpoint import WeightSource
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.offload.buffer_pool import BufferPool
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.executor import Batch, BlockRun, OnResult
@@ -30,7 +29,7 @@ from flexgen_jax.policy.placement import (
 )
 from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import TIERS, Policy, Tier, Workload
-from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.schedule import Arrivals, Step
 from flexgen_jax.progress import Progress
 
 
@@ -57,7 +56,6 @@ class Session:
         self._folder = OffloadFolder(offload_dir) if policy.uses_disk else None
         self._tiers = place_weights(self._device.spec, dtype, policy)
         self._weights = WeightStore(self._device, source, self._tiers, self._ledger, self._folder)
-        self._pool = BufferPool(self._device.memories)
         self.adopt(policy, workload)
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
         self._storage_read: int | None = None
@@ -76,9 +74,12 @@ class Session:
         self.policy, self.workload = policy, workload
         self._largest = self._plan(BlockShape.of(policy, workload))
         self._peaks = estimate(self._largest)
-        self._pool.limit = self._peaks.buffers
         spare = self._budgets.spare_ram(self._peaks.bytes)
         self._weights.cached = page_cached(self._device.spec, self._formats, self._tiers, spare)
+
+    def open_plan(self) -> BlockPlan:
+        """Returns the plan of a run, which no batch has entered yet."""
+        return self._largest.emptied()
 
     def _plan(self, shape: BlockShape) -> BlockPlan:
         sizes = self._device.sizes
@@ -155,26 +156,22 @@ class Session:
 
     def run(
         self,
-        batches: Sequence[Batch],
-        tokens: int,
+        plan: BlockPlan,
+        arrivals: Arrivals,
+        batches: Mapping[int, Batch],
         on_result: OnResult,
         tick: Callable[[], object],
     ) -> None:
-        """Walks one block of batches through the model."""
-        shape = BlockShape(
-            tuple(batch.size for batch in batches),
-            tuple(batch.prompt_len for batch in batches),
-            tokens,
-            max((batch.head for batch in batches), key=lambda head: head.logit_copies),
-            tuple(i for i, batch in enumerate(batches) if batch.targets is not None),
-        )
-        plan = self._plan(shape)
-        last, decoded = time.perf_counter(), 0
+        """Walks the batches that arrive through the model.
+
+        plan: from `open_plan`; batches: those that are there, by number; arrivals: adds others.
+        """
+        last, decoded, head = time.perf_counter(), -1, len(plan.spec.layers) - 1
 
         def on_step(step: Step) -> None:
             nonlocal last, decoded
-            if step.token > decoded:
-                decoded = step.token
+            if step.layer == head and step.token > 0 and step.visit > decoded:
+                decoded = step.visit
                 self._decode_steps += 1
             now = time.perf_counter()
             self._phases["decode_s" if step.token else "prefill_s"] += now - last
@@ -190,9 +187,10 @@ class Session:
             self._folder,
             on_result,
             on_step,
-            self._pool,
+            arrivals,
+            self._peaks.buffers,
         )
-        with self._ledger.reserving("device", plan_workspace(plan)):
+        with self._ledger.reserving("device", plan_workspace(self._largest)):
             block.run()
 
     def finish(self, num_sequences: int, num_tokens: int) -> None:

@@ -204,7 +204,7 @@ def step_seconds(dtype: str) -> float:
         weights = WeightStore(device, DummyWeights(config), plan.tiers, ledger)
         weights.place(lambda _: None)
         ids = np.ones((2, 16), np.int32)
-        batches = [Batch(ids, np.zeros(2, np.int32)) for _ in range(2)]
+        batches = {number: Batch(ids, np.zeros(2, np.int32)) for number in range(2)}
 
         def run() -> None:
             BlockRun(device, weights, plan, batches, ledger, None, lambda *_: False).run()

@@ -59,6 +59,14 @@ class Activations:
         counted(metrics, "disk_read", "activations", load.what, array.nbytes, load.reads)
         return load
 
+    def leave(self, batch: int) -> None:
+        """Frees the hidden states of a batch, in memory and on disk."""
+        self._arrays.pop(batch, None)
+        if batch in self._files:
+            assert self._folder is not None, "there are files"
+            self._writes.pop(batch).end()
+            self._folder.remove(self._files.pop(batch))
+
     def close(self) -> None:
         """Waits for the writes that nobody will read, and frees all hidden states."""
         for write in self._writes.values():

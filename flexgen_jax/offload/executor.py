@@ -1,9 +1,9 @@
-"""Runs the model: the backend that carries out a block's loop with arrays."""
+"""Runs the model: the backend that carries out the loop over batches with arrays."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.allocator import trim_heap
-from flexgen_jax.offload.buffer_pool import BufferPool
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.kv_cache import KVCache, LayerCache
@@ -29,7 +28,7 @@ from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.placement import CacheKey
 from flexgen_jax.policy.plan import BlockPlan, CachedPart, HiddenPart, Layout, WeightsPart
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Head
-from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.schedule import Arrivals, Step
 
 TRIM_S = 10.0
 """Seconds between trims of the heap, which take a while."""
@@ -90,24 +89,29 @@ token]); returns whether the batch is done."""
 
 
 class BlockRun:
-    """One block of batches passing through the model: a backend of `BlockLoop`."""
+    """Batches passing through the model: a backend of `BlockLoop`.
+
+    batches: those that are there, by number; arrivals: adds others and takes out those that are
+    done, None if all are there from the beginning; limit: bytes of host buffers, see `Ring`.
+    """
 
     def __init__(
         self,
         device: Device,
         weights: WeightStore,
         plan: BlockPlan,
-        batches: Sequence[Batch],
+        batches: Mapping[int, Batch],
         ledger: Ledger,
         folder: OffloadFolder | None,
         on_result: OnResult,
         on_step: Callable[[Step], object] = lambda step: None,
-        pool: BufferPool | None = None,
+        arrivals: Arrivals | None = None,
+        limit: int | None = None,
     ) -> None:
         self._device, self._weights, self._plan = device, weights, plan
         self._layers = device.spec.layers
-        self._batches = batches
-        self._ledger, self._pool = ledger, pool or BufferPool(device.memories)
+        self._batches, self._arrivals = batches, arrivals
+        self._ledger, self._limit = ledger, limit
         self._layer_programs = device.layer_programs(plan)
         self._unpacked: tuple[int, Any] = (-1, None)
         self._folder = folder
@@ -115,8 +119,8 @@ class BlockRun:
         self._on_step = on_step
         self._cache = KVCache(plan, device, folder)
         self._activations = Activations(device.memories, folder)
-        self._first_valid = [device.memories.constant(batch.first_valid) for batch in batches]
-        self._sampling = [tuple(map(device.memories.constant, b.sampling)) for b in batches]
+        self._first_valid: dict[int, jax.Array] = {}
+        self._sampling: dict[int, tuple[jax.Array, ...]] = {}
         self._ids: dict[int, Any] = {}
         self._checks: dict[int, jax.Array] = {}
         self._moments: dict[tuple[int, int], Moment] = {}
@@ -125,15 +129,9 @@ class BlockRun:
 
     def run(self) -> None:
         """Computes the steps of all tokens, until every batch is done."""
-        self._pool.keep_only(self._plan.first_buffers)
         try:
-            loop = BlockLoop(self._plan, self, self._ledger, buffer_limit=self._pool.limit)
-            loop.run()
-        except BaseException:
-            self._pool.drop_taken()
-            raise
-        else:
-            self._pool.take_back(self._plan.first_buffers)
+            options: dict[str, Any] = {"buffer_limit": self._limit, "arrivals": self._arrivals}
+            BlockLoop(self._plan, self, self._ledger, **options).run()
         finally:
             with ExitStack() as parts:
                 if self._folder is not None:
@@ -153,10 +151,22 @@ class BlockRun:
     # Moving
 
     def allocate(self, layout: Layout) -> HostBuffer:
-        return self._pool.take(layout)
+        return self._device.memories.buffer(layout)
 
     def free(self, buffer: HostBuffer) -> None:
-        self._pool.drop(buffer)
+        """Whoever has the buffer lets it go."""
+
+    def leave(self, batch: int) -> None:
+        self._cache.leave(batch)
+        self._activations.leave(batch)
+        by_batch: tuple[dict[int, Any], ...]
+        by_batch = (self._first_valid, self._sampling, self._ids, self._checks)
+        for known in by_batch:
+            known.pop(batch, None)
+        for moment in [moment for moment in self._moments if moment[0] == batch]:
+            del self._moments[moment]
+        if self._projected is not None and self._projected[0].batch == batch:
+            self._projected = None
 
     def fetch(self, part: Part, buffers: Sequence[HostBuffer]) -> Load[Any]:
         match part:
@@ -238,12 +248,16 @@ class BlockRun:
 
     def _embed(self, step: Step, weights: Any) -> Computed:
         batch = self._batches[step.batch]
+        if step.token == 0:
+            constant = self._device.memories.constant
+            self._first_valid[step.batch] = constant(batch.first_valid)
+            self._sampling[step.batch] = tuple(map(constant, batch.sampling))
         ids = self._ids[step.batch] if step.token else batch.ids
         program = self._device.programs.embed(batch.size, ids.shape[1])
         position = batch.prompt_len + step.token - 1 if step.token else 0
         start = self._device.memories.numbers(position)
         hidden, checks = program(weights, ids, start, self._first_valid[step.batch])
-        if step.token + 1 < self._plan.shape.gen_len:
+        if step.token + 1 < self._plan.batches[step.batch].gen_len:
             # Uploaded a token ahead, because it would have to wait behind weights.
             self._moments[step.batch, step.token + 1] = self._next(step)
             self._moments.pop((step.batch, step.token - 1), None)
@@ -321,7 +335,7 @@ class BlockRun:
     def _ask_for(self, step: Step, cache: LayerCache, new: KVBlock) -> None:
         """Starts moving a token's keys and values to the open block, unless it is the last token,
         to which nothing will attend."""
-        if step.token + 1 < self._plan.shape.gen_len:
+        if step.token + 1 < self._plan.batches[step.batch].gen_len:
             self._cache.ask(CacheKey(step.layer - 1, step.batch, cache.sealed), new)
 
     def _project(

@@ -63,7 +63,7 @@ class Block:
 
 
 class KVCache:
-    """The keys and values of all decoder layers for the batches of one block.
+    """The keys and values of all decoder layers for the batches that are there.
 
     folder: None if the plan puts no KV blocks on disk.
     """
@@ -155,7 +155,7 @@ class KVCache:
     def _shape(self, key: CacheKey) -> tuple[Any, int, int]:
         """Returns a block's layer, and its numbers of rows and tokens."""
         layer = self._plan.spec.decoders[key.layer]
-        return layer, self._plan.shape.batch_sizes[key.batch], self._plan.block_tokens(key)
+        return layer, self._plan.batches[key.batch].rows, self._plan.block_tokens(key)
 
     def _stored(self, key: CacheKey) -> Records:
         """Returns the disk records of one KV block of a batch: one record per layer, of the leaves
@@ -205,6 +205,15 @@ class KVCache:
         """Returns the keys and values that a read will put into a buffer."""
         storage, count = self._plan.kv_storage(key), len(buffer.arrays) // 2
         return assemble(storage, buffer.arrays[:count]), assemble(storage, buffer.arrays[count:])
+
+    def leave(self, batch: int) -> None:
+        """Frees the blocks of a batch, in memory and on disk; nothing is being written for it."""
+        for key in [key for key in self._blocks if key.batch == batch]:
+            del self._blocks[key]
+        for name in [name for name in self._files if name[0] == batch]:
+            assert self._folder is not None, "there are files"
+            self._folder.remove(self._files.pop(name).store)
+        self._is_read = self._is_read and bool(self._blocks)
 
     def close(self) -> None:
         """Waits for the writes that nobody will read, and frees all blocks."""

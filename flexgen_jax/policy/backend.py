@@ -61,6 +61,9 @@ class Backend(Protocol):
     def finish(self, step: Step, computed: Handle) -> bool:
         """Waits for a step; returns whether its batch needs no more tokens."""
 
+    def leave(self, batch: int) -> None:
+        """Frees what a batch has that is done; steps that were dispatched before may still run."""
+
     def keep_hidden(self, part: HiddenPart, computed: Handle) -> None:
         """Keeps a step's hidden states in the memory of their home, for disk on the host."""
 

@@ -1,9 +1,9 @@
-"""The host buffers of a block of batches, used again and again."""
+"""Host buffers, used again and again."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from flexgen_jax.policy.backend import Backend, Handle
@@ -24,25 +24,18 @@ class Ring:
     A buffer is free again once the step that read it last is finished. If none is, a new one is
     made rather than waiting: so the number of buffers depends on the steps alone, not on time.
 
-    limit: bytes above which free buffers of other layouts are given up for a new one, those that
-    were prepared last; where prompts differ in length, each has layouts of its own. finished:
-    number of steps that are finished; the loop counts them. most: the most bytes that there were.
+    limit: bytes above which free buffers of other layouts are given up for a new one; where prompts
+    differ in length, each has layouts of its own. finished: number of steps that are finished; the
+    loop counts them. most: the most bytes that there were.
     """
 
     def __init__(self, backend: Backend, ledger: Ledger, limit: int | None) -> None:
         self._backend, self._ledger, self._limit = backend, ledger, limit
         self._free: defaultdict[Layout, deque[tuple[int, Buffer]]] = defaultdict(deque)
         self._bytes = 0
-        self._prepared: frozenset[Layout] = frozenset()
         self.finished = self.most = 0
 
-    def prepare(self, layouts: Sequence[Layout]) -> None:
-        """Makes buffers that will be acquired."""
-        for layout in layouts:
-            self._free[layout].append((0, self._made(layout)))
-        self._prepared = frozenset(layouts)
-
-    def acquire(self, layouts: Sequence[Layout]) -> list[Buffer]:
+    def acquire(self, layouts: Iterable[Layout]) -> list[Buffer]:
         """Returns a buffer of each layout."""
         found, finished, all_free = [], self.finished, self._free
         for layout in layouts:
@@ -71,11 +64,19 @@ class Ring:
         """Gives up a buffer that nothing reads any more."""
         self._give_up(buffer)
 
+    def trim(self, kept: Layout | None, count: int) -> None:
+        """Gives up all buffers that are free, but for `count` of one layout."""
+        for layout, free in self._free.items():
+            self._shorten(free, count if layout is kept else 0)
+
     def _make_room(self, limit: int) -> None:
-        for layout in sorted(self._free, key=self._prepared.__contains__):
-            free = self._free[layout]
-            while self._bytes > limit and free and free[0][0] <= self.finished:
-                self._give_up(free.popleft()[1])
+        for free in self._free.values():
+            self._shorten(free, 0, limit)
+
+    def _shorten(self, free: deque[tuple[int, Buffer]], count: int, limit: int = 0) -> None:
+        """Gives up free buffers until `count` of them are left, or all have `limit` bytes."""
+        while len(free) > count and self._bytes > limit and free[0][0] <= self.finished:
+            self._give_up(free.popleft()[1])
 
     def _give_up(self, buffer: Buffer) -> None:
         self._let_go(buffer.layout.nbytes)

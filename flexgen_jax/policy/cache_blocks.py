@@ -1,4 +1,4 @@
-"""The KV cache of one block of batches: which blocks are open, sealed and on their way to disk.
+"""The KV cache of the batches that are there: which blocks are open, sealed, on their way to disk.
 
     prompt blocks          sealed blocks of generated tokens        open block
     [0 ... 127][128 ...]   [32 tokens][32 tokens]                   [x x x . . . .]
@@ -16,7 +16,7 @@ from flexgen_jax.policy.backend import Backend, Handle
 from flexgen_jax.policy.buffers import Buffer, Ring
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.placement import CacheKey
-from flexgen_jax.policy.plan import BlockPlan, CachedPart
+from flexgen_jax.policy.plan import BlockPlan, CachedPart, Layout
 from flexgen_jax.policy.policy import TIERS, Tier
 
 PENDING_WRITES = 3
@@ -31,14 +31,15 @@ class Filling:
     """How far the cache of one layer and batch is filled.
 
     tokens, sealed: cached tokens, sealed blocks; full_at: the number of tokens with which the open
-    block is full; buffer: the host buffer of the open block, if it has one; part: what a step
-    attends to.
+    block is full; buffer: the host buffer of the open block, if it has one; kept: those of sealed
+    blocks that stay in theirs; part: what a step attends to.
     """
 
     tokens: int
     sealed: int
     full_at: int
     part: CachedPart
+    kept: list[Buffer]
     buffer: Buffer | None = None
 
 
@@ -49,16 +50,45 @@ class CacheBlocks:
         self._plan, self._backend, self._ledger, self._ring = plan, backend, ledger, ring
         self._homes = plan.cache.homes
         self._is_quantized = plan.formats.cache_bits < 16
+        self._layers = range(len(plan.spec.decoders))
         self._filled: dict[LayerBatch, Filling] = {}
-        self._prompts = len(plan.spec.decoders) * len(plan.cache.prompt)
+        self._first: dict[LayerBatch, Buffer] = {}
         self._pending: dict[LayerBatch, tuple[Handle, int]] = {}
         self._is_read = False
-        self._reserved: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        self._opened: Layout | None = None
+        self._most_open = 0
+        self._reserved: dict[int, dict[Tier, int]] = {}
 
     @property
     def has_all_prompts(self) -> bool:
         """Whether all layers of all batches have handed over the KV cache of their prompts."""
-        return len(self._filled) == self._prompts
+        return len(self._filled) == len(self._layers) * len(self._reserved)
+
+    def enter(self, batch: int) -> None:
+        """Takes in a batch: acquires the buffers of its first open blocks in pinned memory."""
+        self._reserved[batch] = dict.fromkeys(TIERS, 0)
+        layouts = self._plan.first_buffers(batch)
+        self._most_open = max(self._most_open, len(self._layers) * len(self._reserved))
+        for layer, buffer in zip(layouts, self._ring.acquire(layouts.values()), strict=True):
+            self._first[layer, batch] = buffer
+
+    def leave(self, batch: int, after: int) -> None:
+        """Frees what a batch has, which step number `after` was the last to use."""
+        for layer in self._layers:
+            where = (layer, batch)
+            if where in self._pending:
+                self._finish(where)
+            filling = self._filled.pop(where, None)
+            held = filling.kept if filling else []
+            held += [filling.buffer] if filling and filling.buffer else []
+            held += [self._first.pop(where)] if where in self._first else []
+            self._ring.release(held, after)
+        for tier, nbytes in self._reserved.pop(batch).items():
+            self._ledger.release(tier, nbytes)
+        if not self._reserved:
+            # Prompts come next, and need the memory of buffers for reads.
+            self._is_read = False
+            self._ring.trim(self._opened, self._most_open)
 
     def has(self, where: LayerBatch, tokens: int) -> bool:
         """Returns whether so many tokens are cached, or made up for."""
@@ -88,14 +118,14 @@ class CacheBlocks:
     def put_prompt(self, where: LayerBatch, computed: Handle) -> None:
         """Stores a prompt's blocks, and opens the first block of generated tokens."""
         held, on_disk = self._plan.prompt(*where)
-        self._reserve("device", held["device"])
-        self._reserve("host", held["host"] + held["disk"])
+        self._reserve(where, "device", held["device"])
+        self._reserve(where, "host", held["host"] + held["disk"])
         self._backend.keep_prompt(*where, computed)
         if on_disk:
             self._write(where, on_disk, held["disk"])
         prompt = self._plan.cache.prompt[where[1]]
         part = self._plan.cached(*where, len(prompt))
-        filling = self._filled[where] = Filling(sum(prompt), len(prompt), sum(prompt), part)
+        filling = self._filled[where] = Filling(sum(prompt), len(prompt), sum(prompt), part, [])
         self._open(where, filling)
 
     def put_token(self, where: LayerBatch, computed: Handle) -> None:
@@ -121,10 +151,12 @@ class CacheBlocks:
         key = CacheKey(*where, filling.sealed)
         filling.full_at += lengths[key.block]
         if self._homes[key] == "device" or self._plan.unified:
-            self._reserve(self._memory(key), self._plan.open_kv_bytes(key))
+            self._reserve(where, self._memory(key), self._plan.open_kv_bytes(key))
             self._backend.open_block(key, None)
         else:
-            (filling.buffer,) = self._ring.acquire([self._plan.open_layout(key)])
+            layout, first = self._plan.open_layout(key), self._first.pop(where, None)
+            filling.buffer = first or self._ring.acquire([layout])[0]
+            self._opened = layout
             self._backend.open_block(key, filling.buffer.handle)
 
     def _seal(self, where: LayerBatch, filling: Filling, is_computed: bool = True) -> None:
@@ -141,18 +173,20 @@ class CacheBlocks:
                 self._release_buffer(where, filling)
                 buffer = None
             else:
-                self._release(self._memory(key), plan.open_kv_bytes(key))
-            self._reserve(self._memory(key), plan.kv_bytes(key))
+                self._release(where, self._memory(key), plan.open_kv_bytes(key))
+            self._reserve(where, self._memory(key), plan.kv_bytes(key))
         if self._homes[key] == "disk":
             if buffer is not None:  # what is written is a copy of it
-                self._reserve("host", plan.kv_bytes(key))
+                self._reserve(where, "host", plan.kv_bytes(key))
             if is_computed:
                 self._write(where, [key], plan.kv_bytes(key))
             else:
-                self._reserve("disk", plan.kv_bytes(key))
-                self._release("host", plan.kv_bytes(key))
+                self._reserve(where, "disk", plan.kv_bytes(key))
+                self._release(where, "host", plan.kv_bytes(key))
             if buffer is not None:
                 self._release_buffer(where, filling)
+        elif buffer is not None:
+            filling.kept.append(buffer)
 
     def _quantize(self, key: CacheKey) -> None:
         """Quantizes a full block on the device, to which one in pinned memory is copied."""
@@ -192,7 +226,7 @@ class CacheBlocks:
 
     def _write(self, where: LayerBatch, keys: list[CacheKey], nbytes: int) -> None:
         """Writes sealed blocks to disk; those of at most `PENDING_WRITES` steps wait for it."""
-        self._reserve("disk", nbytes)
+        self._reserve(where, "disk", nbytes)
         self._pending[where] = (self._backend.write_blocks(keys), nbytes)
         for other, (write, _) in list(self._pending.items()):
             if self._backend.is_done(write):
@@ -204,20 +238,21 @@ class CacheBlocks:
         """Waits for the write of a layer and batch, and releases its memory."""
         write, nbytes = self._pending.pop(where)
         self._backend.wait(write)
-        self._release("host", nbytes)
+        self._release(where, "host", nbytes)
 
-    def _reserve(self, tier: Tier, nbytes: int) -> None:
+    def _reserve(self, where: LayerBatch, tier: Tier, nbytes: int) -> None:
         self._ledger.reserve(tier, nbytes)
-        self._reserved[tier] += nbytes
+        self._reserved[where[1]][tier] += nbytes
 
-    def _release(self, tier: Tier, nbytes: int) -> None:
+    def _release(self, where: LayerBatch, tier: Tier, nbytes: int) -> None:
         self._ledger.release(tier, nbytes)
-        self._reserved[tier] -= nbytes
+        self._reserved[where[1]][tier] -= nbytes
 
     def close(self) -> None:
         """Releases the memory of all blocks."""
-        for tier, nbytes in self._reserved.items():
-            self._ledger.release(tier, nbytes)
-        self._reserved = dict.fromkeys(TIERS, 0)
+        for reserved in self._reserved.values():
+            for tier, nbytes in reserved.items():
+                self._ledger.release(tier, nbytes)
+        self._reserved.clear()
         self._filled.clear()
         self._pending.clear()

@@ -72,6 +72,10 @@ class HiddenStates:
             self._ledger.release(part.home, part.nbytes)
         self._on_disk.discard(batch)
 
+    def leave(self, batch: int) -> None:
+        """Frees what a batch has."""
+        self._forget(batch)
+
     def close(self) -> None:
         """Releases the memory of all hidden states."""
         for _, nbytes in self._writes.values():

@@ -1,4 +1,4 @@
-"""The loop over the steps of one block of batches.
+"""The loop over the steps of batches that enter and leave.
 
 What is prefetched when, in which order results are stored, and when memory is reserved and
 released stands here, once. A backend carries it out: the runtime with arrays
@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 from typing import NamedTuple
 
+from flexgen_jax.policy.arrivals import Planned
 from flexgen_jax.policy.backend import Backend, Handle, Inputs
 from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.cache_blocks import CacheBlocks, LayerBatch
@@ -21,7 +22,7 @@ from flexgen_jax.policy.hidden_states import HiddenStates
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loads import Load, Loader, Stream
 from flexgen_jax.policy.plan import BlockPlan, WeightsPart
-from flexgen_jax.policy.schedule import LookAhead, Step
+from flexgen_jax.policy.schedule import Arrivals, LookAhead, Step, Waves
 
 VisitPart = tuple[int, WeightsPart]
 """A visit, and a part of the weights that it needs."""
@@ -36,15 +37,16 @@ class Dispatched(NamedTuple):
 
 
 class BlockLoop:
-    """Walks a schedule's steps over one block of batches, until every batch is done.
+    """Walks a schedule's steps over the batches that arrive, until every batch is done.
 
     Everything that is prefetched is derived from the steps to come. Without overlap, the
     look-ahead is zero and the loop waits after every step; nothing else differs.
 
-    tokens: the tokens to visit, in their order, 0 being the prompt, and how many tokens each of
-    them stands for; by default all, and each for itself. reads_over_gaps: whether the cache is
-    prefetched for a token before the tokens left out before it are made up for, as it would be for
-    a token that follows; memory is then not exact. buffer_limit: see `Ring`.
+    arrivals: the batches to come, by default those of the plan. tokens: the tokens to visit, in
+    their order, 0 being the prompt, and how many tokens each of them stands for; by default all,
+    and each for itself. reads_over_gaps: whether the cache is prefetched for a token before the
+    tokens left out before it are made up for, as it would be for a token that follows; memory is
+    then not exact. buffer_limit: see `Ring`.
     """
 
     def __init__(
@@ -55,18 +57,18 @@ class BlockLoop:
         tokens: Mapping[int, int] | None = None,
         reads_over_gaps: bool = True,
         buffer_limit: int | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._plan, self._backend, self._ledger = plan, backend, ledger
-        self._tokens = tokens or dict.fromkeys(range(plan.shape.gen_len), 1)
+        self._tokens = tokens or {}
         self._reads_over_gaps = reads_over_gaps
         self._before = {later: token for token, later in pairwise(self._tokens)}
-        self._last_token = max(self._tokens)
         layers = plan.spec.layers
         self._kinds = [layer.kind for layer in layers]
-        batches = range(len(plan.shape.batch_sizes))
-        steps = plan.policy.order.steps(tuple(self._tokens), len(layers), batches)
+        self._arrivals = arrivals or Planned(plan, tuple(self._tokens))
         decoders = frozenset(n for n, layer in enumerate(layers) if layer.kind == "decoder")
-        self._ahead = LookAhead(steps, decoders)
+        waves = Waves(plan.policy.order, len(layers), self._arrivals)
+        self._ahead = LookAhead(waves, decoders)
         self._ring = Ring(backend, ledger, buffer_limit)
         self._loader = Loader(backend, ledger, self._ring)
         self._weights: Stream[VisitPart] = Stream(self._loader, self._start_weights)
@@ -75,42 +77,53 @@ class BlockLoop:
         self._cache = CacheBlocks(plan, backend, ledger, self._ring)
         self._states = HiddenStates(backend, ledger)
         self._cached_until: dict[LayerBatch, int] = {}
-        self._finished: set[int] = set()
+        self._going: set[int] = set()
+        self._decoding: set[int] = set()
         self._to_copy: deque[VisitPart] = deque()
         self._steps_left = 0
         self._read_for: int | None = None
         self._copied_for: int | None = None
+        self._latest: Dispatched | None = None
         self._dispatched = 0
 
     def run(self) -> int:
-        """Computes the steps of all tokens, until every batch is done; returns the most bytes of
+        """Computes the steps of all batches, until every one is done; returns the most bytes of
         host buffers that there were."""
         try:
-            before: Dispatched | None = None
-            self._ring.prepare(self._plan.first_buffers)
-            first = self._ahead.following()
-            if first is not None:
-                self._backend.begin(first, self._tokens[first.token])
-            self._read_weights(-1)
-            for step in self._ahead:
-                if self._dispatched > 0:
-                    self._backend.begin(step, self._tokens[step.token])
-                inputs = self._inputs(step)
-                self._copy_ahead(step)
-                dispatched = Dispatched(step, self._dispatched + 1, self._compute(step, inputs))
-                self._release_weights(step)
-                if before is not None:
-                    self._retire(before, step)
-                before = dispatched
-                if not self._plan.policy.overlap:
-                    self._retire(dispatched, step)
-                    before = None
-                self._read_ahead(step)
-            if before is not None:
-                self._retire(before, before.step)
-            return self._ring.most
+            while True:
+                step = self._ahead.take()
+                if step is not None:
+                    self._do(step)
+                elif self._latest is not None:
+                    self._retire_latest(self._latest.step)
+                elif not self._arrivals.wait():
+                    return self._ring.most
         finally:
             self._close()
+
+    def _do(self, step: Step) -> None:
+        """Dispatches a step, stores the results of the one before, and reads ahead."""
+        self._backend.begin(step, self._tokens.get(step.token, 1))
+        if step.batch not in self._going:
+            self._enter(step)
+        inputs = self._inputs(step)
+        self._copy_ahead(step)
+        dispatched = Dispatched(step, self._dispatched + 1, self._compute(step, inputs))
+        self._release_weights(step)
+        self._retire_latest(step)
+        self._latest = dispatched
+        if not self._plan.policy.overlap:
+            self._retire_latest(step)
+        self._read_ahead(step)
+
+    def _enter(self, step: Step) -> None:
+        """Takes in the batch of a step, its first one."""
+        if self._latest is not None and self._kinds[self._latest.step.layer] == "head":
+            self._retire_latest(step)  # if that batch leaves, its memory may be needed now
+        if not self._dispatched:
+            self._read_weights(-1)
+        self._going.add(step.batch)
+        self._cache.enter(step.batch)
 
     def _keys(self, step: Step) -> list[VisitPart]:
         return [(step.visit, part) for part in self._plan.parts[step.layer]]
@@ -126,7 +139,7 @@ class BlockLoop:
 
     def _cached_tokens(self, step: Step) -> int:
         """Returns the number of tokens before a decode step."""
-        return self._plan.shape.prompt_lens[step.batch] + step.token - 1
+        return self._plan.batches[step.batch].prompt_len + step.token - 1
 
     def _start_hidden(self, step: Step) -> Load:
         return self._loader.start(self._states.part(step.batch))
@@ -135,9 +148,9 @@ class BlockLoop:
         """Starts prefetching from disk for the layers and batches that come next."""
         if step.visit != self._read_for:
             self._read_weights(step.visit)
-        ahead, order = self._plan.ahead, self._plan.policy.order
-        # Read buffers must not come on top of what prompts still hold.
-        if not order.prefills_first or self._cache.has_all_prompts:
+        ahead = self._plan.ahead
+        # Where all batches begin, read buffers must not come on top of what prompts still hold.
+        if self._decoding or self._cache.has_all_prompts:
             for later in self._ahead.counted(ahead.cache_reads):
                 if later not in self._cached and self._is_cached(later):
                     self._cached.prefetch(later)
@@ -194,9 +207,12 @@ class BlockLoop:
         """Returns whether the step attends to a KV cache that is complete by now."""
         where = _where(step)
         until = self._cached_until.get(where)
-        if until is None or until != self._before.get(step.token):
+        if until is None or until != self._token_before(step.token):
             return False
         return self._reads_over_gaps or self._cache.has(where, self._cached_tokens(step))
+
+    def _token_before(self, token: int) -> int:
+        return self._before.get(token, token - 1)
 
     def _is_waiting(self, step: Step) -> bool:
         """Returns whether the step's input has been handed over by now."""
@@ -208,7 +224,7 @@ class BlockLoop:
         """Returns what a step computes with, on its way to the device."""
         weights = [self._weights.take(key) for key in self._keys(step)]
         if self._kinds[step.layer] == "embedding":
-            if step.token - self._before.get(step.token, step.token - 1) > 1:
+            if step.token - self._token_before(step.token) > 1:
                 self._skip_to(step)
             return Inputs(weights)
         hidden = self._hidden.take(step)
@@ -224,6 +240,7 @@ class BlockLoop:
         computed = self._backend.compute(step, inputs)
         self._dispatched += 1
         if self._is_decoding(step):
+            self._decoding.add(step.batch)
             self._cached.release(step, self._dispatched)
         if self._kinds[step.layer] != "embedding":
             self._hidden.release(step, self._dispatched)
@@ -238,8 +255,8 @@ class BlockLoop:
         last = len(self._kinds) - 3  # counted from 0, without the embedding and the head
         if self._cache.has((last, step.batch), self._cached_tokens(step)):
             return
-        is_together = self._plan.policy.order.prefills_first
-        batches = range(len(self._plan.shape.batch_sizes)) if is_together else (step.batch,)
+        is_together = self._plan.policy.order.a_wave is None
+        batches = tuple(self._plan.batches) if is_together else (step.batch,)
         self._cache.skip({n: self._cached_tokens(step._replace(batch=n)) for n in batches})
 
     def _early(self, step: Step) -> tuple[Step, Handle] | None:
@@ -254,16 +271,20 @@ class BlockLoop:
             return None
         return later, self._hidden.take(later)
 
-    def _retire(self, dispatched: Dispatched, latest: Step) -> None:
-        """Waits for a step and stores its results. Called one step behind the latest, so that the
-        device stays busy."""
-        step, number, computed = dispatched
+    def _retire_latest(self, following: Step) -> None:
+        """Waits for the step before `following`, which is the latest to be dispatched but for that
+        one, so that the device stays busy; stores its results."""
+        if self._latest is None:
+            return
+        (step, number, computed), self._latest = self._latest, None
         is_done = self._backend.finish(step, computed)
         self._ring.finished = number
+        if step.batch not in self._going:
+            return  # it was dispatched before the batch was known to be done
         kind = self._kinds[step.layer]
         if kind == "head":
-            if is_done:
-                self._leave(step.batch, latest)
+            if is_done or step.token == self._last_token(step.batch):
+                self._leave(step.batch, following)
             return
         self._states.settle(step.token, step.layer, step.batch)
         if kind == "decoder":
@@ -271,7 +292,7 @@ class BlockLoop:
 
     def _store_cache(self, step: Step, computed: Handle) -> None:
         """Stores a step's keys and values, if another step will attend to them."""
-        if step.token == self._last_token or step.batch in self._finished:
+        if step.token == self._last_token(step.batch):
             return
         where = _where(step)
         if step.token == 0:
@@ -280,13 +301,24 @@ class BlockLoop:
             self._cache.put_token(where, computed)
         self._cached_until[where] = step.token
 
-    def _leave(self, batch: int, latest: Step) -> None:
-        """Drops a batch's other steps, and ends the loads that only they would have used."""
-        self._finished.add(batch)
-        self._ahead.drop(lambda step: step.batch in self._finished)
+    def _last_token(self, batch: int) -> int:
+        return max(self._tokens, default=self._plan.batches[batch].gen_len - 1)
+
+    def _leave(self, batch: int, following: Step) -> None:
+        """Drops a batch's other steps, ends the loads that only they would have used, and frees
+        what it has."""
+        self._going.discard(batch)
+        self._decoding.discard(batch)
+        self._ahead.drop(batch)
         for stream in (self._cached, self._hidden):
-            stream.keep_only(lambda step: step.batch not in self._finished, self._dispatched)
-        steps = self._ahead.visits(latest.visit - 1, self._plan.ahead.weight_reads + 1)
+            stream.keep_only(lambda step: step.batch != batch, self._dispatched)
+        self._cache.leave(batch, self._dispatched)
+        self._states.leave(batch)
+        for layer in range(len(self._plan.spec.decoders)):
+            self._cached_until.pop((layer, batch), None)
+        self._backend.leave(batch)
+        self._arrivals.leave(batch)
+        steps = self._ahead.visits(following.visit - 1, self._plan.ahead.weight_reads + 1)
         visits = {step.visit for step in steps}
         self._weights.keep_only(lambda key: key[0] in visits, self._dispatched)
         self._read_for = self._copied_for = None  # other visits come next

@@ -58,6 +58,9 @@ class Idle:
     def finish(self, step: Step, computed: Handle) -> bool:
         return False
 
+    def leave(self, batch: int) -> None:
+        pass
+
     def keep_hidden(self, part: HiddenPart, computed: Handle) -> None:
         pass
 
@@ -119,8 +122,7 @@ def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
     """
     last, size = plan.shape.gen_len - 1, plan.policy.kv_block_tokens
     seals = list(range(size, last, size)) if last > 1 else []
-    # In a row schedule, a batch is prefilled beside those that are finished.
-    ends = {0, last} | (set() if plan.policy.order.prefills_first else {min(1, last)})
+    ends = {0, last}
     if not seals or (plan.policy.cache_bits == 16 and not plan.policy.cache.disk):
         return sorted(ends | {max(last - 1, 0)}), {}
     layers, batches = range(len(plan.spec.decoders)), range(len(plan.cache.generated))
@@ -144,14 +146,8 @@ def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
 
 
 def _hidden_bytes(plan: BlockPlan) -> int:
-    """Returns the bytes of the hidden states of one token of each sequence, and, where batches are
-    prefilled beside others that are finished, of the largest prompts."""
-    shape, dtype = plan.shape, plan.dtype
-    nbytes = plan.spec.hidden_bytes(sum(shape.batch_sizes), 1, dtype)
-    if not plan.policy.order.prefills_first:
-        prompts = zip(shape.batch_sizes, shape.prompt_lens, strict=True)
-        nbytes += max(plan.spec.hidden_bytes(*prompt, dtype) for prompt in prompts)
-    return nbytes
+    """Returns the bytes of the hidden states of one token of each sequence."""
+    return plan.spec.hidden_bytes(sum(plan.shape.batch_sizes), 1, plan.dtype)
 
 
 def _held_between(plan: BlockPlan, seals: int) -> dict[Tier, list[int]]:

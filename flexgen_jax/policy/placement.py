@@ -7,9 +7,7 @@ over the whole model is within one tensor of the request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import gcd
 from typing import NamedTuple
@@ -18,19 +16,30 @@ from flexgen_jax.models.spec import Formats, ModelSpec
 from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier
 
 
+class Splitter:
+    """Splits sizes by a placement's fractions, and carries the rounding error over from call to
+    call."""
+
+    def __init__(self, placement: Placement) -> None:
+        shares = [(tier, placement.fraction(tier)) for tier in TIERS]
+        self._wanted = {tier: share for tier, share in shares if share > 0}
+        self._behind = dict.fromkeys(self._wanted, 0.0)
+
+    def split(self, sizes: Iterable[int]) -> list[Tier]:
+        """Returns a tier for each size, in bytes, in the order of the sizes."""
+        behind, tiers = self._behind, list[Tier]()
+        for size in sizes:
+            for tier, share in self._wanted.items():
+                behind[tier] += share * size
+            chosen = max(behind, key=lambda tier: behind[tier])
+            behind[chosen] -= size
+            tiers.append(chosen)
+        return tiers
+
+
 def split(sizes: Iterable[int], placement: Placement) -> list[Tier]:
     """Returns a tier for each size, in bytes, in the order of the sizes."""
-    shares = [(tier, placement.fraction(tier)) for tier in TIERS]
-    wanted = {tier: share for tier, share in shares if share > 0}
-    behind = dict.fromkeys(wanted, 0.0)
-    tiers: list[Tier] = []
-    for size in sizes:
-        for tier, share in wanted.items():
-            behind[tier] += share * size
-        chosen = max(behind, key=lambda tier: behind[tier])
-        behind[chosen] -= size
-        tiers.append(chosen)
-    return tiers
+    return Splitter(placement).split(sizes)
 
 
 def realised(sizes: Sequence[int], tiers: Sequence[Tier]) -> dict[Tier, float]:
@@ -96,20 +105,57 @@ class Part(NamedTuple):
     starts: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class CachePlan:
-    """The KV blocks of one block of batches.
+    """The KV blocks of the batches that are there.
 
     prompt, generated: token counts of each batch's blocks; homes: where each block lives;
     values_stay, keys_stay: whether decoding leaves values, or keys, of blocks in the host and disk
     tiers on the host.
     """
 
-    prompt: tuple[tuple[int, ...], ...]
-    generated: tuple[tuple[int, ...], ...]
-    homes: dict[CacheKey, Tier]
-    values_stay: bool
-    keys_stay: bool
+    def __init__(self, kv_sizes: Sequence[int], policy: Policy) -> None:
+        """kv_sizes: the elements of a token's key in each decoder layer."""
+        self.prompt: dict[int, tuple[int, ...]] = {}
+        self.generated: dict[int, tuple[int, ...]] = {}
+        self.homes: dict[CacheKey, Tier] = {}
+        self.values_stay, self.keys_stay = policy.values_stay, policy.attends_on_host
+        unit = gcd(*kv_sizes)  # the split of equal layers depends on no size
+        self._parts = [size // unit for size in kv_sizes]
+        self._fractions = policy.cache
+        self._splitter = Splitter(policy.cache)
+        self._lengths: dict[int, tuple[int, ...]] = {}
+
+    def enter(
+        self, blocks: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]], is_first: bool
+    ) -> None:
+        """Chooses the homes of the blocks of batches that enter together.
+
+        blocks: token counts of each batch's blocks, the prompt's and those of generated tokens.
+        They are split in the order of their age, so that the fractions hold at every moment of a
+        generation. is_first: whether no others go on, whose rounding error carries over.
+        """
+        if is_first:
+            self._splitter = Splitter(self._fractions)
+        for batch, (prompt, generated) in blocks.items():
+            self.prompt[batch], self.generated[batch] = prompt, generated
+            self._lengths[batch] = prompt + generated
+        most = max(len(self._lengths[batch]) for batch in blocks)
+        keys = [
+            CacheKey(layer, batch, block)
+            for block in range(most)
+            for layer in range(len(self._parts))
+            for batch in blocks
+            if block < len(self._lengths[batch])
+        ]
+        sizes = [self._parts[key.layer] * self._lengths[key.batch][key.block] for key in keys]
+        self.homes.update(zip(keys, self._splitter.split(sizes), strict=True))
+
+    def leave(self, batch: int) -> None:
+        """Forgets a batch."""
+        for layer in range(len(self._parts)):
+            for block in range(len(self._lengths[batch])):
+                del self.homes[CacheKey(layer, batch, block)]
+        del self.prompt[batch], self.generated[batch], self._lengths[batch]
 
     def stays_on_host(self, key: CacheKey) -> bool:
         """Returns whether a block's values stay on the host."""
@@ -139,38 +185,6 @@ class CachePlan:
     def lengths(self, batch: int) -> tuple[int, ...]:
         return self._lengths[batch]
 
-    @cached_property  # read once for every block, and there may be 100,000 blocks
-    def _lengths(self) -> list[tuple[int, ...]]:
-        return [prompt + new for prompt, new in zip(self.prompt, self.generated, strict=True)]
-
-
-def place_cache(
-    kv_sizes: Sequence[int],
-    prompt: Sequence[tuple[int, ...]],
-    generated: Sequence[tuple[int, ...]],
-    policy: Policy,
-) -> CachePlan:
-    """Chooses the homes of all KV blocks of some decoder layers.
-
-    kv_sizes: the elements of a token's key in each layer. Blocks are split in the order of their
-    age, so that the fractions hold at every moment of a generation.
-    """
-    stay = (policy.values_stay, policy.attends_on_host)
-    plan = CachePlan(tuple(prompt), tuple(generated), {}, *stay)
-    most = max(len(plan.lengths(batch)) for batch in range(len(prompt)))
-    keys = [
-        CacheKey(layer, batch, block)
-        for block in range(most)
-        for layer in range(len(kv_sizes))
-        for batch in range(len(prompt))
-        if block < len(plan.lengths(batch))
-    ]
-    unit = gcd(*kv_sizes)  # the split of equal layers depends on no size
-    parts = [size // unit for size in kv_sizes]
-    sizes = [parts[key.layer] * plan.lengths(key.batch)[key.block] for key in keys]
-    plan.homes.update(zip(keys, split(sizes, policy.cache), strict=True))
-    return plan
-
 
 SMALL_STATES = 4 << 20
 """Hidden states of one token of fewer bytes a batch stay on the device."""
@@ -182,11 +196,26 @@ def stays_on_device(tokens: int, nbytes: int) -> bool:
     return tokens == 1 and nbytes < SMALL_STATES
 
 
-@dataclass(frozen=True)
 class ActivationPlan:
     """The tiers where the hidden states of (layer, batch) wait for the next layer."""
 
-    homes: dict[tuple[int, int], Tier]
+    def __init__(self, layers: int, policy: Policy) -> None:
+        self.homes: dict[tuple[int, int], Tier] = {}
+        self._layers, self._fractions = layers, policy.activations
+        self._splitter = Splitter(policy.activations)
+
+    def enter(self, batches: Collection[int], is_first: bool) -> None:
+        """Splits the hidden states of batches that enter together, as the policy's fractions
+        say; is_first: as in `CachePlan.enter`."""
+        if is_first:
+            self._splitter = Splitter(self._fractions)
+        keys = [(layer, batch) for layer in range(self._layers) for batch in batches]
+        self.homes.update(zip(keys, self._splitter.split([1] * len(keys)), strict=True))
+
+    def leave(self, batch: int) -> None:
+        """Forgets a batch."""
+        for layer in range(self._layers):
+            del self.homes[layer, batch]
 
     def home(self, tokens: int, layer: int, batch: int, nbytes: int) -> Tier:
         """Returns the tier of hidden states of `tokens` tokens per sequence, `nbytes` in all.
@@ -198,9 +227,3 @@ class ActivationPlan:
         if stays_on_device(tokens, nbytes):
             return "device"
         return "host" if tokens == 1 and home == "disk" else home
-
-
-def place_activations(layers: int, batches: int, policy: Policy) -> ActivationPlan:
-    """Splits hidden states over the tiers by layer and batch, as the policy's fractions say."""
-    keys = [(layer, batch) for layer in range(layers) for batch in range(batches)]
-    return ActivationPlan(dict(zip(keys, split([1] * len(keys), policy.activations), strict=True)))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, TensorSpec, model_spec
@@ -16,8 +15,6 @@ from flexgen_jax.policy.placement import (
     ActivationPlan,
     CacheKey,
     CachePlan,
-    place_activations,
-    place_cache,
     place_weights,
 )
 from flexgen_jax.policy.policy import (
@@ -35,8 +32,21 @@ from flexgen_jax.policy.policy import (
 
 
 @dataclass(frozen=True)
+class BatchShape:
+    """One batch: its rows, its padded prompt length, and the most tokens that a row generates.
+
+    scores_prompt: whether the head scores all tokens of the prompts.
+    """
+
+    rows: int
+    prompt_len: int
+    gen_len: int
+    scores_prompt: bool = False
+
+
+@dataclass(frozen=True)
 class BlockShape:
-    """The batches of one block: rows and padded prompt length of each, and tokens to generate.
+    """Batches that enter together: rows and padded prompt length of each, and tokens to generate.
 
     scored: the batches whose prompts the head scores; None for all, if it scores one token, as in
     `Workload.scores_prompts`.
@@ -48,8 +58,16 @@ class BlockShape:
     head: Head = GREEDY
     scored: tuple[int, ...] | None = None
 
-    def scores_prompt(self, batch: int) -> bool:
-        """Returns whether the head scores all tokens of a batch's prompts."""
+    @property
+    def batches(self) -> tuple[BatchShape, ...]:
+        """The batches, one by one."""
+        pairs = zip(self.batch_sizes, self.prompt_lens, strict=True)
+        return tuple(
+            BatchShape(rows, tokens, self.gen_len, self._scores_prompt(batch))
+            for batch, (rows, tokens) in enumerate(pairs)
+        )
+
+    def _scores_prompt(self, batch: int) -> bool:
         if self.scored is None:
             return self.head == SCORE and self.gen_len == 1
         return batch in self.scored
@@ -140,10 +158,11 @@ class HiddenPart(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """Homes and bytes of everything that one block of batches needs.
+    """Homes and bytes of everything that the batches need which are there.
 
-    unified: host and device are one RAM, and nothing is copied between them; sizes: those of the
-        kernels that will compute.
+    shape: the largest batches that are there together, with which a plan begins; unified: host and
+        device are one RAM, and nothing is copied between them; sizes: those of the kernels that
+        will compute.
     """
 
     config: ModelConfig
@@ -165,6 +184,37 @@ class BlockPlan:
     def ahead(self) -> Ahead:
         return Ahead.of(self.policy)
 
+    @cached_property
+    def batches(self) -> dict[int, BatchShape]:
+        """The batches that are there, by number."""
+        return dict(enumerate(self.shape.batches))
+
+    def emptied(self) -> BlockPlan:
+        """Returns this plan without any batch."""
+        found = replace(self)
+        found.batches.clear()
+        return found
+
+    def enter(self, batches: Mapping[int, BatchShape], is_first: bool) -> None:
+        """Adds batches that enter together, under new numbers; is_first: whether no others go
+        on."""
+        blocks = {number: self._blocks(batch) for number, batch in batches.items()}
+        self.cache.enter(blocks, is_first)
+        self.waiting.enter(batches, is_first)
+        self.batches.update(batches)
+
+    def leave(self, batch: int) -> None:
+        """Forgets a batch."""
+        del self.batches[batch]
+        self.cache.leave(batch)
+        self.waiting.leave(batch)
+        for known in (self._known_sizes, self._cached_parts, self._hidden_parts):
+            _forget(known, batch)
+
+    def _blocks(self, batch: BatchShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        size = self.policy.kv_block_tokens
+        return prompt_blocks(batch.prompt_len, size), generated_blocks(batch.gen_len, size)
+
     @property
     def unpacks(self) -> bool:
         """Whether a layer's weights are unpacked once for all batches."""
@@ -178,17 +228,19 @@ class BlockPlan:
     @cached_property
     def cache(self) -> CachePlan:
         """The homes of all KV blocks."""
-        size = self.policy.kv_block_tokens
-        prompt = [prompt_blocks(tokens, size) for tokens in self.shape.prompt_lens]
-        generated = [generated_blocks(self.shape.gen_len, size) for _ in self.shape.prompt_lens]
         kv_sizes = [layer.attention.kv_size for layer in self.spec.decoders]
-        return place_cache(kv_sizes, prompt, generated, self.policy)
+        found = CachePlan(kv_sizes, self.policy)
+        if self.batches:
+            blocks = {number: self._blocks(batch) for number, batch in self.batches.items()}
+            found.enter(blocks, is_first=True)
+        return found
 
     @cached_property
     def waiting(self) -> ActivationPlan:
         """The homes of hidden states."""
-        layers, batches = len(self.spec.layers), len(self.shape.batch_sizes)
-        return place_activations(layers - 1, batches, self.policy)
+        found = ActivationPlan(len(self.spec.layers) - 1, self.policy)
+        found.enter(self.batches, is_first=True)
+        return found
 
     # Weights
 
@@ -259,22 +311,17 @@ class BlockPlan:
         """Returns the layout of the host buffer of an open block: its keys, then its values."""
         return self._block_sizes(key).open_layout
 
-    @cached_property
-    def first_buffers(self) -> list[Layout]:
-        """The buffers of the first open blocks in pinned memory of all layers and of the batches
-        that are prefilled together.
+    def first_buffers(self, batch: int) -> dict[int, Layout]:
+        """Returns the buffers of a batch's first open blocks in pinned memory, by layer.
 
-        They are made before the block runs: new pinned memory, for each layer and batch, would
-        hold up the prefill.
+        They are made when the batch enters: new pinned memory, for each layer, would hold up the
+        prefill.
         """
-        together = len(self.cache.prompt) if self.policy.order.prefills_first else 1
-        layers, batches = range(len(self.spec.decoders)), range(together)
-        keys = [
-            CacheKey(layer, batch, len(self.cache.prompt[batch]))
-            for layer, batch in product(layers, batches)
-            if self.cache.generated[batch] and not self.unified
-        ]
-        return [self.open_layout(key) for key in keys if self.cache.homes[key] != "device"]
+        first = len(self.cache.prompt[batch])
+        layers = range(len(self.spec.decoders) if self.cache.generated[batch] else 0)
+        keys = [CacheKey(layer, batch, first) for layer in layers if not self.unified]
+        away = [key for key in keys if self.cache.homes[key] != "device"]
+        return {key.layer: self.open_layout(key) for key in away}
 
     def appends(self, key: CacheKey) -> bool:
         """Returns whether the program of a decode step can write to an open block itself, if it
@@ -286,7 +333,7 @@ class BlockPlan:
 
     def _kv_shape(self, key: CacheKey) -> tuple[int, int, int, int]:
         attention = self.spec.decoders[key.layer].attention
-        return attention.kv_shape(self.shape.batch_sizes[key.batch], self.block_tokens(key))
+        return attention.kv_shape(self.batches[key.batch].rows, self.block_tokens(key))
 
     def _block_sizes(self, key: CacheKey) -> BlockSizes:
         return self._sizes_of(key.layer, key.batch)[key.block]
@@ -300,7 +347,7 @@ class BlockPlan:
         what = (self.spec.alike[layer + 1], batch)
         found = self._known_sizes.get(what)
         if found is None:
-            rows, attention = self.shape.batch_sizes[batch], self.spec.decoders[layer].attention
+            rows, attention = self.batches[batch].rows, self.spec.decoders[layer].attention
             by_length = {}
             for tokens in set(self.cache.lengths(batch)):
                 shape = attention.kv_shape(rows, tokens)
@@ -387,8 +434,8 @@ class BlockPlan:
         return found
 
     def _hidden(self, token: int, layer: int, batch: int) -> HiddenPart:
-        rows, is_one = self.shape.batch_sizes[batch], token > 0 or self.only_last(layer, batch)
-        tokens = 1 if is_one else self.shape.prompt_lens[batch]
+        rows, is_one = self.batches[batch].rows, token > 0 or self.only_last(layer, batch)
+        tokens = 1 if is_one else self.batches[batch].prompt_len
         nbytes = self.spec.hidden_bytes(rows, tokens, self.dtype)
         home = self.waiting.home(tokens, layer, batch, nbytes)
         copied = 0 if self.unified or home == "device" else nbytes
@@ -400,7 +447,7 @@ class BlockPlan:
 
     def only_last(self, layer: int, batch: int) -> bool:
         """Returns whether, of a prompt, a layer's output is needed for the last token only."""
-        return layer == len(self.spec.layers) - 2 and not self.shape.scores_prompt(batch)
+        return layer == len(self.spec.layers) - 2 and not self.batches[batch].scores_prompt
 
     @cached_property
     def _layouts(self) -> dict[tuple[Leaf, ...], Layout]:
@@ -412,3 +459,9 @@ class BlockPlan:
         if leaves not in self._layouts:
             self._layouts[leaves] = Layout(leaves, count * storage.nbytes)
         return self._layouts[leaves]
+
+
+def _forget(known: dict[Any, Any], batch: int) -> None:
+    """Removes what is known of a batch, the last part of the keys."""
+    for what in [what for what in known if what[-1] == batch]:
+        del known[what]

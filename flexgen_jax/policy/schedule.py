@@ -1,12 +1,16 @@
-"""Schedules as data: pure generators of steps, in the order in which they are computed."""
+"""Schedules as data: in which order steps are computed, and when batches may enter.
+
+A *wave* is one pass through the layers in which every batch that is there advances by one step.
+Between waves, batches leave and others enter. Schedules differ in when they may enter.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Step(NamedTuple):
@@ -22,49 +26,93 @@ class Step(NamedTuple):
     visit: int
 
 
-def zigzag(tokens: Sequence[int], layers: int, batches: Sequence[int]) -> Iterator[Step]:
-    """Yields steps in which all batches go through a layer before the next layer (algorithm 1)."""
-    visit = 0
-    for token in tokens:
-        for layer in range(layers):
-            for batch in batches:
-                yield Step(token, layer, batch, visit)
-            visit += 1
-
-
-def row(tokens: Sequence[int], layers: int, batches: Sequence[int]) -> Iterator[Step]:
-    """Yields steps in which each batch is finished before the next one (no block schedule)."""
-    visit = 0
-    for batch in batches:
-        for token in tokens:
-            for layer in range(layers):
-                yield Step(token, layer, batch, visit)
-                visit += 1
-
-
 @dataclass(frozen=True)
 class Schedule:
-    """An order of steps, and what follows from it for memory and time.
+    """A rule that says when batches may enter, and what follows from it.
 
-    steps: (tokens, number of layers, batches) -> the steps in their order.
-    shares_weights: whether a layer's weights are moved once for all batches of a block, which the
-        device then computes one after the other; else once for each batch.
-    prefills_first: whether all prompts are prefilled before the first token is decoded.
+    waits: batches enter when all others have had their last step; a_wave: how many may enter in one
+        wave, None for any number.
     """
 
     name: str
-    steps: Callable[[Sequence[int], int, Sequence[int]], Iterator[Step]]
-    shares_weights: bool
-    prefills_first: bool
+    waits: bool
+    a_wave: int | None = None
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether a layer's weights are moved once for several batches, which the device then
+        computes one after the other; else once for each batch."""
+        return not (self.waits and self.a_wave == 1)
 
 
 SCHEDULES: Mapping[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("zigzag", zigzag, shares_weights=True, prefills_first=True),
-        Schedule("row", row, shares_weights=False, prefills_first=False),
+        Schedule("continuous", waits=False),
+        Schedule("zigzag", waits=True),
+        Schedule("row", waits=True, a_wave=1),
+        Schedule("diagonal", waits=False, a_wave=1),
     )
 }
+
+
+class Arrivals(Protocol):
+    """Batches that wait to enter."""
+
+    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+        """Lets batches enter, if there are some and there is room.
+
+        going: the batches that have further steps; most: how many batches may enter. Returns the
+        tokens of their steps, by number.
+        """
+
+    def leave(self, batch: int) -> None:
+        """A batch is done, and what it had is free."""
+
+    def wait(self) -> bool:
+        """Waits until something may enter, after nothing could; returns whether it ever will."""
+
+
+class Waves:
+    """The steps of all batches, wave by wave."""
+
+    def __init__(self, schedule: Schedule, layers: int, arrivals: Arrivals) -> None:
+        self._schedule, self._layers, self._arrivals = schedule, layers, arrivals
+        self._left: dict[int, deque[int]] = {}
+        self._dropped: set[int] = set()
+        self._visit = 0
+        self._wave: Iterator[Step] = iter(())
+
+    def take(self) -> Step | None:
+        """Returns the next step; None if there is none before a batch enters or leaves."""
+        step = next(self._wave, None)
+        if step is None:
+            self._wave = self._steps(self._next())
+            step = next(self._wave, None)
+        return step
+
+    def drop(self, batch: int) -> None:
+        """Leaves out all further steps of a batch."""
+        self._left.pop(batch, None)
+        self._dropped.add(batch)
+
+    def _next(self) -> dict[int, int]:
+        """Returns the next token of each batch, of those that have one or enter now."""
+        self._dropped.clear()
+        schedule = self._schedule
+        if not (schedule.waits and self._left):
+            entered = self._arrivals.enter(self._left, schedule.a_wave)
+            self._left.update({batch: deque(tokens) for batch, tokens in entered.items()})
+        tokens = {batch: left.popleft() for batch, left in self._left.items()}
+        self._left = {batch: left for batch, left in self._left.items() if left}
+        return tokens
+
+    def _steps(self, tokens: Mapping[int, int]) -> Iterator[Step]:
+        for layer in range(self._layers if tokens else 0):
+            for batch, token in tokens.items():
+                if batch not in self._dropped:
+                    yield Step(token, layer, batch, self._visit)
+            self._visit += 1
 
 
 FILLED = 8
@@ -72,29 +120,28 @@ FILLED = 8
 
 
 class LookAhead:
-    """Iterates over steps, shows those that come next, and can drop some of them.
+    """Takes steps, shows those that come next, and can drop those of a batch.
 
     counted: the layers whose steps count where look-ahead is limited by a number; the others are
     shown besides them.
     """
 
-    def __init__(self, steps: Iterator[Step], counted: Container[int]) -> None:
-        self._steps = steps
+    def __init__(self, waves: Waves, counted: Container[int]) -> None:
+        self._waves = waves
         self._counted = counted
         self._next: deque[Step] = deque()
-        self._is_dropped: Callable[[Step], bool] | None = None
 
-    def __iter__(self) -> Iterator[Step]:
-        while self._next or self._fill(FILLED):
-            yield self._next.popleft()
+    def take(self) -> Step | None:
+        """Takes the next step; None if there is none before a batch enters or leaves."""
+        return self._next.popleft() if self._next or self._fill(FILLED) else None
 
-    def drop(self, is_dropped: Callable[[Step], bool]) -> None:
-        """From now on leaves out the steps for which `is_dropped` is true."""
-        self._is_dropped = is_dropped
-        self._next = deque(step for step in self._next if not is_dropped(step))
+    def drop(self, batch: int) -> None:
+        """From now on leaves out the steps of a batch."""
+        self._waves.drop(batch)
+        self._next = deque(step for step in self._next if step.batch != batch)
 
     def following(self) -> Step | None:
-        """Returns the next step; None at the end."""
+        """Returns the next step; None if there is none yet."""
         return self._next[0] if self._next or self._fill(FILLED) else None
 
     def steps(self, count: int) -> list[Step]:
@@ -149,9 +196,6 @@ class LookAhead:
     def _fill(self, count: int) -> bool:
         """Queues steps until `count` are ready; returns whether any were added."""
         before = len(self._next)
-        for step in self._steps:
-            if self._is_dropped is None or not self._is_dropped(step):
-                self._next.append(step)
-                if len(self._next) >= count:
-                    break
+        while len(self._next) < count and (step := self._waves.take()) is not None:
+            self._next.append(step)
         return len(self._next) > before

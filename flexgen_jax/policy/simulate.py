@@ -160,6 +160,9 @@ class Simulation:
     def drop(self, load: Loading, is_used: bool) -> None:
         pass
 
+    def leave(self, batch: int) -> None:
+        pass
+
     def keep_hidden(self, part: HiddenPart, computed: float) -> None:
         if part.home != "device":
             self._clock.move("device_to_host", part.nbytes, computed)
@@ -189,7 +192,7 @@ class Simulation:
         clock, costs, plan = self._clock, self._costs, self._plan
         is_away = plan.cache.homes[key] != "device"
         ready = clock.move("host_to_device", plan.open_kv_bytes(key) if is_away else 0)
-        layer, rows = costs.spec.decoders[key.layer], plan.shape.batch_sizes[key.batch]
+        layer, rows = costs.spec.decoders[key.layer], plan.batches[key.batch].rows
         elements = costs.kv_elements(layer, rows, plan.block_tokens(key))
         clock.wait(clock.compute(costs.quantize_s(elements), ready))
         self._to_home(key)
@@ -213,7 +216,7 @@ class Simulation:
 
     def compute(self, step: Step, inputs: Inputs) -> float:
         clock, costs = self._clock, self._costs
-        layer, rows = self._layers[step.layer], self._plan.shape.batch_sizes[step.batch]
+        layer, rows = self._layers[step.layer], self._plan.batches[step.batch].rows
         ready = max(load.ready for load in inputs.weights)
         if costs.unpacks and layer.kind == "decoder" and step.visit != self._unpacked_for:
             self._unpacked_for = step.visit
@@ -225,9 +228,9 @@ class Simulation:
             clock.now, fixed = clock.now + fixed, 0.0
         if layer.kind == "embedding":
             return clock.compute(fixed, ready)
-        tokens = self._plan.shape.prompt_lens[step.batch]
+        tokens = self._plan.batches[step.batch].prompt_len
         if layer.kind == "head":
-            formed = rows * (tokens if self._plan.shape.scores_prompt(step.batch) else 1)
+            formed = rows * (tokens if self._plan.batches[step.batch].scores_prompt else 1)
             return clock.compute(fixed + costs.head_s(formed), ready)
         if step.token == 0:
             only_last = self._plan.only_last(step.layer, step.batch)
@@ -237,7 +240,7 @@ class Simulation:
     def _decode(self, step: Step, inputs: Inputs, ready: float, fixed: float) -> float:
         """Decodes; where blocks stay on the host, the query goes there and a result comes back."""
         clock, costs, layer = self._clock, self._costs, self._layers[step.layer]
-        rows = self._plan.shape.batch_sizes[step.batch]
+        rows = self._plan.batches[step.batch].rows
         here, there, asks_host = self._tokens(step)
         linear = costs.linear_s(layer, rows)
         if not asks_host:
@@ -252,7 +255,7 @@ class Simulation:
             clock.compute(on_device, ready)
         if inputs.early is not None:
             later, hidden = inputs.early
-            others = self._plan.shape.batch_sizes[later.batch]
+            others = self._plan.batches[later.batch].rows
             self._projected[later] = clock.compute(costs.project_s(layer, others), hidden.ready)
         asked = costs.query_bytes(layer, rows)
         clock.host_compute(on_host, clock.pass_by("device_to_host", asked, projected))
@@ -263,7 +266,7 @@ class Simulation:
     def _tokens(self, step: Step) -> tuple[int, int, bool]:
         """Returns the cached tokens on the device and on the host, and whether the host has
         blocks."""
-        position = self._plan.shape.prompt_lens[step.batch] + step.token - 1
+        position = self._plan.batches[step.batch].prompt_len + step.token - 1
         sealed = self._plan.sealed(step.batch, position)
         where = (step.layer - 1, step.batch, sealed)
         if where not in self._attended:

@@ -24,6 +24,7 @@ from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.policy.hardware import UNSTEADY, DiskReads, Rate
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Placement
+from flexgen_jax.policy.schedule import Step
 from flexgen_jax.progress import Progress
 from tests.helpers.command_line import run
 from tests.helpers.models import BASE, prompts
@@ -66,7 +67,7 @@ def _forget_all() -> Callable[..., list[object]]:
     out."""
     from flexgen_jax.engine import outputs
 
-    def restart(self: outputs.Generation, requests: list[outputs.Request]) -> list[object]:
+    def restart(self: outputs.Generation, requests: list[outputs.EncodedRequest]) -> list[object]:
         for request in requests:
             self._sequences[request.index] = outputs._Sequence(request)
         return list(requests)
@@ -79,15 +80,16 @@ def test_finished_requests_are_not_run_again(
 ) -> None:
     with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=4)) as llm:
         expected = tokens(llm)
-    real, rows = BlockRun.run, []
+    real, rows = BlockRun.compute, []
 
-    def run(self: BlockRun) -> None:
-        rows.append(sum(batch.size for batch in self._batches))
-        if len(rows) == 2:
-            raise MemoryError("no more")
-        real(self)
+    def compute(self: BlockRun, step: Step, inputs: Any) -> Any:
+        if step[:2] == (0, 1):
+            rows.append(self._batches[step.batch].size)
+            if len(rows) == 2:
+                raise MemoryError("no more")
+        return real(self, step, inputs)
 
-    monkeypatch.setattr(BlockRun, "run", run)
+    monkeypatch.setattr(BlockRun, "compute", compute)
     with LLM(checkpoint(), dtype="float32") as llm:
         search = llm._planner.policy_for
         monkeypatch.setattr(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,38 +11,55 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_jax.engine.batching import Request, make_blocks, pad_prompts, padded_length
+from flexgen_jax.engine.batching import (
+    EncodedRequest,
+    Waiting,
+    grouped,
+    pad_prompts,
+    padded_length,
+)
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.tokenizer import Tokenizer
+from flexgen_jax.offload.executor import Batch
+from flexgen_jax.policy.plan import BlockShape
+from flexgen_jax.policy.policy import Policy
 from flexgen_jax.units import parse_bytes
+from tests.helpers.blocks import plan_of
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=40)
 
 
-def requests(lengths: list[int]) -> list[Request]:
-    return [Request(i, tuple(range(n)), SamplingParams(), 8) for i, n in enumerate(lengths)]
+def requests(lengths: list[int]) -> list[EncodedRequest]:
+    return [EncodedRequest(i, tuple(range(n)), SamplingParams(), 8) for i, n in enumerate(lengths)]
 
 
-@given(lengths=LENGTHS, size=st.integers(1, 6), count=st.integers(1, 4))
-def test_blocks_hold_every_request_once(lengths: list[int], size: int, count: int) -> None:
-    """Shortest first, in full blocks; the last one's are spread over as few batches as do."""
-    blocks = make_blocks(requests(lengths), size, count)
-    flat = [(len(r.prompt_ids), r.index) for block in blocks for batch in block for r in batch]
-    assert flat == sorted((n, i) for i, n in enumerate(lengths))
-    *full, last = [[len(batch) for batch in block] for block in blocks]
-    assert full == [[size] * count] * len(full)
-    left = sum(last)
-    assert 1 <= left <= size * count
-    fewest = -(-left // size)
-    each = -(-left // fewest)
-    assert last[:-1] == [each] * (len(last) - 1)
-    assert 1 <= last[-1] <= each
-    assert len(last) <= fewest
+@given(lengths=LENGTHS, size=st.integers(1, 6))
+def test_requests_are_spread_over_as_few_batches_as_hold_them(
+    lengths: list[int], size: int
+) -> None:
+    found = grouped(requests(lengths), size)
+    assert [r.index for group in found for r in group] == list(range(len(lengths)))
+    fewest = -(-len(lengths) // size)
+    each = -(-len(lengths) // fewest)
+    *full, last = [len(group) for group in found]
+    assert full == [each] * len(full)
+    assert 1 <= last <= each
+    assert len(found) <= fewest
+
+
+def waiting(lengths: list[int], batch_size: int, num_batches: int, schedule: str) -> Waiting:
+    policy = Policy(batch_size=batch_size, num_batches=num_batches, schedule=schedule)
+    shape = BlockShape((batch_size,) * num_batches, (96,) * num_batches, 8)
+
+    def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
+        return Batch(*pad_prompts(members, rows, 0, 96))
+
+    return Waiting(plan_of(policy, shape).emptied(), requests(lengths), make)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "blocks"),
+    ("lengths", "groups"),
     [
         ([5] * 9, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8]]]),
         ([5] * 13, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10], [11, 12]]]),
@@ -49,11 +67,25 @@ def test_blocks_hold_every_request_once(lengths: list[int], size: int, count: in
         ([40, 3, 17, 3, 90], [[[1, 3, 2], [0, 4]]]),
     ],
 )
-def test_neighbours_in_length_are_together(
-    lengths: list[int], blocks: list[list[list[int]]]
+def test_neighbours_in_length_enter_together(
+    lengths: list[int], groups: list[list[list[int]]]
 ) -> None:
-    found = make_blocks(requests(lengths), batch_size=4, num_batches=2)
-    assert [[[r.index for r in batch] for batch in block] for block in found] == blocks
+    queue, found = waiting(lengths, 4, 2, "zigzag"), []
+    while entered := queue.enter((), None):
+        found.append([[r.index for r in queue.members[number]] for number in entered])
+        assert len({queue.batches[number].size for number in entered}) == 1
+    assert found == groups
+
+
+def test_batches_enter_where_there_are_rows_for_them() -> None:
+    queue = waiting([5] * 20, 4, 2, "continuous")
+    assert list(queue.enter((), None)) == [0, 1]
+    assert not queue.enter((0, 1), None)
+    assert list(queue.enter((1,), None)) == [2]
+    queue.leave(0)
+    assert set(queue.batches) == set(queue.members) == {1, 2}
+    assert list(queue.enter((), 1)) == [3]
+    assert [len(queue.members[number]) for number in (1, 2, 3)] == [4, 4, 4]
 
 
 @given(lengths=LENGTHS, extra=st.integers(0, 3))

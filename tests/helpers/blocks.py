@@ -118,10 +118,12 @@ def run_block(
     weights = WeightStore(device, DummyWeights(plan.config), plan.tiers, ledger, disk)
     weights.place(lambda _: None)
     ledger.reserve("device", plan_workspace(plan))
-    batches = [
-        Batch(np.full((rows, tokens), 5, np.int32), np.zeros(rows, np.int32))
-        for rows, tokens in zip(shape.batch_sizes, shape.prompt_lens, strict=True)
-    ]
+    batches = {
+        number: Batch(
+            np.full((batch.rows, batch.prompt_len), 5, np.int32), np.zeros(batch.rows, np.int32)
+        )
+        for number, batch in plan.batches.items()
+    }
     try:
         run = BlockRun(device, weights, plan, batches, ledger, disk, lambda *_: False)
         recorder = Recorder(run, is_done)

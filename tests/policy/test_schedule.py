@@ -1,61 +1,133 @@
-"""Schedules and look-ahead, without arrays."""
+"""Waves and look-ahead, without arrays."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_jax.policy.schedule import SCHEDULES, LookAhead, Schedule, row, zigzag
+from flexgen_jax.policy.schedule import SCHEDULES, LookAhead, Schedule, Step, Waves
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 
 
-@given(size=SIZES, schedule=st.sampled_from(list(SCHEDULES)))
-def test_every_step_once_and_after_what_it_needs(size: tuple[int, int, int], schedule: str) -> None:
-    tokens, layers, batches = size
-    steps = list(SCHEDULES[schedule].steps(range(tokens), layers, range(batches)))
+class Queue:
+    """Batches that wait, each of one row, with room for `most` together."""
+
+    def __init__(self, tokens: Sequence[int], most: int | None = None) -> None:
+        self._waiting = list(enumerate(tokens))
+        self._most = most
+
+    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+        room = len(self._waiting) if self._most is None else self._most - len(going)
+        count = max(0, min(room, len(self._waiting) if most is None else most))
+        entered, self._waiting = self._waiting[:count], self._waiting[count:]
+        return {number: range(tokens) for number, tokens in entered}
+
+    def leave(self, batch: int) -> None:
+        pass
+
+    def wait(self) -> bool:
+        return False
+
+
+def waves_of(schedule: str, tokens: Sequence[int], layers: int, most: int | None = None) -> Waves:
+    return Waves(SCHEDULES[schedule], layers, Queue(tokens, most))
+
+
+def steps_of(waves: Waves) -> list[Step]:
+    found = []
+    while (step := waves.take()) is not None:
+        found.append(step)
+    return found
+
+
+@given(
+    tokens=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    layers=st.integers(1, 4),
+    most=st.integers(1, 4),
+    schedule=st.sampled_from(list(SCHEDULES)),
+)
+def test_every_step_once_and_after_what_it_needs(
+    tokens: list[int], layers: int, most: int, schedule: str
+) -> None:
     done = set()
-    for step in steps:
-        token, layer, batch, _ = step
+    for token, layer, batch, _ in steps_of(waves_of(schedule, tokens, layers, most)):
         assert (token, layer, batch) not in done
         assert layer == 0 or (token, layer - 1, batch) in done
         assert token == 0 or (token - 1, layer, batch) in done
         done.add((token, layer, batch))
-    assert len(done) == tokens * layers * batches
+    assert len(done) == sum(tokens) * layers
 
 
-@given(size=SIZES, schedule=st.sampled_from(list(SCHEDULES.values())))
-def test_a_schedule_is_what_it_says(size: tuple[int, int, int], schedule: Schedule) -> None:
-    """Visits follow one another, have one layer each, and are as many as weights are moved."""
+@given(
+    tokens=st.lists(st.integers(1, 5), min_size=1, max_size=8),
+    most=st.integers(1, 4),
+    schedule=st.sampled_from(list(SCHEDULES.values())),
+)
+def test_a_wave_advances_every_batch_by_one_step(
+    tokens: list[int], most: int, schedule: Schedule
+) -> None:
+    """Those that are there are never more than there is room for; none waits once it may enter."""
+    steps = steps_of(waves_of(schedule.name, tokens, 1, most))
+    waves: dict[int, list[Step]] = {}
+    for step in steps:
+        waves.setdefault(step.visit, []).append(step)
+    going: dict[int, int] = {}
+    for found in waves.values():
+        entered = [step.batch for step in found if step.token == 0]
+        assert {step.batch for step in found} == set(going) | set(entered)
+        assert all(step.token == going.get(step.batch, 0) for step in found)
+        assert len(found) <= most
+        if schedule.waits:
+            assert not entered or not going
+        if schedule.a_wave is not None:
+            assert len(entered) <= schedule.a_wave
+        if not schedule.waits and len(found) < most:
+            rest = set(range(len(tokens))) - {s.batch for s in steps if s.visit <= found[0].visit}
+            assert not rest or (schedule.a_wave is not None and entered)
+        going = {s.batch: s.token + 1 for s in found if s.token + 1 < tokens[s.batch]}
+    assert entered == sorted(entered)
+
+
+@given(size=SIZES)
+def test_equal_lengths_go_zigzag(size: tuple[int, int, int]) -> None:
+    """In a continuous schedule too: the same steps in the same order."""
     tokens, layers, batches = size
-    steps = list(schedule.steps(range(tokens), layers, range(batches)))
-    visits = tokens * layers * (1 if schedule.shares_weights else batches)
-    assert [s.visit for s in steps] == sorted(s.visit for s in steps)
-    assert len({s.visit for s in steps}) == visits == len({(s.visit, s.layer) for s in steps})
-    if tokens > 1 and batches > 1:
-        prompts_first = [s.token > 0 for s in steps] == sorted(s.token > 0 for s in steps)
-        assert prompts_first == schedule.prefills_first
+    lengths = [tokens] * (3 * batches)
+    found = [
+        steps_of(waves_of(name, lengths, layers, batches)) for name in ("continuous", "zigzag")
+    ]
+    assert found[0] == found[1]
 
 
 def test_zigzag_moves_weights_once_a_block_and_row_once_a_batch() -> None:
-    assert [s[:3] for s in zigzag(range(1), 2, range(2))] == [
+    assert [s[:3] for s in steps_of(waves_of("zigzag", [1, 1], 2))] == [
         (0, 0, 0),
         (0, 0, 1),
         (0, 1, 0),
         (0, 1, 1),
     ]
-    assert [s[:3] for s in row(range(1), 2, range(2))] == [
+    assert [s[:3] for s in steps_of(waves_of("row", [1, 1], 2))] == [
         (0, 0, 0),
         (0, 1, 0),
         (0, 0, 1),
         (0, 1, 1),
     ]
+
+
+def test_visits_have_one_layer_each() -> None:
+    steps = steps_of(waves_of("diagonal", [3, 2, 4], 3))
+    assert [s.visit for s in steps] == sorted(s.visit for s in steps)
+    assert len({s.visit for s in steps}) == len({(s.visit, s.layer) for s in steps})
 
 
 def test_look_ahead_shows_what_comes() -> None:
-    ahead = LookAhead(zigzag(range(1), 3, range(2)), counted=range(3))
+    ahead = LookAhead(waves_of("zigzag", [1, 1], 3), counted=range(3))
     assert [s.visit for s in ahead.visits(-1, 2)] == [0, 1]
-    first = next(iter(ahead))
+    first = ahead.take()
+    assert first is not None
     assert ahead.following() == ahead.steps(1)[0]
     assert [s.batch for s in ahead.steps(2)] == [1, 0]
     assert [(s.visit, s.batch) for s in ahead.visits(first.visit, 5)] == [(1, 0), (2, 0)]
@@ -64,8 +136,8 @@ def test_look_ahead_shows_what_comes() -> None:
 
 def test_look_ahead_past_what_is_not_counted() -> None:
     """From the last decoder layer, look-ahead passes head and embedding to the next token."""
-    ahead = LookAhead(zigzag(range(2), 4, range(2)), counted=(1, 2))
-    while next(iter(ahead))[:3] != (0, 2, 1):
+    ahead = LookAhead(waves_of("zigzag", [2, 2], 4), counted=(1, 2))
+    while (step := ahead.take()) is not None and step[:3] != (0, 2, 1):
         pass
     steps = ahead.counted(2)
     assert [s.layer for s in steps] == [3, 3, 0, 0, 1, 1]
@@ -81,14 +153,12 @@ def test_dropped_steps_are_neither_shown_nor_run(
     size: tuple[int, int, int], dropped: int, when: int
 ) -> None:
     tokens, layers, batches = size
-    steps = list(zigzag(range(tokens), layers, range(batches)))
-    ahead = LookAhead(iter(steps), counted=range(layers))
-    run = []
-    for count, step in enumerate(ahead):
-        run.append(step)
+    waves = waves_of("zigzag", [tokens] * batches, layers)
+    ahead, count = LookAhead(waves, counted=range(layers)), 0
+    while (step := ahead.take()) is not None:
+        assert count <= when or step.batch != dropped
         if count == when:
-            ahead.drop(lambda s: s.batch == dropped)
+            ahead.drop(dropped)
         if count >= when:
             assert all(s.batch != dropped for s in ahead.steps(4))
-    expected = [s for i, s in enumerate(steps) if i <= when or s.batch != dropped]
-    assert run == expected
+        count += 1

@@ -166,6 +166,10 @@ class OffloadFolder:
         direct = self._direct and not is_cached
         return DiskArray(path, store, shape, chunk, dtype, self._queue, direct)
 
+    def remove(self, array: DiskArray) -> None:
+        """Removes an array that `scratch_array` created."""
+        shutil.rmtree(array.path, ignore_errors=True)
+
     def clear_scratch(self) -> None:
         for child in self._run.iterdir():
             shutil.rmtree(child, ignore_errors=True)

@@ -1,0 +1,35 @@
+"""Batches that wait to enter a run: those of a plan, for dry runs and predictions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+
+from flexgen_jax.policy.plan import BlockPlan
+
+
+class Planned:
+    """The batches of a plan, which enter as soon as the schedule lets them.
+
+    tokens: those of all batches' steps; by default, all up to each one's length.
+    """
+
+    def __init__(self, plan: BlockPlan, tokens: Sequence[int] | None = None) -> None:
+        self._plan, self._tokens = plan, tokens
+        self._waiting = deque(plan.batches)
+
+    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+        count = len(self._waiting) if most is None else min(most, len(self._waiting))
+        return {number: self._tokens_of(number) for number in self._taken(count)}
+
+    def _taken(self, count: int) -> list[int]:
+        return [self._waiting.popleft() for _ in range(count)]
+
+    def _tokens_of(self, number: int) -> Sequence[int]:
+        return self._tokens or range(self._plan.batches[number].gen_len)
+
+    def wait(self) -> bool:
+        return False
+
+    def leave(self, batch: int) -> None:
+        """The plan keeps its batches."""
