@@ -46,8 +46,8 @@ def grouped(requests: Sequence[EncodedRequest], batch_size: int) -> list[Sequenc
 class Waiting:
     """Requests that wait for their batches to enter: the `Arrivals` of a run.
 
-    Those of similar length go together. batches: what is computed of the batches that are there,
-    by number; members: their requests.
+    Those of similar length go together. members: the requests of the batches that are there, by
+    number.
     """
 
     def __init__(
@@ -60,8 +60,13 @@ class Waiting:
         self._plan, self._make = plan, make
         self._requests = sorted(requests, key=lambda r: (len(r.prompt_ids), len(r.forced), r.index))
         self._numbers = count()
-        self.batches: dict[int, Batch] = {}
+        self._batches: dict[int, Batch] = {}
         self.members: dict[int, Sequence[EncodedRequest]] = {}
+
+    @property
+    def batches(self) -> Mapping[int, Batch]:
+        """What is computed of the batches that are there, by number."""
+        return self._batches
 
     def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
         """Lets as many batches enter as the plan has rows for beside those that are `going`."""
@@ -78,17 +83,23 @@ class Waiting:
             batch = self._make(group, len(groups[0]))
             tokens = max(request.max_tokens for request in group)
             number = next(self._numbers)
-            self.batches[number], self.members[number] = batch, group
+            self._batches[number], self.members[number] = batch, group
             entered[number] = BatchShape(
                 batch.size, batch.prompt_len, tokens, batch.targets is not None
             )
         self._plan.enter(entered, is_first=not going)
         return {number: range(shape.gen_len) for number, shape in entered.items()}
 
+    def keep(self, batch: int, rows: Sequence[int]) -> None:
+        """Leaves a batch with these rows; rows beyond the requests are padding, and come last."""
+        self._batches[batch] = self._batches[batch].taken(rows)
+        members = self.members[batch]
+        self.members[batch] = [members[row] for row in rows if row < len(members)]
+
     def leave(self, batch: int) -> None:
         """Forgets a batch."""
         self._plan.leave(batch)
-        del self.batches[batch], self.members[batch]
+        del self._batches[batch], self.members[batch]
 
     def wait(self) -> bool:
         return False

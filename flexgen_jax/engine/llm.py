@@ -174,11 +174,11 @@ class LLM:
         steps = sum(request.max_tokens for request in requests)
         session.start()
 
-        def on_result(step: Step, result: np.ndarray) -> bool:
+        def on_result(step: Step, result: np.ndarray) -> Sequence[int]:
             return collector.receive(waiting.members[step.batch], step.token, result)
 
         with self._progress.generating(steps, lambda: collector.num_tokens - before) as tick:
-            session.run(plan, waiting, waiting.batches, on_result, tick)
+            session.run(plan, waiting, on_result, tick)
         session.finish(len(requests), collector.num_tokens - before)
         self._planner.observe(*session.disk_reads())
 

@@ -71,14 +71,14 @@ class Generation:
         self._on_output = on_output
         self._sequences = {request.index: _Sequence(request) for request in requests}
 
-    def receive(self, requests: Sequence[EncodedRequest], token: int, ids: np.ndarray) -> bool:
-        """Takes a token of each request of a batch, int32 [batch, 1]; returns whether all are
-        finished. token: the number of the token."""
+    def receive(self, requests: Sequence[EncodedRequest], token: int, ids: np.ndarray) -> list[int]:
+        """Takes a token of each request of a batch, int32 [batch, 1]; returns the rows of those
+        that are not finished. token: the number of the token."""
         members = [self._sequences[request.index] for request in requests]
         for sequence, found in zip(members, ids[:, 0], strict=False):
             if sequence.reason is None:
                 self._append(sequence, int(found))
-        return all(sequence.reason is not None for sequence in members)
+        return [row for row, sequence in enumerate(members) if sequence.reason is None]
 
     def _append(self, sequence: _Sequence, token: int) -> None:
         params = sequence.request.params
@@ -138,18 +138,19 @@ class Scoring:
     def num_tokens(self) -> int:
         return sum(len(logprobs) for logprobs in self._logprobs.values())
 
-    def receive(self, requests: Sequence[EncodedRequest], token: int, logprobs: np.ndarray) -> bool:
-        """Takes the log-probabilities of a batch's tokens, fp32 [batch, token]; returns whether all
-        requests are finished. token: the number of the forced token."""
-        forced = max(len(request.forced) for request in requests)
+    def receive(
+        self, requests: Sequence[EncodedRequest], token: int, logprobs: np.ndarray
+    ) -> list[int]:
+        """Takes the log-probabilities of a batch's tokens, fp32 [batch, token]; returns the rows
+        of requests that are not finished. token: the number of the forced token."""
         for row, request in enumerate(requests):
             if token < len(request.forced):
                 self._logprobs[request.index].append(float(logprobs[row, 0]))
-            elif not forced:
+            elif not request.forced:
                 # Position t predicts token t + 1, so the last position scores nothing.
                 count = len(request.prompt_ids)
                 self._logprobs[request.index] = [float(x) for x in logprobs[row, -count:-1]]
-        return token + 1 >= forced
+        return [row for row, r in enumerate(requests) if token + 1 < len(r.forced)]
 
     def restart(self, requests: Sequence[EncodedRequest]) -> list[EncodedRequest]:
         """Returns the requests that are not finished, and resets what was collected for them."""

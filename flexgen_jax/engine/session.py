@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from flexgen_jax.models.checkpoint import WeightSource
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
-from flexgen_jax.offload.executor import Batch, BlockRun, OnResult
+from flexgen_jax.offload.executor import BlockRun, OnResult, Source
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import DiskReads
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.memory import estimate, plan_workspace
+from flexgen_jax.policy.memory import peak_bytes, plan_workspace
 from flexgen_jax.policy.placement import (
     CacheKey,
     page_cached,
@@ -29,7 +29,7 @@ from flexgen_jax.policy.placement import (
 )
 from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import TIERS, Policy, Tier, Workload
-from flexgen_jax.policy.schedule import Arrivals, Step
+from flexgen_jax.policy.schedule import Step
 from flexgen_jax.progress import Progress
 
 
@@ -73,8 +73,8 @@ class Session:
         """Uses a policy, which must suit this session (see `suits`), from now on."""
         self.policy, self.workload = policy, workload
         self._largest = self._plan(BlockShape.of(policy, workload))
-        self._peaks = estimate(self._largest)
-        spare = self._budgets.spare_ram(self._peaks.bytes)
+        self._peaks = peak_bytes(self._largest)
+        spare = self._budgets.spare_ram(self._peaks)
         self._weights.cached = page_cached(self._device.spec, self._formats, self._tiers, spare)
 
     def open_plan(self) -> BlockPlan:
@@ -157,14 +157,13 @@ class Session:
     def run(
         self,
         plan: BlockPlan,
-        arrivals: Arrivals,
-        batches: Mapping[int, Batch],
+        source: Source,
         on_result: OnResult,
         tick: Callable[[], object],
     ) -> None:
         """Walks the batches that arrive through the model.
 
-        plan: from `open_plan`; batches: those that are there, by number; arrivals: adds others.
+        plan: from `open_plan`; source: the batches.
         """
         last, decoded, head = time.perf_counter(), -1, len(plan.spec.layers) - 1
 
@@ -182,13 +181,12 @@ class Session:
             self._device,
             self._weights,
             plan,
-            batches,
+            source,
             self._ledger,
             self._folder,
             on_result,
             on_step,
-            arrivals,
-            self._peaks.buffers,
+            self._peaks,
         )
         with self._ledger.reserving("device", plan_workspace(self._largest)):
             block.run()
@@ -220,7 +218,7 @@ class Session:
             "storage_read_bytes": storage_read,
             "peak_bytes": self._ledger.peak,
             "device_peak_bytes": self._device.memories.device_peak_bytes(),
-            "computed_peak_bytes": self._peaks.bytes,
+            "computed_peak_bytes": self._peaks,
             "compiled_workspace_bytes": self._device.programs.workspace,
             "realized": self._realized(),
         }

@@ -26,7 +26,7 @@ from flexgen_jax.models.families import known_shape
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.offload.allocator import release_memory
 from flexgen_jax.offload.device import Device
-from flexgen_jax.offload.executor import Batch, BlockRun
+from flexgen_jax.offload.executor import AllThere, Batch, BlockRun
 from flexgen_jax.offload.metrics import (
     Content,
     Metrics,
@@ -207,7 +207,8 @@ def step_seconds(dtype: str) -> float:
         batches = {number: Batch(ids, np.zeros(2, np.int32)) for number in range(2)}
 
         def run() -> None:
-            BlockRun(device, weights, plan, batches, ledger, None, lambda *_: False).run()
+            source = AllThere(plan, batches)
+            BlockRun(device, weights, plan, source, ledger, None, lambda *_: None).run()
 
         seconds = timed(run, repeat=3).seconds
         weights.close()

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -17,17 +18,18 @@ from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.allocator import trim_heap
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
-from flexgen_jax.offload.kv_cache import KVCache, LayerCache
+from flexgen_jax.offload.kv_cache import KVCache, LayerCache, take_rows_of
 from flexgen_jax.offload.prefetch import Load, Write
 from flexgen_jax.offload.split_attention import Moment, Question, attend_split
 from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.offload.weights import WeightStore
+from flexgen_jax.policy.arrivals import Planned
 from flexgen_jax.policy.backend import Inputs, Part
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.placement import CacheKey
 from flexgen_jax.policy.plan import BlockPlan, CachedPart, HiddenPart, Layout, WeightsPart
-from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Head
+from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Head, Tier
 from flexgen_jax.policy.schedule import Arrivals, Step
 
 TRIM_S = 10.0
@@ -58,6 +60,17 @@ class Batch:
     def size(self) -> int:
         return int(self.ids.shape[0])
 
+    def taken(self, rows: Sequence[int]) -> Batch:
+        """Returns the batch with these rows of it."""
+        index = np.array(rows)
+        return Batch(
+            self.ids[index],
+            self.first_valid[index],
+            tuple(x[index] for x in self.sampling),
+            None if self.targets is None else self.targets[index],
+            None if self.forced is None else self.forced[index],
+        )
+
     @property
     def head(self) -> Head:
         if self.targets is not None or self.forced is not None:
@@ -83,16 +96,41 @@ class Computed:
     appended: bool = False
 
 
-OnResult = Callable[[Step, np.ndarray], bool]
+OnResult = Callable[[Step, np.ndarray], Sequence[int] | None]
 """Receives a step and the head's result for it (ids [batch, 1] or log-probabilities [batch,
-token]); returns whether the batch is done."""
+token]); returns the rows that need more tokens, None for all."""
+
+
+class Source(Arrivals, Protocol):
+    """The batches of a run."""
+
+    @property
+    def batches(self) -> Mapping[int, Batch]:
+        """Those that are there, by number."""
+
+    def keep(self, batch: int, rows: Sequence[int]) -> None:
+        """Leaves a batch with these rows, in this order."""
+
+
+class AllThere(Planned):
+    """The batches of a plan, as a source; see `Source`."""
+
+    def __init__(self, plan: BlockPlan, batches: Mapping[int, Batch]) -> None:
+        super().__init__(plan)
+        self._batches = dict(batches)
+
+    @property
+    def batches(self) -> Mapping[int, Batch]:
+        return self._batches
+
+    def keep(self, batch: int, rows: Sequence[int]) -> None:
+        self._batches[batch] = self._batches[batch].taken(rows)
 
 
 class BlockRun:
     """Batches passing through the model: a backend of `BlockLoop`.
 
-    batches: those that are there, by number; arrivals: adds others and takes out those that are
-    done, None if all are there from the beginning; limit: bytes of host buffers, see `Ring`.
+    peaks: those that the batches stay within, None for no limit.
     """
 
     def __init__(
@@ -100,18 +138,19 @@ class BlockRun:
         device: Device,
         weights: WeightStore,
         plan: BlockPlan,
-        batches: Mapping[int, Batch],
+        source: Source,
         ledger: Ledger,
         folder: OffloadFolder | None,
         on_result: OnResult,
         on_step: Callable[[Step], object] = lambda step: None,
-        arrivals: Arrivals | None = None,
-        limit: int | None = None,
+        peaks: Mapping[Tier, int] | None = None,
     ) -> None:
         self._device, self._weights, self._plan = device, weights, plan
         self._layers = device.spec.layers
-        self._batches, self._arrivals = batches, arrivals
-        self._ledger, self._limit = ledger, limit
+        self._source, self._batches = source, source.batches
+        self._left: dict[int, Sequence[int]] = {}
+        self._rows: dict[int, np.ndarray] = {}
+        self._ledger, self._peaks = ledger, peaks
         self._layer_programs = device.layer_programs(plan)
         self._unpacked: tuple[int, Any] = (-1, None)
         self._folder = folder
@@ -130,8 +169,14 @@ class BlockRun:
     def run(self) -> None:
         """Computes the steps of all tokens, until every batch is done."""
         try:
-            options: dict[str, Any] = {"buffer_limit": self._limit, "arrivals": self._arrivals}
-            BlockLoop(self._plan, self, self._ledger, **options).run()
+            loop = BlockLoop(
+                self._plan,
+                self,
+                self._ledger,
+                arrivals=self._source,
+                peaks=self._peaks,
+            )
+            loop.run()
         finally:
             with ExitStack() as parts:
                 if self._folder is not None:
@@ -160,8 +205,8 @@ class BlockRun:
         self._cache.leave(batch)
         self._activations.leave(batch)
         by_batch: tuple[dict[int, Any], ...]
-        by_batch = (self._first_valid, self._sampling, self._ids, self._checks)
-        for known in by_batch:
+        by_batch = (self._first_valid, self._sampling, self._ids, self._checks, self._left)
+        for known in (*by_batch, self._rows):
             known.pop(batch, None)
         for moment in [moment for moment in self._moments if moment[0] == batch]:
             del self._moments[moment]
@@ -249,9 +294,7 @@ class BlockRun:
     def _embed(self, step: Step, weights: Any) -> Computed:
         batch = self._batches[step.batch]
         if step.token == 0:
-            constant = self._device.memories.constant
-            self._first_valid[step.batch] = constant(batch.first_valid)
-            self._sampling[step.batch] = tuple(map(constant, batch.sampling))
+            self._put_constants(step.batch)
         ids = self._ids[step.batch] if step.token else batch.ids
         program = self._device.programs.embed(batch.size, ids.shape[1])
         position = batch.prompt_len + step.token - 1 if step.token else 0
@@ -262,6 +305,25 @@ class BlockRun:
             self._moments[step.batch, step.token + 1] = self._next(step)
             self._moments.pop((step.batch, step.token - 1), None)
         return Computed(checks, hidden)
+
+    def _put_constants(self, batch: int) -> None:
+        constant, given = self._device.memories.constant, self._batches[batch]
+        self._first_valid[batch] = constant(given.first_valid)
+        self._sampling[batch] = tuple(map(constant, given.sampling))
+
+    def shrink(self, step: Step, rows: int) -> None:
+        number, left = step.batch, self._left[step.batch]
+        others = (row for row in range(self._batches[number].size) if row not in left)
+        chosen = [*left, *islice(others, rows - len(left))]
+        self._source.keep(number, chosen)
+        self._rows[number] = np.array(chosen, np.int32)
+        self._left[number] = range(len(left))
+        self._put_constants(number)
+        self._ids[number] = take_rows_of(self._ids[number], self._rows[number])
+        self._moments[number, step.token] = self._next(step._replace(token=step.token - 1))
+
+    def shrink_cache(self, part: CachedPart, load: Load[LayerCache]) -> None:
+        self._cache.shrink(part, load, self._rows[part.batch])
 
     def _plain(self, step: Step, weights: Any) -> Any:
         """Returns a layer's weights unpacked, which the first step of a visit does for the
@@ -386,15 +448,19 @@ class BlockRun:
             found.copy_to_host_async()
         return Computed(checks, result=result)
 
-    def finish(self, step: Step, computed: Computed) -> bool:
+    def finish(self, step: Step, computed: Computed) -> int | None:
         computed.checks.block_until_ready()
         self._on_step(step)
         if self._layers[step.layer].kind != "head":
-            return False
+            return None
         _, first = np.asarray(computed.checks)
         if first:
             raise NonFiniteError(
                 f"{self._layers[first - 1].name} produced NaN or infinity at token {step.token} "
                 f"of batch {step.batch}; try --dtype float32, and check the checkpoint"
             )
-        return self._on_result(step, np.asarray(computed.result))
+        left = self._on_result(step, np.asarray(computed.result))
+        if left is None:
+            return None
+        self._left[step.batch] = left
+        return len(left)

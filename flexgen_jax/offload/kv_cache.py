@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 
 from flexgen_jax.cpu import HostBlock
 from flexgen_jax.layers.decoder import KVBlock
-from flexgen_jax.layers.quantization import Kept, assemble
+from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.direct_reads import whole_pages
 from flexgen_jax.offload.disk.folder import OffloadFolder
@@ -72,7 +72,8 @@ class KVCache:
         self._plan, self._device, self._folder = plan, device, folder
         self._memories = device.memories
         self._blocks: dict[CacheKey, Block] = {}
-        self._files: dict[tuple[int, int], Records] = {}
+        self._files: dict[tuple[int, int, int], Records] = {}
+        self._rows: dict[tuple[int, int], int] = {}
         self._writes: list[Write] = []
         # Memory of finished writes, reused: the first touch of fresh memory takes longer than the
         # copy.
@@ -160,14 +161,67 @@ class KVCache:
     def _stored(self, key: CacheKey) -> Records:
         """Returns the disk records of one KV block of a batch: one record per layer, of the leaves
         of its keys and then of its values."""
-        name = (key.batch, key.block)
+        name = (self._rows_of(key), key.block, key.batch)
         if name not in self._files:
             assert self._folder is not None, "the policy puts KV blocks on disk"
             count = len(self._plan.spec.decoders)
             largest = max(self._plan.kv_bytes(key._replace(layer=i)) for i in range(count))
-            file = f"kv-{key.batch}-{key.block}"
+            file = f"kv-{key.batch}-{key.block}-{name[0]}"
             self._files[name] = Records.create(self._folder, file, count, largest)
         return self._files[name]
+
+    def _rows_of(self, key: CacheKey) -> int:
+        """Returns the rows of a layer's and batch's blocks."""
+        return self._rows.setdefault(key[:2], self._plan.batches[key.batch].rows)
+
+    def shrink(self, part: CachedPart, load: Load[LayerCache], rows: np.ndarray) -> None:
+        """Leaves these rows in a layer's blocks, and in a load of them that has been copied; blocks
+        of the disk are then in memory."""
+        origin, arrived = load.tree, load.arriving
+        blocks = zip(origin.blocks, arrived.blocks, strict=True)
+        on_host = iter(origin.on_host)
+        here: list[KVBlock] = []
+        there: list[HostBlock] = []
+        for number in range(len(origin.blocks) + len(origin.on_host)):
+            key = CacheKey(part.layer, part.batch, number)
+            if self._plan.cache.stays_on_host(key):
+                start, block = next(on_host)
+                there.append(HostBlock(start, self._shrunk(key, part, block, rows)))
+            else:
+                arrays, copied = next(blocks)
+                kept = self._shrunk(key, part, arrays, rows)
+                is_copy = self._memories.on_host(jax.tree.leaves(arrays)[0])
+                here.append(take_block(copied, rows) if is_copy else kept)
+        keys = tuple(take_block(key, rows) for key in arrived.keys)
+        load.put(replace(arrived, blocks=tuple(here), keys=keys, on_host=tuple(there)))
+        self._rows[part[:2]] = len(rows)
+        if part.layer == len(self._plan.spec.decoders) - 1:
+            self._remove_files(part.batch, but_for=len(rows))
+
+    def _shrunk(
+        self, key: CacheKey, part: CachedPart, arrays: KVBlock, rows: np.ndarray
+    ) -> KVBlock:
+        """Returns a block with these rows, and keeps it."""
+        is_open = key.block == part.sealed
+        if not self._memories.unified and not self._memories.on_host(jax.tree.leaves(arrays)[0]):
+            block = Block(take_block(arrays, rows))
+        else:
+            layout = self._plan.open_layout(key) if is_open else self._plan.kv_layout(key)
+            buffer = self._memories.buffer(layout)
+            for leaf, view in zip(jax.tree.leaves(arrays), buffer.views, strict=True):
+                np.take(np.asarray(leaf), rows, axis=0, out=view, mode="clip")
+            found = buffer.arrays if is_open else self._assembled(key, buffer, len(rows))
+            block = Block((found[0], found[1]), buffer.views if is_open else ())
+        before = self._blocks.get(key)
+        block.used = before.used if before is not None else 0
+        self._blocks[key] = block
+        return block.arrays
+
+    def _remove_files(self, batch: int, but_for: int = 0) -> None:
+        """Removes a batch's files, but for those of so many rows."""
+        for name in [name for name in self._files if name[2] == batch and name[0] != but_for]:
+            assert self._folder is not None, "there are files"
+            self._folder.remove(self._files.pop(name).store)
 
     def fetch(self, part: CachedPart, buffers: Sequence[HostBuffer]) -> Load[LayerCache]:
         """Starts bringing a layer's blocks to where attention runs; those on disk are read into the
@@ -186,7 +240,7 @@ class KVCache:
                 if block is None:
                     buffer = next(left)
                     reads.append(self._stored(key).read_into(key.layer, buffer.views))
-                    block = Block(self._assembled(key, buffer))
+                    block = Block(self._assembled(key, buffer, self._rows_of(key)))
                 if plan.stays_on_host(key):
                     there.append(HostBlock(start, block.arrays))
                 else:
@@ -201,18 +255,18 @@ class KVCache:
             counted(self._memories.metrics, "disk_read", "cache", name, nbytes, reads)
         return Load("cache", name, cache, reads)
 
-    def _assembled(self, key: CacheKey, buffer: HostBuffer) -> KVBlock:
+    def _assembled(self, key: CacheKey, buffer: HostBuffer, rows: int) -> KVBlock:
         """Returns the keys and values that a read will put into a buffer."""
-        storage, count = self._plan.kv_storage(key), len(buffer.arrays) // 2
+        storage, count = self._plan.kv_storage(key, rows), len(buffer.arrays) // 2
         return assemble(storage, buffer.arrays[:count]), assemble(storage, buffer.arrays[count:])
 
     def leave(self, batch: int) -> None:
         """Frees the blocks of a batch, in memory and on disk; nothing is being written for it."""
         for key in [key for key in self._blocks if key.batch == batch]:
             del self._blocks[key]
-        for name in [name for name in self._files if name[0] == batch]:
-            assert self._folder is not None, "there are files"
-            self._folder.remove(self._files.pop(name).store)
+        self._remove_files(batch)
+        for where in [where for where in self._rows if where[1] == batch]:
+            del self._rows[where]
         self._is_read = self._is_read and bool(self._blocks)
 
     def close(self) -> None:
@@ -221,6 +275,26 @@ class KVCache:
             write.end()
         self._blocks.clear()
         self._spare.clear()
+
+
+@jax.jit
+def take_rows_of(tree: Any, rows: np.ndarray) -> Any:
+    """Returns these rows of all arrays of a tree."""
+    return jax.tree.map(lambda x: jnp.take(x, rows, axis=0), tree)
+
+
+def take_block(block: Any, rows: np.ndarray) -> Any:
+    """Returns these rows of arrays that are kept, on the device."""
+
+    def take(kept: Kept) -> Kept:
+        leaves = take_rows_of(jax.tree.leaves(kept), rows)
+        if not isinstance(kept, QuantizedArray):
+            taken: jax.Array = leaves[0]
+            return taken
+        shape = (len(rows), *kept.shape[1:])
+        return QuantizedArray(replace(kept.storage, shape=shape), *leaves)
+
+    return jax.tree.map(take, block, is_leaf=lambda x: isinstance(x, jax.Array | QuantizedArray))
 
 
 def _name(where: CacheKey | CachedPart) -> str:

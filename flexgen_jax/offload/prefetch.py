@@ -76,6 +76,10 @@ class Load(Generic[T]):
         last = memories.watcher.last("host_to_device")
         self.arrival = None if last is before else last
 
+    def put(self, arriving: T) -> None:
+        """Puts something that was made of the tree on the device in its place."""
+        self._arriving = arriving
+
     def drop(self, is_used: bool) -> None:
         """Frees the copy. If no step used the load, waits for the end of its reads and of the copy,
         since its buffers will be used again."""

@@ -33,3 +33,20 @@ class Planned:
 
     def leave(self, batch: int) -> None:
         """The plan keeps its batches."""
+
+
+class LastOneLate(Planned):
+    """The batches of a plan, of which the last one enters when the others are nearly done.
+
+    late: the wave with which it enters, counted from 0.
+    """
+
+    def __init__(self, plan: BlockPlan, tokens: Sequence[int], late: int) -> None:
+        super().__init__(plan, tokens)
+        self._late = late
+        self._waves = -1
+
+    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+        self._waves += 1
+        count = len(self._waiting) - (self._waves < self._late)
+        return {number: self._tokens_of(number) for number in self._taken(count)}

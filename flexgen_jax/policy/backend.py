@@ -58,8 +58,15 @@ class Backend(Protocol):
     def compute(self, step: Step, inputs: Inputs) -> Handle:
         """Dispatches a step; returns what it will have computed."""
 
-    def finish(self, step: Step, computed: Handle) -> bool:
-        """Waits for a step; returns whether its batch needs no more tokens."""
+    def finish(self, step: Step, computed: Handle) -> int | None:
+        """Waits for a step; returns how many rows of its batch need more tokens, None for all."""
+
+    def shrink(self, step: Step, rows: int) -> None:
+        """Leaves a batch with as few rows as `rows`, from its step in the embedding on."""
+
+    def shrink_cache(self, part: CachedPart, load: Handle) -> None:
+        """Leaves these rows in a layer's KV blocks, and in a load of them. Those of the disk are
+        then in memory, until they are written again."""
 
     def leave(self, batch: int) -> None:
         """Frees what a batch has that is done; steps that were dispatched before may still run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -24,13 +24,12 @@ class Ring:
     A buffer is free again once the step that read it last is finished. If none is, a new one is
     made rather than waiting: so the number of buffers depends on the steps alone, not on time.
 
-    limit: bytes above which free buffers of other layouts are given up for a new one; where prompts
-    differ in length, each has layouts of its own. finished: number of steps that are finished; the
-    loop counts them. most: the most bytes that there were.
+    finished: number of steps that are finished; the loop counts them. most: the most bytes that
+    there were.
     """
 
-    def __init__(self, backend: Backend, ledger: Ledger, limit: int | None) -> None:
-        self._backend, self._ledger, self._limit = backend, ledger, limit
+    def __init__(self, backend: Backend, ledger: Ledger) -> None:
+        self._backend, self._ledger = backend, ledger
         self._free: defaultdict[Layout, deque[tuple[int, Buffer]]] = defaultdict(deque)
         self._bytes = 0
         self.finished = self.most = 0
@@ -46,9 +45,21 @@ class Ring:
                 found.append(self._made(layout))
         return found
 
+    def has_room(self, layouts: Sequence[Layout]) -> bool:
+        """Returns whether buffers of these layouts can be acquired within what is planned; where
+        batches differ in shape, each has layouts of its own."""
+        room = self._ledger.room("host")
+        if room is None or not layouts:
+            return True
+        wanted, spare = Counter(layouts), 0
+        for layout, free in self._free.items():
+            count = sum(after <= self.finished for after, _ in free)
+            spare += layout.nbytes * max(0, count - wanted[layout])
+            wanted[layout] -= count
+        made = sum(layout.nbytes * max(0, count) for layout, count in wanted.items())
+        return made == 0 or made - spare <= room
+
     def _made(self, layout: Layout) -> Buffer:
-        if self._limit is not None:
-            self._make_room(self._limit - layout.nbytes)
         self._ledger.reserve("host", layout.nbytes)
         self._bytes += layout.nbytes
         self.most = max(self.most, self._bytes)
@@ -69,13 +80,15 @@ class Ring:
         for layout, free in self._free.items():
             self._shorten(free, count if layout is kept else 0)
 
-    def _make_room(self, limit: int) -> None:
+    def relieve(self, nbytes: int) -> None:
+        """Gives up so many bytes of free buffers, if there are."""
+        left = self._bytes - nbytes
         for free in self._free.values():
-            self._shorten(free, 0, limit)
+            self._shorten(free, 0, left)
 
-    def _shorten(self, free: deque[tuple[int, Buffer]], count: int, limit: int = 0) -> None:
-        """Gives up free buffers until `count` of them are left, or all have `limit` bytes."""
-        while len(free) > count and self._bytes > limit and free[0][0] <= self.finished:
+    def _shorten(self, free: deque[tuple[int, Buffer]], count: int, least: int = 0) -> None:
+        """Gives up free buffers until `count` of them are left, or all have `least` bytes."""
+        while len(free) > count and self._bytes > least and free[0][0] <= self.finished:
             self._give_up(free.popleft()[1])
 
     def _give_up(self, buffer: Buffer) -> None:

@@ -55,20 +55,26 @@ class CacheBlocks:
         self._first: dict[LayerBatch, Buffer] = {}
         self._pending: dict[LayerBatch, tuple[Handle, int]] = {}
         self._is_read = False
-        self._opened: Layout | None = None
         self._most_open = 0
-        self._reserved: dict[int, dict[Tier, int]] = {}
+        self._reserved: dict[LayerBatch, dict[Tier, int]] = {}
+        self._batches: set[int] = set()
 
     @property
     def has_all_prompts(self) -> bool:
         """Whether all layers of all batches have handed over the KV cache of their prompts."""
-        return len(self._filled) == len(self._layers) * len(self._reserved)
+        return len(self._filled) == len(self._layers) * len(self._batches)
 
     def enter(self, batch: int) -> None:
         """Takes in a batch: acquires the buffers of its first open blocks in pinned memory."""
-        self._reserved[batch] = dict.fromkeys(TIERS, 0)
         layouts = self._plan.first_buffers(batch)
-        self._most_open = max(self._most_open, len(self._layers) * len(self._reserved))
+        if not self._batches:
+            # Prompts come now, and need the memory of other buffers; batches that enter with this
+            # one take over those for open blocks.
+            self._ring.trim(next(iter(layouts.values()), None), self._most_open)
+        self._batches.add(batch)
+        self._most_open = max(self._most_open, len(self._layers) * len(self._batches))
+        for layer in self._layers:
+            self._reserved[layer, batch] = dict.fromkeys(TIERS, 0)
         for layer, buffer in zip(layouts, self._ring.acquire(layouts.values()), strict=True):
             self._first[layer, batch] = buffer
 
@@ -79,16 +85,15 @@ class CacheBlocks:
             if where in self._pending:
                 self._finish(where)
             filling = self._filled.pop(where, None)
-            held = filling.kept if filling else []
+            held = list(filling.kept) if filling else []
             held += [filling.buffer] if filling and filling.buffer else []
             held += [self._first.pop(where)] if where in self._first else []
             self._ring.release(held, after)
-        for tier, nbytes in self._reserved.pop(batch).items():
-            self._ledger.release(tier, nbytes)
-        if not self._reserved:
-            # Prompts come next, and need the memory of buffers for reads.
+            for tier, nbytes in self._reserved.pop(where).items():
+                self._ledger.release(tier, nbytes)
+        self._batches.discard(batch)
+        if not self._batches:
             self._is_read = False
-            self._ring.trim(self._opened, self._most_open)
 
     def has(self, where: LayerBatch, tokens: int) -> bool:
         """Returns whether so many tokens are cached, or made up for."""
@@ -111,9 +116,40 @@ class CacheBlocks:
             self._finish(where)
         return filling.part
 
+    def layouts(self, where: LayerBatch) -> tuple[Layout, ...]:
+        """Returns the layouts of the buffers into which what is cached is read from disk."""
+        return self._filled[where].part.layouts
+
     def asks_host(self, where: LayerBatch) -> bool:
         """Returns whether the CPU attends to a part of what is cached."""
         return self._filled[where].part.asks_host
+
+    def shrink(self, where: LayerBatch, load: Handle, after: int) -> None:
+        """Leaves a layer's blocks with the rows that the plan gives their batch now.
+
+        load: of these blocks with all rows; after: number of the step that it is for.
+        """
+        filling, plan = self._filled[where], self._plan
+        self._backend.shrink_cache(filling.part, load)
+        self._ring.release(filling.kept, after)
+        if filling.buffer is not None:
+            self._ring.release([filling.buffer], after)
+        filling.kept, filling.buffer = [], None
+        held = plan.held(*where, filling.sealed)
+        for tier, nbytes in {**held, "disk": 0, "host": held["host"] + held["disk"]}.items():
+            self._release(where, tier, self._reserved[where][tier] - nbytes)
+        keys = [CacheKey(*where, block) for block in range(filling.sealed)]
+        if on_disk := [key for key in keys if self._homes[key] == "disk"]:
+            self._write(where, on_disk, held["disk"])
+        filling.part = plan.cached(*where, filling.sealed)
+
+    def bytes_to_shrink(self, batch: int) -> dict[Tier, int]:
+        """Returns the most bytes that shrinking a batch takes for a moment: a few layers' blocks of
+        the disk while they are written again, and the files of all."""
+        wheres = [(layer, batch) for layer in self._layers]
+        on_disk = [self._plan.held(*at, self._filled[at].sealed)["disk"] for at in wheres]
+        largest = (PENDING_WRITES + 1) * max(on_disk)
+        return {"host": min(largest, sum(on_disk)), "disk": sum(on_disk)}
 
     def put_prompt(self, where: LayerBatch, computed: Handle) -> None:
         """Stores a prompt's blocks, and opens the first block of generated tokens."""
@@ -156,7 +192,6 @@ class CacheBlocks:
         else:
             layout, first = self._plan.open_layout(key), self._first.pop(where, None)
             filling.buffer = first or self._ring.acquire([layout])[0]
-            self._opened = layout
             self._backend.open_block(key, filling.buffer.handle)
 
     def _seal(self, where: LayerBatch, filling: Filling, is_computed: bool = True) -> None:
@@ -226,6 +261,8 @@ class CacheBlocks:
 
     def _write(self, where: LayerBatch, keys: list[CacheKey], nbytes: int) -> None:
         """Writes sealed blocks to disk; those of at most `PENDING_WRITES` steps wait for it."""
+        if where in self._pending:
+            self._finish(where)
         self._reserve(where, "disk", nbytes)
         self._pending[where] = (self._backend.write_blocks(keys), nbytes)
         for other, (write, _) in list(self._pending.items()):
@@ -242,11 +279,11 @@ class CacheBlocks:
 
     def _reserve(self, where: LayerBatch, tier: Tier, nbytes: int) -> None:
         self._ledger.reserve(tier, nbytes)
-        self._reserved[where[1]][tier] += nbytes
+        self._reserved[where][tier] += nbytes
 
     def _release(self, where: LayerBatch, tier: Tier, nbytes: int) -> None:
         self._ledger.release(tier, nbytes)
-        self._reserved[where[1]][tier] -= nbytes
+        self._reserved[where][tier] -= nbytes
 
     def close(self) -> None:
         """Releases the memory of all blocks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from flexgen_jax.errors import UserError
@@ -20,9 +20,28 @@ class Ledger:
         self._budgets = dict(budgets)
         self._used = dict.fromkeys(TIERS, 0)
         self._peak = dict.fromkeys(TIERS, 0)
+        self._relief: dict[Tier, tuple[int, Callable[[int], None]]] = {}
+
+    @contextmanager
+    def relieved(self, tier: Tier, limit: int, relieve: Callable[[int], None]) -> Iterator[None]:
+        """Calls `relieve` with the bytes to release before more than `limit` bytes are in use, if
+        that many can be."""
+        self._relief[tier] = limit, relieve
+        try:
+            yield
+        finally:
+            del self._relief[tier]
+
+    def room(self, tier: Tier) -> int | None:
+        """Returns the bytes that can be reserved before relief is asked for; None if it never
+        is."""
+        return self._relief[tier][0] - self._used[tier] if tier in self._relief else None
 
     def reserve(self, tier: Tier, nbytes: int) -> None:
         """Reserves bytes for an allocation; raises `BudgetError` if they exceed the budget."""
+        room = self.room(tier)
+        if room is not None and nbytes > room:
+            self._relief[tier][1](nbytes - room)
         used = self._used[tier] + nbytes
         budget = self._budgets.get(tier)
         if budget is not None and used > budget:

@@ -109,6 +109,12 @@ class Stream(Generic[K]):
         """Ends a load, which step number `after` was the last to use."""
         self._loader.end(self._loads.pop(key), after, is_used=True)
 
+    def rename(self, renamed: Callable[[K], K]) -> None:
+        """Gives loads that are for something else now another key, unless that has a load."""
+        for key in list(self._loads):
+            if renamed(key) not in self._loads:
+                self._loads[renamed(key)] = self._loads.pop(key)
+
     def keep_only(self, is_wanted: Callable[[K], bool], after: int) -> None:
         """Ends the other loads, which no step after number `after` uses."""
         for key in [key for key in self._loads if not is_wanted(key)]:

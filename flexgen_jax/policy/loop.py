@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,7 +22,11 @@ from flexgen_jax.policy.hidden_states import HiddenStates
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loads import Load, Loader, Stream
 from flexgen_jax.policy.plan import BlockPlan, WeightsPart
+from flexgen_jax.policy.policy import Tier
 from flexgen_jax.policy.schedule import Arrivals, LookAhead, Step, Waves
+
+ROWS_OF_A_LARGE_BATCH = 64
+"""Above this, a batch shrinks in smaller steps."""
 
 VisitPart = tuple[int, WeightsPart]
 """A visit, and a part of the weights that it needs."""
@@ -46,7 +50,8 @@ class BlockLoop:
     their order, 0 being the prompt, and how many tokens each of them stands for; by default all,
     and each for itself. reads_over_gaps: whether the cache is prefetched for a token before the
     tokens left out before it are made up for, as it would be for a token that follows; memory is
-    then not exact. buffer_limit: see `Ring`.
+    then not exact. peaks: the bytes by tier that were planned; free buffers are given up, and
+    batches do not shrink, where more would be in use. None if nothing was planned.
     """
 
     def __init__(
@@ -56,11 +61,11 @@ class BlockLoop:
         ledger: Ledger,
         tokens: Mapping[int, int] | None = None,
         reads_over_gaps: bool = True,
-        buffer_limit: int | None = None,
         arrivals: Arrivals | None = None,
+        peaks: Mapping[Tier, int] | None = None,
     ) -> None:
         self._plan, self._backend, self._ledger = plan, backend, ledger
-        self._tokens = tokens or {}
+        self._tokens, self._peaks = tokens or {}, peaks
         self._reads_over_gaps = reads_over_gaps
         self._before = {later: token for token, later in pairwise(self._tokens)}
         layers = plan.spec.layers
@@ -69,7 +74,7 @@ class BlockLoop:
         decoders = frozenset(n for n, layer in enumerate(layers) if layer.kind == "decoder")
         waves = Waves(plan.policy.order, len(layers), self._arrivals)
         self._ahead = LookAhead(waves, decoders)
-        self._ring = Ring(backend, ledger, buffer_limit)
+        self._ring = Ring(backend, ledger)
         self._loader = Loader(backend, ledger, self._ring)
         self._weights: Stream[VisitPart] = Stream(self._loader, self._start_weights)
         self._cached: Stream[Step] = Stream(self._loader, self._start_cached)
@@ -78,6 +83,7 @@ class BlockLoop:
         self._states = HiddenStates(backend, ledger)
         self._cached_until: dict[LayerBatch, int] = {}
         self._going: set[int] = set()
+        self._shrinking: dict[int, tuple[int, int]] = {}
         self._decoding: set[int] = set()
         self._to_copy: deque[VisitPart] = deque()
         self._steps_left = 0
@@ -90,21 +96,35 @@ class BlockLoop:
         """Computes the steps of all batches, until every one is done; returns the most bytes of
         host buffers that there were."""
         try:
-            while True:
-                step = self._ahead.take()
-                if step is not None:
-                    self._do(step)
-                elif self._latest is not None:
-                    self._retire_latest(self._latest.step)
-                elif not self._arrivals.wait():
-                    return self._ring.most
+            with self._relief():
+                self._walk()
+            return self._ring.most
         finally:
             self._close()
+
+    def _relief(self) -> AbstractContextManager[None]:
+        if self._peaks is None:
+            return nullcontext()
+        return self._ledger.relieved("host", self._peaks["host"], self._ring.relieve)
+
+    def _walk(self) -> None:
+        while True:
+            step = self._ahead.take()
+            if step is not None:
+                self._do(step)
+            elif self._latest is not None:
+                self._retire_latest(self._latest.step)
+            elif not self._arrivals.wait():
+                return
 
     def _do(self, step: Step) -> None:
         """Dispatches a step, stores the results of the one before, and reads ahead."""
         self._backend.begin(step, self._tokens.get(step.token, 1))
-        if step.batch not in self._going:
+        if self._is_shrinking(step):
+            self._shrink(step)
+            if step.batch not in self._going:
+                return
+        elif step.batch not in self._going:
             self._enter(step)
         inputs = self._inputs(step)
         self._copy_ahead(step)
@@ -118,12 +138,21 @@ class BlockLoop:
 
     def _enter(self, step: Step) -> None:
         """Takes in the batch of a step, its first one."""
-        if self._latest is not None and self._kinds[self._latest.step.layer] == "head":
-            self._retire_latest(step)  # if that batch leaves, its memory may be needed now
+        self._retire_latest(step)  # if that is the last of a batch, its memory is needed now
         if not self._dispatched:
             self._read_weights(-1)
         self._going.add(step.batch)
         self._cache.enter(step.batch)
+
+    def _shrink(self, step: Step) -> None:
+        """Leaves a batch with fewer rows, from a step in the embedding on."""
+        if self._kinds[step.layer] != "embedding":
+            return
+        self._retire_latest(step)  # which may be the head's, for all rows
+        if step.batch in self._going:
+            _, rows = self._shrinking[step.batch]
+            self._plan.shrink(step.batch, rows)
+            self._backend.shrink(step, rows)
 
     def _keys(self, step: Step) -> list[VisitPart]:
         return [(step.visit, part) for part in self._plan.parts[step.layer]]
@@ -152,8 +181,11 @@ class BlockLoop:
         # Where all batches begin, read buffers must not come on top of what prompts still hold.
         if self._decoding or self._cache.has_all_prompts:
             for later in self._ahead.counted(ahead.cache_reads):
-                if later not in self._cached and self._is_cached(later):
-                    self._cached.prefetch(later)
+                if later in self._cached or not self._is_cached(later):
+                    continue
+                if not self._ring.has_room(self._cache.layouts(_where(later))):
+                    break  # until other buffers are free: batches of other shapes have theirs
+                self._cached.prefetch(later)
         for later in self._ahead.steps(ahead.hidden_reads):
             if later not in self._hidden and self._is_waiting(later):
                 self._hidden.prefetch(later)
@@ -230,7 +262,15 @@ class BlockLoop:
         hidden = self._hidden.take(step)
         if not self._is_decoding(step):
             return Inputs(weights, hidden)
-        return Inputs(weights, hidden, self._cached.take(step), self._early(step))
+        cache = self._cached.take(step)
+        if self._is_shrinking(step):
+            self._cache.shrink(_where(step), cache, self._dispatched + 1)
+            if step.layer == len(self._kinds) - 2:
+                del self._shrinking[step.batch]
+        return Inputs(weights, hidden, cache, self._early(step))
+
+    def _is_shrinking(self, step: Step) -> bool:
+        return self._shrinking.get(step.batch, (None, 0))[0] == step.token
 
     def _is_decoding(self, step: Step) -> bool:
         return step.token > 0 and self._kinds[step.layer] == "decoder"
@@ -277,14 +317,16 @@ class BlockLoop:
         if self._latest is None:
             return
         (step, number, computed), self._latest = self._latest, None
-        is_done = self._backend.finish(step, computed)
+        rows = self._backend.finish(step, computed)
         self._ring.finished = number
         if step.batch not in self._going:
             return  # it was dispatched before the batch was known to be done
         kind = self._kinds[step.layer]
         if kind == "head":
-            if is_done or step.token == self._last_token(step.batch):
+            if rows == 0 or step.token == self._last_token(step.batch):
                 self._leave(step.batch, following)
+            elif rows is not None and step.batch not in self._shrinking:
+                self._wish_to_shrink(step, following, fewer_rows(rows))
             return
         self._states.settle(step.token, step.layer, step.batch)
         if kind == "decoder":
@@ -301,6 +343,22 @@ class BlockLoop:
             self._cache.put_token(where, computed)
         self._cached_until[where] = step.token
 
+    def _wish_to_shrink(self, step: Step, following: Step, rows: int) -> None:
+        """Leaves a batch with fewer rows from its next token on, or, if that has begun, from the
+        one after it on."""
+        token = step.token + 1 + (following.batch == step.batch)
+        is_smaller = rows < self._plan.batches[step.batch].rows
+        if is_smaller and token <= self._last_token(step.batch) and self._fits(step.batch):
+            self._shrinking[step.batch] = token, rows
+            self._cached.keep_only(lambda s: (s.batch, s.token) != (step.batch, token), 0)
+
+    def _fits(self, batch: int) -> bool:
+        """Returns whether there is room for what shrinking a batch takes for a moment."""
+        if self._peaks is None:
+            return True
+        used, needed = self._ledger.used, self._cache.bytes_to_shrink(batch)
+        return all(used[tier] + nbytes <= self._peaks[tier] for tier, nbytes in needed.items())
+
     def _last_token(self, batch: int) -> int:
         return max(self._tokens, default=self._plan.batches[batch].gen_len - 1)
 
@@ -309,6 +367,7 @@ class BlockLoop:
         what it has."""
         self._going.discard(batch)
         self._decoding.discard(batch)
+        self._shrinking.pop(batch, None)
         self._ahead.drop(batch)
         for stream in (self._cached, self._hidden):
             stream.keep_only(lambda step: step.batch != batch, self._dispatched)
@@ -319,7 +378,9 @@ class BlockLoop:
         self._backend.leave(batch)
         self._arrivals.leave(batch)
         steps = self._ahead.visits(following.visit - 1, self._plan.ahead.weight_reads + 1)
+        wanted = {key[1]: key for step in reversed(steps) for key in self._keys(step)}
         visits = {step.visit for step in steps}
+        self._weights.rename(lambda key: key if key[0] in visits else wanted.get(key[1], key))
         self._weights.keep_only(lambda key: key[0] in visits, self._dispatched)
         self._read_for = self._copied_for = None  # other visits come next
 
@@ -330,6 +391,13 @@ class BlockLoop:
                 parts.callback(part.close)
             for stream in (self._hidden, self._cached, self._weights):
                 parts.callback(stream.close)
+
+
+def fewer_rows(rows: int) -> int:
+    """Returns the rows to which a batch with `rows` unfinished rows may shrink: at most a half, or
+    of large batches a third more, so that few shapes are compiled."""
+    half: int = 1 << (rows - 1).bit_length()
+    return half * 3 // 4 if half > ROWS_OF_A_LARGE_BATCH and rows <= half * 3 // 4 else half
 
 
 def _where(step: Step) -> LayerBatch:

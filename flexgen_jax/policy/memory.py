@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import NamedTuple
 
 from flexgen_jax.models.config import DTYPES, ModelConfig
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
+from flexgen_jax.policy.arrivals import LastOneLate
 from flexgen_jax.policy.backend import Handle, Inputs, Part
 from flexgen_jax.policy.cache_blocks import PENDING_WRITES
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.placement import CacheKey
-from flexgen_jax.policy.plan import BlockPlan, HiddenPart, Layout
-from flexgen_jax.policy.policy import GREEDY, SCORE, Head, Tier
+from flexgen_jax.policy.plan import BlockPlan, CachedPart, HiddenPart, Layout
+from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, Head, Tier
 from flexgen_jax.policy.schedule import Step
 
 SMALL_KERNELS = 16 << 20
@@ -55,8 +55,14 @@ class Idle:
     def compute(self, step: Step, inputs: Inputs) -> Handle:
         return None
 
-    def finish(self, step: Step, computed: Handle) -> bool:
-        return False
+    def finish(self, step: Step, computed: Handle) -> int | None:
+        return None
+
+    def shrink(self, step: Step, rows: int) -> None:
+        pass
+
+    def shrink_cache(self, part: CachedPart, load: Handle) -> None:
+        pass
 
     def leave(self, batch: int) -> None:
         pass
@@ -89,24 +95,33 @@ class Idle:
         pass
 
 
-class Peaks(NamedTuple):
-    """The most bytes that a block of batches needs in each tier at any moment, and the part of the
-    host's that is for reusable buffers."""
-
-    bytes: dict[Tier, int]
-    buffers: int
-
-
-def estimate(plan: BlockPlan) -> Peaks:
-    """Returns a plan's peaks, from a dry run of the tokens at which they can occur.
+def peak_bytes(plan: BlockPlan) -> dict[Tier, int]:
+    """Returns the most bytes that a plan needs in each tier, from a dry run of the tokens at which
+    they can occur.
 
     They are exact but for two things, of which a run needs no more than this: what waits to be
     written to disk, which depends on time, and the order in which blocks go to one tier or another
     while one token seals them all, see `_telling_tokens`.
     """
     tokens, allowed = _telling_tokens(plan)
-    peaks = dry_run(plan, dict.fromkeys(tokens, 1))
-    return Peaks({tier: n + allowed.get(tier, 0) for tier, n in peaks.bytes.items()}, peaks.buffers)
+    runs = [dry_run(plan, dict.fromkeys(tokens, 1))]
+    waits = plan.policy.order.waits
+    if not waits and len(plan.shape.batch_sizes) > 1:
+        # Where one batch begins while others go on, buffers for prompts and for reads add up.
+        runs.append(dry_run(plan, dict.fromkeys(tokens, 1), max(0, len(tokens) - 2)))
+    for tier, nbytes in _rounding(plan).items() if not waits else ():
+        allowed[tier] = allowed.get(tier, 0) + nbytes
+    return {tier: max(run[tier] for run in runs) + allowed.get(tier, 0) for tier in TIERS}
+
+
+def _rounding(plan: BlockPlan) -> dict[Tier, int]:
+    """Returns bytes to allow for batches that enter apart, each with rounding errors of its own."""
+    layers, cache = range(len(plan.spec.decoders)), plan.policy.cache
+    first = len(plan.cache.prompt[0])
+    opened = [CacheKey(layer, 0, first) for layer in layers if plan.cache.generated[0]]
+    largest = max(map(plan.open_kv_bytes, opened), default=0)
+    each = largest + _hidden_bytes(plan)
+    return {"device": each, "host": each * (cache.device < 1), "disk": largest * (cache.disk > 0)}
 
 
 def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
@@ -167,11 +182,21 @@ def _held_between(plan: BlockPlan, seals: int) -> dict[Tier, list[int]]:
     return held
 
 
-def dry_run(plan: BlockPlan, tokens: Mapping[int, int] | None = None) -> Peaks:
-    """Returns the peaks of a run without arrays or time; tokens: see `BlockLoop`."""
+def dry_run(
+    plan: BlockPlan, tokens: Mapping[int, int] | None = None, late: int | None = None
+) -> dict[Tier, int]:
+    """Returns the most bytes in each tier of a run without arrays or time.
+
+    tokens: see `BlockLoop`; late: the wave with which the last batch enters, if it does not enter
+    with the others.
+    """
     ledger = planned_ledger(plan)
-    buffers = BlockLoop(plan, Idle(), ledger, tokens, reads_over_gaps=False).run()
-    return Peaks(ledger.peak, buffers)
+    arrivals = None
+    if late is not None:
+        arrivals = LastOneLate(plan, tuple(tokens or range(plan.shape.gen_len)), late)
+    loop = BlockLoop(plan, Idle(), ledger, tokens, reads_over_gaps=False, arrivals=arrivals)
+    loop.run()
+    return ledger.peak
 
 
 def planned_ledger(plan: BlockPlan) -> Ledger:
@@ -181,11 +206,6 @@ def planned_ledger(plan: BlockPlan) -> Ledger:
         ledger.reserve(tier, nbytes)
     ledger.reserve("device", plan_workspace(plan))
     return ledger
-
-
-def peak_bytes(plan: BlockPlan) -> dict[Tier, int]:
-    """Returns the most bytes that a block of batches needs in each tier at any moment."""
-    return estimate(plan).bytes
 
 
 def plan_workspace(plan: BlockPlan) -> int:

@@ -203,13 +203,22 @@ class BlockPlan:
         self.waiting.enter(batches, is_first)
         self.batches.update(batches)
 
+    def shrink(self, batch: int, rows: int) -> None:
+        """Leaves a batch with fewer rows; the homes of what it has stay."""
+        self.batches[batch] = replace(self.batches[batch], rows=rows)
+        self._forget(batch)
+
     def leave(self, batch: int) -> None:
         """Forgets a batch."""
         del self.batches[batch]
         self.cache.leave(batch)
         self.waiting.leave(batch)
+        self._forget(batch)
+
+    def _forget(self, batch: int) -> None:
+        """Removes the sizes that are known of a batch."""
         for known in (self._known_sizes, self._cached_parts, self._hidden_parts):
-            _forget(known, batch)
+            _remove(known, batch)
 
     def _blocks(self, batch: BatchShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         size = self.policy.kv_block_tokens
@@ -295,9 +304,14 @@ class BlockPlan:
 
     # The KV cache
 
-    def kv_storage(self, key: CacheKey) -> Storage:
-        """Returns how a sealed block's keys, or its values, are kept."""
-        return self.formats.kv(self._kv_shape(key))
+    def kv_storage(self, key: CacheKey, rows: int) -> Storage:
+        """Returns how a sealed block's keys, or its values, are kept, with so many rows."""
+        attention = self.spec.decoders[key.layer].attention
+        return self.formats.kv(attention.kv_shape(rows, self.block_tokens(key)))
+
+    def kv_layout(self, key: CacheKey) -> Layout:
+        """Returns the layout of a host buffer of a sealed block: its keys, then its values."""
+        return self._block_sizes(key).layout
 
     def kv_bytes(self, key: CacheKey) -> int:
         """Returns the bytes of a sealed block's keys and values together."""
@@ -330,10 +344,6 @@ class BlockPlan:
 
     def block_tokens(self, key: CacheKey) -> int:
         return self.cache.lengths(key.batch)[key.block]
-
-    def _kv_shape(self, key: CacheKey) -> tuple[int, int, int, int]:
-        attention = self.spec.decoders[key.layer].attention
-        return attention.kv_shape(self.batches[key.batch].rows, self.block_tokens(key))
 
     def _block_sizes(self, key: CacheKey) -> BlockSizes:
         return self._sizes_of(key.layer, key.batch)[key.block]
@@ -406,6 +416,18 @@ class BlockPlan:
         parts.append(CachedPart(layer, batch, block + 1, tuple(layouts), copied, asks_host))
         return parts
 
+    def held(self, layer: int, batch: int, sealed: int) -> dict[Tier, int]:
+        """Returns the bytes of a layer's and batch's KV blocks by home, with `sealed` sealed blocks
+        and an open one, which is never on disk."""
+        held: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        for block, sizes in enumerate(self._sizes_of(layer, batch)[: sealed + 1]):
+            home = self.cache.homes[CacheKey(layer, batch, block)]
+            if block < sealed:
+                held[home] += sizes.sealed
+            else:
+                held["host" if home == "disk" else home] += sizes.open
+        return held
+
     def prompt(self, layer: int, batch: int) -> PromptPart:
         """Returns what the KV blocks of a prompt take in a layer."""
         held: dict[Tier, int] = dict.fromkeys(TIERS, 0)
@@ -461,7 +483,7 @@ class BlockPlan:
         return self._layouts[leaves]
 
 
-def _forget(known: dict[Any, Any], batch: int) -> None:
+def _remove(known: dict[Any, Any], batch: int) -> None:
     """Removes what is known of a batch, the last part of the keys."""
     for what in [what for what in known if what[-1] == batch]:
         del known[what]

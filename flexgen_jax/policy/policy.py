@@ -107,8 +107,9 @@ class Workload:
 class Policy:
     """Placement of everything, batch shape and schedule (FlexGen, section 4.2).
 
-    A block is `num_batches` batches of `batch_size` sequences. `schedule` is "zigzag" (a layer's
-    weights serve the whole block) or "row" (each batch goes through all the layers by itself).
+    A block is `num_batches` batches of `batch_size` sequences, the most that are there together; a
+    layer's weights serve all of them. `schedule` says when others enter: "continuous" as soon as
+    rows are free, "diagonal" one batch a wave, "zigzag" when all have left, "row" one by one.
     Without `overlap`, nothing is loaded ahead of its use.
 
     Generated tokens are cached in KV blocks of `kv_block_tokens`, which are immutable once full.
@@ -134,7 +135,7 @@ class Policy:
     activations: Placement = Placement()
     batch_size: int = 8
     num_batches: int = 1
-    schedule: str = "zigzag"
+    schedule: str = "continuous"
     overlap: bool = True
     kv_block_tokens: int = 32
     attention: Attention = "auto"

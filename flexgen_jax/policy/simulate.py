@@ -160,6 +160,12 @@ class Simulation:
     def drop(self, load: Loading, is_used: bool) -> None:
         pass
 
+    def shrink(self, step: Step, rows: int) -> None:
+        pass
+
+    def shrink_cache(self, part: CachedPart, load: Handle) -> None:
+        pass
+
     def leave(self, batch: int) -> None:
         pass
 
@@ -286,9 +292,9 @@ class Simulation:
         here, there = tokens
         return Attended(here, there, sealed < len(lengths) and cache.stays_on_host(opened))
 
-    def finish(self, step: Step, computed: float) -> bool:
+    def finish(self, step: Step, computed: float) -> int | None:
         self._clock.wait(computed)
-        return False
+        return None
 
 
 def _sampled(count: int, sample: int | None) -> dict[int, int]:

@@ -13,7 +13,7 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import read_config
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
-from flexgen_jax.offload.executor import Batch, BlockRun
+from flexgen_jax.offload.executor import AllThere, Batch, BlockRun
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.cost_model import Costs
@@ -125,7 +125,8 @@ def run_block(
         for number, batch in plan.batches.items()
     }
     try:
-        run = BlockRun(device, weights, plan, batches, ledger, disk, lambda *_: False)
+        source = AllThere(plan, batches)
+        run = BlockRun(device, weights, plan, source, ledger, disk, lambda *_: None)
         recorder = Recorder(run, is_done)
         BlockLoop(plan, recorder, ledger).run()
     finally:

@@ -161,7 +161,11 @@ def test_a_gpu_unpacks_a_layer_once_a_visit(
     counted = Counted(monkeypatch)
     for size, count in ((6, 1), (2, 3)):
         policy = Policy.from_percent(
-            *(0, 100, 100, 0, 100, 0), batch_size=size, num_batches=count, weight_bits=4
+            *(0, 100, 100, 0, 100, 0),
+            batch_size=size,
+            num_batches=count,
+            weight_bits=4,
+            schedule="zigzag",
         )
         with LLM(checkpoint(), policy=policy, dtype="float32", unified=False) as llm:
             found.append(tokens(llm))
@@ -193,7 +197,11 @@ def test_pinned_open_blocks_are_made_when_a_batch_enters(
     monkeypatch.setattr(Memories, "buffer", buffer)
     monkeypatch.setattr(BlockRun, "compute", computing)
     policy = Policy.from_percent(
-        *(100, 0, 0, 100, 100, 0), batch_size=1, num_batches=2, kv_block_tokens=size
+        *(100, 0, 0, 100, 100, 0),
+        batch_size=1,
+        num_batches=2,
+        kv_block_tokens=size,
+        schedule="zigzag",
     )
     with LLM(checkpoint(), policy=policy, unified=False, dtype="float32") as llm:
         tokens(llm, 6)  # three blocks of equal length

@@ -237,7 +237,7 @@ def test_no_cache_is_read_before_all_prompts_are_there(
         return part(cache, where, tokens)
 
     monkeypatch.setattr(CacheBlocks, "part", watched)
-    policy = Policy.from_percent(0, 0, 0, 0, 0, 0, batch_size=2, num_batches=2)
+    policy = Policy.from_percent(0, 0, 0, 0, 0, 0, batch_size=2, num_batches=2, schedule="zigzag")
     with LLM(checkpoint(), dtype="float32", policy=policy, offload_dir=tmp_path / "o") as llm:
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         llm.generate(prompt_token_ids=prompts()[:4], sampling_params=params)

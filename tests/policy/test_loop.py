@@ -17,7 +17,7 @@ from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.ledger import BudgetError, Ledger
 from flexgen_jax.policy.loop import BlockLoop
-from flexgen_jax.policy.memory import Idle, dry_run, estimate, planned_ledger
+from flexgen_jax.policy.memory import Idle, dry_run, peak_bytes, planned_ledger
 from flexgen_jax.policy.plan import BlockShape, CachedPart, HiddenPart, WeightsPart
 from flexgen_jax.policy.policy import Policy
 from flexgen_jax.policy.simulate import simulate
@@ -33,7 +33,7 @@ BLOCK = 2 * 4 * ROWS * 4 * HIDDEN
 
 
 def of(*percent: float, **options: Any) -> Policy:
-    options = {"attention": "host", "kv_block_tokens": 4, **options}
+    options = {"attention": "host", "kv_block_tokens": 4, "schedule": "zigzag", **options}
     return Policy.from_percent(*percent, batch_size=ROWS, num_batches=3, **options)
 
 
@@ -234,7 +234,7 @@ def test_the_estimate_is_exact_in_memory(policy: Policy, tokens: int, unified: b
     batches = policy.num_batches
     shape = BlockShape((policy.batch_size,) * batches, (16,) * batches, tokens)
     plan = plan_of(policy, shape, unified)
-    assert estimate(plan).bytes == dry_run(plan).bytes
+    assert peak_bytes(plan) == dry_run(plan)
 
 
 @settings(max_examples=40, deadline=None)
@@ -244,7 +244,7 @@ def test_the_estimate_is_a_bound_with_a_disk(policy: Policy, tokens: int, unifie
     batches = policy.num_batches
     shape = BlockShape((policy.batch_size,) * batches, (16,) * batches, tokens)
     plan = plan_of(policy, shape, unified)
-    bound, worst = estimate(plan).bytes, dry_run(plan).bytes
+    bound, worst = peak_bytes(plan), dry_run(plan)
     costs = Costs(plan.config, plan.dtype, policy, machine())
     found = simulate(costs, plan).peak_bytes
     for tier, nbytes in bound.items():
@@ -261,19 +261,19 @@ def test_the_estimate_is_a_bound_with_a_disk(policy: Policy, tokens: int, unifie
 )
 @pytest.mark.parametrize("unified", [True, False])
 def test_the_bound_is_near(percent: tuple[float, ...], options: Any, unified: bool) -> None:
-    """Within 3 % of a simulated run of a model of some size."""
+    """Within 4 % of a simulated run of a model of some size."""
     policy = Policy.from_percent(*percent, batch_size=16, num_batches=4, **options)
     costs = Costs(known_shape("facebook/opt-1.3b"), "float16", policy, machine())
     plan = costs.plan(BlockShape((16,) * 4, (128,) * 4, 40), unified)
-    found, bound = simulate(costs, plan).peak_bytes, estimate(plan).bytes
+    found, bound = simulate(costs, plan).peak_bytes, peak_bytes(plan)
     for tier, nbytes in found.items():
-        assert nbytes <= bound[tier] <= 1.03 * nbytes, tier
+        assert nbytes <= bound[tier] <= 1.04 * nbytes, tier
 
 
 def test_a_buffer_is_used_again_when_its_step_is_finished() -> None:
     plan = plan_of(of(0, 0, 0, 0, 0, 0), SHAPE)
     small, large = (plan.layout(Storage((size,), "float32")) for size in (10, 100))
-    ring = Ring(Idle(), Ledger({}), limit=None)
+    ring = Ring(Idle(), Ledger({}))
     (buffer,) = ring.acquire([small])
     ring.release([buffer], after=3)
     ring.finished = 2
@@ -284,27 +284,33 @@ def test_a_buffer_is_used_again_when_its_step_is_finished() -> None:
     assert ring.most == 2 * 40 + 400
 
 
-def test_free_buffers_of_other_layouts_make_room() -> None:
-    """But only those whose step is finished, and only beyond the limit."""
+def test_free_buffers_make_room() -> None:
+    """But only those whose step is finished, and only where more than planned would be in use."""
     plan = plan_of(of(0, 0, 0, 0, 0, 0), SHAPE)
     first, second, third = (plan.layout(Storage((size,), "float32")) for size in (25, 50, 75))
     ledger = Ledger({})
-    ring = Ring(Idle(), ledger, limit=400)
-    ring.release(ring.acquire([first]), after=1)
-    ring.release(ring.acquire([second]), after=2)
-    ring.finished = 1
-    ring.acquire([third])  # 600 bytes, 500 without the first
-    assert ledger.used["host"] == 500
-    ring.finished = 2
-    ring.acquire([third])
-    assert ledger.used["host"] == 600
+    ring = Ring(Idle(), ledger)
+    ledger.reserve("host", 100)  # by somebody else
+    with ledger.relieved("host", 500, ring.relieve):
+        ring.release(ring.acquire([first]), after=1)
+        ring.release(ring.acquire([second]), after=2)
+        ring.finished = 1
+        assert not ring.has_room([third])
+        ring.acquire([third])  # 700 bytes, 600 without the first
+        assert ledger.used["host"] == 600
+        ring.finished = 2
+        assert not ring.has_room([third])
+        assert ring.has_room([second])
+        ring.acquire([third])
+        assert ledger.used["host"] == 700
+        ledger.reserve("host", 1)  # nothing is left to give up
     ring.close()
-    assert ledger.used["host"] == 0
+    assert ledger.used["host"] == 101
 
 
 def test_a_budget_ends_a_loop_and_everything_is_released(tmp_path: Path) -> None:
     plan = plan_of(of(0, 0, 0, 0, 0, 0), SHAPE)
-    least = dry_run(plan).bytes["host"]
+    least = dry_run(plan)["host"]
     ledger = Ledger({"host": least - 1})
     with pytest.raises(BudgetError, match="--host-memory"):
         BlockLoop(plan, Idle(), ledger).run()

@@ -1,0 +1,125 @@
+"""Batches that enter and leave between waves: the memory that is reserved for them, without
+arrays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_jax.engine.batching import EncodedRequest, Waiting, padded_length
+from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.offload.executor import Batch
+from flexgen_jax.policy.backend import Handle, Inputs
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.loop import BlockLoop
+from flexgen_jax.policy.memory import Idle, peak_bytes, planned_ledger
+from flexgen_jax.policy.plan import BlockPlan, BlockShape
+from flexgen_jax.policy.policy import Policy
+from flexgen_jax.policy.schedule import SCHEDULES, Step
+from tests.helpers.blocks import plan_of
+
+LONGEST, MOST = 48, 30
+"""The most tokens of a prompt, and of a text."""
+
+
+class Ending(Idle):
+    """A backend whose texts end by themselves, after the tokens of `ends` by request."""
+
+    def __init__(self, head: int, queue: Waiting, ends: Sequence[int]) -> None:
+        self._head, self._queue, self._ends = head, queue, ends
+        self.steps: list[Step] = []
+        self.finished: set[int] = set()
+
+    def compute(self, step: Step, inputs: Inputs) -> Handle:
+        self.steps.append(step)
+        return None
+
+    def shrink(self, step: Step, rows: int) -> None:
+        members = self._queue.members[step.batch]
+        left = [row for row, r in enumerate(members) if r.index not in self.finished]
+        others = [row for row in range(len(members)) if row not in left]
+        assert len(left) <= rows
+        self._queue.keep(step.batch, [*left, *others][:rows])
+
+    def finish(self, step: Step, computed: Handle) -> int | None:
+        if step.layer < self._head or step.batch not in self._queue.members:
+            return None
+        members = self._queue.members[step.batch]
+        self.finished |= {r.index for r in members if step.token + 1 >= self._ends[r.index]}
+        return sum(r.index not in self.finished for r in members)
+
+
+def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
+    tokens = padded_length(max(len(r.prompt_ids) for r in members), LONGEST)
+    return Batch(np.zeros((rows, tokens), np.int32), np.zeros(rows, np.int32))
+
+
+def run_waves(plan: BlockPlan, requests: Sequence[EncodedRequest], ends: Sequence[int]) -> Ledger:
+    live, ledger, peaks = plan.emptied(), planned_ledger(plan), peak_bytes(plan)
+    before = ledger.used
+    queue = Waiting(live, requests, make)
+    backend = Ending(len(plan.spec.layers) - 1, queue, ends)
+    BlockLoop(live, backend, ledger, arrivals=queue, peaks=peaks).run()
+    assert backend.finished == {r.index for r in requests}
+    assert not queue.members and not live.batches
+    assert ledger.used == before
+    return ledger
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    schedule=st.sampled_from(list(SCHEDULES)),
+    percent=st.sampled_from(
+        [
+            (100, 0, 100, 0, 100, 0),
+            (0, 100, 0, 100, 0, 100),
+            (0, 0, 0, 0, 0, 0),
+            (20, 30, 40, 30, 50, 20),
+            (0, 50, 0, 30, 100, 0),
+        ]
+    ),
+    rows=st.sampled_from([1, 3, 8]),
+    batches=st.sampled_from([1, 2, 4]),
+    bits=st.sampled_from([16, 4]),
+    attention=st.sampled_from(["host", "device"]),
+    unified=st.booleans(),
+)
+def test_what_is_reserved_stays_within_the_plan(
+    seed: int,
+    schedule: str,
+    percent: tuple[int, ...],
+    rows: int,
+    batches: int,
+    bits: int,
+    attention: str,
+    unified: bool,
+) -> None:
+    """Whatever ends when; everything that enters leaves, and all memory comes back."""
+    rng = random.Random(seed)
+    policy = Policy.from_percent(
+        *percent,
+        batch_size=rows,
+        num_batches=batches,
+        schedule=schedule,
+        cache_bits=bits,
+        attention=attention,
+        kv_block_tokens=rng.choice([4, 8]),
+        overlap=rng.random() < 0.8,
+    )
+    requests = [
+        EncodedRequest(i, (5,) * rng.randint(1, LONGEST), SamplingParams(), rng.randint(1, MOST))
+        for i in range(rng.randint(1, 40))
+    ]
+    ends = [rng.randint(1, r.max_tokens) for r in requests]
+    longest = padded_length(max(len(r.prompt_ids) for r in requests), LONGEST)
+    most = max(r.max_tokens for r in requests)
+    shape = BlockShape((rows,) * batches, (longest,) * batches, most)
+    plan = plan_of(policy, shape, unified)
+    bound, ledger = peak_bytes(plan), run_waves(plan, requests, ends)
+    for tier, nbytes in ledger.peak.items():
+        assert nbytes <= bound[tier], tier
