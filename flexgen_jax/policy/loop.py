@@ -88,6 +88,7 @@ class BlockLoop:
         self._to_copy: deque[VisitPart] = deque()
         self._steps_left = 0
         self._read_for: int | None = None
+        self._read_until = -1
         self._copied_for: int | None = None
         self._latest: Dispatched | None = None
         self._dispatched = 0
@@ -196,8 +197,10 @@ class BlockLoop:
         # Embedding and head are read once per block: while they compute, the disk goes on with what
         # follows.
         for step in self._ahead.visits(visit, self._plan.ahead.weight_reads):
-            for key in self._keys(step):
-                self._weights.prefetch(key)
+            if step.visit > self._read_until:
+                self._read_until = step.visit
+                for key in self._keys(step):
+                    self._weights.prefetch(key)
 
     def _copy_ahead(self, step: Step) -> None:
         """Starts the copies to the device that are to travel while a step computes, those that the
@@ -383,6 +386,7 @@ class BlockLoop:
         self._weights.rename(lambda key: key if key[0] in visits else wanted.get(key[1], key))
         self._weights.keep_only(lambda key: key[0] in visits, self._dispatched)
         self._read_for = self._copied_for = None  # other visits come next
+        self._read_until = -1
 
     def _close(self) -> None:
         """Releases everything, also after an error or Ctrl-C, and even if one part of it fails."""
@@ -394,10 +398,12 @@ class BlockLoop:
 
 
 def fewer_rows(rows: int) -> int:
-    """Returns the rows to which a batch with `rows` unfinished rows may shrink: at most a half, or
-    of large batches a third more, so that few shapes are compiled."""
-    half: int = 1 << (rows - 1).bit_length()
-    return half * 3 // 4 if half > ROWS_OF_A_LARGE_BATCH and rows <= half * 3 // 4 else half
+    """Returns the rows that a batch with `rows` unfinished rows may shrink to: one of few numbers,
+    since programs are compiled for each, and fewer rows save more in a large batch."""
+    bits = (rows - 1).bit_length()
+    most = 1 << (bits + bits % 2 if bits < 4 else bits)
+    is_large = most > ROWS_OF_A_LARGE_BATCH
+    return most * 3 // 4 if is_large and rows <= most * 3 // 4 else most
 
 
 def _where(step: Step) -> LayerBatch:

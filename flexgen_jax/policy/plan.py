@@ -27,6 +27,7 @@ from flexgen_jax.policy.policy import (
     Tier,
     Workload,
     generated_blocks,
+    growing_blocks,
     prompt_blocks,
 )
 
@@ -222,7 +223,10 @@ class BlockPlan:
 
     def _blocks(self, batch: BatchShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         size = self.policy.kv_block_tokens
-        return prompt_blocks(batch.prompt_len, size), generated_blocks(batch.gen_len, size)
+        # In one RAM it makes no difference to memory how long the open block is.
+        is_in_ram = self.unified and self.policy.cache_bits == 16 and not self.policy.cache.disk
+        cut = growing_blocks if is_in_ram else generated_blocks
+        return prompt_blocks(batch.prompt_len, size), cut(batch.gen_len, size)
 
     @property
     def unpacks(self) -> bool:

@@ -310,6 +310,16 @@ def prompt_blocks(prompt_len: int, kv_block_tokens: int) -> tuple[int, ...]:
     return cut(prompt_len, PROMPT_BLOCK_FACTOR * kv_block_tokens)
 
 
+def growing_blocks(gen_len: int, kv_block_tokens: int) -> tuple[int, ...]:
+    """Returns the token counts of the KV blocks of generated tokens where each is as long as all
+    before it together, so that long texts need few programs."""
+    blocks, left = list[int](), max(gen_len - 1, 0)
+    while left:
+        blocks.append(min(left, max(kv_block_tokens, sum(blocks))))
+        left -= blocks[-1]
+    return tuple(blocks)
+
+
 def generated_blocks(gen_len: int, kv_block_tokens: int) -> tuple[int, ...]:
     """Returns the token counts of the KV blocks of generated tokens; the last is never cached."""
     return cut(max(gen_len - 1, 0), kv_block_tokens)

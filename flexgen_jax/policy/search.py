@@ -36,7 +36,7 @@ NUM_BATCHES = (1, 2, 4, 8, 16, 32)
 CHECKED = 3
 """Number of plans to find among the linear program's best candidates; each is simulated."""
 
-SAMPLED_STEPS = 4_000
+SAMPLED_STEPS = 1_500
 """Approximate number of steps to simulate; a longer run is simulated for a sample of its tokens."""
 
 SLACK = 0.05
