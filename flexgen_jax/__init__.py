@@ -10,6 +10,7 @@ __all__ = [
     "LLM",
     "Placement",
     "Policy",
+    "Request",
     "SamplingParams",
     "UserError",
     "__version__",
@@ -18,6 +19,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
+    from flexgen_jax.engine.requests import Request
     from flexgen_jax.engine.sampling import SamplingParams
     from flexgen_jax.errors import UserError
     from flexgen_jax.machine.jax_settings import set_up_jax
@@ -27,6 +29,7 @@ _HOMES = {
     "LLM": "flexgen_jax.engine.llm",
     "Placement": "flexgen_jax.policy.policy",
     "Policy": "flexgen_jax.policy.policy",
+    "Request": "flexgen_jax.engine.requests",
     "SamplingParams": "flexgen_jax.engine.sampling",
     "UserError": "flexgen_jax.errors",
     "set_up_jax": "flexgen_jax.machine.jax_settings",

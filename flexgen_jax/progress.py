@@ -6,11 +6,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+
+
+EVERY_S = 0.2
+"""Seconds between two looks at how far a run is."""
+
+
+class Amount(NamedTuple):
+    """Tokens that are made, and that will be in all as far as is known; finished requests."""
+
+    done: int
+    total: int
+    requests: int
 
 
 class Progress:
@@ -53,27 +65,27 @@ class Progress:
         tqdm.write(message, file=sys.stderr)
 
     @contextmanager
-    def generating(
-        self, total_steps: int, num_tokens: Callable[[], int]
-    ) -> Iterator[Callable[[], object]]:
-        """Shows a bar of steps, with tokens per second.
+    def generating(self, amount: Callable[[], Amount]) -> Iterator[Callable[[], object]]:
+        """Shows a bar of tokens, with finished requests, tokens per second and the time left.
 
-        Yields a function to call after every step; num_tokens: returns the tokens made so far.
+        Yields a function to call after every step; amount: returns what is done so far.
         """
-        started = time.perf_counter()
+        started = shown = time.perf_counter()
+        begun = amount().done
         bar: Any = tqdm(
-            total=total_steps,
-            desc="generating",
-            bar_format=_BAR,
-            disable=not self._shown,
-            leave=False,
+            total=1, desc="generating", bar_format=_BAR, disable=not self._shown, leave=False
         )
 
         def step() -> None:
-            bar.update()
-            if self._shown:
-                rate = num_tokens() / max(time.perf_counter() - started, 1e-9)
-                bar.set_postfix_str(f"{rate:.1f} token/s", refresh=False)
+            nonlocal shown
+            now = time.perf_counter()
+            if not self._shown or now - shown < EVERY_S:
+                return
+            shown, (done, total, requests) = now, amount()
+            bar.total = max(total - begun, 1)
+            rate = (done - begun) / (now - started)
+            bar.set_postfix_str(f"{requests} done, {rate:.1f} token/s", refresh=False)
+            bar.update(done - begun - bar.n)
 
         with bar:
             yield step

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
-from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.engine.feed import Source
+from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.offload.executor import Batch
+from flexgen_jax.policy.loop import fewer_rows
 from flexgen_jax.policy.plan import BatchShape, BlockPlan
+from flexgen_jax.policy.policy import GREEDY
+
+FEWEST = 4
+"""Others enter beside a run's batches when there are rows for this fraction of a batch."""
 
 LENGTH_BUCKET = 16
 """Prompts are padded to a multiple of this, so that few shapes are compiled."""
-
-
-@dataclass(frozen=True)
-class EncodedRequest:
-    """One sequence to continue.
-
-    max_tokens: the new tokens that its parameters ask for, limited by the room in the model's
-    context; forced: tokens to continue it with, in order to score them.
-    """
-
-    index: int
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    max_tokens: int
-    forced: tuple[int, ...] = ()
 
 
 def padded_length(tokens: int, max_positions: int) -> int:
@@ -39,29 +29,33 @@ def padded_length(tokens: int, max_positions: int) -> int:
 
 def grouped(requests: Sequence[EncodedRequest], batch_size: int) -> list[Sequence[EncodedRequest]]:
     """Spreads requests evenly over as few batches as hold them, in their order."""
+    if not requests:
+        return []
     size = -(-len(requests) // -(-len(requests) // batch_size))
     return [requests[i : i + size] for i in range(0, len(requests), size)]
 
 
 class Waiting:
-    """Requests that wait for their batches to enter: the `Arrivals` of a run.
+    """Requests that wait for their batches to enter: the source of a run.
 
     Those of similar length go together. members: the requests of the batches that are there, by
-    number.
+    number; left: requests that are longer than what was planned for; entered: how many were taken.
     """
 
     def __init__(
         self,
         plan: BlockPlan,
-        requests: Sequence[EncodedRequest],
+        source: Source[EncodedRequest],
         make: Callable[[Sequence[EncodedRequest], int], Batch],
     ) -> None:
         """make: makes a batch of its requests, with that many rows."""
-        self._plan, self._make = plan, make
-        self._requests = sorted(requests, key=lambda r: (len(r.prompt_ids), len(r.forced), r.index))
+        self._plan, self._source, self._make = plan, source, make
+        self._requests: list[EncodedRequest] = []
         self._numbers = count()
         self._batches: dict[int, Batch] = {}
         self.members: dict[int, Sequence[EncodedRequest]] = {}
+        self.left: list[EncodedRequest] = []
+        self.entered = 0
 
     @property
     def batches(self) -> Mapping[int, Batch]:
@@ -71,24 +65,58 @@ class Waiting:
     def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
         """Lets as many batches enter as the plan has rows for beside those that are `going`."""
         policy = self._plan.policy
-        rows = policy.batch_size * (most or policy.num_batches)
         busy = sum(self._plan.batches[number].rows for number in going)
-        free = min(rows, policy.batch_size * policy.num_batches - busy, len(self._requests))
-        if free <= 0:
+        free = policy.batch_size * policy.num_batches - busy
+        if free < (policy.batch_size // FEWEST if going else 1):
             return {}
-        members, self._requests = self._requests[:free], self._requests[free:]
+        self._top_up(max(0, free - len(self._requests)))
+        members = self._next(min(free, policy.batch_size * (most or policy.num_batches)), going)
         groups = grouped(members, policy.batch_size)
         entered = {}
         for group in groups:
-            batch = self._make(group, len(groups[0]))
-            tokens = max(request.max_tokens for request in group)
-            number = next(self._numbers)
+            batch, number = self._make(group, len(groups[0])), next(self._numbers)
             self._batches[number], self.members[number] = batch, group
-            entered[number] = BatchShape(
-                batch.size, batch.prompt_len, tokens, batch.targets is not None
-            )
-        self._plan.enter(entered, is_first=not going)
+            tokens = max(request.max_tokens for request in group)
+            is_scored = batch.targets is not None
+            entered[number] = BatchShape(batch.size, batch.prompt_len, tokens, is_scored)
+        if entered:
+            self._plan.enter(entered, is_first=not going)
         return {number: range(shape.gen_len) for number, shape in entered.items()}
+
+    def _top_up(self, most: int) -> None:
+        """Takes requests that have come; the shortest prompts are first."""
+        taken = self._source.take(most)
+        if taken:
+            fits = [self._plan_fits(request) for request in taken]
+            self._requests += [r for r, is_fit in zip(taken, fits, strict=True) if is_fit]
+            self.left += [r for r, is_fit in zip(taken, fits, strict=True) if not is_fit]
+            self._requests.sort(key=lambda r: (len(r.prompt_ids), len(r.forced), r.index))
+
+    def _plan_fits(self, request: EncodedRequest) -> bool:
+        """Returns whether a request is no longer than what was planned for."""
+        shape = self._plan.shape
+        is_sampled = request.params.temperature > 0
+        is_short = len(request.prompt_ids) <= max(shape.prompt_lens)
+        return (
+            is_short
+            and request.max_tokens <= shape.gen_len
+            and not (is_sampled and shape.head == GREEDY)
+        )
+
+    def _next(self, most: int, going: Collection[int]) -> Sequence[EncodedRequest]:
+        """Takes up to `most` requests out, neighbours in length."""
+        number = min(most, len(self._requests))
+        if going and number:  # beside others, few shapes are worth compiling for
+            number = max(rows for rows in range(1, number + 1) if fewer_rows(rows) == rows)
+        first = 0
+        if number < len(self._requests) and not self._source.is_ended:
+            # The one that has waited longest goes, whatever its length.
+            oldest = min(range(len(self._requests)), key=lambda i: self._requests[i].index)
+            first = min(oldest, len(self._requests) - number)
+        taken = self._requests[first : first + number]
+        del self._requests[first : first + number]
+        self.entered += number
+        return taken
 
     def keep(self, batch: int, rows: Sequence[int]) -> None:
         """Leaves a batch with these rows; rows beyond the requests are padding, and come last."""
@@ -102,7 +130,14 @@ class Waiting:
         del self._batches[batch], self.members[batch]
 
     def wait(self) -> bool:
-        return False
+        """Waits until a request has come; returns false if none will that was planned for."""
+        if self._requests:
+            return True
+        return not self.left and self._source.wait()
+
+    def unfinished(self) -> list[EncodedRequest]:
+        """Returns the requests that have not entered."""
+        return [*self._requests, *self.left]
 
 
 def pad_prompts(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,15 +15,33 @@ import jax
 import numpy as np
 
 from flexgen_jax.cpu import kernels_of_device
-from flexgen_jax.engine.batching import EncodedRequest, Waiting, pad_prompts, padded_length
+from flexgen_jax.engine.batching import Waiting, pad_prompts, padded_length
+from flexgen_jax.engine.feed import Feed, Incoming, Listed
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
-from flexgen_jax.engine.outputs import Generation, OnOutput, RequestOutput, ScoreOutput, Scoring
+from flexgen_jax.engine.outputs import (
+    Admitted,
+    Generation,
+    OnFinished,
+    OnOutput,
+    OnToken,
+    RequestOutput,
+    ScoreOutput,
+    Scoring,
+    failed,
+)
 from flexgen_jax.engine.planner import Planner
+from flexgen_jax.engine.requests import (
+    EncodedRequest,
+    Request,
+    check_ids,
+    check_lengths,
+    encoder,
+    room_for,
+)
 from flexgen_jax.engine.sampling import SamplingParams, sampling_arrays
 from flexgen_jax.engine.session import Session
 from flexgen_jax.errors import (
-    PromptError,
     UserError,
     first_line,
 )
@@ -37,6 +57,12 @@ from flexgen_jax.policy.schedule import Step
 from flexgen_jax.progress import Progress
 
 Prompts = str | Sequence[str]
+
+FIRST_READ = 16
+"""Requests of a stream that are read before it is known how many run together."""
+
+UNKNOWN = 256
+"""Requests for which a stream is planned as long as it has not ended."""
 
 
 class LLM:
@@ -79,6 +105,7 @@ class LLM:
         self._trace = Trace(Path(asked.trace)) if asked.trace is not None else None
         self._breakdown = asked.breakdown
         self._session: Session | None = None
+        self._running: Generation | Scoring | None = None
         self._finalizer: Any = None
 
     def generate(
@@ -98,11 +125,55 @@ class LLM:
             long before the last one is; an exception that it raises ends the run.
         """
         texts, ids = self._inputs(prompts, prompt_token_ids)
-        requests = [r for r in self._requests(ids, sampling_params) if r.index not in skip]
-        model = self._model
-        generation = Generation(requests, texts, model.tokenizer, self.config.eos_ids, on_output)
-        self._run(requests, generation)
-        return generation.outputs()
+        requests = [r for r in self._requests(texts, ids, sampling_params) if r.index not in skip]
+        found: dict[int, RequestOutput] = {}
+
+        def finish(request: EncodedRequest, result: RequestOutput) -> None:
+            found[request.index] = result
+            if on_output is not None:
+                on_output(request.index, result)
+
+        generation = self._generation(finish)
+        generation.begin(requests)
+        for _ in self._serve(Incoming(Listed(requests)), generation):
+            pass
+        return [result for _, result in sorted(found.items())]
+
+    def stream(
+        self, requests: Iterable[Request], on_token: OnToken | None = None
+    ) -> Iterator[RequestOutput]:
+        """Continues requests as they come, and yields each result when it is finished.
+
+        requests: an iterable, which may have no end. A thread reads it, no further ahead than the
+            engine can use. What it raises is raised here, once all that was read is finished.
+        on_token: called with a request's id and each of its tokens.
+
+        An impossible request yields a result whose `error` says why. Closing the generator frees
+        what is under way.
+        """
+        ready: deque[RequestOutput] = deque()
+        generation = self._generation(lambda _, result: ready.append(result), on_token)
+        encode = encoder(self.config, self._model.tokenizer)
+        feed = Feed(requests, partial(_encoded, encode), FIRST_READ)
+        incoming = Incoming(Admitted(feed, generation, ready))
+        try:
+            for _ in self._serve(incoming, generation, feed.allow):
+                while ready:
+                    yield ready.popleft()
+            yield from ready
+            if feed.error is not None:
+                raise feed.error
+        finally:
+            feed.close()
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request of the running `stream` with what it has; its result says "cancelled"."""
+        if isinstance(self._running, Generation):
+            self._running.cancel(request_id)
+
+    def _generation(self, on_output: OnFinished, on_token: OnToken | None = None) -> Generation:
+        tokenizer, ends = self._model.tokenizer, self.config.eos_ids
+        return Generation(tokenizer, ends, on_output, on_token)
 
     def score(
         self,
@@ -117,7 +188,7 @@ class LLM:
             before it through the KV cache; slower, and shows what a quantized cache costs.
         """
         given, ids = self._inputs(texts, prompt_token_ids)
-        self._check_lengths(ids, 0)
+        check_lengths(ids, 0, self.config)
         params, requests = SamplingParams(max_tokens=1), []
         for index, row in enumerate(ids):
             if through_cache and len(row) > 1:
@@ -126,33 +197,59 @@ class LLM:
             else:
                 requests.append(EncodedRequest(index, tuple(row), params, 1))
         scoring = Scoring()
-        self._run(requests, scoring)
-        return scoring.outputs(given, requests)
+        scoring.begin(requests)
+        for _ in self._serve(Incoming(Listed(requests)), scoring):
+            pass
+        return scoring.outputs(given)
 
-    def _run(self, requests: Sequence[EncodedRequest], collector: Generation | Scoring) -> None:
-        """Walks all requests through the model.
+    def _serve(
+        self,
+        incoming: Incoming[EncodedRequest],
+        collector: Generation | Scoring,
+        allow: Callable[[int], object] = lambda rows: None,
+    ) -> Iterator[None]:
+        """Walks all requests through the model, one step at a time.
 
         A plan that runs out of memory is replaced by a smaller one, which begins with the requests
-        that are not finished.
+        that are not finished; one that is too small for a request, by a larger one. allow: told how
+        many requests may be read ahead.
         """
-        left, is_scoring = list(requests), isinstance(collector, Scoring)
-        while left:
-            workload = self._workload(left, is_scoring)
-            policy = self._planner.policy_for(workload)
-            try:
-                self._run_requests(self._open(policy, workload), left, collector)
-                return
-            except (MemoryError, jax.errors.JaxRuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                what = first_line(error)
-                if not self._planner.back_off(is_on_host(error)):
-                    if isinstance(error, UserError):
-                        raise
-                    raise OutOfMemoryError(f"out of memory: {what}; {self._way_out()}") from error
-                self._progress.say(f"flexgen-jax: out of memory, going on with less: {what}")
-            self._close_session()
-            left = collector.restart(left)
+        if self._running is not None:
+            raise UserError("this LLM is running already: finish or close its stream first")
+        workload = None
+        self._running = collector
+        try:
+            while incoming.wait():
+                requests = incoming.take(FIRST_READ)
+                if not requests:
+                    yield  # all that came was impossible
+                    continue
+                incoming.put_back(requests)
+                workload = self._workload(requests, collector, workload)
+                if not incoming.is_ended:
+                    workload = replace(workload, num_sequences=max(len(requests), UNKNOWN))
+                policy = self._planner.policy_for(workload)
+                allow(max(1, policy.batch_size * policy.num_batches // 2))
+                try:
+                    yield from self._run(self._open(policy, workload), incoming, collector)
+                except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                    self._back_off(error)
+                    incoming.put_back(collector.restart())
+        finally:
+            self._running = None
+
+    def _back_off(self, error: Exception) -> None:
+        """Plans for less after running out of memory; raises any other error, and this one if that
+        is not possible."""
+        if not is_out_of_memory(error):
+            raise error
+        what = first_line(error)
+        if not self._planner.back_off(is_on_host(error)):
+            if isinstance(error, UserError):
+                raise error
+            raise OutOfMemoryError(f"out of memory: {what}; {self._way_out()}") from error
+        self._progress.say(f"flexgen-jax: out of memory, going on with less: {what}")
+        self._close_session()
 
     def _way_out(self) -> str:
         if self._planner.is_auto:
@@ -162,24 +259,25 @@ class LLM:
             "policy, and one is searched that gives way"
         )
 
-    def _run_requests(
+    def _run(
         self,
         session: Session,
-        requests: Sequence[EncodedRequest],
+        incoming: Incoming[EncodedRequest],
         collector: Generation | Scoring,
-    ) -> None:
-        before, is_scoring = collector.num_tokens, isinstance(collector, Scoring)
+    ) -> Iterator[None]:
+        before = collector.num_tokens
         plan = session.open_plan()
-        waiting = Waiting(plan, requests, partial(self._batch, is_scoring))
-        steps = sum(request.max_tokens for request in requests)
+        is_scoring = isinstance(collector, Scoring)
+        waiting = Waiting(plan, incoming, partial(self._batch, is_scoring))
         session.start()
 
         def on_result(step: Step, result: np.ndarray) -> Sequence[int]:
             return collector.receive(waiting.members[step.batch], step.token, result)
 
-        with self._progress.generating(steps, lambda: collector.num_tokens - before) as tick:
-            session.run(plan, waiting, on_result, tick)
-        session.finish(len(requests), collector.num_tokens - before)
+        with self._progress.generating(collector.progress) as tick:
+            yield from session.run(plan, waiting, on_result, tick)
+        incoming.put_back(waiting.unfinished())
+        session.finish(waiting.entered, collector.num_tokens - before)
         self._planner.observe(*session.disk_reads())
 
     def _batch(self, is_scoring: bool, members: Sequence[EncodedRequest], rows: int) -> Batch:
@@ -312,17 +410,12 @@ class LLM:
         if not ids:
             raise UserError("the list of prompts is empty")
         for index, row in enumerate(ids):
-            bad = [token for token in row if not 0 <= token < self.config.vocab_size]
-            if bad:
-                raise PromptError(
-                    f"prompt {index} has token id {bad[0]}; the vocabulary has "
-                    f"{self.config.vocab_size}",
-                    [index],
-                )
+            check_ids(row, index, self.config)
         return texts, ids
 
     def _requests(
         self,
+        texts: Sequence[str | None],
         ids: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[EncodedRequest]:
@@ -332,13 +425,15 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(ids):
             raise UserError(f"{len(ids)} prompts, but {len(params)} sampling_params")
-        self._check_lengths(ids, 1)
+        check_lengths(ids, 1, self.config)
         requests = []
-        for index, (row, choice) in enumerate(zip(ids, params, strict=True)):
+        for index, (text, row, choice) in enumerate(zip(texts, ids, params, strict=True)):
             if choice.stop and self._model.tokenizer is None:
                 raise UserError("stop strings need a tokenizer, and this model has none")
-            room = self.config.max_positions - len(row)
-            requests.append(EncodedRequest(index, tuple(row), choice, min(choice.max_tokens, room)))
+            most = room_for(row, choice, self.config)
+            requests.append(
+                EncodedRequest(index, tuple(row), choice, most, id=str(index), prompt=text)
+            )
         short = sum(request.max_tokens < request.params.max_tokens for request in requests)
         if short:
             self._progress.say(
@@ -347,28 +442,33 @@ class LLM:
             )
         return requests
 
-    def _check_lengths(self, ids: Sequence[Sequence[int]], new: int) -> None:
-        """Raises `PromptError` for prompts that are empty or leave no room for `new` new tokens."""
-        most = self.config.max_positions - new
-        bad = [index for index, row in enumerate(ids) if not 1 <= len(row) <= most]
-        if bad:
-            others = f"; {len(bad) - 1} more prompts do not fit" if len(bad) > 1 else ""
-            raise PromptError(
-                f"prompt {bad[0]} has {len(ids[bad[0]])} tokens; the model takes 1 to {most}"
-                f"{others}",
-                bad,
-            )
-
-    def _workload(self, requests: Sequence[EncodedRequest], is_scoring: bool) -> Workload:
+    def _workload(
+        self,
+        requests: Sequence[EncodedRequest],
+        collector: Generation | Scoring,
+        before: Workload | None,
+    ) -> Workload:
+        """Returns the workload of requests; before: of those in front of them, if more may come."""
         lengths = [self._padded(len(request.prompt_ids)) for request in requests]
         mean = -(-sum(lengths) // len(lengths))
-        head = SCORE if is_scoring else GREEDY
+        head = SCORE if isinstance(collector, Scoring) else GREEDY
         if any(request.params.temperature > 0 for request in requests):
             head = SAMPLE
-        return Workload(
+        found = Workload(
             prompt_len=max(lengths),
             gen_len=max(request.max_tokens for request in requests),
             num_sequences=len(requests),
             head=head,
             mean_prompt_len=mean if mean < max(lengths) else None,
         )
+        return found if before is None else found.covering(before)
+
+
+def _encoded(
+    encode: Callable[[Request, int], EncodedRequest], request: Request, index: int
+) -> EncodedRequest | RequestOutput:
+    """Returns a request encoded, or the result of an impossible one."""
+    try:
+        return encode(request, index)
+    except UserError as error:
+        return failed(request, str(error))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from flexgen_jax.engine.batching import EncodedRequest
+from flexgen_jax.engine.feed import Source
+from flexgen_jax.engine.requests import EncodedRequest, Request
 from flexgen_jax.models.tokenizer import Tokenizer
+from flexgen_jax.progress import Amount
 
-FinishReason = Literal["stop", "length"]
+ENOUGH = 8
+"""Finished texts from which the length of others is expected."""
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,9 @@ class RequestOutput:
     """The continuation of one prompt.
 
     text: "" if the model has no tokenizer; token_ids: the new tokens, including an end token;
-    finish_reason: "stop" for an end token or a stop string, "length" for the limit of tokens.
+    finish_reason: "stop" for an end token or a stop string, "length" for the limit of tokens,
+    "cancelled" by `LLM.cancel`, "error" where the request was impossible; error says why; id: the
+    request's.
     """
 
     prompt: str | None
@@ -28,8 +35,12 @@ class RequestOutput:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    id: str = ""
+    error: str | None = None
 
 
+OnToken = Callable[[str, int], object]
+OnFinished = Callable[[EncodedRequest, "RequestOutput"], object]
 OnOutput = Callable[[int, RequestOutput], object]
 
 
@@ -45,52 +56,89 @@ class ScoreOutput:
 
 @dataclass
 class _Sequence:
+    """A request that is not finished. shown: number of tokens that `on_token` has had."""
+
     request: EncodedRequest
     ids: list[int] = field(default_factory=list)
-    text: str | None = None
-    reason: FinishReason | None = None
+    shown: int = 0
 
 
 class Generation:
-    """Collects the tokens of requests until every request is finished.
+    """Collects the tokens of requests until they are finished.
 
-    prompts: texts by the requests' indices; on_output: see `LLM.generate`.
+    on_output: called with a request and its result when it is finished; on_token: with the
+    request's id and a token.
     """
 
     def __init__(
         self,
-        requests: Sequence[EncodedRequest],
-        prompts: Sequence[str | None],
         tokenizer: Tokenizer | None,
         eos_ids: tuple[int, ...],
-        on_output: OnOutput | None = None,
+        on_output: OnFinished,
+        on_token: OnToken | None = None,
     ) -> None:
-        self._prompts = prompts
-        self._tokenizer = tokenizer
-        self._eos_ids = eos_ids
-        self._on_output = on_output
-        self._sequences = {request.index: _Sequence(request) for request in requests}
+        self._tokenizer, self._eos_ids = tokenizer, eos_ids
+        self._on_output, self._on_token = on_output, on_token
+        self._sequences: dict[int, _Sequence] = {}
+        self._ids: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._finished = Done()
+        self.num_tokens = 0
+
+    def begin(self, requests: Sequence[EncodedRequest]) -> None:
+        """Takes in requests that will be run."""
+        for request in requests:
+            self._sequences[request.index] = _Sequence(request)
+            self._ids.add(request.id)
 
     def receive(self, requests: Sequence[EncodedRequest], token: int, ids: np.ndarray) -> list[int]:
         """Takes a token of each request of a batch, int32 [batch, 1]; returns the rows of those
         that are not finished. token: the number of the token."""
-        members = [self._sequences[request.index] for request in requests]
-        for sequence, found in zip(members, ids[:, 0], strict=False):
-            if sequence.reason is None:
-                self._append(sequence, int(found))
-        return [row for row, sequence in enumerate(members) if sequence.reason is None]
+        for request, found in zip(requests, ids[:, 0], strict=False):
+            if request.index in self._sequences:
+                self._append(self._sequences[request.index], int(found))
+        return [row for row, r in enumerate(requests) if r.index in self._sequences]
 
     def _append(self, sequence: _Sequence, token: int) -> None:
-        params = sequence.request.params
+        request, params = sequence.request, sequence.request.params
+        if request.id in self._cancelled:
+            self._finish(sequence, "cancelled")
+            return
         sequence.ids.append(token)
+        self.num_tokens += 1
+        if self._on_token is not None and len(sequence.ids) > sequence.shown:
+            sequence.shown += 1
+            self._on_token(request.id, token)
         if token in self._eos_ids and not params.ignore_eos:
-            sequence.reason = "stop"
+            self._finish(sequence, "stop")
         elif params.stop and (text := self._until_stop(sequence)) is not None:
-            sequence.text, sequence.reason = text, "stop"
-        elif len(sequence.ids) >= sequence.request.max_tokens:
-            sequence.reason = "length"
-        if sequence.reason is not None and self._on_output is not None:
-            self._on_output(sequence.request.index, self._output(sequence))
+            self._finish(sequence, "stop", text)
+        elif len(sequence.ids) >= request.max_tokens:
+            self._finish(sequence, "length")
+
+    def _finish(self, sequence: _Sequence, reason: FinishReason, text: str | None = None) -> None:
+        request = sequence.request
+        del self._sequences[request.index]
+        self._ids.discard(request.id)
+        self._cancelled.discard(request.id)
+        self._finished.add(len(sequence.ids))
+        output = RequestOutput(
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_ids),
+            text=self._decode(sequence.ids) if text is None else text,
+            token_ids=sequence.ids,
+            finish_reason=reason,
+            id=request.id,
+        )
+        self._on_output(request, output)
+
+    def cancel(self, request_id: str) -> None:
+        """Finishes a request with its next token; may be called from any thread."""
+        self._cancelled.add(request_id)
+
+    def has(self, request_id: str) -> bool:
+        """Returns whether a request with this id is not finished."""
+        return request_id in self._ids
 
     def _until_stop(self, sequence: _Sequence) -> str | None:
         """Returns the text before the first stop string, or None if there is none yet."""
@@ -102,30 +150,82 @@ class Generation:
     def _decode(self, ids: list[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(ids)
 
+    def restart(self) -> list[EncodedRequest]:
+        """Returns the requests that are not finished, and drops what was collected for them."""
+        for sequence in self._sequences.values():
+            self.num_tokens -= len(sequence.ids)
+            sequence.ids.clear()
+        return [sequence.request for _, sequence in sorted(self._sequences.items())]
+
+    def progress(self) -> Amount:
+        """Returns how far the requests are that were begun; what is left of a text is expected from
+        those that are finished."""
+        expected = self._finished.mean_tokens
+        left = 0.0
+        for sequence in self._sequences.values():
+            most, made = sequence.request.max_tokens, len(sequence.ids)
+            typical = most if expected is None else min(most, max(expected, 1.3 * made))
+            left += max(0.0, typical - made)
+        return Amount(self.num_tokens, self.num_tokens + round(left), self._finished.count)
+
+
+@dataclass
+class Done:
+    """How many texts are finished, and their tokens."""
+
+    count: int = 0
+    tokens: int = 0
+
+    def add(self, tokens: int) -> None:
+        self.count += 1
+        self.tokens += tokens
+
     @property
-    def num_tokens(self) -> int:
-        return sum(len(sequence.ids) for sequence in self._sequences.values())
+    def mean_tokens(self) -> float | None:
+        """The mean length, None as long as few are finished."""
+        return self.tokens / self.count if self.count >= ENOUGH else None
 
-    def restart(self, requests: Sequence[EncodedRequest]) -> list[EncodedRequest]:
-        """Returns the requests that are not finished, and resets what was collected for them."""
-        left = [r for r in requests if self._sequences[r.index].reason is None]
-        for request in left:
-            self._sequences[request.index] = _Sequence(request)
-        return left
 
-    def outputs(self) -> list[RequestOutput]:
-        """Returns the results in the order of the requests."""
-        return [self._output(sequence) for _, sequence in sorted(self._sequences.items())]
+def failed(request: Request, error: str) -> RequestOutput:
+    """Returns the result of an impossible request."""
+    ids = list(request.prompt_token_ids or ())
+    return RequestOutput(request.prompt, ids, "", [], "error", str(request.id), error)
 
-    def _output(self, sequence: _Sequence) -> RequestOutput:
-        assert sequence.reason is not None, "the request is finished"
-        return RequestOutput(
-            prompt=self._prompts[sequence.request.index],
-            prompt_token_ids=list(sequence.request.prompt_ids),
-            text=self._decode(sequence.ids) if sequence.text is None else sequence.text,
-            token_ids=sequence.ids,
-            finish_reason=sequence.reason,
-        )
+
+class Admitted:
+    """The requests of a stream, less those that are impossible, which have a result at once.
+
+    feed: requests that are encoded, or the results of those that cannot be; ready: where results
+    go.
+    """
+
+    def __init__(
+        self,
+        feed: Source[EncodedRequest | RequestOutput],
+        generation: Generation,
+        ready: deque[RequestOutput],
+    ) -> None:
+        self._feed, self._generation, self._ready = feed, generation, ready
+
+    @property
+    def is_ended(self) -> bool:
+        return self._feed.is_ended
+
+    def wait(self) -> bool:
+        return self._feed.wait()
+
+    def take(self, most: int) -> Sequence[EncodedRequest]:
+        taken = []
+        for found in self._feed.take(most):
+            if isinstance(found, RequestOutput):
+                self._ready.append(found)
+            elif self._generation.has(found.id):
+                twice = Request(found.id, found.prompt, found.prompt_ids)
+                self._ready.append(failed(twice, f"id {found.id!r} is that of another request"))
+            else:
+                self._generation.begin([found])
+                taken.append(found)
+        return taken
 
 
 class Scoring:
@@ -133,10 +233,20 @@ class Scoring:
 
     def __init__(self) -> None:
         self._logprobs: dict[int, list[float]] = defaultdict(list)
+        self._requests: list[EncodedRequest] = []
+
+    def begin(self, requests: Sequence[EncodedRequest]) -> None:
+        """Takes in requests that will be run."""
+        self._requests = list(requests)
 
     @property
     def num_tokens(self) -> int:
         return sum(len(logprobs) for logprobs in self._logprobs.values())
+
+    def progress(self) -> Amount:
+        """Returns how many tokens are scored."""
+        total = sum(max(len(r.prompt_ids) - 1, len(r.forced)) for r in self._requests)
+        return Amount(self.num_tokens, total, len(self._logprobs))
 
     def receive(
         self, requests: Sequence[EncodedRequest], token: int, logprobs: np.ndarray
@@ -152,21 +262,19 @@ class Scoring:
                 self._logprobs[request.index] = [float(x) for x in logprobs[row, -count:-1]]
         return [row for row, r in enumerate(requests) if token + 1 < len(r.forced)]
 
-    def restart(self, requests: Sequence[EncodedRequest]) -> list[EncodedRequest]:
-        """Returns the requests that are not finished, and resets what was collected for them."""
+    def restart(self) -> list[EncodedRequest]:
+        """Returns the requests that are not finished, and drops what was collected for them."""
         left = [
             r
-            for r in requests
+            for r in self._requests
             if len(self._logprobs[r.index]) < max(len(r.prompt_ids) - 1, len(r.forced))
         ]
         for request in left:
             self._logprobs.pop(request.index)
         return left
 
-    def outputs(
-        self, texts: Sequence[str | None], requests: Sequence[EncodedRequest]
-    ) -> list[ScoreOutput]:
+    def outputs(self, texts: Sequence[str | None]) -> list[ScoreOutput]:
         return [
             ScoreOutput(text, [*request.prompt_ids, *request.forced], self._logprobs[request.index])
-            for text, request in zip(texts, requests, strict=True)
+            for text, request in zip(texts, self._requests, strict=True)
         ]

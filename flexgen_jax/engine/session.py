@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -160,8 +160,8 @@ class Session:
         source: Source,
         on_result: OnResult,
         tick: Callable[[], object],
-    ) -> None:
-        """Walks the batches that arrive through the model.
+    ) -> Iterator[None]:
+        """Walks the batches that arrive through the model, one step at a time.
 
         plan: from `open_plan`; source: the batches.
         """
@@ -189,7 +189,7 @@ class Session:
             self._peaks,
         )
         with self._ledger.reserving("device", plan_workspace(self._largest)):
-            block.run()
+            yield from block.run()
 
     def finish(self, num_sequences: int, num_tokens: int) -> None:
         """Ends a run's measurements and keeps the report."""
@@ -210,7 +210,7 @@ class Session:
             "compile_s": self._device.programs.compile_s + self._kernels_s,
             **self._phases,
             "total_s": total,
-            "generation_throughput": num_tokens / total,
+            "generation_throughput": num_tokens / max(total, 1e-9),
             "prefill_throughput": num_sequences * workload.prompt_len / max(prefill_s, 1e-9),
             "decode_throughput": decoded / decode_s if decode_s > 0 else 0.0,
             "decode_steps": self._decode_steps,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -166,8 +166,8 @@ class BlockRun:
         self._projected: tuple[Step, tuple[jax.Array, KVBlock]] | None = None
         self._trimmed_at = time.monotonic()
 
-    def run(self) -> None:
-        """Computes the steps of all tokens, until every batch is done."""
+    def run(self) -> Iterator[None]:
+        """Computes the steps of all batches, one at a time."""
         try:
             loop = BlockLoop(
                 self._plan,
@@ -176,7 +176,7 @@ class BlockRun:
                 arrivals=self._source,
                 peaks=self._peaks,
             )
-            loop.run()
+            yield from loop.steps()
         finally:
             with ExitStack() as parts:
                 if self._folder is not None:

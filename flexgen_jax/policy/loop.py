@@ -9,7 +9,7 @@ ledger (`memory.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
@@ -96,10 +96,15 @@ class BlockLoop:
     def run(self) -> int:
         """Computes the steps of all batches, until every one is done; returns the most bytes of
         host buffers that there were."""
+        for _ in self.steps():
+            pass
+        return self._ring.most
+
+    def steps(self) -> Iterator[None]:
+        """Computes the steps of all batches, one at a time."""
         try:
             with self._relief():
-                self._walk()
-            return self._ring.most
+                yield from self._walk()
         finally:
             self._close()
 
@@ -108,7 +113,7 @@ class BlockLoop:
             return nullcontext()
         return self._ledger.relieved("host", self._peaks["host"], self._ring.relieve)
 
-    def _walk(self) -> None:
+    def _walk(self) -> Iterator[None]:
         while True:
             step = self._ahead.take()
             if step is not None:
@@ -117,6 +122,7 @@ class BlockLoop:
                 self._retire_latest(self._latest.step)
             elif not self._arrivals.wait():
                 return
+            yield
 
     def _do(self, step: Step) -> None:
         """Dispatches a step, stores the results of the one before, and reads ahead."""

@@ -86,6 +86,15 @@ class Workload:
     head: Head = GREEDY
     mean_prompt_len: int | None = None
 
+    def covering(self, other: Workload) -> Workload:
+        """Returns this workload with room for sequences of another one."""
+        return replace(
+            self,
+            prompt_len=max(self.prompt_len, other.prompt_len),
+            gen_len=max(self.gen_len, other.gen_len),
+            head=max(self.head, other.head, key=lambda head: head.logit_copies),
+        )
+
     @property
     def tokens_each(self) -> int:
         """Tokens of each sequence that count for the throughput: the new or the scored ones."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -47,8 +47,8 @@ def test_out_of_memory_goes_on_with_less(
         expected = tokens(llm)
     real, left, policies = BlockRun.run, [failures], []
 
-    def run(self: BlockRun) -> None:
-        real(self)
+    def run(self: BlockRun) -> Iterator[None]:
+        yield from real(self)
         policies.append(self._plan.policy)
         if left[0]:
             left[0] -= 1
@@ -56,23 +56,30 @@ def test_out_of_memory_goes_on_with_less(
 
     monkeypatch.setattr(BlockRun, "run", run)
     with LLM(checkpoint(), dtype="float32") as llm:
-        monkeypatch.setattr("flexgen_jax.engine.outputs.Generation.restart", _forget_all())
+        forget_all(monkeypatch)
         assert tokens(llm) == expected
     assert capsys.readouterr().err.count("out of memory, going on with less") == failures
     assert len(policies) > failures
 
 
-def _forget_all() -> Callable[..., list[object]]:
-    """Returns a function that restarts every request, as if none had been finished when memory ran
-    out."""
+def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every request run again, as if none had been finished when memory ran out."""
     from flexgen_jax.engine import outputs
 
-    def restart(self: outputs.Generation, requests: list[outputs.EncodedRequest]) -> list[object]:
-        for request in requests:
-            self._sequences[request.index] = outputs._Sequence(request)
-        return list(requests)
+    begun: list[outputs.EncodedRequest] = []
+    begin, real = outputs.Generation.begin, outputs.Generation.restart
 
-    return restart
+    def beginning(self: outputs.Generation, requests: Sequence[outputs.EncodedRequest]) -> None:
+        begun[:] = requests
+        begin(self, requests)
+
+    def restart(self: outputs.Generation) -> list[object]:
+        real(self)
+        self.begin(begun)
+        return list(begun)
+
+    monkeypatch.setattr(outputs.Generation, "begin", beginning)
+    monkeypatch.setattr(outputs.Generation, "restart", restart)
 
 
 def test_finished_requests_are_not_run_again(

@@ -11,13 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_jax.engine.batching import (
-    EncodedRequest,
-    Waiting,
-    grouped,
-    pad_prompts,
-    padded_length,
-)
+from flexgen_jax.engine.batching import Waiting, grouped, pad_prompts, padded_length
+from flexgen_jax.engine.feed import Listed
+from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.tokenizer import Tokenizer
@@ -55,7 +51,7 @@ def waiting(lengths: list[int], batch_size: int, num_batches: int, schedule: str
     def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
         return Batch(*pad_prompts(members, rows, 0, 96))
 
-    return Waiting(plan_of(policy, shape).emptied(), requests(lengths), make)
+    return Waiting(plan_of(policy, shape).emptied(), Listed(requests(lengths)), make)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,14 +20,9 @@ from tests.helpers.models import (
     run_greedy,
     write_checkpoint,
 )
-from tests.helpers.numpy_opt import NumpyOpt
+from tests.helpers.numpy_opt import reference
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
-
-
-def reference(folder: Path) -> NumpyOpt:
-    config = json.loads((folder / "config.json").read_text())
-    return NumpyOpt(config, load_file(folder / "model.safetensors"))
 
 
 @pytest.fixture(scope="session")

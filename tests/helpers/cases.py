@@ -23,6 +23,14 @@ def covering(*axes: Sequence[Any], together: int = 2) -> list[Any]:
     return found
 
 
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Some few combinations that have every pair of choices among them."""
+    return [
+        tuple(axis[index] for axis, index in zip(axes, chosen, strict=True))
+        for chosen in chosen_few([len(axis) for axis in axes], 2)
+    ]
+
+
 def chosen_few(sizes: Sequence[int], together: int) -> list[tuple[int, ...]]:
     """Few combinations of indices in which any `together` of them occur, found greedily."""
 

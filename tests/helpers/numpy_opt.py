@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 from scipy.special import erf
 
 Tensors = dict[str, np.ndarray]
@@ -99,3 +102,9 @@ class NumpyOpt:
         logits = logits - logits.max(-1, keepdims=True)
         table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         return table[np.arange(len(ids) - 1), ids[1:]]
+
+
+def reference(folder: Path) -> NumpyOpt:
+    """The model of a checkpoint's folder."""
+    config = json.loads((folder / "config.json").read_text())
+    return NumpyOpt(config, load_file(folder / "model.safetensors"))

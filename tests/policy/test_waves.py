@@ -10,7 +10,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_jax.engine.batching import EncodedRequest, Waiting, padded_length
+from flexgen_jax.engine.batching import Waiting, padded_length
+from flexgen_jax.engine.feed import Listed
+from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.policy.backend import Handle, Inputs
@@ -61,7 +63,7 @@ def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
 def run_waves(plan: BlockPlan, requests: Sequence[EncodedRequest], ends: Sequence[int]) -> Ledger:
     live, ledger, peaks = plan.emptied(), planned_ledger(plan), peak_bytes(plan)
     before = ledger.used
-    queue = Waiting(live, requests, make)
+    queue = Waiting(live, Listed(requests), make)
     backend = Ending(len(plan.spec.layers) - 1, queue, ends)
     BlockLoop(live, backend, ledger, arrivals=queue, peaks=peaks).run()
     assert backend.finished == {r.index for r in requests}

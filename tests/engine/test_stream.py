@@ -1,0 +1,173 @@
+"""Requests that come one by one: `LLM.stream`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+
+from flexgen_jax import LLM, Policy, Request, SamplingParams
+from flexgen_jax.engine.feed import Feed
+from flexgen_jax.errors import UserError
+
+TEXTS = ["Once upon a time", "The", "A list of all things that there are:", "I", "Two and two"]
+
+
+def request(number: int, **options: Any) -> Request:
+    params = {"max_tokens": 1 + 5 * number % 17, "ignore_eos": True, **options}
+    return Request(f"r{number}", TEXTS[number % 5], sampling_params=SamplingParams(**params))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(dtype="float32", policy=Policy(batch_size=4, kv_block_tokens=8)) as made:
+        yield made
+
+
+def alone(llm: LLM, number: int) -> list[int]:
+    asked = request(number)
+    return llm.generate(asked.prompt, asked.sampling_params)[0].token_ids
+
+
+def test_results_are_those_of_each_request_alone(llm: LLM) -> None:
+    """Whatever runs beside it; every token is shown once, in order."""
+    expected = {f"r{n}": alone(llm, n) for n in range(12)}
+    shown: dict[str, list[int]] = {}
+    results = list(
+        llm.stream(
+            map(request, range(12)), lambda name, token: shown.setdefault(name, []).append(token)
+        )
+    )
+    assert {r.id: r.token_ids for r in results} == expected == shown
+    assert {r.id: r.prompt for r in results} == {f"r{n}": TEXTS[n % 5] for n in range(12)}
+    assert [r.id for r in results] != sorted(expected)
+
+
+def test_sampled_texts_depend_on_their_place_alone(llm: LLM) -> None:
+    options = {"temperature": 1.0, "seed": 5, "max_tokens": 9}
+    texts = [TEXTS[n % 5] for n in range(9)]
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)
+    expected = [r.token_ids for r in llm.generate(texts, params)]
+    found = {r.id: r.token_ids for r in llm.stream(request(n, **options) for n in range(9))}
+    assert [found[f"r{n}"] for n in range(9)] == expected
+
+
+def test_impossible_requests_have_an_error_and_the_others_go_on(llm: LLM) -> None:
+    asked = [
+        request(0),
+        Request("both", "x", [5]),
+        Request("neither"),
+        Request("unknown", prompt_token_ids=[10**6]),
+        Request("empty", prompt_token_ids=[]),
+        Request("long", prompt_token_ids=[5] * llm.config.max_positions),
+        request(3),
+        request(0),
+    ]
+    results = list(llm.stream(asked))
+    errors = {r.id: r.error for r in results if r.error is not None}
+    assert all(r.finish_reason == "error" for r in results if r.error is not None)
+    assert "either" in errors["both"] and "either" in errors["neither"]
+    assert "1000000" in errors["unknown"] and "vocabulary" in errors["unknown"]
+    assert "0 tokens" in errors["empty"]
+    assert str(llm.config.max_positions) in errors["long"]
+    assert "'r0'" in errors["r0"]
+    good = {r.id: r.token_ids for r in results if r.error is None}
+    assert good == {"r0": alone(llm, 0), "r3": alone(llm, 3)}
+
+
+def test_a_longer_request_is_planned_for_when_it_comes(llm: LLM) -> None:
+    texts = [request(n) for n in range(20)]
+    texts += [Request("long", prompt_token_ids=[7] * 150, sampling_params=SamplingParams(40))]
+    found = {r.id: r.token_ids for r in llm.stream(texts)}
+    params = SamplingParams(40)
+    assert (
+        found["long"]
+        == llm.generate(prompt_token_ids=[[7] * 150], sampling_params=params)[0].token_ids
+    )
+    assert len(found) == 21
+
+
+def test_an_endless_source_is_read_no_further_than_twice_what_is_live(llm: LLM) -> None:
+    read = [0]
+
+    def source() -> Iterator[Request]:
+        for number in count():
+            read[0] += 1
+            yield request(number)
+
+    results = llm.stream(source())
+    ahead = 0
+    for done, _ in enumerate(results, 1):
+        ahead = max(ahead, read[0] - done)
+        if done == 60:
+            break
+    results.close()  # type: ignore[attr-defined]
+    assert ahead <= 16 + 4  # what is read before anything is known, and a batch
+    assert alone(llm, 1), "the engine is free again"
+
+
+def test_a_slow_source_holds_up_nothing(llm: LLM) -> None:
+    """Results come while `next()` waits; what it raises comes after what was read is finished."""
+    done = threading.Event()
+
+    def source() -> Iterator[Request]:
+        yield request(0)
+        yield request(1)
+        assert done.wait(60)
+        raise OSError("the source is gone")
+
+    results = llm.stream(source())
+    found = {next(results).id, next(results).id}
+    done.set()
+    assert found == {"r0", "r1"}
+    with pytest.raises(OSError, match="the source is gone"):
+        next(results)
+
+
+def test_a_cancelled_request_ends_with_what_it_has(llm: LLM) -> None:
+    shown: list[str] = []
+
+    def watch(name: str, _: int) -> None:
+        shown.append(name)
+        if shown.count("r5") == 3:
+            llm.cancel("r5")
+
+    asked = [request(1), request(5, max_tokens=60), request(3)]
+    results = {r.id: r for r in llm.stream(asked, watch)}
+    assert results["r5"].finish_reason == "cancelled"
+    assert len(results["r5"].token_ids) == 3
+    assert results["r3"].token_ids == alone(llm, 3)
+
+
+def test_one_run_at_a_time(llm: LLM) -> None:
+    results = llm.stream([request(2), request(3)])
+    next(results)
+    with pytest.raises(UserError, match="running already"):
+        llm.generate("x")
+    results.close()  # type: ignore[attr-defined]
+    assert alone(llm, 2)
+
+
+def test_a_closed_feed_reads_no_more() -> None:
+    read: list[int] = []
+
+    def source() -> Iterator[int]:
+        for number in count():
+            read.append(number)
+            yield number
+
+    feed = Feed(source(), lambda value, index: (value, index), 3)
+    assert feed.wait()
+    while len(read) < 3:
+        pass
+    assert [*feed.take(2)] == [(0, 0), (1, 1)]
+    feed.close()
+    before = len(read)
+    assert before <= 5
+    feed.allow(100)
+    while not feed.is_ended:
+        pass
+    assert len(read) <= before + 1
