@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,19 @@ from flexgen_jax.offload.metrics import LINKS, PHASES
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
 
+SIGMA = 0.8
+"""Spread of the logarithms of text lengths, as in logs of chats."""
+
 
 @click.command()
 @click.option("--prompt-len", default=128, show_default=True, help="Tokens in each prompt.")
 @click.option("--gen-len", default=32, show_default=True, help="Tokens generated for each.")
+@click.option(
+    "--lengths",
+    help="Texts of different lengths, up to --gen-len, which end by themselves: a FILE with a "
+    "number of tokens in each line, or lognormal:MEAN.",
+    metavar="FILE|lognormal:MEAN",
+)
 @click.option(
     "--num-sequences", type=click.IntRange(1), help="How many prompts; default: one block's."
 )
@@ -50,6 +60,7 @@ if TYPE_CHECKING:
 def bench(
     prompt_len: int,
     gen_len: int,
+    lengths: str | None,
     num_sequences: int | None,
     copies: bool,
     breakdown: bool,
@@ -68,7 +79,7 @@ def bench(
         flags, num_sequences or 1, unified=unified, trace=trace, breakdown=breakdown
     )
     with open_llm(options) as llm:
-        report = run_bench(llm, prompt_len, gen_len, num_sequences, options.seed, warm_up)
+        report = run_bench(llm, prompt_len, gen_len, num_sequences, options.seed, warm_up, lengths)
         click.echo(bench_summary(report))
         if breakdown:
             click.echo("\n" + breakdown_table(report))
@@ -82,11 +93,13 @@ def run_bench(
     num_sequences: int | None,
     seed: int,
     warm_up: bool = False,
+    lengths: str | None = None,
 ) -> dict[str, Any]:
     """Generates `gen_len` tokens after random prompts of `prompt_len` tokens; returns the report.
 
     With num_sequences None it runs one block of the policy. With `warm_up` it runs twice and
-    reports the second run.
+    reports the second run. lengths: see `text_lengths`; the engine knows only that a text has at
+    most `gen_len` tokens.
     """
     import numpy as np
 
@@ -100,9 +113,48 @@ def run_bench(
     generator = np.random.default_rng(seed)
     prompts = generator.integers(0, llm.config.vocab_size, (count, prompt_len)).tolist()
     params = SamplingParams(max_tokens=gen_len, ignore_eos=True)
+    ends = text_lengths(lengths, count, gen_len, seed) if lengths is not None else [gen_len] * count
     for _ in range(1 + warm_up):
-        llm.generate(prompt_token_ids=prompts, sampling_params=params)
+        llm.generate(prompt_token_ids=prompts, sampling_params=params, on_token=Ending(llm, ends))
     return llm.report()
+
+
+class Ending:
+    """Ends texts after the numbers of tokens in `ends`, as end tokens would."""
+
+    def __init__(self, llm: LLM, ends: Sequence[int]) -> None:
+        self._llm, self._left = llm, list(ends)
+
+    def __call__(self, request_id: str, token: int) -> None:
+        self._left[int(request_id)] -= 1
+        if not self._left[int(request_id)]:
+            self._llm.cancel(request_id)
+
+
+def text_lengths(lengths: str, count: int, most: int, seed: int) -> list[int]:
+    """Returns the tokens of `count` texts, each from 1 to `most`.
+
+    lengths: "lognormal:MEAN", with a sigma of 0.8; or a file with a number in each line, which is
+    used again and again. Raises `UserError` if it is neither.
+    """
+    import numpy as np
+
+    name, _, mean = lengths.partition(":")
+    if name == "lognormal" and mean.isdigit() and int(mean) > 0:
+        drawn = np.random.default_rng(seed).lognormal(0, SIGMA, count)
+        wanted = np.round(drawn / drawn.mean() * int(mean))
+        return [int(n) for n in np.clip(wanted, 1, most)]
+    try:
+        found = [int(line) for line in Path(lengths).read_text().split()]
+    except OSError as error:
+        raise UserError(
+            f"--lengths {lengths}: {error.strerror}; give a file, or lognormal:MEAN"
+        ) from None
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise UserError(f"--lengths {lengths}: give a number of tokens, at least 1, in each line")
+    return [min(found[i % len(found)], most) for i in range(count)]
 
 
 def bench_summary(report: dict[str, Any]) -> str:

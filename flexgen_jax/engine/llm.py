@@ -116,6 +116,7 @@ class LLM:
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
         skip: Container[int] = (),
         on_output: OnOutput | None = None,
+        on_token: OnToken | None = None,
     ) -> list[RequestOutput]:
         """Continues every prompt; the results are in the prompts' order.
 
@@ -123,6 +124,7 @@ class LLM:
             of the others do not change.
         on_output: called with a prompt's index and its result as soon as it is finished, which is
             long before the last one is; an exception that it raises ends the run.
+        on_token: called with a prompt's index as a text, and each of its tokens.
         """
         texts, ids = self._inputs(prompts, prompt_token_ids)
         requests = [r for r in self._requests(texts, ids, sampling_params) if r.index not in skip]
@@ -133,7 +135,7 @@ class LLM:
             if on_output is not None:
                 on_output(request.index, result)
 
-        generation = self._generation(finish)
+        generation = self._generation(finish, on_token)
         generation.begin(requests)
         for _ in self._serve(Incoming(Listed(requests)), generation):
             pass
@@ -167,7 +169,8 @@ class LLM:
             feed.close()
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request of the running `stream` with what it has; its result says "cancelled"."""
+        """Ends a request with the tokens that it has, from `on_token` or another thread; its result
+        says "cancelled". In `generate`, its id is the prompt's index as a text."""
         if isinstance(self._running, Generation):
             self._running.cancel(request_id)
 

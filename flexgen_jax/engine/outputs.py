@@ -101,9 +101,6 @@ class Generation:
 
     def _append(self, sequence: _Sequence, token: int) -> None:
         request, params = sequence.request, sequence.request.params
-        if request.id in self._cancelled:
-            self._finish(sequence, "cancelled")
-            return
         sequence.ids.append(token)
         self.num_tokens += 1
         if self._on_token is not None and len(sequence.ids) > sequence.shown:
@@ -115,6 +112,8 @@ class Generation:
             self._finish(sequence, "stop", text)
         elif len(sequence.ids) >= request.max_tokens:
             self._finish(sequence, "length")
+        elif request.id in self._cancelled:
+            self._finish(sequence, "cancelled")
 
     def _finish(self, sequence: _Sequence, reason: FinishReason, text: str | None = None) -> None:
         request = sequence.request

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 
 from flexgen_jax import LLM, Policy, SamplingParams, UserError
 from flexgen_jax.offload.executor import NonFiniteError
-from tests.helpers.cases import covering
+from flexgen_jax.policy.schedule import SCHEDULES
+from tests.helpers.cases import pairwise
 from tests.helpers.models import (
     MIXED_LENGTHS,
     PLACEMENTS,
@@ -39,7 +40,7 @@ def expected_of_mixed(checkpoint: Callable[[str], Path]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("percent", "schedule", "overlap", "num_batches", "unified"),
-    covering(PLACEMENTS, ["zigzag", "row"], [True, False], [1, 4], [True, False]),
+    pairwise(PLACEMENTS, list(SCHEDULES), [True, False], [1, 4], [True, False]),
 )
 def test_tokens_are_equal_everywhere(
     checkpoint: Callable[[str], Path],

@@ -18,7 +18,8 @@ from flexgen_jax.models.checkpoint import CheckpointError  # noqa: E402
 from flexgen_jax.models.convert import convert_folder  # noqa: E402
 from flexgen_jax.models.loading import shipped_model  # noqa: E402
 from flexgen_jax.models.tokenizer import Tokenizer  # noqa: E402
-from tests.helpers.cases import covering  # noqa: E402
+from flexgen_jax.policy.schedule import SCHEDULES  # noqa: E402
+from tests.helpers.cases import pairwise  # noqa: E402
 from tests.helpers.models import BASE, PLACEMENTS, VARIANTS, byte_tokenizer, prompts  # noqa: E402
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -67,7 +68,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
 
 @pytest.mark.parametrize(
     ("variant", "percent", "schedule", "overlap", "num_batches"),
-    covering([*VARIANTS], PLACEMENTS, ["zigzag", "row"], [True, False], [1, 4], together=1),
+    pairwise([*VARIANTS], PLACEMENTS, list(SCHEDULES), [True, False], [1, 4]),
 )
 def test_greedy_tokens(
     references: Callable[[str], Reference],

@@ -20,8 +20,8 @@ PLACEMENTS = [
     (0, 0, 0, 0, 0, 0),
     (0, 50, 40, 0, 0, 0),
 ]
-LENGTHS = PROMPT_LENGTHS * 3
-TOKENS = [1 + 7 * n % 23 for n in range(len(LENGTHS))]
+LENGTHS = PROMPT_LENGTHS * 2
+TOKENS = [1 + 7 * n % 17 for n in range(len(LENGTHS))]
 PARAMS = [SamplingParams(max_tokens=n, ignore_eos=True) for n in TOKENS]
 
 
