@@ -175,11 +175,14 @@ def policy_options(command: Command) -> Command:
                 help=by_name,
             ),
             click.option("--batch-size", type=int, help="Sequences in a batch."),
-            click.option("--num-batches", type=int, help="Batches in a block."),
+            click.option(
+                "--num-batches", type=int, help="Batches that are computed together, at most."
+            ),
             click.option(
                 "--schedule",
                 type=click.Choice(list(SCHEDULES)),
-                help="zigzag: a layer serves the whole block; row: batch after batch.",
+                help="When batches enter: as soon as others have finished rows (continuous, the "
+                "default), one a pass (diagonal), when all have left (zigzag), one by one (row).",
             ),
             _bits_option("weight", "weights"),
             _bits_option("cache", "full blocks of the KV cache"),

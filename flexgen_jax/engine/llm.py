@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -105,6 +105,7 @@ class LLM:
         self._trace = Trace(Path(asked.trace)) if asked.trace is not None else None
         self._breakdown = asked.breakdown
         self._session: Session | None = None
+        self._texts: Mapping[EncodedRequest, int] | None = {}
         self._running: Generation | Scoring | None = None
         self._finalizer: Any = None
 
@@ -240,6 +241,7 @@ class LLM:
                     incoming.put_back(collector.restart())
         finally:
             self._running = None
+            self._texts = collector.texts if isinstance(collector, Generation) else {}
 
     def _back_off(self, error: Exception) -> None:
         """Plans for less after running out of memory; raises any other error, and this one if that
@@ -335,7 +337,8 @@ class LLM:
         if self._session is None:
             raise UserError("nothing has been run yet")
         report = self._session.report()
-        predicted = self._planner.predicted(self._session.policy, self._session.workload)
+        session = self._session
+        predicted = self._planner.predicted(session.policy, session.workload, self._texts)
         return {
             "model": self._model.name,
             "dtype": self.dtype,

@@ -17,6 +17,9 @@ from flexgen_jax.progress import Amount
 ENOUGH = 8
 """Finished texts from which the length of others is expected."""
 
+REMEMBERED = 2_000
+"""Most requests of which it is kept how long their texts were."""
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -67,7 +70,7 @@ class Generation:
     """Collects the tokens of requests until they are finished.
 
     on_output: called with a request and its result when it is finished; on_token: with the
-    request's id and a token.
+    request's id and a token. texts: the tokens of finished requests, None if there are many.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Generation:
         self._ids: set[str] = set()
         self._cancelled: set[str] = set()
         self._finished = Done()
+        self.texts: dict[EncodedRequest, int] | None = {}
         self.num_tokens = 0
 
     def begin(self, requests: Sequence[EncodedRequest]) -> None:
@@ -121,6 +125,9 @@ class Generation:
         self._ids.discard(request.id)
         self._cancelled.discard(request.id)
         self._finished.add(len(sequence.ids))
+        if self.texts is not None:
+            self.texts[request] = len(sequence.ids)
+            self.texts = self.texts if len(self.texts) <= REMEMBERED else None
         output = RequestOutput(
             prompt=request.prompt,
             prompt_token_ids=list(request.prompt_ids),

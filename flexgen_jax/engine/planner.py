@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from flexgen_jax.engine.prediction import predicted_time
+from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.errors import first_line
 from flexgen_jax.machine.limits import detect_budgets
 from flexgen_jax.machine.profiles import cached_profile, measured_profile, record_disk_reads
@@ -16,6 +18,7 @@ from flexgen_jax.policy.ledger import BudgetError
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.search import Choices, Plan, Problem, evaluate, search
+from flexgen_jax.policy.simulate import Prediction
 from flexgen_jax.progress import Progress
 
 WORTH_MEASURING_S = 120.0
@@ -161,18 +164,31 @@ class Planner:
         found = self.profile or known_machine("generic-cpu" if self.unified else "rtx3090-24gb")
         return replace(found, sizes=self.sizes)  # this device computes, whatever it plans with
 
-    def predicted(self, policy: Policy, workload: Workload) -> dict[str, float | str] | None:
+    def predicted(
+        self, policy: Policy, workload: Workload, texts: Mapping[EncodedRequest, int] | None
+    ) -> dict[str, float | str] | None:
         """Returns the predicted times of a run by this machine's profile; None if there is no
-        profile."""
+        profile, or if the run was too long.
+
+        texts: the tokens of each text, empty for those of the workload, None if there are too many.
+        """
         problem = self.problem(workload)
-        if self.profile is None:
+        if self.profile is None or texts is None:
             return None
-        plan = evaluate(problem, policy)
+        found: Plan | Prediction | None = None
+        if all(tokens == workload.gen_len for tokens in texts.values()):
+            found = evaluate(problem, policy)
+            tokens = problem.workload.num_sequences * workload.typical.tokens_each
+        else:
+            found = predicted_time(problem, policy, texts)
+            tokens = sum(texts.values())
+        if found is None:
+            return None
         return {
-            "total_s": plan.total_s,
-            "prefill_s": plan.prefill_s,
-            "decode_s": plan.decode_s,
-            "generation_throughput": plan.throughput,
+            "total_s": found.total_s,
+            "prefill_s": found.prefill_s,
+            "decode_s": found.decode_s,
+            "generation_throughput": tokens / found.total_s,
             "hardware": self.profile.name,
         }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from flexgen_jax.policy.backend import Handle, Inputs, Part
 from flexgen_jax.policy.clock import Clock, Loading
@@ -21,7 +21,7 @@ from flexgen_jax.policy.memory import planned_ledger
 from flexgen_jax.policy.placement import CacheKey
 from flexgen_jax.policy.plan import BlockPlan, CachedPart, HiddenPart, Layout, WeightsPart
 from flexgen_jax.policy.policy import Tier
-from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.schedule import Arrivals, Step
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,32 @@ class Attended(NamedTuple):
     is_open_there: bool
 
 
+class Texts(Arrivals, Protocol):
+    """Batches of texts of different lengths."""
+
+    def rows_left(self, step: Step) -> int:
+        """Returns how many rows of a batch are not finished after its step in the head."""
+
+    def shrink(self, batch: int, rows: int) -> None:
+        """Leaves a batch with so many rows, among them those that are not finished."""
+
+
 class Simulation:
     """A backend of `BlockLoop` with a clock; handles are loads under way, or times.
 
     page_cached: keys of tensors on disk that the operating system keeps in RAM after the first
-    read.
+    read; texts: which rows are finished when, if not all have the same length.
     """
 
-    def __init__(self, costs: Costs, plan: BlockPlan, page_cached: frozenset[str]) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        plan: BlockPlan,
+        page_cached: frozenset[str],
+        texts: Texts | None = None,
+    ) -> None:
         self._costs, self._plan, self._page_cached = costs, plan, page_cached
+        self._texts = texts
         self._layers, self._hw = costs.spec.layers, costs.hw
         self._clock = Clock(costs.hw, costs.policy.overlap, plan.unified)
         self._read_before: set[WeightsPart] = set()
@@ -161,7 +178,8 @@ class Simulation:
         pass
 
     def shrink(self, step: Step, rows: int) -> None:
-        pass
+        assert self._texts is not None, "rows are finished"
+        self._texts.shrink(step.batch, rows)
 
     def shrink_cache(self, part: CachedPart, load: Handle) -> None:
         pass
@@ -294,7 +312,9 @@ class Simulation:
 
     def finish(self, step: Step, computed: float) -> int | None:
         self._clock.wait(computed)
-        return None
+        if self._texts is None or self._layers[step.layer].kind != "head":
+            return None
+        return self._texts.rows_left(step)
 
 
 def _sampled(count: int, sample: int | None) -> dict[int, int]:
@@ -321,4 +341,16 @@ def simulate(
     """
     simulation, ledger = Simulation(costs, plan, page_cached), planned_ledger(plan)
     BlockLoop(plan, simulation, ledger, _sampled(plan.shape.gen_len, sample)).run()
+    return simulation.prediction(ledger.peak)
+
+
+def simulate_texts(
+    costs: Costs, plan: BlockPlan, texts: Texts, page_cached: frozenset[str]
+) -> Prediction:
+    """Predicts the time and traffic of a run of texts of different lengths.
+
+    plan: without any batch; texts let theirs enter it.
+    """
+    simulation, ledger = Simulation(costs, plan, page_cached, texts), planned_ledger(plan)
+    BlockLoop(plan, simulation, ledger, arrivals=texts).run()
     return simulation.prediction(ledger.peak)

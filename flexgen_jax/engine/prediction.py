@@ -1,0 +1,75 @@
+"""Predicts the time of a run of texts whose lengths are known, as they are afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from flexgen_jax.engine.batching import Waiting, padded_length
+from flexgen_jax.engine.feed import Listed
+from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.offload.executor import Batch
+from flexgen_jax.policy.placement import page_cached
+from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.policy import Policy
+from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.search import Problem
+from flexgen_jax.policy.simulate import Prediction, simulate_texts
+
+MOST_STEPS = 30_000
+"""Longer runs are not simulated step by step."""
+
+
+class KnownTexts(Waiting):
+    """Requests of which it is known after how many tokens each ends; see `simulate.Texts`."""
+
+    def __init__(
+        self,
+        plan: BlockPlan,
+        requests: Sequence[EncodedRequest],
+        ends: Mapping[int, int],
+        max_positions: int,
+    ) -> None:
+        """ends: tokens of each text, by the requests' indices."""
+
+        def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
+            tokens = padded_length(max(len(r.prompt_ids) for r in members), max_positions)
+            return Batch(np.zeros((rows, tokens), np.int8), np.zeros(rows, np.int8))
+
+        super().__init__(plan, Listed(requests), make)
+        self._ends = ends
+        self._left: dict[int, list[int]] = {}
+
+    def rows_left(self, step: Step) -> int:
+        members = enumerate(self.members.get(step.batch, ()))
+        left = [row for row, r in members if self._ends[r.index] > step.token + 1]
+        self._left[step.batch] = left
+        return len(left)
+
+    def shrink(self, batch: int, rows: int) -> None:
+        left = self._left[batch]
+        others = [row for row in range(self.batches[batch].size) if row not in left]
+        self.keep(batch, [*left, *others][:rows])
+
+    def leave(self, batch: int) -> None:
+        super().leave(batch)
+        self._left.pop(batch, None)
+
+
+def predicted_time(
+    problem: Problem, policy: Policy, texts: Mapping[EncodedRequest, int]
+) -> Prediction | None:
+    """Returns the prediction for requests that end after these tokens; None if the run is too
+    long."""
+    requests, ends = list(texts), {r.index: tokens for r, tokens in texts.items()}
+    blocks = -(-len(requests) // (policy.batch_size * policy.num_batches))
+    steps = blocks * max(ends.values()) * policy.num_batches * (problem.config.num_layers + 2)
+    if steps > MOST_STEPS:
+        return None
+    plan = problem.plan(policy).emptied()
+    known = KnownTexts(plan, requests, ends, problem.config.max_positions)
+    costs = problem.costs(policy)
+    spare = problem.budgets.spare_ram(problem.peak(policy))
+    cached = page_cached(costs.spec, costs.formats, plan.tiers, spare)
+    return simulate_texts(costs, plan, known, cached)
