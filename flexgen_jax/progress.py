@@ -70,18 +70,20 @@ class Progress:
 
         Yields a function to call after every step; amount: returns what is done so far.
         """
-        started = shown = time.perf_counter()
+        started = due = time.perf_counter()
         begun = amount().done
         bar: Any = tqdm(
             total=1, desc="generating", bar_format=_BAR, disable=not self._shown, leave=False
         )
 
         def step() -> None:
-            nonlocal shown
+            nonlocal due
             now = time.perf_counter()
-            if not self._shown or now - shown < EVERY_S:
+            if not self._shown or now < due:
                 return
-            shown, (done, total, requests) = now, amount()
+            done, total, requests = amount()
+            took = time.perf_counter() - now
+            due = now + max(EVERY_S, 50 * took)  # looking at a million requests takes a while
             bar.total = max(total - begun, 1)
             rate = (done - begun) / (now - started)
             bar.set_postfix_str(f"{requests} done, {rate:.1f} token/s", refresh=False)

@@ -130,6 +130,10 @@ class Incoming(Generic[T]):
         """Gives back requests that were taken."""
         self._back += requests
 
+    def begin_again(self, requests: Iterable[T]) -> None:
+        """Gives back all requests that were taken and are not finished."""
+        self._back = list(requests)
+
     def take(self, most: int) -> Sequence[T]:
         """Returns those that are to be run again, and others as `Source.take` does."""
         back, self._back = self._back, []

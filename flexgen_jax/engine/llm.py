@@ -238,7 +238,7 @@ class LLM:
                     yield from self._run(self._open(policy, workload), incoming, collector)
                 except (MemoryError, jax.errors.JaxRuntimeError) as error:
                     self._back_off(error)
-                    incoming.put_back(collector.restart())
+                    incoming.begin_again(collector.restart())
         finally:
             self._running = None
             self._texts = collector.texts if isinstance(collector, Generation) else {}
