@@ -136,8 +136,11 @@ class CacheBlocks:
             self._ring.release([filling.buffer], after)
         filling.kept, filling.buffer = [], None
         held = plan.held(*where, filling.sealed)
-        for tier, nbytes in {**held, "disk": 0, "host": held["host"] + held["disk"]}.items():
-            self._release(where, tier, self._reserved[where][tier] - nbytes)
+        held_now = {"device": held["device"], "host": held["host"] + held["disk"], "disk": 0}
+        for tier in TIERS:
+            more = held_now[tier] - self._reserved[where][tier]
+            self._reserve(where, tier, max(0, more))
+            self._release(where, tier, max(0, -more))
         keys = [CacheKey(*where, block) for block in range(filling.sealed)]
         if on_disk := [key for key in keys if self._homes[key] == "disk"]:
             self._write(where, on_disk, held["disk"])

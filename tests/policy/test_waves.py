@@ -17,10 +17,10 @@ from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.policy.backend import Handle, Inputs
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.loop import BlockLoop
+from flexgen_jax.policy.loop import BlockLoop, fewer_rows
 from flexgen_jax.policy.memory import Idle, peak_bytes, planned_ledger
 from flexgen_jax.policy.plan import BlockPlan, BlockShape
-from flexgen_jax.policy.policy import Policy
+from flexgen_jax.policy.policy import Policy, growing_blocks
 from flexgen_jax.policy.schedule import SCHEDULES, Step
 from tests.helpers.blocks import plan_of
 
@@ -125,3 +125,20 @@ def test_what_is_reserved_stays_within_the_plan(
     bound, ledger = peak_bytes(plan), run_waves(plan, requests, ends)
     for tier, nbytes in ledger.peak.items():
         assert nbytes <= bound[tier], tier
+
+
+@given(st.integers(1, 2000))
+def test_batches_shrink_to_few_numbers_of_rows(rows: int) -> None:
+    found = fewer_rows(rows)
+    assert rows <= found <= 4 * rows
+    assert fewer_rows(found) == found, "there it stays"
+    if rows > 64:
+        assert found <= 1.5 * rows
+
+
+@given(st.integers(1, 5000), st.sampled_from([4, 8, 32]))
+def test_blocks_in_ram_grow_with_the_text(gen_len: int, size: int) -> None:
+    blocks = growing_blocks(gen_len, size)
+    assert sum(blocks) == gen_len - 1
+    assert len(blocks) <= 2 + (gen_len // size).bit_length()
+    assert all(block <= max(size, sum(blocks[:n])) for n, block in enumerate(blocks))
