@@ -116,7 +116,7 @@ class Session:
                 for layer, _ in self._device.spec.decoder_kinds:
                     if self._formats.cache_bits < 16:
                         programs.seal(layer, rows, tail)
-        if any(cache.generated) and cache.values_stay and set(cache.homes.values()) != {"device"}:
+        if any(cache.generated.values()) and cache.values_stay and set(cache.homes.values()) != {"device"}:
             started = time.perf_counter()
             self._device.prepare_host(self.policy.is_sparse, not cache.keys_stay)
             self._kernels_s += time.perf_counter() - started
