@@ -81,7 +81,7 @@ class Waiting:
             entered[number] = BatchShape(batch.size, batch.prompt_len, tokens, is_scored)
         if entered:
             self._plan.enter(entered, is_first=not going)
-        return {number: range(shape.gen_len) for number, shape in entered.items()}
+        return {number: self._plan.tokens(number) for number in entered}
 
     def _top_up(self, most: int) -> None:
         """Takes requests that have come; the shortest prompts are first."""

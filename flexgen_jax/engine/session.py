@@ -99,16 +99,12 @@ class Session:
         shape = BlockShape.of(self.policy, workload)
         plan = self._plan(shape)
         cache = plan.cache
-        programs, layered = self._device.programs, self._device.layer_programs(plan)
+        programs = self._device.programs
         for layer, _ in self._device.spec.decoder_kinds if plan.unpacks else ():
             programs.unpack(layer)
         for batch, rows in enumerate(shape.batch_sizes):
             prompt, generated = cache.prompt[batch], cache.generated[batch]
-            programs.embed(rows, workload.prompt_len)
-            *others, last = self._device.spec.decoders
-            layered.prefill(last, rows, prompt, only_last=True)
-            for layer in others:
-                layered.prefill(layer, rows, prompt)
+            self._compile_prefill(plan, batch, rows)
             programs.head(rows, True)
             for count, tail in enumerate(generated):
                 programs.embed(rows, 1)
@@ -116,10 +112,31 @@ class Session:
                 for layer, _ in self._device.spec.decoder_kinds:
                     if self._formats.cache_bits < 16:
                         programs.seal(layer, rows, tail)
-        if any(cache.generated.values()) and cache.values_stay and set(cache.homes.values()) != {"device"}:
+        if (
+            any(cache.generated.values())
+            and cache.values_stay
+            and set(cache.homes.values()) != {"device"}
+        ):
             started = time.perf_counter()
             self._device.prepare_host(self.policy.is_sparse, not cache.keys_stay)
             self._kernels_s += time.perf_counter() - started
+
+    def _compile_prefill(self, plan: BlockPlan, batch: int, rows: int) -> None:
+        """Compiles every program of a batch's prompts."""
+        programs, layered = self._device.programs, self._device.layer_programs(plan)
+        blocks, chunks = plan.cache.prompt[batch], plan.chunks(plan.batches[batch])
+        *others, last = self._device.spec.decoders
+        for tokens in set(chunks):
+            programs.embed(rows, tokens)
+        for layer in (*others, last):
+            first = blocks if len(chunks) == 1 else blocks[:1]
+            layered.prefill(layer, rows, first, only_last=layer is last)
+            for tokens in set(chunks[1:]):
+                asked = 1 if layer is last else tokens
+                layered.project_chunk(layer, rows, tokens, asked)
+                layered.finish_chunk(layer, rows, tokens, asked)
+                for earlier in set(chunks[:-1]):
+                    layered.attend_chunk(layer, rows, asked, earlier)
 
     def _compile_decode(self, plan: BlockPlan, batch: int, rows: int, sealed: int) -> None:
         """Compiles every program that a step may need, in any layer, when `sealed` KV blocks are
@@ -173,7 +190,7 @@ class Session:
                 decoded = step.visit
                 self._decode_steps += 1
             now = time.perf_counter()
-            self._phases["decode_s" if step.token else "prefill_s"] += now - last
+            self._phases["decode_s" if step.token > 0 else "prefill_s"] += now - last
             last = now
             tick()
 

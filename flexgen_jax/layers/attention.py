@@ -13,15 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.layers.matmul import precision_for
-from flexgen_jax.layers.quantization import Kept, parts_of
+from flexgen_jax.layers.quantization import Kept, QuantizedArray, dequantize, parts_of
 from flexgen_jax.layers.tuning import PLAIN, Tuning
 
 MASKED = -1e30
 """Score of a masked key: finite, so that a block with no valid key stays free of NaN."""
 
 Partial = tuple[jax.Array, jax.Array]
-"""Result of attention to some blocks: the softmax-weighted sum of values, fp32 [batch, head, 1,
-head_dim], and the log-sum-exp of the scores, fp32 [batch, head, 1]."""
+"""Result of attention to some blocks: the softmax-weighted sum of values, fp32 [batch, head, token,
+head_dim], and the log-sum-exp of the scores, fp32 [batch, head, token]. When decoding, there is one
+token."""
 
 KVPair = tuple[jax.Array, jax.Array]
 """Keys and values, each [batch, head, token, head_dim]."""
@@ -163,6 +164,57 @@ def causal_attention(
     else:
         out = jax.lax.map(one_head, args, batch_size=at_once)
     return out.reshape(batch, heads, tokens, head_dim)
+
+
+def chunk_attention(
+    query: jax.Array,
+    key: Kept,
+    value: Kept,
+    first_valid: jax.Array,
+    is_causal: bool,
+    at_once: int,
+) -> Partial:
+    """Attends with several tokens per sequence to one block, `at_once` heads at a time.
+
+    query (scaled): [batch, head, token, head_dim]; key, value: the same with the block's tokens;
+    first_valid: int32 [batch], the index in the block of each sequence's first real token;
+    is_causal: whether the queries are those of the block's last tokens, each of which attends to
+    no later one. Returns fp32 [batch, head, token, head_dim] and the log-sum-exp, fp32 [batch,
+    head, token].
+    """
+    batch, heads, asked, head_dim = query.shape
+    tokens = key.shape[2]
+    at = jnp.arange(tokens)
+    last = tokens - asked + jnp.arange(asked)
+    seen = (at[None, :] <= last[:, None]) | (not is_causal)
+
+    def one_head(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> Partial:
+        q, k, v, first = args
+        precision = precision_for(k.dtype)
+        scores = jax.lax.dot_general(
+            q, k, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+        scores = jnp.where(seen & (at >= first)[None, :], scores, MASKED)
+        peak = scores.max(-1, keepdims=True)
+        weights = jnp.exp(scores - peak)
+        total = weights.sum(-1, keepdims=True)
+        weights = weights.astype(v.dtype)
+        out = jnp.matmul(weights, v, precision=precision, preferred_element_type=jnp.float32)
+        return out / total, (peak + jnp.log(total))[:, 0]
+
+    k, v = (x.reshape(batch * heads, tokens, head_dim) for x in map(plain, (key, value)))
+    q = query.reshape(batch * heads, asked, head_dim)
+    args = (q, k, v, jnp.repeat(first_valid, heads))
+    if at_once >= batch * heads:
+        out, lse = jax.vmap(one_head)(args)
+    else:
+        out, lse = jax.lax.map(one_head, args, batch_size=at_once)
+    return out.reshape(query.shape), lse.reshape(query.shape[:3])
+
+
+def plain(kept: Kept) -> jax.Array:
+    """Returns an array with its numbers unpacked."""
+    return dequantize(kept) if isinstance(kept, QuantizedArray) else kept
 
 
 def attend_prompt(

@@ -86,6 +86,25 @@ class SelfAttention(nn.Module):
         out, _ = merge([itself, *partials])
         return self.out(join_heads(out.astype(self.dtype)))
 
+    def project_chunk(
+        self, x: jax.Array, start: jax.Array, first_valid: jax.Array, asked: int
+    ) -> tuple[jax.Array, Partial, KVPair]:
+        """Projects a chunk of a prompt, [batch, token, hidden], and attends within it.
+
+        Returns the query (scaled) of the last `asked` tokens, their partial result, and keys and
+        values of all tokens, with heads before tokens.
+        """
+        heads = self.config.num_heads
+        query = split_heads(self._query(x[:, -asked:]), heads)
+        block = split_heads(self.k(x), heads), split_heads(self.v(x), heads)
+        first = jnp.maximum(first_valid - start, 0)
+        return query, self.kernels.chunk_attention(query, *block, first, is_causal=True), block
+
+    def join_chunk(self, attended: jax.Array) -> jax.Array:
+        """Returns [batch, token, hidden] from the result of attention, [batch, head, token,
+        head_dim]."""
+        return self.out(join_heads(attended.astype(self.dtype)))
+
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Projects x, [batch, token, hidden], to query (scaled), key and value.
 
@@ -181,6 +200,26 @@ class DecoderLayer(nn.Module):
         """Computes `decode` after attention: hidden states from the partial results."""
         out = self.attention.join(query, new, partials)
         hidden = self._after(hidden + out, self.attention_norm)
+        return self._feed_forward(hidden)
+
+    def project_chunk(
+        self, hidden: jax.Array, start: jax.Array, first_valid: jax.Array, asked: int
+    ) -> tuple[jax.Array, Partial, KVBlock]:
+        """Runs a chunk of a prompt, [batch, token, hidden], through the layer up to attention to
+        earlier tokens.
+
+        start: int32 [], the index of the chunk's first token; asked: for how many of the last
+        tokens hidden states are wanted. Returns their query, their attention within the chunk, and
+        the chunk's keys and values.
+        """
+        x = self._before(hidden, self.attention_norm)
+        return self.attention.project_chunk(x, start, first_valid, asked)
+
+    def finish_chunk(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
+        """Returns the hidden states of a chunk's last tokens, from the result of their
+        attention."""
+        hidden = hidden[:, -attended.shape[2] :]
+        hidden = self._after(hidden + self.attention.join_chunk(attended), self.attention_norm)
         return self._feed_forward(hidden)
 
     def _feed_forward(self, hidden: jax.Array) -> jax.Array:

@@ -12,7 +12,13 @@ from typing import Protocol
 
 import jax
 
-from flexgen_jax.layers.attention import KVPair, Partial, attend_blocks, attend_prompt
+from flexgen_jax.layers.attention import (
+    KVPair,
+    Partial,
+    attend_blocks,
+    attend_prompt,
+    chunk_attention,
+)
 from flexgen_jax.layers.matmul import matmul
 from flexgen_jax.layers.matmul_int8 import matmul_int8
 from flexgen_jax.layers.quantization import Kept
@@ -87,6 +93,17 @@ class Kernels(Protocol):
         head_dim].
         """
 
+    def chunk_attention(
+        self,
+        query: jax.Array,
+        key: Kept,
+        value: Kept,
+        first_valid: jax.Array,
+        is_causal: bool,
+    ) -> Partial:
+        """Attends with the tokens of a prompt's chunk to one KV block; see
+        `layers.attention.chunk_attention`."""
+
     def matmul(
         self, x: jax.Array, kernel: Kept, bias: jax.Array | None, bits: int = 16
     ) -> jax.Array:
@@ -131,6 +148,18 @@ class XlaKernels:
         batch, tokens, _ = query.shape
         at_once = self.sizes.scored_heads(batch * heads, tokens)
         return attend_prompt(query, key, value, first_valid, heads, at_once)
+
+    def chunk_attention(
+        self,
+        query: jax.Array,
+        key: Kept,
+        value: Kept,
+        first_valid: jax.Array,
+        is_causal: bool,
+    ) -> Partial:
+        batch, heads, asked, _ = query.shape
+        at_once = self.sizes.scored_heads(batch * heads, max(asked, key.shape[2]))
+        return chunk_attention(query, key, value, first_valid, is_causal, at_once)
 
     def matmul(
         self, x: jax.Array, kernel: Kept, bias: jax.Array | None, bits: int = 16

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
+from flexgen_jax.layers.attention import Partial, merge
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock, Tail, append
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.kernels import Kernels
@@ -91,6 +92,49 @@ def _prefill(
         return hidden, tuple(blocks), _checked(checks, is_finite.all())
 
     return prefill
+
+
+def _project_chunk(
+    layer: DecoderLayer, formats: Formats, attention: AttentionSpec, asked: int
+) -> Callable[..., Any]:
+    def project(weights: Weights, hidden: jax.Array, start: jax.Array, first: jax.Array) -> Any:
+        batch, tokens, _ = hidden.shape
+
+        def some(hidden: jax.Array, first_valid: jax.Array) -> Any:
+            args = (hidden, start, first_valid, asked)
+            query, partial, block = _apply(layer, weights, *args, method="project_chunk")
+            return query, partial, [jax.tree.leaves(side) for side in _seal(formats, block)]
+
+        size = layer.kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
+        query, partial, sides = _in_groups(some, size, hidden, first)
+        storage = formats.kv(attention.kv_shape(batch, tokens))
+        return query, partial, tuple(assemble(storage, side) for side in sides)
+
+    return project
+
+
+def _attend_chunk(kernels: Kernels) -> Callable[..., Any]:
+    def attend_chunk(
+        partial: Partial, query: jax.Array, block: KVBlock, start: jax.Array, first: jax.Array
+    ) -> Partial:
+        first = jnp.maximum(first - start, 0)
+        return merge([partial, kernels.chunk_attention(query, *block, first, is_causal=False)])
+
+    return attend_chunk
+
+
+def _finish_chunk(layer: DecoderLayer, formats: Formats) -> Callable[..., Any]:
+    def finish(weights: Weights, hidden: jax.Array, checks: jax.Array, out: jax.Array) -> Any:
+        def some(hidden: jax.Array, out: jax.Array) -> Any:
+            hidden = _apply(layer, weights, hidden, out, method="finish_chunk")
+            return hidden, jnp.isfinite(hidden).all((1, 2))
+
+        batch, tokens, _ = hidden.shape
+        size = layer.kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
+        hidden, is_finite = _in_groups(some, size, hidden, out)
+        return hidden, _checked(checks, is_finite.all())
+
+    return finish
 
 
 def _in_groups(compute: Callable[..., Any], size: int, *arrays: jax.Array) -> Any:
@@ -284,6 +328,25 @@ class _Lowering:
         hidden = self._hidden(batch, sum(cuts))
         return jax.jit(program).lower(weights, hidden, _int(2), _int(batch))
 
+    def project_chunk(self, layer: int, batch: int, tokens: int, asked: int) -> jax.stages.Lowered:
+        attention, weights = self._attention(layer), self._weights(self._spec.layers[layer])
+        program = _project_chunk(self._decoder, self.formats, attention, asked)
+        args = (self._hidden(batch, tokens), _int(), _int(batch))
+        return jax.jit(program).lower(weights, *args)
+
+    def attend_chunk(self, layer: int, batch: int, asked: int, tokens: int) -> jax.stages.Lowered:
+        shape = self._attention(layer).query_shape(batch, asked)
+        partial = (_float(*shape), _float(*shape[:3]))
+        (block,) = self._blocks(layer, batch, (tokens,))
+        args = (partial, self._array(*shape), block, _int(), _int(batch))
+        return jax.jit(_attend_chunk(self.kernels), donate_argnums=0).lower(*args)
+
+    def finish_chunk(self, layer: int, batch: int, tokens: int, asked: int) -> jax.stages.Lowered:
+        out = _float(*self._attention(layer).query_shape(batch, asked))
+        weights = self._weights(self._spec.layers[layer])
+        program = _finish_chunk(self._decoder, self.formats)
+        return jax.jit(program).lower(weights, self._hidden(batch, tokens), _int(2), out)
+
     def decode(
         self,
         layer: int,
@@ -427,6 +490,31 @@ class Programs:
         have `cuts` tokens.
         """
         return self._of("prefill", layer, batch, cuts, only_last)
+
+    def project_chunk(
+        self, layer: LayerSpec, batch: int, tokens: int, asked: int
+    ) -> jax.stages.Compiled:
+        """Computes the prefill of a prompt's chunk up to attention to earlier tokens: (weights,
+        hidden, start, first_valid) -> query, partial result, KV block.
+
+        Query and result are those of the last `asked` tokens.
+        """
+        return self._of("project_chunk", layer, batch, tokens, asked)
+
+    def attend_chunk(
+        self, layer: LayerSpec, batch: int, asked: int, tokens: int
+    ) -> jax.stages.Compiled:
+        """Attends with a chunk's tokens to an earlier KV block of so many tokens: (partial result,
+        which is donated, query, block, start of the block, first_valid) -> partial result of both.
+        """
+        return self._of("attend_chunk", layer, batch, asked, tokens)
+
+    def finish_chunk(
+        self, layer: LayerSpec, batch: int, tokens: int, asked: int
+    ) -> jax.stages.Compiled:
+        """Computes the prefill of a chunk after attention: (weights, hidden, checks, result of
+        attention) -> hidden states of the last `asked` tokens, checks."""
+        return self._of("finish_chunk", layer, batch, tokens, asked)
 
     def decode(
         self,

@@ -100,20 +100,22 @@ class AttentionSpec:
         """Elements of a token's key, and of its value."""
         return self.num_kv_heads * self.head_dim
 
-    def query_shape(self, batch: int) -> tuple[int, int, int, int]:
-        """Returns the shape of one token's queries: [batch, head, 1, head_dim]."""
-        return batch, self.num_heads, 1, self.head_dim
+    def query_shape(self, batch: int, tokens: int = 1) -> tuple[int, int, int, int]:
+        """Returns the shape of some tokens' queries: [batch, head, token, head_dim]."""
+        return batch, self.num_heads, tokens, self.head_dim
 
     def kv_shape(self, batch: int, tokens: int) -> tuple[int, int, int, int]:
         """Returns the shape of some tokens' keys or values: [batch, head, token, head_dim]."""
         return batch, self.num_kv_heads, tokens, self.head_dim
 
-    def prefill_flops(self, batch: int, tokens: int) -> float:
-        """Returns the FLOPs of prompts' attention to themselves.
+    def prefill_flops(self, batch: int, tokens: int, before: int = 0) -> float:
+        """Returns the FLOPs of prompts' attention to themselves, and to `before` earlier tokens.
 
-        They are two products, with 2 FLOPs per element and pair of tokens.
+        They are two products, with 2 FLOPs per element and pair of tokens. Earlier tokens count
+        twice, since kernels leave out most of the half of pairs in which a token would see later
+        ones, which is counted.
         """
-        return 4.0 * batch * tokens**2 * self.query_size
+        return 4.0 * batch * tokens * (tokens + 2 * before) * self.query_size
 
 
 @dataclass(frozen=True)

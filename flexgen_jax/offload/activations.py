@@ -24,7 +24,8 @@ class Activations:
         self._memories = memories
         self._folder = folder
         self._arrays: dict[int, jax.Array] = {}
-        self._files: dict[int, DiskArray] = {}
+        self._files: dict[tuple[int, tuple[int, ...]], DiskArray] = {}
+        self._latest: dict[int, DiskArray] = {}
         self._writes: dict[int, Write] = {}
 
     def keep(self, part: HiddenPart, hidden: jax.Array) -> None:
@@ -37,13 +38,15 @@ class Activations:
     def write(self, part: HiddenPart) -> Write:
         """Starts writing kept hidden states to disk; their memory is free when that is done."""
         batch, host = part.batch, self._arrays[part.batch]
-        if batch not in self._files:
+        if (batch, host.shape) not in self._files:
             assert self._folder is not None, "the policy puts hidden states on disk"
-            self._files[batch] = self._folder.scratch_array(
-                f"hidden-{batch}", host.shape, host.shape, np.dtype(host.dtype), is_cached=True
+            name = f"hidden-{batch}-{host.shape[1]}"
+            self._files[batch, host.shape] = self._folder.scratch_array(
+                name, host.shape, host.shape, np.dtype(host.dtype), is_cached=True
             )
+        self._latest[batch] = self._files[batch, host.shape]
         name, metrics = _name(batch), self._memories.metrics
-        future = self._files[batch].write(np.asarray(host))
+        future = self._latest[batch].write(np.asarray(host))
         counted(metrics, "disk_write", "activations", name, host.nbytes, [future])
         self._writes[batch] = Write(name, [future], lambda: self._arrays.pop(batch))
         return self._writes[batch]
@@ -54,7 +57,7 @@ class Activations:
             return Load("activations", _name(part.batch), self._arrays[part.batch])
         (array,), (view,) = buffers[0].arrays, buffers[0].views
         load = Load("activations", _name(part.batch), array)
-        load.reads.append(self._files[part.batch].read_into(view, is_urgent=True))
+        load.reads.append(self._latest[part.batch].read_into(view, is_urgent=True))
         metrics = self._memories.metrics
         counted(metrics, "disk_read", "activations", load.what, array.nbytes, load.reads)
         return load
@@ -62,10 +65,12 @@ class Activations:
     def leave(self, batch: int) -> None:
         """Frees the hidden states of a batch, in memory and on disk."""
         self._arrays.pop(batch, None)
-        if batch in self._files:
-            assert self._folder is not None, "there are files"
+        if batch in self._writes:
             self._writes.pop(batch).end()
-            self._folder.remove(self._files.pop(batch))
+            del self._latest[batch]
+        for what in [what for what in self._files if what[0] == batch]:
+            assert self._folder is not None, "there are files"
+            self._folder.remove(self._files.pop(what))
 
     def close(self) -> None:
         """Waits for the writes that nobody will read, and frees all hidden states."""

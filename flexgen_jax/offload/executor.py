@@ -186,7 +186,7 @@ class BlockRun:
                 self._unpacked = (-1, None)
 
     def begin(self, step: Step, times: int) -> None:
-        self._device.metrics.enter("decode" if step.token else "prefill")
+        self._device.metrics.enter("decode" if step.token > 0 else "prefill")
         # The heap does not shrink by itself, because the cache's open blocks lie between
         # temporaries.
         if time.monotonic() - self._trimmed_at > TRIM_S:
@@ -239,9 +239,9 @@ class BlockRun:
     def write_hidden(self, part: HiddenPart) -> Write:
         return self._activations.write(part)
 
-    def keep_prompt(self, layer: int, batch: int, computed: Computed) -> None:
-        for block, arrays in enumerate(computed.result):
-            self._cache.keep(CacheKey(layer, batch, block), arrays)
+    def keep_prompt(self, keys: Sequence[CacheKey], computed: Computed) -> None:
+        for key, arrays in zip(keys, computed.result, strict=True):
+            self._cache.keep(key, arrays)
 
     def open_block(self, key: CacheKey, buffer: HostBuffer | None) -> None:
         self._cache.open(key, buffer)
@@ -275,10 +275,12 @@ class BlockRun:
             computed = self._head(step, weights, inputs.hidden.arriving)
         else:
             weights = self._plain(step, weights) if self._plan.unpacks else weights
-            if step.token == 0:
-                computed = self._prefill(step, weights, inputs.hidden.arriving)
-            else:
+            if step.token > 0:
                 computed = self._decode(step, weights, inputs)
+            elif self._plan.span(step.token, step.batch).start:
+                computed = self._prefill_chunk(step, weights, inputs)
+            else:
+                computed = self._prefill(step, weights, inputs.hidden.arriving)
         self._watch(step, inputs.weights, computed.checks)
         self._checks[step.batch] = computed.checks
         return computed
@@ -292,15 +294,17 @@ class BlockRun:
             self._device.watch("layers", what, arrivals, result)
 
     def _embed(self, step: Step, weights: Any) -> Computed:
-        batch = self._batches[step.batch]
-        if step.token == 0:
+        batch, span = self._batches[step.batch], self._plan.span(step.token, step.batch)
+        if not span.start:
             self._put_constants(step.batch)
-        ids = self._ids[step.batch] if step.token else batch.ids
-        program = self._device.programs.embed(batch.size, ids.shape[1])
-        position = batch.prompt_len + step.token - 1 if step.token else 0
-        start = self._device.memories.numbers(position)
+        if step.token > 0:
+            ids = self._ids[step.batch]
+        else:
+            ids = batch.ids[:, span.start : span.start + span.tokens]
+        program = self._device.programs.embed(batch.size, span.tokens)
+        start = self._device.memories.numbers(span.start)
         hidden, checks = program(weights, ids, start, self._first_valid[step.batch])
-        if step.token + 1 < self._plan.batches[step.batch].gen_len:
+        if 0 < step.token + 1 < self._plan.batches[step.batch].gen_len:
             # Uploaded a token ahead, because it would have to wait behind weights.
             self._moments[step.batch, step.token + 1] = self._next(step)
             self._moments.pop((step.batch, step.token - 1), None)
@@ -335,14 +339,36 @@ class BlockRun:
         return self._unpacked[1]
 
     def _prefill(self, step: Step, weights: Any, hidden: jax.Array) -> Computed:
-        batch = self._batches[step.batch]
-        cuts = self._plan.cache.prompt[step.batch]
+        """Prefills prompts, or their first chunk."""
+        batch, made = self._batches[step.batch], self._plan.prompt_blocks(step.token, step.batch)
+        cuts = self._plan.cache.prompt[step.batch][made.start : made.stop]
         only_last = self._plan.only_last(step.layer, step.batch)
         layer = self._layers[step.layer]
         program = self._layer_programs.prefill(layer, batch.size, cuts, only_last)
         before, first_valid = self._checks[step.batch], self._first_valid[step.batch]
         hidden, blocks, checks = program(weights, hidden, before, first_valid)
         return Computed(checks, hidden, blocks)
+
+    def _prefill_chunk(self, step: Step, weights: Any, inputs: Inputs) -> Computed:
+        """Prefills a chunk of prompts that attends to the blocks of those before it, one after the
+        other, so that the programs are the same for every chunk."""
+        programs, layer = self._layer_programs, self._layers[step.layer]
+        rows, span = self._batches[step.batch].size, self._plan.span(step.token, step.batch)
+        hidden, first_valid = inputs.hidden.arriving, self._first_valid[step.batch]
+        asked = 1 if self._plan.only_last(step.layer, step.batch) else span.tokens
+        numbers, shape = self._device.memories.numbers, (rows, span.tokens, asked)
+        project = programs.project_chunk(layer, *shape)
+        query, partial, block = project(weights, hidden, numbers(span.start), first_valid)
+        if inputs.cache is not None:
+            cache: LayerCache = inputs.cache.arriving
+            for start, length, earlier in zip(
+                cache.here.starts, cache.here.lengths, cache.blocks, strict=True
+            ):
+                attend = programs.attend_chunk(layer, rows, asked, length)
+                partial = attend(partial, query, earlier, numbers(start), first_valid)
+        finish = programs.finish_chunk(layer, *shape)
+        hidden, checks = finish(weights, hidden, self._checks[step.batch], partial[0])
+        return Computed(checks, hidden, (block,))
 
     def _next(self, step: Step) -> Moment:
         """Returns the place of the token after a step's, which all layers share."""
@@ -451,14 +477,18 @@ class BlockRun:
     def finish(self, step: Step, computed: Computed) -> int | None:
         computed.checks.block_until_ready()
         self._on_step(step)
-        if self._layers[step.layer].kind != "head":
+        is_head = self._layers[step.layer].kind == "head"
+        if not is_head and not self._plan.only_caches(step.token, step.layer):
             return None
         _, first = np.asarray(computed.checks)
         if first:
+            token = max(step.token, 0)
             raise NonFiniteError(
-                f"{self._layers[first - 1].name} produced NaN or infinity at token {step.token} "
-                f"of batch {step.batch}; try --dtype float32, and check the checkpoint"
+                f"{self._layers[first - 1].name} produced NaN or infinity at token {token} of "
+                f"batch {step.batch}; try --dtype float32, and check the checkpoint"
             )
+        if not is_head:
+            return None
         left = self._on_result(step, np.asarray(computed.result))
         if left is None:
             return None

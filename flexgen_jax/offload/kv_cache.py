@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -32,13 +33,12 @@ from flexgen_jax.policy.plan import BlockPlan, CachedPart
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """What a decode step needs of a layer's cache. As a pytree, its leaves are what moves to the
-    device.
+    """What a step needs of a layer's cache. As a pytree, its leaves are what moves to the device.
 
-    blocks: the KV blocks with their values on the device, the open one last; keys: the keys of
-    blocks whose values stay on the host, if the device ranks them; on_host: all of these blocks;
-    here, there: the shapes of the blocks on the device and on the host; sealed: number of sealed
-    blocks.
+    blocks: the KV blocks with their values on the device, the open one last (there is none
+    for a prompt's chunk); keys: the keys of blocks whose values stay on the host, if the device
+    ranks them; on_host: all of these blocks; here, there: the shapes of the blocks on the device
+    and on the host; sealed: number of sealed blocks.
     """
 
     blocks: tuple[KVBlock, ...]
@@ -233,21 +233,25 @@ class KVCache:
         here: list[KVBlock] = []
         there: list[HostBlock] = []
         start, plan = 0, self._plan.cache
+        lengths = plan.lengths(part.batch)[: part.sealed + (not part.is_prompt)]
         with ended_on_error(reads):
-            for number, length in enumerate(plan.lengths(part.batch)[: part.sealed + 1]):
+            for number, length in enumerate(lengths):
                 key = CacheKey(part.layer, part.batch, number)
                 block = self._blocks.get(key)
                 if block is None:
                     buffer = next(left)
                     reads.append(self._stored(key).read_into(key.layer, buffer.views))
                     block = Block(self._assembled(key, buffer, self._rows_of(key)))
-                if plan.stays_on_host(key):
+                if plan.stays_on_host(key) and not part.is_prompt:
                     there.append(HostBlock(start, block.arrays))
                 else:
                     here.append(block.arrays)
                 start += length
         keys = () if plan.keys_stay else tuple(key for _, (key, _) in there)
-        shapes = (plan.part(*part[:3], False), plan.part(*part[:3], True))
+        if part.is_prompt:
+            shapes = (Part(lengths, 0, (0, *accumulate(lengths))[:-1]), Part((), 0, ()))
+        else:
+            shapes = (plan.part(*part[:3], False), plan.part(*part[:3], True))
         cache = LayerCache(tuple(here), keys, tuple(there), *shapes, part.sealed)
         name = _name(part)
         if reads:

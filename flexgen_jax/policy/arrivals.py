@@ -11,7 +11,8 @@ from flexgen_jax.policy.plan import BlockPlan
 class Planned:
     """The batches of a plan, which enter as soon as the schedule lets them.
 
-    tokens: those of all batches' steps; by default, all up to each one's length.
+    tokens: those of all batches' steps from the prompt's last chunk on; by default, all up to each
+    one's length.
     """
 
     def __init__(self, plan: BlockPlan, tokens: Sequence[int] | None = None) -> None:
@@ -26,7 +27,8 @@ class Planned:
         return [self._waiting.popleft() for _ in range(count)]
 
     def _tokens_of(self, number: int) -> Sequence[int]:
-        return self._tokens or range(self._plan.batches[number].gen_len)
+        tokens = self._plan.tokens(number)
+        return [*range(tokens.start, 0), *self._tokens] if self._tokens else tokens
 
     def wait(self) -> bool:
         return False

@@ -19,9 +19,9 @@ Part = WeightsPart | CachedPart | HiddenPart
 class Inputs(NamedTuple):
     """The loads that a step computes with.
 
-    weights: one for each part of the layer; hidden: None for the embedding; cache: None unless a
-    decoder layer decodes; early: the next step and its hidden states, whose query may be computed
-    while the CPU attends for this step, or None.
+    weights: one for each part of the layer; hidden: None for the embedding; cache: None unless the
+    step attends to earlier tokens; early: the next step and its hidden states, whose query may be
+    computed while the CPU attends for this step, or None.
     """
 
     weights: Sequence[Handle]
@@ -77,9 +77,9 @@ class Backend(Protocol):
     def write_hidden(self, part: HiddenPart) -> Handle:
         """Starts writing kept hidden states to disk; `wait` on the write frees their memory."""
 
-    def keep_prompt(self, layer: int, batch: int, computed: Handle) -> None:
-        """Keeps a prompt's sealed KV blocks, each in the memory of its home, for disk on the
-        host."""
+    def keep_prompt(self, keys: Sequence[CacheKey], computed: Handle) -> None:
+        """Keeps the sealed KV blocks that a prompt's step made, each in the memory of its home, for
+        disk on the host."""
 
     def open_block(self, key: CacheKey, buffer: Handle | None) -> None:
         """Makes an empty KV block, in a host buffer if there is one."""

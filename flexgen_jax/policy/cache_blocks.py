@@ -154,18 +154,25 @@ class CacheBlocks:
         largest = (PENDING_WRITES + 1) * max(on_disk)
         return {"host": min(largest, sum(on_disk)), "disk": sum(on_disk)}
 
-    def put_prompt(self, where: LayerBatch, computed: Handle) -> None:
-        """Stores a prompt's blocks, and opens the first block of generated tokens."""
-        held, on_disk = self._plan.prompt(*where)
+    def put_prompt(self, token: int, where: LayerBatch, computed: Handle) -> None:
+        """Stores the blocks of a prompt or of a chunk of it; after the last one, opens the first
+        block of generated tokens."""
+        keys, held, on_disk = self._plan.prompt(token, *where)
         self._reserve(where, "device", held["device"])
         self._reserve(where, "host", held["host"] + held["disk"])
-        self._backend.keep_prompt(*where, computed)
+        self._backend.keep_prompt(keys, computed)
         if on_disk:
             self._write(where, on_disk, held["disk"])
-        prompt = self._plan.cache.prompt[where[1]]
-        part = self._plan.cached(*where, len(prompt))
-        filling = self._filled[where] = Filling(sum(prompt), len(prompt), sum(prompt), part, [])
-        self._open(where, filling)
+        if where not in self._filled:
+            self._filled[where] = Filling(0, 0, 0, self._plan.earlier(*where, 0), [])
+        filling = self._filled[where]
+        filling.sealed += len(keys)
+        filling.tokens += sum(map(self._plan.block_tokens, keys))
+        filling.full_at = filling.tokens
+        if token < 0:
+            filling.part = self._plan.earlier(*where, filling.sealed)
+        else:
+            self._open(where, filling)
 
     def put_token(self, where: LayerBatch, computed: Handle) -> None:
         """Stores one token's keys and values; seals the open block when it is full."""

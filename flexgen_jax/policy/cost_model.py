@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from flexgen_jax.models.config import DTYPES, ModelConfig
@@ -19,7 +20,13 @@ from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, TensorSpec, m
 from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile
 from flexgen_jax.policy.placement import stays_on_device
 from flexgen_jax.policy.plan import BlockPlan, BlockShape
-from flexgen_jax.policy.policy import Policy, Workload, generated_blocks, prompt_blocks
+from flexgen_jax.policy.policy import (
+    Policy,
+    Workload,
+    generated_blocks,
+    prompt_blocks,
+    prompt_chunks,
+)
 
 FRACTIONS = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
 """The paper's nine variables: the fractions of weights, KV cache and hidden states (w, c, h) on
@@ -113,12 +120,15 @@ class Costs:
         """Seconds of a decoder layer's products before attention, a part of `linear_s`."""
         return layer.projected_share * self.linear_s(layer, rows)
 
-    def prefill_s(self, layer: LayerSpec, rows: int, tokens: int, only_last: bool = False) -> float:
+    def prefill_s(
+        self, layer: LayerSpec, rows: int, tokens: int, only_last: bool = False, before: int = 0
+    ) -> float:
         """Seconds of a layer's prefill (comp^p): products, quantization, and attention with
         4 s^2 h1 FLOPs per sequence.
 
         only_last: for the last layer, which computes keys and values of all tokens, and everything
-        else of one token per sequence.
+        else of one token per sequence. before: number of earlier tokens to which a chunk of a
+        prompt attends.
         """
         if only_last:
             group = self.hw.sizes.prefill_sequences(rows, tokens, self.policy.weight_bits)
@@ -128,21 +138,34 @@ class Costs:
             attention = self.hw.device_attention[16]
             seconds += attention.seconds(self.kv_elements(layer, rows, tokens))
         else:
-            scores = layer.attention.prefill_flops(rows, tokens)
+            scores = layer.attention.prefill_flops(rows, tokens, before)
             seconds = self.linear_s(layer, rows * tokens)
             seconds += self.hw.prefill_attention.seconds(scores, tokens)
+        if before:
+            seconds += self._device.seconds(self.kv_elements(layer, rows, before))
         if self.policy.cache_bits < 16:
             seconds += self.quantize_s(self.kv_elements(layer, rows, tokens))
         return seconds
 
     def mean_prefill_s(self, rows: int, tokens: int, scores_prompts: bool) -> float:
-        """Seconds of one layer's prefill, the average over all layers."""
+        """Seconds of one layer's prefill, the average over all layers; in chunks as the policy
+        says."""
         layers, last = len(self.spec.decoders), self.spec.decoders[-1]
-        whole = self.mean(lambda layer: self.prefill_s(layer, rows, tokens))
-        saved = self.prefill_s(last, rows, tokens) - self.prefill_s(
-            last, rows, tokens, only_last=not scores_prompts
-        )
-        return whole - saved / layers
+        chunks = self.chunks(tokens, scores_prompts)
+        seconds = 0.0
+        for before, chunk in zip(accumulate((0, *chunks)), chunks, strict=False):
+            args = (rows, chunk)
+            whole = self.mean(lambda layer: self.prefill_s(layer, *args, before=before))  # noqa: B023
+            saved = self.prefill_s(last, *args, before=before) - self.prefill_s(
+                last, *args, not scores_prompts, before
+            )
+            seconds += whole - saved / layers
+        return seconds
+
+    def chunks(self, prompt_len: int, scores_prompts: bool) -> tuple[int, ...]:
+        """Returns the token counts of the chunks in which a prompt is prefilled."""
+        chunk = prompt_len if scores_prompts else self.policy.prefill_chunk
+        return prompt_chunks(prompt_len, chunk)
 
     def quantize_s(self, elements: float) -> float:
         return self.hw.quantize.seconds(elements)
@@ -321,15 +344,22 @@ def _prefill(costs: Costs, workload: Workload) -> Work:
         cache = batches * costs.mean(lambda layer: costs.kv_bytes(layer, rows, tokens))
     hidden = batches * costs.hidden_bytes(rows, tokens)
     copied, read = _weights(costs, True)
+    chunks = costs.chunks(tokens, workload.scores_prompts)
+    waves, earlier = len(chunks), [sum(chunks[:n]) for n in range(1, len(chunks))]
+    again = batches * costs.mean(lambda layer: costs.kv_bytes(layer, rows, 1)) * sum(earlier)
     moved = {
-        "host_to_device": copied + Linear(AWAY_H) * hidden,
+        "host_to_device": copied * waves + Linear(AWAY_H) * hidden + Linear(AWAY_C) * again,
         "device_to_host": Linear(AWAY_C) * cache + Linear(AWAY_H) * hidden,
-        "disk_read": read + Linear({"hd": hidden}),
+        "disk_read": read * waves + Linear({"hd": hidden}),
         "disk_write": Linear({"cd": cache, "hd": hidden}),
     }
     computing = costs.mean_prefill_s(rows, tokens, workload.scores_prompts)
-    seconds = batches * (computing + costs.hw.step_s) + costs.mean(costs.unpack_s)
-    return Work(moved, Linear({}, seconds))
+    seconds = batches * (computing + waves * costs.hw.step_s) + waves * costs.mean(costs.unpack_s)
+    cached = sum(
+        batches * costs.mean(lambda layer: costs.kv_read_s(layer, rows, chunks[:n]))  # noqa: B023
+        for n in range(1, waves)
+    )
+    return Work(moved, Linear({}, seconds), cached=Linear({"cd": cached}))
 
 
 def _decode(costs: Costs, workload: Workload) -> Work:
@@ -358,7 +388,9 @@ def _decode(costs: Costs, workload: Workload) -> Work:
         "disk_read": read,
         "disk_write": Linear({"cd": sealed}),
     }
-    prompt, new = prompt_blocks(workload.prompt_len, size), generated_blocks(workload.gen_len, size)
+    chunks = costs.chunks(workload.prompt_len, workload.scores_prompts)
+    prompt = chunks if len(chunks) > 1 else prompt_blocks(workload.prompt_len, size)
+    new = generated_blocks(workload.gen_len, size)
     half = workload.gen_len / 2 / max(sum(new), 1)
     cached = mean(lambda layer: costs.kv_read_s(layer, rows, prompt))
     cached += half * mean(lambda layer: costs.kv_read_s(layer, rows, new))

@@ -40,12 +40,13 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     prompt, cached = workload.prompt_len, workload.prompt_len + max(workload.gen_len - 1, 0)
     weights, small = _weight_bytes(config, costs.formats)
     layer, ends = costs.mean(costs.layer_bytes), costs.end_bytes()
-    kv_prompt = costs.mean(lambda layer: costs.kv_bytes(layer, rows, prompt))
+    chunk, *others = sorted(costs.chunks(prompt, workload.scores_prompts), reverse=True)
+    kv_chunk = costs.mean(lambda layer: costs.kv_bytes(layer, rows, chunk))
     kv_layer = 0.0
     if workload.gen_len > 1:
         kv_layer = costs.mean(lambda layer: costs.kv_bytes(layer, rows, cached))
     cache = kv_layer * batches * layers
-    hidden = costs.hidden_bytes(rows, prompt)
+    hidden = costs.hidden_bytes(rows, chunk)
     home = {
         "g": Linear({"wg": weights, "cg": cache, "hg": hidden * batches}, small),
         "c": Linear({"wc": weights, "cc": cache, "hc": hidden * batches}),
@@ -54,7 +55,7 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     opened = generated_blocks(workload.gen_len, policy.kv_block_tokens)
     tokens = max(opened, default=0)
     tail = costs.mean(lambda layer: costs.open_kv_bytes(layer, rows, tokens)) * batches * layers
-    how = (costs.hw.sizes, rows, prompt, workload.head, costs.unpacks)
+    how = (costs.hw.sizes, rows, chunk, workload.head, costs.unpacks, bool(others))
     work = workspace_bytes(config, costs.formats, *how)
     device = home["g"] + Linear({}, work)
     host = home["c"] + Linear(
@@ -62,7 +63,7 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
             "wd": (ahead.weight_reads + 1) * layer + costs.end_bytes_held(),
             "cd": max(
                 ahead.cache_buffers * kv_layer,
-                (PENDING_WRITES + 1) * kv_prompt,
+                (PENDING_WRITES + 1) * kv_chunk,
             )
             + tail,
             "hd": (ahead.hidden_reads + PENDING_WRITES + 2) * hidden,
@@ -76,7 +77,8 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     if policy.cache_bits < 16:
         device, host = device + Linear({"cg": tail}), host + Linear({"cc": tail})
     if not unified:
-        copies = (ahead.cache_copies + 1) * policy.moved_share * kv_layer
+        moved_share = 1.0 if others else policy.moved_share
+        copies = (ahead.cache_copies + 1) * moved_share * kv_layer
         window = (ahead.weight_copies + 1) * max(layer, ends - layer)
         device = device + Linear(
             dict.fromkeys(("wc", "wd"), window)

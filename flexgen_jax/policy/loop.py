@@ -84,7 +84,7 @@ class BlockLoop:
         self._cached_until: dict[LayerBatch, int] = {}
         self._going: set[int] = set()
         self._shrinking: dict[int, tuple[int, int]] = {}
-        self._decoding: set[int] = set()
+        self._attending: set[int] = set()
         self._to_copy: deque[VisitPart] = deque()
         self._steps_left = 0
         self._read_for: int | None = None
@@ -174,8 +174,8 @@ class BlockLoop:
         return self._loader.start(self._cache.part(_where(step), self._cached_tokens(step)))
 
     def _cached_tokens(self, step: Step) -> int:
-        """Returns the number of tokens before a decode step."""
-        return self._plan.batches[step.batch].prompt_len + step.token - 1
+        """Returns the number of tokens before a step's."""
+        return self._plan.span(step.token, step.batch).start
 
     def _start_hidden(self, step: Step) -> Load:
         return self._loader.start(self._states.part(step.batch))
@@ -186,7 +186,7 @@ class BlockLoop:
             self._read_weights(step.visit)
         ahead = self._plan.ahead
         # Where all batches begin, read buffers must not come on top of what prompts still hold.
-        if self._decoding or self._cache.has_all_prompts:
+        if self._attending or self._cache.has_all_prompts:
             for later in self._ahead.counted(ahead.cache_reads):
                 if later in self._cached or not self._is_cached(later):
                     continue
@@ -250,6 +250,8 @@ class BlockLoop:
         until = self._cached_until.get(where)
         if until is None or until != self._token_before(step.token):
             return False
+        if not self._takes_cache(step):
+            return False
         return self._reads_over_gaps or self._cache.has(where, self._cached_tokens(step))
 
     def _token_before(self, token: int) -> int:
@@ -269,7 +271,7 @@ class BlockLoop:
                 self._skip_to(step)
             return Inputs(weights)
         hidden = self._hidden.take(step)
-        if not self._is_decoding(step):
+        if not self._takes_cache(step):
             return Inputs(weights, hidden)
         cache = self._cached.take(step)
         if self._is_shrinking(step):
@@ -281,22 +283,27 @@ class BlockLoop:
     def _is_shrinking(self, step: Step) -> bool:
         return self._shrinking.get(step.batch, (None, 0))[0] == step.token
 
-    def _is_decoding(self, step: Step) -> bool:
-        return step.token > 0 and self._kinds[step.layer] == "decoder"
+    def _takes_cache(self, step: Step) -> bool:
+        return self._plan.takes_cache(step.token, step.layer, step.batch)
 
     def _compute(self, step: Step, inputs: Inputs) -> Handle:
         """Dispatches one layer for one batch, and hands on the results that need no waiting."""
         computed = self._backend.compute(step, inputs)
         self._dispatched += 1
-        if self._is_decoding(step):
-            self._decoding.add(step.batch)
+        if self._takes_cache(step):
+            self._attending.add(step.batch)
             self._cached.release(step, self._dispatched)
         if self._kinds[step.layer] != "embedding":
             self._hidden.release(step, self._dispatched)
-        if self._kinds[step.layer] != "head":
+        if self._has_output(step):
             part = self._plan.hidden(step.token, step.layer, step.batch)
             self._states.put(step.token, part, computed)
         return computed
+
+    def _has_output(self, step: Step) -> bool:
+        """Returns whether another layer takes a step's hidden states."""
+        is_head = self._kinds[step.layer] == "head"
+        return not is_head and not self._plan.only_caches(step.token, step.layer)
 
     def _skip_to(self, step: Step) -> None:
         """Makes up for the tokens that were left out before a step's, in all batches that are as
@@ -304,8 +311,8 @@ class BlockLoop:
         last = len(self._kinds) - 3  # counted from 0, without the embedding and the head
         if self._cache.has((last, step.batch), self._cached_tokens(step)):
             return
-        is_together = self._plan.policy.order.a_wave is None
-        batches = tuple(self._plan.batches) if is_together else (step.batch,)
+        until = self._cached_until[last, step.batch]
+        batches = [n for n in self._going if self._cached_until.get((last, n)) == until]
         self._cache.skip({n: self._cached_tokens(step._replace(batch=n)) for n in batches})
 
     def _early(self, step: Step) -> tuple[Step, Handle] | None:
@@ -314,7 +321,7 @@ class BlockLoop:
         if not self._plan.policy.overlap or not self._cache.asks_host(_where(step)):
             return None
         later = self._ahead.following()
-        if later is None or later.visit != step.visit or later.token == 0:
+        if later is None or later.visit != step.visit or later.token <= 0:
             return None
         if not self._is_waiting(later) or not self._cache.asks_host(_where(later)):
             return None
@@ -337,7 +344,8 @@ class BlockLoop:
             elif rows is not None and step.batch not in self._shrinking:
                 self._wish_to_shrink(step, following, fewer_rows(rows))
             return
-        self._states.settle(step.token, step.layer, step.batch)
+        if self._has_output(step):
+            self._states.settle(step.token, step.layer, step.batch)
         if kind == "decoder":
             self._store_cache(step, computed)
 
@@ -346,8 +354,8 @@ class BlockLoop:
         if step.token == self._last_token(step.batch):
             return
         where = _where(step)
-        if step.token == 0:
-            self._cache.put_prompt(where, computed)
+        if step.token <= 0:
+            self._cache.put_prompt(step.token, where, computed)
         else:
             self._cache.put_token(where, computed)
         self._cached_until[where] = step.token
@@ -375,7 +383,7 @@ class BlockLoop:
         """Drops a batch's other steps, ends the loads that only they would have used, and frees
         what it has."""
         self._going.discard(batch)
-        self._decoding.discard(batch)
+        self._attending.discard(batch)
         self._shrinking.pop(batch, None)
         self._ahead.drop(batch)
         for stream in (self._cached, self._hidden):

@@ -73,7 +73,7 @@ class Idle:
     def write_hidden(self, part: HiddenPart) -> Handle:
         return "write"
 
-    def keep_prompt(self, layer: int, batch: int, computed: Handle) -> None:
+    def keep_prompt(self, keys: Sequence[CacheKey], computed: Handle) -> None:
         pass
 
     def open_block(self, key: CacheKey, buffer: Handle | None) -> None:
@@ -108,7 +108,8 @@ def peak_bytes(plan: BlockPlan) -> dict[Tier, int]:
     waits = plan.policy.order.waits
     if not waits and len(plan.shape.batch_sizes) > 1:
         # Where one batch begins while others go on, buffers for prompts and for reads add up.
-        runs.append(dry_run(plan, dict.fromkeys(tokens, 1), max(0, len(tokens) - 2)))
+        waves = len(tokens) + max(map(len, map(plan.chunks, plan.shape.batches))) - 1
+        runs.append(dry_run(plan, dict.fromkeys(tokens, 1), max(0, waves - 2)))
     for tier, nbytes in _rounding(plan).items() if not waits else ():
         allowed[tier] = allowed.get(tier, 0) + nbytes
     return {tier: max(run[tier] for run in runs) + allowed.get(tier, 0) for tier in TIERS}
@@ -210,11 +211,12 @@ def planned_ledger(plan: BlockPlan) -> Ledger:
 
 def plan_workspace(plan: BlockPlan) -> int:
     """Returns the bytes of temporaries and results of a block's largest computation."""
+    shapes = {(batch.rows, plan.chunks(batch)) for batch in plan.shape.batches}
+    head, unpacks = plan.shape.head, plan.unpacks
+    how = (plan.config, plan.formats, plan.sizes)
     return max(
-        workspace_bytes(
-            plan.config, plan.formats, plan.sizes, rows, tokens, plan.shape.head, plan.unpacks
-        )
-        for rows, tokens in set(zip(plan.shape.batch_sizes, plan.shape.prompt_lens, strict=True))
+        workspace_bytes(*how, rows, max(chunks), head, unpacks, len(chunks) > 1)
+        for rows, chunks in shapes
     )
 
 
@@ -226,11 +228,13 @@ def workspace_bytes(
     tokens: int,
     head: Head = GREEDY,
     unpacks: bool = False,
+    is_chunked: bool = False,
 ) -> int:
     """Returns the bytes of temporaries and results of the largest computation.
 
     That is a layer's prefill of `rows` prompts of `tokens` tokens, or the head. unpacks: whether a
-    layer's weights are unpacked as a whole.
+    layer's weights are unpacked as a whole; is_chunked: whether these tokens are a chunk, which
+    attends to earlier ones.
     """
     spec = model_spec(config)
     plain = replace(formats, weight_bits=16) if unpacks else formats
@@ -240,8 +244,18 @@ def workspace_bytes(
     return max(
         _unpacked_bytes(layer, formats, sizes, group * tokens, unpacks)
         + max(_prefill_bytes(layer, spec, plain, sizes, rows, tokens), logits)
+        + (_chunk_bytes(layer, formats, rows, tokens) if is_chunked else 0)
         for layer, _ in spec.decoder_kinds
     )
+
+
+def _chunk_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int) -> int:
+    """Returns the bytes that a chunk of prompts takes besides those of a whole prompt: queries and
+    two partial results, of all sequences, and an earlier chunk's keys and values in the dtype."""
+    attention, item = layer.attention, DTYPES[formats.dtype]
+    partial = attention.query_size * 4 + attention.num_heads * 4
+    each = attention.query_size * item + 2 * partial + 2 * attention.kv_size * item
+    return rows * tokens * each
 
 
 def _prefill_bytes(

@@ -29,6 +29,7 @@ from flexgen_jax.policy.policy import (
     generated_blocks,
     growing_blocks,
     prompt_blocks,
+    prompt_chunks,
 )
 
 
@@ -114,7 +115,8 @@ class CachedPart(NamedTuple):
     """The KV cache of one decoder layer and batch, as a step finds it.
 
     sealed: number of sealed KV blocks; layouts, copied: as in `WeightsPart`; asks_host: whether
-    the CPU attends to some of the blocks.
+    the CPU attends to some of the blocks; is_prompt: whether a chunk of the prompt attends to them,
+    for which all go to the device and none is open.
     """
 
     layer: int
@@ -123,6 +125,15 @@ class CachedPart(NamedTuple):
     layouts: tuple[Layout, ...]
     copied: int
     asks_host: bool
+    is_prompt: bool = False
+
+
+class Span(NamedTuple):
+    """The tokens of a step: the index of the first one in the batch's padded sequences, and their
+    number."""
+
+    start: int
+    tokens: int
 
 
 class BlockSizes(NamedTuple):
@@ -136,9 +147,10 @@ class BlockSizes(NamedTuple):
 
 
 class PromptPart(NamedTuple):
-    """Bytes of a prompt's KV blocks in a layer by home, and the blocks whose home is the
-    disk."""
+    """The KV blocks that a layer makes of a prompt, or of a chunk of it: their bytes by home, and
+    those whose home is the disk."""
 
+    keys: list[CacheKey]
     held: dict[Tier, int]
     on_disk: list[CacheKey]
 
@@ -218,15 +230,51 @@ class BlockPlan:
 
     def _forget(self, batch: int) -> None:
         """Removes the sizes that are known of a batch."""
-        for known in (self._known_sizes, self._cached_parts, self._hidden_parts):
-            _remove(known, batch)
+        known: tuple[dict[Any, Any], ...]
+        known = (self._known_sizes, self._cached_parts, self._earlier_parts, self._hidden_parts)
+        for found in known:
+            _remove(found, batch)
+
+    def chunks(self, batch: BatchShape) -> tuple[int, ...]:
+        """Returns the token counts of the chunks of a batch's prompts; prompts that are scored are
+        not cut."""
+        if batch.scores_prompt:
+            return (batch.prompt_len,)
+        return prompt_chunks(batch.prompt_len, self.policy.prefill_chunk)
+
+    def tokens(self, batch: int) -> range:
+        """Returns the tokens of a batch's steps; see `Step`."""
+        shape = self.batches[batch]
+        return range(1 - len(self.chunks(shape)), shape.gen_len)
+
+    def span(self, token: int, batch: int) -> Span:
+        """Returns what a step computes of its batch's sequences."""
+        shape = self.batches[batch]
+        if token > 0:
+            return Span(shape.prompt_len + token - 1, 1)
+        chunks = self.chunks(shape)
+        index = token + len(chunks) - 1
+        return Span(sum(chunks[:index]), chunks[index])
+
+    def only_caches(self, token: int, layer: int) -> bool:
+        """Returns whether of a step only keys and values are needed: in the last decoder layer, of
+        a chunk that others follow."""
+        return token < 0 and layer == len(self.spec.layers) - 2
+
+    def takes_cache(self, token: int, layer: int, batch: int) -> bool:
+        """Returns whether a step attends to KV blocks that earlier ones have made."""
+        if self.spec.layers[layer].kind != "decoder" or self.only_caches(token, layer):
+            return False
+        return self.span(token, batch).start > 0
 
     def _blocks(self, batch: BatchShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        size = self.policy.kv_block_tokens
+        size, chunks = self.policy.kv_block_tokens, self.chunks(batch)
         # In one RAM it makes no difference to memory how long the open block is.
         is_in_ram = self.unified and self.policy.cache_bits == 16 and not self.policy.cache.disk
         cut = growing_blocks if is_in_ram else generated_blocks
-        return prompt_blocks(batch.prompt_len, size), cut(batch.gen_len, size)
+        # Large blocks suit the products of chunks, and long prompts then have few of them.
+        prompt = chunks if len(chunks) > 1 else prompt_blocks(batch.prompt_len, size)
+        return prompt, cut(batch.gen_len, size)
 
     @property
     def unpacks(self) -> bool:
@@ -420,6 +468,33 @@ class BlockPlan:
         parts.append(CachedPart(layer, batch, block + 1, tuple(layouts), copied, asks_host))
         return parts
 
+    @cached_property
+    def _earlier_parts(self) -> dict[tuple[int, int], list[CachedPart]]:
+        return {}
+
+    def earlier(self, layer: int, batch: int, sealed: int) -> CachedPart:
+        """Returns the cache of a decoder layer and batch for the next chunk of the prompt, with
+        `sealed` blocks from those before it."""
+        found = self._earlier_parts.get((layer, batch))
+        if found is None:
+            found = self._earlier_parts[layer, batch] = self._earlier(layer, batch)
+        return found[sealed]
+
+    def _earlier(self, layer: int, batch: int) -> list[CachedPart]:
+        parts: list[CachedPart] = []
+        layouts: list[Layout] = []
+        copied = 0
+        for block, sizes in enumerate(self._sizes_of(layer, batch)):
+            parts.append(
+                CachedPart(layer, batch, block, tuple(layouts), copied, False, is_prompt=True)
+            )
+            home = self.cache.homes[CacheKey(layer, batch, block)]
+            copied += sizes.sealed if home != "device" and not self.unified else 0
+            layouts += [sizes.layout] if home == "disk" else []
+            if block + 1 == len(self.cache.prompt[batch]):
+                break
+        return parts
+
     def held(self, layer: int, batch: int, sealed: int) -> dict[Tier, int]:
         """Returns the bytes of a layer's and batch's KV blocks by home, with `sealed` sealed blocks
         and an open one, which is never on disk."""
@@ -432,28 +507,30 @@ class BlockPlan:
                 held["host" if home == "disk" else home] += sizes.open
         return held
 
-    def prompt(self, layer: int, batch: int) -> PromptPart:
-        """Returns what the KV blocks of a prompt take in a layer."""
+    def prompt_blocks(self, token: int, batch: int) -> range:
+        """Returns the numbers of the KV blocks that a prompt's step makes."""
+        chunks = len(self.chunks(self.batches[batch]))
+        if chunks == 1:
+            return range(len(self.cache.prompt[batch]))
+        return range(token + chunks - 1, token + chunks)
+
+    def prompt(self, token: int, layer: int, batch: int) -> PromptPart:
+        """Returns what the KV blocks of a prompt's step take in a layer."""
+        keys = [CacheKey(layer, batch, block) for block in self.prompt_blocks(token, batch)]
         held: dict[Tier, int] = dict.fromkeys(TIERS, 0)
-        on_disk = []
-        sizes = self._sizes_of(layer, batch)
-        for block in range(len(self.cache.prompt[batch])):
-            key = CacheKey(layer, batch, block)
-            home = self.cache.homes[key]
-            held[home] += sizes[block].sealed
-            if home == "disk":
-                on_disk.append(key)
-        return PromptPart(held, on_disk)
+        for key in keys:
+            held[self.cache.homes[key]] += self.kv_bytes(key)
+        return PromptPart(keys, held, [key for key in keys if self.cache.homes[key] == "disk"])
 
     # Hidden states
 
     @cached_property
-    def _hidden_parts(self) -> dict[tuple[bool, int, int], HiddenPart]:
+    def _hidden_parts(self) -> dict[tuple[int, int, int], HiddenPart]:
         return {}
 
     def hidden(self, token: int, layer: int, batch: int) -> HiddenPart:
         """Returns what the output of `layer` for a step's token takes."""
-        what = (token == 0, layer, batch)
+        what = (min(token, 1), layer, batch)
         found = self._hidden_parts.get(what)
         if found is None:
             found = self._hidden_parts[what] = self._hidden(token, layer, batch)
@@ -461,7 +538,7 @@ class BlockPlan:
 
     def _hidden(self, token: int, layer: int, batch: int) -> HiddenPart:
         rows, is_one = self.batches[batch].rows, token > 0 or self.only_last(layer, batch)
-        tokens = 1 if is_one else self.batches[batch].prompt_len
+        tokens = 1 if is_one else self.span(token, batch).tokens
         nbytes = self.spec.hidden_bytes(rows, tokens, self.dtype)
         home = self.waiting.home(tokens, layer, batch, nbytes)
         copied = 0 if self.unified or home == "device" else nbytes

@@ -121,6 +121,8 @@ class Policy:
     rows are free, "diagonal" one batch a wave, "zigzag" when all have left, "row" one by one.
     Without `overlap`, nothing is loaded ahead of its use.
 
+    A prompt of more than `prefill_chunk` tokens is prefilled in chunks of so many, one a wave.
+
     Generated tokens are cached in KV blocks of `kv_block_tokens`, which are immutable once full.
     Hidden states of single tokens stay on the device while a batch's are small, and never go to
     disk, wherever those of prompts are.
@@ -147,6 +149,7 @@ class Policy:
     schedule: str = "continuous"
     overlap: bool = True
     kv_block_tokens: int = 32
+    prefill_chunk: int = 2048
     attention: Attention = "auto"
     weight_bits: int = 16
     cache_bits: int = 16
@@ -154,7 +157,7 @@ class Policy:
     attention_sparsity: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_batches", "kv_block_tokens"):
+        for name in ("batch_size", "num_batches", "kv_block_tokens", "prefill_chunk"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PolicyError(f"{name} must be a positive integer, not {value!r}")
@@ -314,8 +317,14 @@ def cut(tokens: int, size: int) -> tuple[int, ...]:
     return (size,) * whole + ((rest,) if rest else ())
 
 
+def prompt_chunks(prompt_len: int, prefill_chunk: int) -> tuple[int, ...]:
+    """Returns the token counts of the chunks in which a prompt is prefilled; the first one is
+    shorter if they do not divide."""
+    return cut(prompt_len, prefill_chunk)[::-1]
+
+
 def prompt_blocks(prompt_len: int, kv_block_tokens: int) -> tuple[int, ...]:
-    """Returns the token counts of the KV blocks that a prompt is cut into."""
+    """Returns the token counts of the KV blocks of a prompt that is prefilled as a whole."""
     return cut(prompt_len, PROMPT_BLOCK_FACTOR * kv_block_tokens)
 
 

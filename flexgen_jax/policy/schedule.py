@@ -14,8 +14,10 @@ from typing import NamedTuple, Protocol
 
 
 class Step(NamedTuple):
-    """Layer `layer` of batch `batch` for token `token`; token 0 is the prompt's prefill.
+    """Layer `layer` of batch `batch` for token `token`.
 
+    Token 0 is the prefill of the prompt, or of its last chunk; the chunk before that is token -1,
+    and so on. Only steps from token 0 on have a head.
     Layers are numbered with the embedding as 0 and the head last. `visit` counts up whenever
     the layer changes: steps of one visit share the layer's weights.
     """
@@ -110,7 +112,8 @@ class Waves:
     def _steps(self, tokens: Mapping[int, int]) -> Iterator[Step]:
         for layer in range(self._layers if tokens else 0):
             for batch, token in tokens.items():
-                if batch not in self._dropped:
+                is_asked = token >= 0 or layer + 1 < self._layers
+                if is_asked and batch not in self._dropped:
                     yield Step(token, layer, batch, self._visit)
             self._visit += 1
 

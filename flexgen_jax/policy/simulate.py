@@ -102,7 +102,7 @@ class Simulation:
     def begin(self, step: Step, times: int) -> None:
         self._end_step()
         self._clock.weight = times
-        self._clock.is_prefill = step.token == 0
+        self._clock.is_prefill = step.token <= 0
 
     def _end_step(self) -> None:
         clock = self._clock
@@ -194,9 +194,9 @@ class Simulation:
     def write_hidden(self, part: HiddenPart) -> float:
         return self._clock.move("disk_write", part.nbytes)
 
-    def keep_prompt(self, layer: int, batch: int, computed: float) -> None:
-        for block in range(len(self._plan.cache.prompt[batch])):
-            self._to_home(CacheKey(layer, batch, block))
+    def keep_prompt(self, keys: Sequence[CacheKey], computed: float) -> None:
+        for key in keys:
+            self._to_home(key)
 
     def _to_home(self, key: CacheKey) -> None:
         """Moves a sealed block from the device to the memory of its home."""
@@ -252,14 +252,21 @@ class Simulation:
             clock.now, fixed = clock.now + fixed, 0.0
         if layer.kind == "embedding":
             return clock.compute(fixed, ready)
-        tokens = self._plan.batches[step.batch].prompt_len
         if layer.kind == "head":
-            formed = rows * (tokens if self._plan.batches[step.batch].scores_prompt else 1)
+            batch = self._plan.batches[step.batch]
+            formed = rows * (batch.prompt_len if batch.scores_prompt else 1)
             return clock.compute(fixed + costs.head_s(formed), ready)
-        if step.token == 0:
-            only_last = self._plan.only_last(step.layer, step.batch)
-            return clock.compute(fixed + costs.prefill_s(layer, rows, tokens, only_last), ready)
-        return self._decode(step, inputs, max(ready, inputs.cache.ready), fixed)
+        if inputs.cache is not None:
+            ready = max(ready, inputs.cache.ready)
+        if step.token > 0:
+            return self._decode(step, inputs, ready, fixed)
+        span, only_last = (
+            self._plan.span(step.token, step.batch),
+            self._plan.only_last(step.layer, step.batch),
+        )
+        before = span.start if inputs.cache is not None else 0
+        prefill = costs.prefill_s(layer, rows, span.tokens, only_last, before)
+        return clock.compute(fixed + prefill, ready)
 
     def _decode(self, step: Step, inputs: Inputs, ready: float, fixed: float) -> float:
         """Decodes; where blocks stay on the host, the query goes there and a result comes back."""
@@ -290,7 +297,7 @@ class Simulation:
     def _tokens(self, step: Step) -> tuple[int, int, bool]:
         """Returns the cached tokens on the device and on the host, and whether the host has
         blocks."""
-        position = self._plan.batches[step.batch].prompt_len + step.token - 1
+        position = self._plan.span(step.token, step.batch).start
         sealed = self._plan.sealed(step.batch, position)
         where = (step.layer - 1, step.batch, sealed)
         if where not in self._attended:
