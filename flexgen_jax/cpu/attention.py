@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.cpu.targets import register
-from flexgen_jax.layers.attention import KVPair, Partial
+from flexgen_jax.layers.attention import KVPair, Partial, plain
 from flexgen_jax.layers.decoder import KVBlock
-from flexgen_jax.layers.quantization import QuantizedArray
+from flexgen_jax.layers.quantization import Kept, QuantizedArray
 
 FEW_ELEMENTS = 1 << 20
 """Below this many elements of keys and values, XLA's own attention is fast enough, and Numba need
@@ -75,6 +75,27 @@ def prefill_attention(
     return out.reshape(query.shape).astype(dtype), (key, value)
 
 
+def chunk_attention(
+    query: jax.Array, key: Kept, value: Kept, first_valid: jax.Array, is_causal: bool
+) -> Partial | None:
+    """Attends with several tokens per sequence to one KV block, or returns None; see
+    `layers.attention.chunk_attention`."""
+    batch, heads, asked, size = query.shape
+    rows, tokens = batch * heads, key.shape[2]
+    if asked == 1 or 2 * rows * tokens * size < FEW_OF_A_PROMPT:
+        return None
+    target = _chunk_target(size, str(query.dtype), is_causal)
+    if target is None:
+        return None
+    block = (plain(x).reshape(rows, tokens, size) for x in (key, value))
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, asked, size), (rows, asked))
+    ]
+    call = jax.ffi.ffi_call(target, shapes)
+    out, lse = call(query.reshape(rows, asked, size), *block, first_valid.astype(jnp.int32))
+    return out.reshape(query.shape), lse.reshape(query.shape[:3])
+
+
 # Numba is slow to import, and not every run attends here.
 
 
@@ -100,5 +121,17 @@ def _prompt_target(size: int, dtype: str) -> str | None:
         from flexgen_jax.cpu.jit.attention_entry import prompt_handler
 
         return prompt_handler(name, size, dtype)
+
+    return register(name, make)
+
+
+@lru_cache
+def _chunk_target(size: int, dtype: str, is_causal: bool) -> str | None:
+    name = f"flexgen_jax_attend_chunk_{size}_{dtype}_{'causal' if is_causal else 'earlier'}"
+
+    def make() -> tuple[Any, ...]:
+        from flexgen_jax.cpu.jit.attention_entry import chunk_handler
+
+        return chunk_handler(name, size, dtype, is_causal)
 
     return register(name, make)

@@ -60,6 +60,18 @@ class CpuKernels(DeviceKernels):
         found = attention.prefill_attention(*args)
         return super().prefill_attention(*args) if found is None else found
 
+    def chunk_attention(
+        self,
+        query: jax.Array,
+        key: Kept,
+        value: Kept,
+        first_valid: jax.Array,
+        is_causal: bool,
+    ) -> Partial:
+        args = (query, key, value, first_valid, is_causal)
+        found = attention.chunk_attention(*args)
+        return super().chunk_attention(*args) if found is None else found
+
     def matmul(
         self, x: jax.Array, kernel: Kept, bias: jax.Array | None, bits: int = 16
     ) -> jax.Array:

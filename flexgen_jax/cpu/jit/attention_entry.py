@@ -23,7 +23,7 @@ from numba.core import typing as untyped_typing
 from flexgen_jax.cpu import targets
 from flexgen_jax.cpu.jit import prefill_attention, xla_calls
 from flexgen_jax.cpu.jit.decode_attention import SOURCE, cached, fold_rows, source_of
-from flexgen_jax.cpu.jit.prefill_attention import attend_rows
+from flexgen_jax.cpu.jit.prefill_attention import attend_block_rows, attend_rows
 from flexgen_jax.cpu.jit.xla_calls import (
     address_in,
     address_of,
@@ -146,6 +146,17 @@ def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
     keys, values, [row, token, head_dim]; fp32 [batch, token, head, head_dim].
     """
     return handler(name, _prompt_part(size, dtype))
+
+
+@lru_cache
+def chunk_handler(name: str, size: int, dtype: str, is_causal: bool) -> tuple[Any, ...]:
+    """Returns the handler of attention to one KV block with several tokens per sequence, for heads
+    of `size` elements, and the functions that its threads run.
+
+    Its arguments: query, [row, asked token, head_dim]; key, value, [row, token, head_dim]; first,
+    int32 [batch]. Results: fp32 [row, asked token, head_dim], log-sum-exp [row, asked token].
+    """
+    return handler(name, _chunk_part(size, dtype, is_causal))
 
 
 def handler(
@@ -280,6 +291,32 @@ def _prompt_part(size: int, dtype: str) -> Callable[..., int]:
         out = array_in(words(results[2]), all_, np.float32)
         start, end = rows * part // parts, rows * (part + 1) // parts
         attend_rows(query, key, value, first, keys, values, out, shape, start, end, size, is_half)
+        return 1
+
+    return compute
+
+
+def _chunk_part(size: int, dtype: str, is_causal: bool) -> Callable[..., int]:
+    """Returns the function that computes a chunk's attention to a block for a part of the rows."""
+    source, is_half = prefill_attention.SOURCE + CALLS, dtype == "float16"
+    stored = np.float32 if dtype == "float32" else np.uint16
+
+    def compute(shared, part):
+        assert source
+        arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
+        asked, kept = words(words(arguments[0])[5]), words(words(arguments[1])[5])
+        batch, rows = words(words(arguments[3])[5])[0], asked[0]
+        shape = (asked[1], kept[1], rows // batch)
+        query = array_in(words(arguments[0]), (rows * asked[1] * size,), stored)
+        key = array_in(words(arguments[1]), (rows * kept[1] * size,), stored)
+        value = array_in(words(arguments[2]), (rows * kept[1] * size,), stored)
+        first = array_in(words(arguments[3]), (batch,), np.int32)
+        out = array_in(words(results[0]), (rows * asked[1] * size,), np.float32)
+        lse = array_in(words(results[1]), (rows * asked[1],), np.float32)
+        start, end = rows * part // parts, rows * (part + 1) // parts
+        attend_block_rows(
+            query, key, value, first, out, lse, shape, start, end, size, is_half, is_causal
+        )
         return 1
 
     return compute
