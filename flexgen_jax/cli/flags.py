@@ -210,6 +210,14 @@ def policy_options(command: Command) -> Command:
                 "with the highest scores; e.g. 0.1. Reads and moves fewer values, and costs some "
                 "quality; 1 is all.",
             ),
+            click.option(
+                "--prefill-chunk",
+                type=click.IntRange(1),
+                metavar="TOKENS",
+                help="Longer prompts are computed in chunks of so many tokens, one a pass over the "
+                "weights: fewer need less memory, and more passes. Default: "
+                f"{Policy().prefill_chunk}, or less where a plan needs it.",
+            ),
             click.option("--no-overlap", is_flag=True, help="Do not prefetch."),
         ],
     )

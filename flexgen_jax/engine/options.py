@@ -25,7 +25,8 @@ class EngineOptions:
     matmul_bits: 8 has decoder layers multiply integers of 8 bits, which costs some quality; faster
         with 4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower
         elsewhere.
-    attention, attention_sparsity: see `Policy`. Of these five, None is what the policy says.
+    attention, attention_sparsity, prefill_chunk: see `Policy`. Of these six, None is what the
+        policy says.
     device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is what is there.
     offload_dir: where the disk tier lies, and what later runs use again; None is the user's cache.
     dummy_weights: random weights of a known shape, in place of a checkpoint's.
@@ -46,6 +47,7 @@ class EngineOptions:
     matmul_bits: int | None = None
     attention: Attention | None = None
     attention_sparsity: float | None = None
+    prefill_chunk: int | None = None
     device_memory: str | int | None = None
     host_memory: str | int | None = None
     disk_space: str | int | None = None
@@ -99,5 +101,12 @@ class EngineOptions:
         return policy
 
 
-CHANGES = ("weight_bits", "cache_bits", "matmul_bits", "attention", "attention_sparsity")
+CHANGES = (
+    "weight_bits",
+    "cache_bits",
+    "matmul_bits",
+    "attention",
+    "attention_sparsity",
+    "prefill_chunk",
+)
 """Options that change a policy and fix none: the search goes on with them."""

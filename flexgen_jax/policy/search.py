@@ -65,21 +65,23 @@ class Choices:
     attentions: tuple[Attention, ...] = ("host", "device")
     sparsities: tuple[float, ...] = (1.0,)
     kv_block_tokens: tuple[int, ...] = (32, 16, 8, 4)
+    prefill_chunks: tuple[int, ...] = (2048, 512, 128)
 
     @classmethod
     def keeping(cls, policy: Policy) -> Choices:
         """Returns choices that keep a policy's bits, sparsity and, unless it is "auto", attention.
 
         KV blocks may be smaller than the policy's, down to an eighth, since every sequence has an
-        open one.
+        open one; where nothing fits, chunks of prompts may be, too.
         """
-        most = policy.kv_block_tokens
+        most, chunk = policy.kv_block_tokens, policy.prefill_chunk
         return cls(
             weight_bits=(policy.weight_bits,),
             cache_bits=(policy.cache_bits,),
             attentions=cls.attentions if policy.attention == "auto" else (policy.attention,),
             sparsities=(policy.attention_sparsity,),
             kv_block_tokens=tuple(most >> n for n in range(4) if most >> n),
+            prefill_chunks=tuple(chunk >> n for n in (0, 2, 4) if chunk >> n),
         )
 
 
@@ -387,6 +389,21 @@ def _plan(
 
 def search(problem: Problem) -> list[Plan]:
     """Returns the best plans, the chosen one first; none if nothing fits or meets the limits.
+
+    Prompts are cut into the largest chunks for which there is a plan: every chunk is another pass
+    over the weights.
+    """
+    longest, plans = problem.workload.prompt_len, list[Plan]()
+    for number, chunk in enumerate(problem.choices.prefill_chunks):
+        if number == 0 or chunk < longest:
+            plans = _search(replace(problem, base=replace(problem.base, prefill_chunk=chunk)))
+        if plans:
+            break
+    return plans
+
+
+def _search(problem: Problem) -> list[Plan]:
+    """Searches with chunks of the base's size.
 
     Where the disk's rate varies, the best plans for its slowest, usual and fastest rate are all
     predicted at all of these rates. The first one has the best geometric mean of throughputs.
