@@ -34,7 +34,15 @@ PLACEMENTS = [
     (100, 0, 0, 0, 100, 0),
     (50, 0, 50, 50, 50, 50),
 ]
-AXES = (PLACEMENTS, list(SCHEDULES), [True, False], [1, 3], [True, False], ["device", "host"])
+AXES = (
+    PLACEMENTS,
+    list(SCHEDULES),
+    [True, False],
+    [1, 3],
+    [True, False],
+    ["device", "host"],
+    [2048, 64, 16],
+)
 TIE = 1e-4
 
 Tokens = dict[str, list[int]]
@@ -87,17 +95,16 @@ def combinations(pairwise: bool) -> list[tuple[Any, ...]]:
     if not pairwise:
         return list(product(*AXES))
     rng, found = random.Random(0), []  # noqa: S311 - no secret
+    axes = range(len(AXES))
     left = {
         (i, a, j, b)
-        for i, j in product(range(6), repeat=2)
+        for i, j in product(axes, repeat=2)
         if i < j
         for a, b in product(range(len(AXES[i])), range(len(AXES[j])))
     }
     while left:
         tried = [tuple(rng.randrange(len(axis)) for axis in AXES) for _ in range(200)]
-        pairs = [
-            {(i, c[i], j, c[j]) for i, j in product(range(6), repeat=2) if i < j} for c in tried
-        ]
+        pairs = [{(i, c[i], j, c[j]) for i, j in product(axes, repeat=2) if i < j} for c in tried]
         best = max(range(200), key=lambda n: len(pairs[n] & left))
         left -= pairs[best]
         found.append(tuple(axis[index] for axis, index in zip(AXES, tried[best], strict=True)))
@@ -117,7 +124,8 @@ def main() -> None:
     wrong = ties = 0
     chosen = combinations(args.pairwise)[: args.most]
     with LLM(dtype="float32", policy=Policy(batch_size=2)) as judge:
-        for number, (percent, schedule, overlap, batches, unified, attention) in enumerate(chosen):
+        for number, chosen_ones in enumerate(chosen):
+            percent, schedule, overlap, batches, unified, attention, chunk = chosen_ones
             policy = Policy.from_percent(
                 *percent,
                 batch_size=48 if args.requests > 100 else 8,
@@ -126,6 +134,7 @@ def main() -> None:
                 overlap=overlap,
                 attention=attention,
                 kv_block_tokens=8,
+                prefill_chunk=chunk,
             )
             found = run(asked, policy, unified, number)
             bad = [r for r in asked if found[r.id] != expected[r.id]]
@@ -133,7 +142,8 @@ def main() -> None:
             ties, wrong = ties + tied, wrong + len(bad) - tied
             print(
                 f"{number + 1}/{len(chosen)} {percent} {schedule} overlap={overlap} x{batches} "
-                f"unified={unified} {attention}: {len(bad) - tied} wrong, {tied} ties",
+                f"unified={unified} {attention} chunks of {chunk}: {len(bad) - tied} wrong, "
+                f"{tied} ties",
                 flush=True,
             )
     print(f"{len(chosen)} combinations of {len(asked)} requests: {wrong} wrong texts, {ties} ties")

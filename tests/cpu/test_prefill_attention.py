@@ -24,7 +24,7 @@ from flexgen_jax.layers import programs
 from flexgen_jax.layers.attention import MASKED
 from flexgen_jax.offload import device
 from flexgen_jax.policy.hardware import KernelSizes
-from tests.helpers.kernels import CPU
+from tests.helpers.kernels import CPU, XLA
 from tests.helpers.models import run_greedy
 
 HEADS = 3
@@ -77,6 +77,39 @@ def test_attention_is_the_formula(dtype: str, tokens: int, head_dim: int) -> Non
         assert (found[row, :, :start] == 0).all()
     np.testing.assert_array_equal(np.asarray(keys.astype(jnp.float32)), by_heads(key))
     np.testing.assert_array_equal(np.asarray(values.astype(jnp.float32)), by_heads(value))
+
+
+@on_cpu
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("asked", [13, 40])
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 20), ("bfloat16", 64), ("float16", 8)])
+def test_attention_to_a_block_is_the_formula(
+    dtype: str, size: int, asked: int, is_causal: bool
+) -> None:
+    """With padding that is none, some and all of the block, in generated code and in XLA's."""
+    tokens, rng = 40, np.random.default_rng(asked)
+    query, key, value = (
+        jnp.asarray(rng.normal(size=(3, HEADS, count, size)), dtype)
+        for count in (asked, tokens, tokens)
+    )
+    first = np.array([0, 9, tokens], np.int32)
+    wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in (query, key, value)]
+    at, last = np.arange(tokens), tokens - asked + np.arange(asked)
+    for row, start in enumerate(first[:2]):
+        scores = wide[0][row] @ wide[1][row].swapaxes(1, 2)
+        seen = (at >= start) & ((at <= last[:, None]) | (not is_causal))
+        some = seen.any(-1)  # the others are padding
+        weights = np.exp(np.where(seen, scores, -np.inf))[:, some]
+        expected = weights / weights.sum(-1, keepdims=True) @ wide[2][row]
+        for kernels in (CPU, XLA):
+            attend = jax.jit(partial(kernels.chunk_attention, is_causal=is_causal))
+            out, lse = attend(query, key, value, first)
+            close = 1e-4 if dtype == "float32" else 1e-2
+            np.testing.assert_allclose(out[row][:, some], expected, close, close)
+            np.testing.assert_allclose(lse[row][:, some], np.log(weights.sum(-1)), 1e-5, 1e-5)
+            assert np.isfinite(out).all()
+            assert (np.asarray(lse)[2] < -1e29).all(), "a block of padding does not count"
 
 
 @on_cpu

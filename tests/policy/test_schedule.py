@@ -32,6 +32,34 @@ class Queue:
         return False
 
 
+class Chunked(Queue):
+    """Batches whose prompts go in several chunks."""
+
+    def __init__(self, chunks: Sequence[int]) -> None:
+        super().__init__([1] * len(chunks))
+        self._chunks = chunks
+
+    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+        found = super().enter(going, most)
+        return {number: range(1 - self._chunks[number], 2) for number in found}
+
+
+@given(
+    chunks=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    layers=st.integers(2, 4),
+    schedule=st.sampled_from(list(SCHEDULES)),
+)
+def test_only_the_last_chunk_of_a_prompt_has_a_head(
+    chunks: list[int], layers: int, schedule: str
+) -> None:
+    steps = steps_of(Waves(SCHEDULES[schedule], layers, Chunked(chunks)))
+    heads = [(step.batch, step.token) for step in steps if step.layer == layers - 1]
+    assert sorted(heads) == [(batch, token) for batch in range(len(chunks)) for token in (0, 1)]
+    for batch, count in enumerate(chunks):
+        tokens = [step.token for step in steps if step.batch == batch and step.layer == 0]
+        assert tokens == list(range(1 - count, 2))
+
+
 def waves_of(schedule: str, tokens: Sequence[int], layers: int, most: int | None = None) -> Waves:
     return Waves(SCHEDULES[schedule], layers, Queue(tokens, most))
 

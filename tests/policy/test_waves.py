@@ -111,6 +111,7 @@ def test_what_is_reserved_stays_within_the_plan(
         cache_bits=bits,
         attention=attention,
         kv_block_tokens=rng.choice([4, 8]),
+        prefill_chunk=rng.choice([5, 16, 2048]),
         overlap=rng.random() < 0.8,
     )
     requests = [

@@ -1,0 +1,190 @@
+"""Long prompts are prefilled in chunks, each of which attends to the KV blocks of those before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.errors import UserError
+from flexgen_jax.layers.embedding import Head
+from flexgen_jax.layers.programs import Programs, _apply
+from flexgen_jax.models.checkpoint import DummyWeights
+from flexgen_jax.models.families import read_config
+from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.policy.hardware import KernelSizes
+from flexgen_jax.policy.memory import workspace_bytes
+from flexgen_jax.policy.schedule import SCHEDULES
+from tests.helpers.cases import pairwise
+from tests.helpers.kernels import CPU, XLA
+from tests.helpers.models import BASE, PLACEMENTS, write_checkpoint
+from tests.helpers.numpy_opt import reference
+
+LENGTHS = (70, 3, 41, 64, 17, 33)
+TOKENS = (9, 4, 12, 1, 7, 10)
+PARAMS = [SamplingParams(max_tokens=n, ignore_eos=True) for n in TOKENS]
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(4, 96, size=length).tolist() for length in LENGTHS]
+
+
+def generate(folder: Path, offload: Path, policy: Policy, unified: bool) -> list[list[int]]:
+    with LLM(folder, dtype="float32", policy=policy, offload_dir=offload, unified=unified) as llm:
+        found = llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
+        report = llm.report()
+    for tier, peak in report["peak_bytes"].items():
+        assert peak <= report["computed_peak_bytes"][tier], tier
+    return [result.token_ids for result in found]
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoint: Callable[[], Path]) -> list[list[int]]:
+    model = reference(checkpoint())
+    return [model.greedy(ids, count) for ids, count in zip(prompts(), TOKENS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("percent", "chunk", "schedule", "unified", "attention", "overlap"),
+    pairwise(
+        PLACEMENTS, [16, 64, 23], list(SCHEDULES), [True, False], ["device", "host"], [True, False]
+    ),
+)
+def test_tokens_are_those_of_whole_prompts(
+    checkpoint: Callable[[], Path],
+    expected: list[list[int]],
+    tmp_path: Path,
+    percent: tuple[int, ...],
+    chunk: int,
+    schedule: str,
+    unified: bool,
+    attention: str,
+    overlap: bool,
+) -> None:
+    policy = Policy.from_percent(
+        *percent,
+        batch_size=2,
+        num_batches=2,
+        schedule=schedule,
+        attention=attention,
+        overlap=overlap,
+        prefill_chunk=chunk,
+        kv_block_tokens=4,
+    )
+    assert generate(checkpoint(), tmp_path, policy, unified) == expected
+
+
+@pytest.mark.parametrize(("bits", "sparsity", "unified"), [(4, 1.0, True), (4, 0.5, False)])
+def test_lossy_caches_give_the_same_tokens_wherever_they_are(
+    checkpoint: Callable[[], Path], tmp_path: Path, bits: int, sparsity: float, unified: bool
+) -> None:
+    """A chunk attends to what the cache keeps of earlier ones, so chunks change the tokens of a
+    packed cache, but places do not."""
+    found = [
+        generate(
+            checkpoint(),
+            tmp_path / str(number),
+            Policy.from_percent(
+                *percent,
+                batch_size=3,
+                cache_bits=bits,
+                attention_sparsity=sparsity,
+                prefill_chunk=16,
+                kv_block_tokens=4,
+                attention="host",
+            ),
+            unified,
+        )
+        for number, percent in enumerate(PLACEMENTS)
+    ]
+    assert found == found[:1] * len(found)
+
+
+def test_logits_are_those_of_a_whole_prompt_of_2048_tokens() -> None:
+    """With padding that ends within a chunk, in programs of XLA's code and of generated code."""
+    config = read_config(BASE | {"max_position_embeddings": 2048})
+    spec, formats = model_spec(config), Formats("float32")
+    rng = np.random.default_rng(0)
+    ids = rng.integers(4, 96, (2, 2048)).astype(np.int32)
+    first = np.array([0, 700], np.int32)
+
+    def weights(layer: int) -> dict[str, jax.Array]:
+        """Large ones, so that attention prefers some tokens."""
+        tensors = spec.layers[layer].tensors
+        read = {t.path: DummyWeights(config).read(t, 0, t.shape[0], "float32") for t in tensors}
+        return {
+            t.path: jnp.asarray(read[t.path] * (1 if t.is_small else 12)).reshape(t.shape)
+            for t in tensors
+        }
+
+    def logits(kernels: object, chunks: list[int]) -> np.ndarray:
+        programs, start, found = Programs(config, formats, kernels), 0, []
+        blocks: list[list[object]] = [[] for _ in spec.decoders]
+        for tokens in chunks:
+            part, at = ids[:, start : start + tokens], np.int32(start)
+            hidden, checks = programs.embed(2, tokens)(weights(0), part, at, first)
+            for number, layer in enumerate(spec.decoders):
+                mine = weights(number + 1)
+                if not start:
+                    program = programs.prefill(layer, 2, (tokens,))
+                    hidden, (block,), checks = program(mine, hidden, checks, first)
+                else:
+                    project = programs.project_chunk(layer, 2, tokens, tokens)
+                    query, partial, block = project(mine, hidden, at, first)
+                    begin = 0
+                    for earlier, length in zip(blocks[number], chunks, strict=False):
+                        attend = programs.attend_chunk(layer, 2, tokens, length)
+                        partial = attend(partial, query, earlier, np.int32(begin), first)
+                        begin += length
+                    finish = programs.finish_chunk(layer, 2, tokens, tokens)
+                    hidden, checks = finish(mine, hidden, checks, partial[0])
+                blocks[number].append(block)
+            assert checks[1] == 0
+            found.append(hidden)
+            start += tokens
+        head = Head(config, kernels, jnp.float32)
+        last = weights(len(spec.layers) - 1)
+        return np.asarray(_apply(head, last, jnp.concatenate(found, axis=1)))
+
+    whole = logits(XLA, [2048])
+    for kernels, chunks in ((XLA, [512] * 4), (CPU, [48, 1000, 1000])):
+        found = logits(kernels, chunks)
+        for row, begin in enumerate(first):
+            np.testing.assert_allclose(found[row, begin:], whole[row, begin:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_programs_of_chunks_need_no_more_than_is_counted(bits: int, rows: int) -> None:
+    sizes = {"hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 512}
+    config = read_config(BASE | sizes | {"max_position_embeddings": 2048})
+    formats, tokens = Formats("bfloat16", bits, bits), 256
+    programs, layer = Programs(config, formats, CPU), model_spec(config).decoders[0]
+    programs.project_chunk(layer, rows, tokens, tokens)
+    programs.attend_chunk(layer, rows, tokens, tokens)
+    programs.finish_chunk(layer, rows, tokens, tokens)
+    counted = workspace_bytes(config, formats, KernelSizes(), rows, tokens, is_chunked=True)
+    assert programs.workspace <= counted
+
+
+def test_a_plan_takes_smaller_chunks_where_nothing_else_fits(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 1024}
+    folder = write_checkpoint(tmp_path / "m", **sizes, max_position_embeddings=4096)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    for memory, chunks in (("1GB", {2048}), ("30MB", {512, 128})):
+        with LLM(folder, dtype="float32", device_memory=memory, unified=False) as llm:
+            llm.generate(prompt_token_ids=[[5] * 4000], sampling_params=params)
+            assert llm.policy is not None
+            assert llm.policy.prefill_chunk in chunks, memory
+
+
+@pytest.mark.parametrize("chunk", [0, -3, 2.5, True])
+def test_a_chunk_has_tokens(chunk: object) -> None:
+    with pytest.raises(UserError, match="prefill_chunk must be a positive integer"):
+        Policy(prefill_chunk=chunk)
