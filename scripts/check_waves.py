@@ -5,7 +5,8 @@ many placements and schedules, with and without overlap; every token must be tha
 each request is alone. Where one differs, it counts as a tie if a run in which the two tokens are
 scored gives them log-probabilities within 1e-4 of each other.
 
-    python scripts/check_waves.py               every combination, with 20 requests
+    python scripts/check_waves.py               20 requests: every combination of placement,
+                                                schedule, overlap and chunk of prompts
     python scripts/check_waves.py --requests 500 --pairwise
 """
 
@@ -34,15 +35,11 @@ PLACEMENTS = [
     (100, 0, 0, 0, 100, 0),
     (50, 0, 50, 50, 50, 50),
 ]
-AXES = (
-    PLACEMENTS,
-    list(SCHEDULES),
-    [True, False],
-    [1, 3],
-    [True, False],
-    ["device", "host"],
-    [2048, 64, 16],
-)
+MAIN = (PLACEMENTS, list(SCHEDULES), [True, False], [2048, 64, 16])
+OTHERS = ([1, 3], [True, False], ["device", "host"])
+AXES = (*MAIN, *OTHERS)
+"""Percentages, schedule, overlap and chunk of prompts; batches, one RAM or two, attention."""
+
 TIE = 1e-4
 
 Tokens = dict[str, list[int]]
@@ -92,9 +89,9 @@ def is_tie(llm: LLM, request: Request, right: list[int], found: list[int]) -> bo
 
 
 def combinations(pairwise: bool) -> list[tuple[Any, ...]]:
+    rng, found = random.Random(0), list[tuple[Any, ...]]()  # noqa: S311 - no secret
     if not pairwise:
-        return list(product(*AXES))
-    rng, found = random.Random(0), []  # noqa: S311 - no secret
+        return [(*chosen, *map(rng.choice, OTHERS)) for chosen in product(*MAIN)]
     axes = range(len(AXES))
     left = {
         (i, a, j, b)
@@ -114,7 +111,7 @@ def combinations(pairwise: bool) -> list[tuple[Any, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=20)
-    parser.add_argument("--longest", type=int, default=60, help="tokens of a prompt, at most")
+    parser.add_argument("--longest", type=int, default=100, help="tokens of a prompt, at most")
     parser.add_argument("--pairwise", action="store_true", help="few combinations, with all pairs")
     parser.add_argument("--most", type=int, help="how many combinations, the first ones")
     parser.add_argument("--seed", type=int, default=0)
@@ -125,7 +122,7 @@ def main() -> None:
     chosen = combinations(args.pairwise)[: args.most]
     with LLM(dtype="float32", policy=Policy(batch_size=2)) as judge:
         for number, chosen_ones in enumerate(chosen):
-            percent, schedule, overlap, batches, unified, attention, chunk = chosen_ones
+            percent, schedule, overlap, chunk, batches, unified, attention = chosen_ones
             policy = Policy.from_percent(
                 *percent,
                 batch_size=48 if args.requests > 100 else 8,
