@@ -37,6 +37,14 @@ DEMO_PROMPT = "The people of the United States"
     "If FILE is there already, go on with the prompts that are not in it.",
     metavar="FILE",
 )
+@click.option(
+    "--prefix",
+    "prefix_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Put the text of FILE before every prompt, e.g. instructions and examples; it is computed "
+    "once for all.",
+)
 @click.option("--max-tokens", default=64, show_default=True, help="New tokens a prompt.")
 @click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-k", default=0, show_default=True, help="Sample from the K likeliest; 0: all.")
@@ -49,6 +57,7 @@ DEMO_PROMPT = "The people of the United States"
 def generate(
     prompts: tuple[str, ...],
     prompts_file: Path | None,
+    prefix_file: Path | None,
     output: Path | None,
     max_tokens: int,
     temperature: float,
@@ -64,7 +73,7 @@ def generate(
     Without --model, a small OPT model that comes with this package is used. For long runs give
     --output: the same command goes on where it was broken off.
     """
-    from flexgen_jax.engine.files import Prompt, read_prompts
+    from flexgen_jax.engine.files import Prompt, read_prompts, read_text
     from flexgen_jax.engine.sampling import SamplingParams
 
     given = [Prompt(text, f"PROMPTS, number {n}") for n, text in enumerate(prompts, 1)]
@@ -72,6 +81,8 @@ def generate(
         given += read_prompts(prompts_file)
     elif not given:
         given = [Prompt(DEMO_PROMPT, "")]
+    prefix = "" if prefix_file is None else read_text(prefix_file, "--prefix")
+    given = [Prompt(prefix + prompt.text, prompt.where) for prompt in given]
     try:
         params = SamplingParams(
             max_tokens, temperature, top_k, top_p, stop, flags["seed"], ignore_eos
@@ -82,7 +93,7 @@ def generate(
     if output is not None and json_file is not None and output.resolve() == json_file.resolve():
         raise UserError(f"--output and --json are both {output}; choose another file for one")
     options = engine_options(flags, default_batches=len(given))
-    results, report = run_prompts(given, params, output, options)
+    results, report = run_prompts(given, prefix, params, output, options)
     try:  # neither a full disk nor a reader that goes away may cost the other
         write_json(json_file, {"results": results, "report": report})
     finally:
@@ -99,9 +110,13 @@ def generate(
 
 
 def run_prompts(
-    given: Sequence[Prompt], params: SamplingParams, output: Path | None, options: EngineOptions
+    given: Sequence[Prompt],
+    prefix: str,
+    params: SamplingParams,
+    output: Path | None,
+    options: EngineOptions,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns the results of all prompts and the report of the run.
+    """Returns the results of all prompts, which begin with `prefix`, and the report of the run.
 
     Some prompts may be finished in `output` already; if all are, there is no run and the report is
     empty.
@@ -123,7 +138,7 @@ def run_prompts(
                 return file.results(), {}
             more = {"skip": frozenset(file.finished), "on_output": file.write}
         try:
-            results = llm.generate(texts, params, **more)
+            results = llm.generate(texts, params, prefix=prefix or None, **more)
             made = [as_json(result) for result in results] if output is None else file.results()
             return made, llm.report()
         except PromptError as error:

@@ -13,6 +13,7 @@ from flexgen_jax.offload.executor import Batch
 from flexgen_jax.policy.loop import fewer_rows
 from flexgen_jax.policy.plan import BatchShape, BlockPlan
 from flexgen_jax.policy.policy import GREEDY
+from flexgen_jax.policy.schedule import PREFIX
 
 FEWEST = 4
 """Others enter beside a run's batches when there are rows for this fraction of a batch."""
@@ -47,8 +48,10 @@ class Waiting:
         plan: BlockPlan,
         source: Source[EncodedRequest],
         make: Callable[[Sequence[EncodedRequest], int], Batch],
+        prefix: tuple[int, ...] = (),
     ) -> None:
-        """make: makes a batch of its requests, with that many rows."""
+        """make: makes a batch of its requests, with that many rows; prefix: the tokens with which
+        all of them begin."""
         self._plan, self._source, self._make = plan, source, make
         self._requests: list[EncodedRequest] = []
         self._numbers = count()
@@ -56,6 +59,7 @@ class Waiting:
         self.members: dict[int, Sequence[EncodedRequest]] = {}
         self.left: list[EncodedRequest] = []
         self.entered = 0
+        self._prefix, self._has_prefix = prefix, False
 
     @property
     def batches(self) -> Mapping[int, Batch]:
@@ -64,12 +68,17 @@ class Waiting:
 
     def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
         """Lets as many batches enter as the plan has rows for beside those that are `going`."""
+        if PREFIX in going:
+            return {}
+        if self._prefix and not self._has_prefix:
+            return self._enter_prefix()
         policy = self._plan.policy
         busy = sum(self._plan.batches[number].rows for number in going)
         free = policy.batch_size * policy.num_batches - busy
         if free < (policy.batch_size // FEWEST if going else 1):
             return {}
-        self._top_up(max(0, free - len(self._requests)))
+        if not self.left:  # they wait for a run of their own
+            self._top_up(max(0, free - len(self._requests)))
         members = self._next(min(free, policy.batch_size * (most or policy.num_batches)), going)
         groups = grouped(members, policy.batch_size)
         entered = {}
@@ -83,6 +92,13 @@ class Waiting:
             self._plan.enter(entered, is_first=not going)
         return {number: self._plan.tokens(number) for number in entered}
 
+    def _enter_prefix(self) -> Mapping[int, Sequence[int]]:
+        self._has_prefix = True
+        self._plan.enter(self._plan.prefix_batch, is_first=True)
+        ids, first_valid = np.array([self._prefix], np.int32), np.zeros(1, np.int32)
+        self._batches[PREFIX], self.members[PREFIX] = Batch(ids, first_valid), ()
+        return {PREFIX: self._plan.tokens(PREFIX)}
+
     def _top_up(self, most: int) -> None:
         """Takes requests that have come; the shortest prompts are first."""
         taken = self._source.take(most)
@@ -90,15 +106,16 @@ class Waiting:
             fits = [self._plan_fits(request) for request in taken]
             self._requests += [r for r, is_fit in zip(taken, fits, strict=True) if is_fit]
             self.left += [r for r, is_fit in zip(taken, fits, strict=True) if not is_fit]
-            self._requests.sort(key=lambda r: (len(r.prompt_ids), len(r.forced), r.index))
+            self._requests.sort(key=lambda r: (len(r.own_ids), len(r.forced), r.index))
 
     def _plan_fits(self, request: EncodedRequest) -> bool:
         """Returns whether a request is no longer than what was planned for."""
         shape = self._plan.shape
         is_sampled = request.params.temperature > 0
-        is_short = len(request.prompt_ids) <= max(shape.prompt_lens)
+        is_short = len(request.own_ids) <= max(shape.prompt_lens)
         return (
             is_short
+            and request.prefix == self._prefix
             and request.max_tokens <= shape.gen_len
             and not (is_sampled and shape.head == GREEDY)
         )
@@ -143,16 +160,17 @@ class Waiting:
 def pad_prompts(
     batch: Sequence[EncodedRequest], rows: int, pad_id: int, max_positions: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns left-padded ids, int32 [rows, token], and the index of each row's first real token,
-    int32 [rows].
+    """Returns left-padded ids of prompts without their prefix, int32 [rows, token], and the index
+    of each row's first real token, int32 [rows].
 
     Rows beyond the batch count as one padding token, so that all batches of a block have equal
     shapes.
     """
-    tokens = padded_length(max(len(r.prompt_ids) for r in batch), max_positions)
+    most = max_positions - batch[0].prefix_len
+    tokens = padded_length(max(len(r.own_ids) for r in batch), most)
     ids = np.full((rows, tokens), pad_id, np.int32)
     first_valid = np.full(rows, tokens - 1, np.int32)
     for row, request in enumerate(batch):
-        first_valid[row] = tokens - len(request.prompt_ids)
-        ids[row, first_valid[row] :] = request.prompt_ids
+        first_valid[row] = tokens - len(request.own_ids)
+        ids[row, first_valid[row] :] = request.own_ids
     return ids, first_valid

@@ -29,13 +29,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 
     Blank lines are skipped; "-" is standard input. Raises `UserError` that names the line.
     """
-    is_piped = str(path) == "-"
-    name = "standard input" if is_piped else str(path)
-    try:
-        content = (sys.stdin.buffer.read() if is_piped else path.read_bytes()).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read --prompts-file {path}: {error}") from None
-    prompts = []
+    name = "standard input" if str(path) == "-" else str(path)
+    content, prompts = read_text(path, "--prompts-file"), list[Prompt]()
     # Not `splitlines`, which also splits at other characters that may be part of a text.
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
@@ -45,6 +40,15 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not prompts:
         raise UserError(f"{name} has no prompts; write one a line")
     return prompts
+
+
+def read_text(path: Path, flag: str) -> str:
+    """Reads a file, or for "-" standard input; raises `UserError` that names the flag."""
+    try:
+        content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return content.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {flag} {path}: {error}") from None
 
 
 def _prompt_in(line: str, where: str) -> str:

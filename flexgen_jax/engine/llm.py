@@ -33,11 +33,13 @@ from flexgen_jax.engine.outputs import (
 from flexgen_jax.engine.planner import Planner
 from flexgen_jax.engine.requests import (
     EncodedRequest,
+    Prefix,
     Request,
     check_ids,
     check_lengths,
     encoder,
     room_for,
+    shared_tokens,
 )
 from flexgen_jax.engine.sampling import SamplingParams, sampling_arrays
 from flexgen_jax.engine.session import Session
@@ -118,6 +120,7 @@ class LLM:
         skip: Container[int] = (),
         on_output: OnOutput | None = None,
         on_token: OnToken | None = None,
+        prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
         """Continues every prompt; the results are in the prompts' order.
 
@@ -126,9 +129,11 @@ class LLM:
         on_output: called with a prompt's index and its result as soon as it is finished, which is
             long before the last one is; an exception that it raises ends the run.
         on_token: called with a prompt's index as a text, and each of its tokens.
+        prefix: as in `Request`, with which all prompts begin.
         """
         texts, ids = self._inputs(prompts, prompt_token_ids)
-        requests = [r for r in self._requests(texts, ids, sampling_params) if r.index not in skip]
+        encoded = self._requests(texts, ids, sampling_params)
+        requests = self._sharing([r for r in encoded if r.index not in skip], prefix)
         found: dict[int, RequestOutput] = {}
 
         def finish(request: EncodedRequest, result: RequestOutput) -> None:
@@ -141,6 +146,21 @@ class LLM:
         for _ in self._serve(Incoming(Listed(requests)), generation):
             pass
         return [result for _, result in sorted(found.items())]
+
+    def _sharing(
+        self, requests: list[EncodedRequest], prefix: Prefix | None
+    ) -> list[EncodedRequest]:
+        """Returns requests that know what they share of a prefix.
+
+        One by itself shares nothing, and sparse attention chooses among all tokens of a sequence.
+        """
+        if isinstance(prefix, str):
+            if self._model.tokenizer is None:
+                raise UserError("a prefix as a text needs a tokenizer, and this model has none")
+            prefix = self._model.tokenizer.encode(prefix)
+        if not prefix or len(requests) < 2 or self._planner.policy.is_sparse:
+            return requests
+        return [replace(r, prefix_len=shared_tokens(r.prompt_ids, prefix)) for r in requests]
 
     def stream(
         self, requests: Iterable[Request], on_token: OnToken | None = None
@@ -156,7 +176,8 @@ class LLM:
         """
         ready: deque[RequestOutput] = deque()
         generation = self._generation(lambda _, result: ready.append(result), on_token)
-        encode = encoder(self.config, self._model.tokenizer)
+        shares = not self._planner.policy.is_sparse
+        encode = encoder(self.config, self._model.tokenizer, shares)
         feed = Feed(requests, partial(_encoded, encode), FIRST_READ)
         incoming = Incoming(Admitted(feed, generation, ready))
         try:
@@ -229,13 +250,16 @@ class LLM:
                     yield  # all that came was impossible
                     continue
                 incoming.put_back(requests)
-                workload = self._workload(requests, collector, workload)
+                prefix = requests[0].prefix
+                together = [r for r in requests if r.prefix == prefix]
+                workload = self._workload(together, collector, workload)
                 if not incoming.is_ended:
                     workload = replace(workload, num_sequences=max(len(requests), UNKNOWN))
                 policy = self._planner.policy_for(workload)
                 allow(max(1, policy.batch_size * policy.num_batches // 2))
                 try:
-                    yield from self._run(self._open(policy, workload), incoming, collector)
+                    session = self._open(policy, workload)
+                    yield from self._run(session, incoming, collector, prefix)
                 except (MemoryError, jax.errors.JaxRuntimeError) as error:
                     self._back_off(error)
                     incoming.begin_again(collector.restart())
@@ -269,11 +293,12 @@ class LLM:
         session: Session,
         incoming: Incoming[EncodedRequest],
         collector: Generation | Scoring,
+        prefix: tuple[int, ...],
     ) -> Iterator[None]:
         before = collector.num_tokens
         plan = session.open_plan()
         is_scoring = isinstance(collector, Scoring)
-        waiting = Waiting(plan, incoming, partial(self._batch, is_scoring))
+        waiting = Waiting(plan, incoming, partial(self._batch, is_scoring), prefix)
         session.start()
 
         def on_result(step: Step, result: np.ndarray) -> Sequence[int]:
@@ -454,8 +479,13 @@ class LLM:
         collector: Generation | Scoring,
         before: Workload | None,
     ) -> Workload:
-        """Returns the workload of requests; before: of those in front of them, if more may come."""
-        lengths = [self._padded(len(request.prompt_ids)) for request in requests]
+        """Returns the workload of requests that share one prefix, or none.
+
+        before: of those in front of them, if more may come.
+        """
+        prefix = requests[0].prefix_len
+        most = self.config.max_positions - prefix
+        lengths = [padded_length(len(request.own_ids), most) for request in requests]
         mean = -(-sum(lengths) // len(lengths))
         head = SCORE if isinstance(collector, Scoring) else GREEDY
         if any(request.params.temperature > 0 for request in requests):
@@ -466,6 +496,7 @@ class LLM:
             num_sequences=len(requests),
             head=head,
             mean_prompt_len=mean if mean < max(lengths) else None,
+            prefix_len=prefix,
         )
         return found if before is None else found.covering(before)
 

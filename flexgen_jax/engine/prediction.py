@@ -34,10 +34,11 @@ class KnownTexts(Waiting):
         """ends: tokens of each text, by the requests' indices."""
 
         def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
-            tokens = padded_length(max(len(r.prompt_ids) for r in members), max_positions)
+            most = max_positions - members[0].prefix_len
+            tokens = padded_length(max(len(r.own_ids) for r in members), most)
             return Batch(np.zeros((rows, tokens), np.int8), np.zeros(rows, np.int8))
 
-        super().__init__(plan, Listed(requests), make)
+        super().__init__(plan, Listed(requests), make, requests[0].prefix)
         self._ends = ends
         self._left: dict[int, list[int]] = {}
 
@@ -60,9 +61,11 @@ class KnownTexts(Waiting):
 def predicted_time(
     problem: Problem, policy: Policy, texts: Mapping[EncodedRequest, int]
 ) -> Prediction | None:
-    """Returns the prediction for requests that end after these tokens; None if the run is too
-    long."""
+    """Returns the prediction for requests that end after these tokens; None if the run is too long,
+    or if there are several, since not all share one prefix."""
     requests, ends = list(texts), {r.index: tokens for r, tokens in texts.items()}
+    if len({r.prefix for r in requests}) > 1:
+        return None
     blocks = -(-len(requests) // (policy.batch_size * policy.num_batches))
     steps = blocks * max(ends.values()) * policy.num_batches * (problem.config.num_layers + 2)
     if steps > MOST_STEPS:

@@ -10,19 +10,28 @@ from flexgen_jax.errors import PromptError, UserError
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.tokenizer import Tokenizer
 
+Prefix = str | Sequence[int]
+"""The beginning of prompts, as a text or as token ids."""
+
+LEAST_PREFIX = 16
+"""Prefixes of fewer tokens are not worth a pass of their own."""
+
 
 @dataclass(frozen=True)
 class Request:
     """A prompt to continue, for `LLM.stream`.
 
     id: names the request's result; no two requests that are not finished may have the same.
-    prompt: a text, or else prompt_token_ids: its token ids.
+    prompt: a text, or else prompt_token_ids: its token ids. prefix: the text, or the token ids,
+    with which this prompt begins like others: instructions, or examples. Where it does, the KV
+    cache of these tokens is computed and kept once for all of them; it changes no result.
     """
 
     id: str
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class EncodedRequest:
 
     index: its place among the requests of a call, from which its random draws follow; max_tokens:
     the new tokens that its parameters ask for, limited by the room in the model's context; forced:
-    tokens to continue it with, in order to score them; id, prompt: as given.
+    tokens to continue it with, in order to score them; id, prompt: as given; prefix_len: how many
+    of the prompt's first tokens are a prefix that other requests share.
     """
 
     index: int
@@ -41,6 +51,26 @@ class EncodedRequest:
     forced: tuple[int, ...] = ()
     id: str = ""
     prompt: str | None = None
+    prefix_len: int = 0
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        return self.prompt_ids[: self.prefix_len]
+
+    @property
+    def own_ids(self) -> tuple[int, ...]:
+        """The prompt after the prefix."""
+        return self.prompt_ids[self.prefix_len :]
+
+
+def shared_tokens(prompt: Sequence[int], prefix: Sequence[int]) -> int:
+    """Returns how many tokens of a prefix a prompt shares, at least one short of the prompt.
+
+    It is all of them but the last, which as a text may be one with what follows, or none.
+    """
+    count = min(len(prefix), len(prompt)) - 1
+    is_whole = count >= LEAST_PREFIX and count == len(prefix) - 1
+    return count if is_whole and list(prompt[:count]) == list(prefix[:count]) else 0
 
 
 def check_ids(ids: Sequence[int], index: int, config: ModelConfig) -> None:
@@ -71,16 +101,21 @@ def room_for(prompt: Sequence[int], params: SamplingParams, config: ModelConfig)
 
 
 def encoder(
-    config: ModelConfig, tokenizer: Tokenizer | None
+    config: ModelConfig, tokenizer: Tokenizer | None, shares: bool
 ) -> Callable[[Request, int], EncodedRequest]:
     """Returns a function that checks and encodes a request, given its index; it raises `UserError`
-    for an impossible one."""
+    for an impossible one.
+
+    shares: whether requests share a prefix.
+    """
+    known: dict[str, list[int]] = {}
 
     def encode(request: Request, index: int) -> EncodedRequest:
         if (request.prompt is None) == (request.prompt_token_ids is None):
             raise UserError("give either prompt or prompt_token_ids")
         params = request.sampling_params
-        if tokenizer is None and (request.prompt is not None or params.stop):
+        has_text = request.prompt is not None or isinstance(request.prefix, str)
+        if tokenizer is None and (has_text or params.stop):
             raise UserError("texts and stop strings need a tokenizer, and this model has none")
         if request.prompt is not None and tokenizer is not None:
             ids = tokenizer.encode(request.prompt)
@@ -94,7 +129,12 @@ def encoder(
                 f"the prompt has {len(ids)} tokens; the model takes 1 to {config.max_positions - 1}"
             )
         most = room_for(ids, params, config)
-        named = (str(request.id), request.prompt)
+        prefix = known.get(request.prefix) if isinstance(request.prefix, str) else request.prefix
+        if prefix is None and isinstance(request.prefix, str) and tokenizer is not None:
+            known.clear()
+            prefix = known[request.prefix] = tokenizer.encode(request.prefix)
+        shared = shared_tokens(ids, prefix or ()) if shares else 0
+        named = (str(request.id), request.prompt, shared)
         return EncodedRequest(index, tuple(ids), params, most, (), *named)
 
     return encode

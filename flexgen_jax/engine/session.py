@@ -134,7 +134,7 @@ class Session:
             for tokens in set(chunks[1:]):
                 asked = 1 if layer is last else tokens
                 layered.project_chunk(layer, rows, tokens, asked)
-                layered.finish_chunk(layer, rows, tokens, asked)
+                layered.finish_chunk(layer, rows, tokens, asked, 1)
                 for earlier in set(chunks[:-1]):
                     layered.attend_chunk(layer, rows, asked, earlier)
 

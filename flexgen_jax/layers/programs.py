@@ -123,15 +123,40 @@ def _attend_chunk(kernels: Kernels) -> Callable[..., Any]:
     return attend_chunk
 
 
+def _attend_prefix(kernels: Kernels, formats: Formats) -> Callable[..., Any]:
+    def attend_prefix(query: jax.Array, blocks: tuple[KVBlock, ...]) -> Partial:
+        batch, heads, tokens, size = query.shape
+        none = jnp.zeros(1, jnp.int32)
+
+        def some(query: jax.Array) -> Partial:
+            """Attends with the tokens of some sequences, which are to the prefix as those of
+            one."""
+            rows = query.shape[0]
+            asked = query.swapaxes(0, 1).reshape(1, heads, rows * tokens, size)
+            found = [kernels.chunk_attention(asked, *b, none, is_causal=False) for b in blocks]
+            out, lse = merge(found)
+            out = out.reshape(heads, rows, tokens, size).swapaxes(0, 1)
+            return out, lse.reshape(heads, rows, tokens).swapaxes(0, 1)
+
+        together = kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
+        found: Partial = _in_groups(some, together, query)
+        return found
+
+    return attend_prefix
+
+
 def _finish_chunk(layer: DecoderLayer, formats: Formats) -> Callable[..., Any]:
-    def finish(weights: Weights, hidden: jax.Array, checks: jax.Array, out: jax.Array) -> Any:
-        def some(hidden: jax.Array, out: jax.Array) -> Any:
-            hidden = _apply(layer, weights, hidden, out, method="finish_chunk")
+    def finish(
+        weights: Weights, hidden: jax.Array, checks: jax.Array, partials: list[Partial]
+    ) -> Any:
+        def some(hidden: jax.Array, *parts: jax.Array) -> Any:
+            attended, _ = merge(list(zip(parts[::2], parts[1::2], strict=True)))
+            hidden = _apply(layer, weights, hidden, attended, method="finish_chunk")
             return hidden, jnp.isfinite(hidden).all((1, 2))
 
         batch, tokens, _ = hidden.shape
         size = layer.kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
-        hidden, is_finite = _in_groups(some, size, hidden, out)
+        hidden, is_finite = _in_groups(some, size, hidden, *jax.tree.leaves(partials))
         return hidden, _checked(checks, is_finite.all())
 
     return finish
@@ -341,11 +366,21 @@ class _Lowering:
         args = (partial, self._array(*shape), block, _int(), _int(batch))
         return jax.jit(_attend_chunk(self.kernels), donate_argnums=0).lower(*args)
 
-    def finish_chunk(self, layer: int, batch: int, tokens: int, asked: int) -> jax.stages.Lowered:
-        out = _float(*self._attention(layer).query_shape(batch, asked))
+    def attend_prefix(
+        self, layer: int, batch: int, asked: int, blocks: tuple[int, ...]
+    ) -> jax.stages.Lowered:
+        query = self._array(*self._attention(layer).query_shape(batch, asked))
+        program = jax.jit(_attend_prefix(self.kernels, self.formats))
+        return program.lower(query, self._blocks(layer, 1, blocks))
+
+    def finish_chunk(
+        self, layer: int, batch: int, tokens: int, asked: int, places: int
+    ) -> jax.stages.Lowered:
+        shape = self._attention(layer).query_shape(batch, asked)
+        partials = [(_float(*shape), _float(*shape[:3]))] * places
         weights = self._weights(self._spec.layers[layer])
         program = _finish_chunk(self._decoder, self.formats)
-        return jax.jit(program).lower(weights, self._hidden(batch, tokens), _int(2), out)
+        return jax.jit(program).lower(weights, self._hidden(batch, tokens), _int(2), partials)
 
     def decode(
         self,
@@ -509,12 +544,19 @@ class Programs:
         """
         return self._of("attend_chunk", layer, batch, asked, tokens)
 
-    def finish_chunk(
-        self, layer: LayerSpec, batch: int, tokens: int, asked: int
+    def attend_prefix(
+        self, layer: LayerSpec, batch: int, asked: int, blocks: tuple[int, ...]
     ) -> jax.stages.Compiled:
-        """Computes the prefill of a chunk after attention: (weights, hidden, checks, result of
-        attention) -> hidden states of the last `asked` tokens, checks."""
-        return self._of("finish_chunk", layer, batch, tokens, asked)
+        """Attends with `asked` tokens of each sequence to KV blocks of one row, which all sequences
+        share: (query, blocks) -> partial result."""
+        return self._of("attend_prefix", layer, batch, asked, blocks)
+
+    def finish_chunk(
+        self, layer: LayerSpec, batch: int, tokens: int, asked: int, places: int
+    ) -> jax.stages.Compiled:
+        """Computes the prefill of a chunk after attention: (weights, hidden, checks, a list of
+        partial results, one for each place) -> hidden states of the last `asked` tokens, checks."""
+        return self._of("finish_chunk", layer, batch, tokens, asked, places)
 
     def decode(
         self,

@@ -30,7 +30,7 @@ from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.placement import CacheKey
 from flexgen_jax.policy.plan import BlockPlan, CachedPart, HiddenPart, Layout, WeightsPart
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Head, Tier
-from flexgen_jax.policy.schedule import Arrivals, Step
+from flexgen_jax.policy.schedule import PREFIX, Arrivals, Step
 
 TRIM_S = 10.0
 """Seconds between trims of the heap, which take a while."""
@@ -266,8 +266,10 @@ class BlockRun:
 
     def compute(self, step: Step, inputs: Inputs) -> Computed:
         weights: dict[str, Any] = {}
-        for load in inputs.weights:
+        prefix = self._plan.prefix_part(step)
+        for load in inputs.weights[: -1 if prefix else None]:
             weights.update(load.arriving)
+        shared: LayerCache | None = inputs.weights[-1].arriving if prefix else None
         kind = self._layers[step.layer].kind
         if kind == "embedding":
             computed = self._embed(step, weights)
@@ -276,9 +278,9 @@ class BlockRun:
         else:
             weights = self._plain(step, weights) if self._plan.unpacks else weights
             if step.token > 0:
-                computed = self._decode(step, weights, inputs)
-            elif self._plan.span(step.token, step.batch).start:
-                computed = self._prefill_chunk(step, weights, inputs)
+                computed = self._decode(step, weights, inputs, shared)
+            elif prefix or self._plan.span(step.token, step.batch).start:
+                computed = self._prefill_chunk(step, weights, inputs, shared)
             else:
                 computed = self._prefill(step, weights, inputs.hidden.arriving)
         self._watch(step, inputs.weights, computed.checks)
@@ -302,7 +304,8 @@ class BlockRun:
         else:
             ids = batch.ids[:, span.start : span.start + span.tokens]
         program = self._device.programs.embed(batch.size, span.tokens)
-        start = self._device.memories.numbers(span.start)
+        before = 0 if step.batch == PREFIX else self._plan.shape.prefix
+        start = self._device.memories.numbers(before + span.start)
         hidden, checks = program(weights, ids, start, self._first_valid[step.batch])
         if 0 < step.token + 1 < self._plan.batches[step.batch].gen_len:
             # Uploaded a token ahead, because it would have to wait behind weights.
@@ -349,7 +352,9 @@ class BlockRun:
         hidden, blocks, checks = program(weights, hidden, before, first_valid)
         return Computed(checks, hidden, blocks)
 
-    def _prefill_chunk(self, step: Step, weights: Any, inputs: Inputs) -> Computed:
+    def _prefill_chunk(
+        self, step: Step, weights: Any, inputs: Inputs, shared: LayerCache | None
+    ) -> Computed:
         """Prefills a chunk of prompts that attends to the blocks of those before it, one after the
         other, so that the programs are the same for every chunk."""
         programs, layer = self._layer_programs, self._layers[step.layer]
@@ -366,9 +371,19 @@ class BlockRun:
             ):
                 attend = programs.attend_chunk(layer, rows, asked, length)
                 partial = attend(partial, query, earlier, numbers(start), first_valid)
-        finish = programs.finish_chunk(layer, *shape)
-        hidden, checks = finish(weights, hidden, self._checks[step.batch], partial[0])
+        partials = [partial, *self._to_prefix(step, query, shared)]
+        finish = programs.finish_chunk(layer, *shape, len(partials))
+        hidden, checks = finish(weights, hidden, self._checks[step.batch], partials)
         return Computed(checks, hidden, (block,))
+
+    def _to_prefix(self, step: Step, query: jax.Array, shared: LayerCache | None) -> list[Any]:
+        """Returns the partial result of attention to the prefix, if there is one."""
+        if shared is None:
+            return []
+        rows, _, asked, _ = query.shape
+        blocks = shared.here.lengths
+        attend = self._device.programs.attend_prefix(self._layers[step.layer], rows, asked, blocks)
+        return [attend(query, shared.blocks)]
 
     def _next(self, step: Step) -> Moment:
         """Returns the place of the token after a step's, which all layers share."""
@@ -385,13 +400,15 @@ class BlockRun:
             on_device = (*on_device, memories.constant(counts))
         return Moment(position, batch.first_valid, counts, on_device)
 
-    def _decode(self, step: Step, weights: Any, inputs: Inputs) -> Computed:
+    def _decode(
+        self, step: Step, weights: Any, inputs: Inputs, shared: LayerCache | None
+    ) -> Computed:
         cache: LayerCache = inputs.cache.arriving
         policy, most = self._plan.policy, 0
         if policy.is_sparse:
             most = policy.attended(sum(self._plan.cache.lengths(step.batch)[: cache.sealed + 1]))
-        if cache.on_host:
-            return self._decode_split(step, weights, inputs, most)
+        if cache.on_host or shared is not None:
+            return self._decode_split(step, weights, inputs, most, shared)
         key = CacheKey(step.layer - 1, step.batch, cache.sealed)
         appends, here, (*sealed, opened) = self._plan.appends(key), cache.here, cache.blocks
         shape = (self._batches[step.batch].size, here.lengths, here.tail, most, appends)
@@ -404,14 +421,18 @@ class BlockRun:
             self._ask_for(step, cache, new)
         return Computed(checks, hidden, new, appends)
 
-    def _decode_split(self, step: Step, weights: Any, inputs: Inputs, most: int) -> Computed:
-        """Decodes with a cache that is partly on the host, where the CPU attends to it."""
+    def _decode_split(
+        self, step: Step, weights: Any, inputs: Inputs, most: int, shared: LayerCache | None
+    ) -> Computed:
+        """Decodes with a cache that is partly on the host, where the CPU attends to it, or with a
+        prefix."""
         layer, hidden, early = self._layers[step.layer], inputs.hidden.arriving, inputs.early
         cache: LayerCache = inputs.cache.arriving
         query, new = self._project(step, weights, inputs.weights, hidden)
         self._ask_for(step, cache, new)
         question = Question(self._device, layer, query, self._moments[step.batch, step.token], most)
-        partials = attend_split(
+        to_prefix = self._to_prefix(step, query, shared)
+        partials = to_prefix + attend_split(
             question, cache, lambda: self._project_early(early, weights, inputs.weights)
         )
         size = self._batches[step.batch].size

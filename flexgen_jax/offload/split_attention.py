@@ -79,7 +79,7 @@ class Question(NamedTuple):
 def attend_split(
     question: Question, cache: LayerCache, meanwhile: Callable[[], object]
 ) -> list[Any]:
-    """Returns the partial results of the host and, if it has blocks, of the device, for
+    """Returns the partial results of the host and of the device, as far as they have blocks, for
     `Programs.finish`.
 
     meanwhile: called when the device has its work and before the CPU's begins.
@@ -89,6 +89,8 @@ def attend_split(
     if at.counts is None:
         here = [question.attend(cache.blocks, cache.here)] if cache.blocks else []
         meanwhile()
+        if not cache.on_host:
+            return here
         return [device.on_host(device.host_attention.attend, question.query, *where), *here]
     # Which tokens are attended to is known only when the scores of both places are.
     ranked = [

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.schedule import PREFIX
 
 
 class Planned:
@@ -20,6 +21,11 @@ class Planned:
         self._waiting = deque(plan.batches)
 
     def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+        if PREFIX in going:
+            return {}
+        if PREFIX in self._waiting:
+            self._waiting.remove(PREFIX)
+            return {PREFIX: self._plan.tokens(PREFIX)}
         count = len(self._waiting) if most is None else min(most, len(self._waiting))
         return {number: self._tokens_of(number) for number in self._taken(count)}
 
@@ -49,6 +55,8 @@ class LastOneLate(Planned):
         self._waves = -1
 
     def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+        if PREFIX in going or PREFIX in self._waiting:
+            return super().enter(going, most)
         self._waves += 1
         count = len(self._waiting) - (self._waves < self._late)
         return {number: self._tokens_of(number) for number in self._taken(count)}

@@ -19,7 +19,8 @@ Part = WeightsPart | CachedPart | HiddenPart
 class Inputs(NamedTuple):
     """The loads that a step computes with.
 
-    weights: one for each part of the layer; hidden: None for the embedding; cache: None unless the
+    weights: one for each part of the layer, then one for the prefix's KV cache, if the step attends
+    to it; hidden: None for the embedding; cache: None unless the
     step attends to earlier tokens; early: the next step and its hidden states, whose query may be
     computed while the CPU attends for this step, or None.
     """

@@ -162,6 +162,14 @@ class Costs:
             seconds += whole - saved / layers
         return seconds
 
+    def prefix_s(self, layer: LayerSpec, tokens: int, prefix: int) -> float:
+        """Seconds of a layer's attention from so many tokens, of all rows, to the prefix that they
+        share."""
+        scores = layer.attention.prefill_flops(1, tokens, prefix)
+        scores -= layer.attention.prefill_flops(1, tokens)
+        seconds = self.hw.prefill_attention.seconds(scores, prefix)
+        return seconds + self._device.seconds(self.kv_elements(layer, 1, prefix))
+
     def chunks(self, prompt_len: int, scores_prompts: bool) -> tuple[int, ...]:
         """Returns the token counts of the chunks in which a prompt is prefilled."""
         chunk = prompt_len if scores_prompts else self.policy.prefill_chunk
@@ -345,6 +353,10 @@ def _prefill(costs: Costs, workload: Workload) -> Work:
     hidden = batches * costs.hidden_bytes(rows, tokens)
     copied, read = _weights(costs, True)
     chunks = costs.chunks(tokens, workload.scores_prompts)
+    prefix, shared = workload.prefix_len, 0.0
+    if prefix:
+        shared = costs.mean_prefill_s(1, prefix, scores_prompts=False)
+        shared += batches * costs.mean(lambda layer: costs.prefix_s(layer, rows * tokens, prefix))
     waves, earlier = len(chunks), [sum(chunks[:n]) for n in range(1, len(chunks))]
     again = batches * costs.mean(lambda layer: costs.kv_bytes(layer, rows, 1)) * sum(earlier)
     moved = {
@@ -355,6 +367,7 @@ def _prefill(costs: Costs, workload: Workload) -> Work:
     }
     computing = costs.mean_prefill_s(rows, tokens, workload.scores_prompts)
     seconds = batches * (computing + waves * costs.hw.step_s) + waves * costs.mean(costs.unpack_s)
+    seconds += shared
     cached = sum(
         batches * costs.mean(lambda layer: costs.kv_read_s(layer, rows, chunks[:n]))  # noqa: B023
         for n in range(1, waves)
@@ -396,6 +409,8 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     cached += half * mean(lambda layer: costs.kv_read_s(layer, rows, new))
     products = mean(lambda layer: costs.linear_s(layer, rows))
     fixed = batches * (products + hw.step_s + (hw.split_s if policy.values_stay else 0))
+    if workload.prefix_len:
+        fixed += batches * mean(lambda layer: costs.prefix_s(layer, rows, workload.prefix_len))
     fixed += mean(costs.unpack_s)
     device = Linear({"cg": on_device}, fixed) + Linear(AWAY_C) * (moved_share * on_device)
     return Work(moved, device, Linear(AWAY_C) * on_host, Linear({"cd": batches * cached}))

@@ -45,7 +45,8 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     kv_layer = 0.0
     if workload.gen_len > 1:
         kv_layer = costs.mean(lambda layer: costs.kv_bytes(layer, rows, cached))
-    cache = kv_layer * batches * layers
+    kv_prefix = costs.mean(lambda layer: costs.kv_bytes(layer, 1, workload.prefix_len))
+    cache = (kv_layer * batches + kv_prefix) * layers
     hidden = costs.hidden_bytes(rows, chunk)
     home = {
         "g": Linear({"wg": weights, "cg": cache, "hg": hidden * batches}, small),
@@ -56,7 +57,7 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     tokens = max(opened, default=0)
     tail = costs.mean(lambda layer: costs.open_kv_bytes(layer, rows, tokens)) * batches * layers
     how = (costs.hw.sizes, rows, chunk, workload.head, costs.unpacks, bool(others))
-    work = workspace_bytes(config, costs.formats, *how)
+    work = workspace_bytes(config, costs.formats, *how, workload.prefix_len)
     device = home["g"] + Linear({}, work)
     host = home["c"] + Linear(
         {

@@ -21,15 +21,15 @@ from flexgen_jax.policy.cache_blocks import CacheBlocks, LayerBatch
 from flexgen_jax.policy.hidden_states import HiddenStates
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loads import Load, Loader, Stream
-from flexgen_jax.policy.plan import BlockPlan, WeightsPart
+from flexgen_jax.policy.plan import BlockPlan, CachedPart, WeightsPart
 from flexgen_jax.policy.policy import Tier
-from flexgen_jax.policy.schedule import Arrivals, LookAhead, Step, Waves
+from flexgen_jax.policy.schedule import PREFIX, Arrivals, LookAhead, Step, Waves
 
 ROWS_OF_A_LARGE_BATCH = 64
 """Above this, a batch shrinks in smaller steps."""
 
-VisitPart = tuple[int, WeightsPart]
-"""A visit, and a part of the weights that it needs."""
+VisitPart = tuple[int, WeightsPart | CachedPart]
+"""A visit, and what it needs for all batches: a part of the weights, or the prefix's cache."""
 
 
 class Dispatched(NamedTuple):
@@ -162,12 +162,17 @@ class BlockLoop:
             self._backend.shrink(step, rows)
 
     def _keys(self, step: Step) -> list[VisitPart]:
-        return [(step.visit, part) for part in self._plan.parts[step.layer]]
+        keys: list[VisitPart] = [(step.visit, part) for part in self._plan.parts[step.layer]]
+        prefix = self._plan.prefix_part(step)
+        return keys if prefix is None else [*keys, (step.visit, prefix)]
 
     # Loads
 
     def _start_weights(self, key: VisitPart) -> Load:
         part = key[1]
+        if isinstance(part, CachedPart):
+            where = (part.layer, part.batch)
+            return self._loader.start(self._cache.part(where, self._plan.shape.prefix))
         return self._loader.start_kept(part) if part.is_kept else self._loader.start(part)
 
     def _start_cached(self, step: Step) -> Load:
@@ -205,8 +210,16 @@ class BlockLoop:
         for step in self._ahead.visits(visit, self._plan.ahead.weight_reads):
             if step.visit > self._read_until:
                 self._read_until = step.visit
-                for key in self._keys(step):
+                for key in filter(self._is_there, self._keys(step)):
                     self._weights.prefetch(key)
+
+    def _is_there(self, key: VisitPart) -> bool:
+        """Returns whether what a visit needs can be loaded: weights, or a prefix that is
+        computed."""
+        part = key[1]
+        if not isinstance(part, CachedPart):
+            return True
+        return self._cached_until.get((part.layer, PREFIX)) == -1
 
     def _copy_ahead(self, step: Step) -> None:
         """Starts the copies to the device that are to travel while a step computes, those that the

@@ -108,8 +108,8 @@ def peak_bytes(plan: BlockPlan) -> dict[Tier, int]:
     waits = plan.policy.order.waits
     if not waits and len(plan.shape.batch_sizes) > 1:
         # Where one batch begins while others go on, buffers for prompts and for reads add up.
-        waves = len(tokens) + max(map(len, map(plan.chunks, plan.shape.batches))) - 1
-        runs.append(dry_run(plan, dict.fromkeys(tokens, 1), max(0, waves - 2)))
+        # Its last chunk comes with the others' last token but one, when they hold most.
+        runs.append(dry_run(plan, dict.fromkeys(tokens, 1), max(0, len(tokens) - 2)))
     for tier, nbytes in _rounding(plan).items() if not waits else ():
         allowed[tier] = allowed.get(tier, 0) + nbytes
     return {tier: max(run[tier] for run in runs) + allowed.get(tier, 0) for tier in TIERS}
@@ -141,7 +141,7 @@ def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
     ends = {0, last}
     if not seals or (plan.policy.cache_bits == 16 and not plan.policy.cache.disk):
         return sorted(ends | {max(last - 1, 0)}), {}
-    layers, batches = range(len(plan.spec.decoders)), range(len(plan.cache.generated))
+    layers, batches = range(len(plan.spec.decoders)), range(len(plan.shape.batch_sizes))
     largest = max(
         plan.open_kv_bytes(CacheKey(layer, batch, len(plan.cache.prompt[batch])))
         for layer, batch in product(layers, batches)
@@ -170,7 +170,7 @@ def _held_between(plan: BlockPlan, seals: int) -> dict[Tier, list[int]]:
     """Returns the bytes of generated tokens' KV blocks in memory, by tier, before and after each of
     the tokens that seal blocks."""
     held: dict[Tier, list[int]] = {tier: [0] * (seals + 1) for tier in ("device", "host")}
-    layers, batches = range(len(plan.spec.decoders)), range(len(plan.cache.prompt))
+    layers, batches = range(len(plan.spec.decoders)), range(len(plan.shape.batch_sizes))
     for layer, batch in product(layers, batches):
         prompt = len(plan.cache.prompt[batch])
         for count in range(seals + 1):
@@ -212,10 +212,11 @@ def planned_ledger(plan: BlockPlan) -> Ledger:
 def plan_workspace(plan: BlockPlan) -> int:
     """Returns the bytes of temporaries and results of a block's largest computation."""
     shapes = {(batch.rows, plan.chunks(batch)) for batch in plan.shape.batches}
-    head, unpacks = plan.shape.head, plan.unpacks
+    shapes |= {(batch.rows, plan.chunks(batch)) for batch in plan.prefix_batch.values()}
+    head, unpacks, prefix = plan.shape.head, plan.unpacks, plan.shape.prefix
     how = (plan.config, plan.formats, plan.sizes)
     return max(
-        workspace_bytes(*how, rows, max(chunks), head, unpacks, len(chunks) > 1)
+        workspace_bytes(*how, rows, max(chunks), head, unpacks, len(chunks) > 1, prefix)
         for rows, chunks in shapes
     )
 
@@ -229,12 +230,13 @@ def workspace_bytes(
     head: Head = GREEDY,
     unpacks: bool = False,
     is_chunked: bool = False,
+    prefix: int = 0,
 ) -> int:
     """Returns the bytes of temporaries and results of the largest computation.
 
     That is a layer's prefill of `rows` prompts of `tokens` tokens, or the head. unpacks: whether a
     layer's weights are unpacked as a whole; is_chunked: whether these tokens are a chunk, which
-    attends to earlier ones.
+    attends to earlier ones; prefix: tokens before all prompts.
     """
     spec = model_spec(config)
     plain = replace(formats, weight_bits=16) if unpacks else formats
@@ -244,18 +246,20 @@ def workspace_bytes(
     return max(
         _unpacked_bytes(layer, formats, sizes, group * tokens, unpacks)
         + max(_prefill_bytes(layer, spec, plain, sizes, rows, tokens), logits)
-        + (_chunk_bytes(layer, formats, rows, tokens) if is_chunked else 0)
+        + (_chunk_bytes(layer, formats, rows, tokens, prefix) if is_chunked or prefix else 0)
         for layer, _ in spec.decoder_kinds
     )
 
 
-def _chunk_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int) -> int:
+def _chunk_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int, prefix: int) -> int:
     """Returns the bytes that a chunk of prompts takes besides those of a whole prompt: queries and
-    two partial results, of all sequences, and an earlier chunk's keys and values in the dtype."""
+    partial results of all sequences, and keys and values of an earlier chunk and of the prefix in
+    the dtype."""
     attention, item = layer.attention, DTYPES[formats.dtype]
     partial = attention.query_size * 4 + attention.num_heads * 4
-    each = attention.query_size * item + 2 * partial + 2 * attention.kv_size * item
-    return rows * tokens * each
+    kept = 2 * attention.kv_size * item
+    each = attention.query_size * item + (3 if prefix else 2) * partial + kept
+    return rows * tokens * each + prefix * kept
 
 
 def _prefill_bytes(

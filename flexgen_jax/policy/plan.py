@@ -31,6 +31,7 @@ from flexgen_jax.policy.policy import (
     prompt_blocks,
     prompt_chunks,
 )
+from flexgen_jax.policy.schedule import PREFIX, Step
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class BlockShape:
     """Batches that enter together: rows and padded prompt length of each, and tokens to generate.
 
     scored: the batches whose prompts the head scores; None for all, if it scores one token, as in
-    `Workload.scores_prompts`.
+    `Workload.scores_prompts`. prefix: the number of tokens before all prompts, which they share.
     """
 
     batch_sizes: tuple[int, ...]
@@ -59,6 +60,7 @@ class BlockShape:
     gen_len: int
     head: Head = GREEDY
     scored: tuple[int, ...] | None = None
+    prefix: int = 0
 
     @property
     def batches(self) -> tuple[BatchShape, ...]:
@@ -80,7 +82,8 @@ class BlockShape:
         batches = min(policy.num_batches, -(-workload.num_sequences // policy.batch_size))
         rows = min(policy.batch_size, -(-workload.num_sequences // batches))
         prompts = (workload.prompt_len,) * batches
-        return cls((rows,) * batches, prompts, workload.gen_len, workload.head)
+        how = (workload.gen_len, workload.head, None, workload.prefix_len)
+        return cls((rows,) * batches, prompts, *how)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +203,13 @@ class BlockPlan:
     @cached_property
     def batches(self) -> dict[int, BatchShape]:
         """The batches that are there, by number."""
-        return dict(enumerate(self.shape.batches))
+        return self.prefix_batch | dict(enumerate(self.shape.batches))
+
+    @property
+    def prefix_batch(self) -> dict[int, BatchShape]:
+        """The prefix as a batch of one row, if there is one."""
+        tokens = self.shape.prefix
+        return {PREFIX: BatchShape(1, tokens, gen_len=1)} if tokens else {}
 
     def emptied(self) -> BlockPlan:
         """Returns this plan without any batch."""
@@ -245,15 +254,15 @@ class BlockPlan:
     def tokens(self, batch: int) -> range:
         """Returns the tokens of a batch's steps; see `Step`."""
         shape = self.batches[batch]
-        return range(1 - len(self.chunks(shape)), shape.gen_len)
+        chunks = len(self.chunks(shape))
+        return range(-chunks, 0) if batch == PREFIX else range(1 - chunks, shape.gen_len)
 
     def span(self, token: int, batch: int) -> Span:
         """Returns what a step computes of its batch's sequences."""
         shape = self.batches[batch]
         if token > 0:
             return Span(shape.prompt_len + token - 1, 1)
-        chunks = self.chunks(shape)
-        index = token + len(chunks) - 1
+        chunks, index = self.chunks(shape), token - self.tokens(batch).start
         return Span(sum(chunks[:index]), chunks[index])
 
     def only_caches(self, token: int, layer: int) -> bool:
@@ -267,13 +276,24 @@ class BlockPlan:
             return False
         return self.span(token, batch).start > 0
 
+    def prefix_part(self, step: Step) -> CachedPart | None:
+        """Returns the prefix's KV cache, if a step's batch attends to it: it is moved once for all
+        batches of a visit."""
+        layer = step.layer - 1
+        if PREFIX not in self.batches or step.batch == PREFIX:
+            return None
+        if self.spec.layers[step.layer].kind != "decoder":
+            return None
+        return self.earlier(layer, PREFIX, len(self.cache.prompt[PREFIX]))
+
     def _blocks(self, batch: BatchShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         size, chunks = self.policy.kv_block_tokens, self.chunks(batch)
         # In one RAM it makes no difference to memory how long the open block is.
         is_in_ram = self.unified and self.policy.cache_bits == 16 and not self.policy.cache.disk
         cut = growing_blocks if is_in_ram else generated_blocks
         # Large blocks suit the products of chunks, and long prompts then have few of them.
-        prompt = chunks if len(chunks) > 1 else prompt_blocks(batch.prompt_len, size)
+        is_whole = len(chunks) == 1 and not self.shape.prefix
+        prompt = prompt_blocks(batch.prompt_len, size) if is_whole else chunks
         return prompt, cut(batch.gen_len, size)
 
     @property
@@ -291,8 +311,8 @@ class BlockPlan:
         """The homes of all KV blocks."""
         kv_sizes = [layer.attention.kv_size for layer in self.spec.decoders]
         found = CachePlan(kv_sizes, self.policy)
-        if self.batches:
-            blocks = {number: self._blocks(batch) for number, batch in self.batches.items()}
+        for batches in self._entering:
+            blocks = {number: self._blocks(batch) for number, batch in batches.items()}
             found.enter(blocks, is_first=True)
         return found
 
@@ -300,8 +320,16 @@ class BlockPlan:
     def waiting(self) -> ActivationPlan:
         """The homes of hidden states."""
         found = ActivationPlan(len(self.spec.layers) - 1, self.policy)
-        found.enter(self.batches, is_first=True)
+        for batches in self._entering:
+            found.enter(batches, is_first=True)
         return found
+
+    @property
+    def _entering(self) -> list[dict[int, BatchShape]]:
+        """The batches that a plan begins with: the prefix, then the others together."""
+        prefix = {number: batch for number, batch in self.batches.items() if number == PREFIX}
+        others = {number: batch for number, batch in self.batches.items() if number != PREFIX}
+        return [batches for batches in (prefix, others) if batches]
 
     # Weights
 
@@ -483,7 +511,7 @@ class BlockPlan:
     def _earlier(self, layer: int, batch: int) -> list[CachedPart]:
         parts: list[CachedPart] = []
         layouts: list[Layout] = []
-        copied = 0
+        block = copied = 0
         for block, sizes in enumerate(self._sizes_of(layer, batch)):
             parts.append(
                 CachedPart(layer, batch, block, tuple(layouts), copied, False, is_prompt=True)
@@ -493,7 +521,8 @@ class BlockPlan:
             layouts += [sizes.layout] if home == "disk" else []
             if block + 1 == len(self.cache.prompt[batch]):
                 break
-        return parts
+        whole = (layer, batch, block + 1, tuple(layouts), copied, False)
+        return [*parts, CachedPart(*whole, is_prompt=True)]
 
     def held(self, layer: int, batch: int, sealed: int) -> dict[Tier, int]:
         """Returns the bytes of a layer's and batch's KV blocks by home, with `sealed` sealed blocks
@@ -509,10 +538,10 @@ class BlockPlan:
 
     def prompt_blocks(self, token: int, batch: int) -> range:
         """Returns the numbers of the KV blocks that a prompt's step makes."""
-        chunks = len(self.chunks(self.batches[batch]))
-        if chunks == 1:
-            return range(len(self.cache.prompt[batch]))
-        return range(token + chunks - 1, token + chunks)
+        tokens, blocks = self.tokens(batch), len(self.cache.prompt[batch])
+        if len(self.chunks(self.batches[batch])) == 1:
+            return range(blocks)
+        return range(token - tokens.start, token - tokens.start + 1)
 
     def prompt(self, token: int, layer: int, batch: int) -> PromptPart:
         """Returns what the KV blocks of a prompt's step take in a layer."""

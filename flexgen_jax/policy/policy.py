@@ -77,7 +77,8 @@ class Workload:
     tokens, or scored.
 
     mean_prompt_len: the mean length of prompts of mixed lengths, or None if all are equally long.
-    The mean length decides the time, the longest prompt the memory.
+    The mean length decides the time, the longest prompt the memory. prefix_len: tokens before all
+    prompts, which are computed once.
     """
 
     prompt_len: int
@@ -85,6 +86,7 @@ class Workload:
     num_sequences: int = 1
     head: Head = GREEDY
     mean_prompt_len: int | None = None
+    prefix_len: int = 0
 
     def covering(self, other: Workload) -> Workload:
         """Returns this workload with room for sequences of another one."""

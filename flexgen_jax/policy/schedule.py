@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+PREFIX = -1
+"""The number that stands for a batch where the prefix is meant that all prompts of a run share."""
+
 
 class Step(NamedTuple):
     """Layer `layer` of batch `batch` for token `token`.
 
     Token 0 is the prefill of the prompt, or of its last chunk; the chunk before that is token -1,
-    and so on. Only steps from token 0 on have a head.
+    and so on. Only steps from token 0 on have a head. The last chunk of a prefix is token -1.
     Layers are numbered with the embedding as 0 and the head last. `visit` counts up whenever
     the layer changes: steps of one visit share the layer's weights.
     """

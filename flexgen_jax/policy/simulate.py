@@ -260,20 +260,26 @@ class Simulation:
             ready = max(ready, inputs.cache.ready)
         if step.token > 0:
             return self._decode(step, inputs, ready, fixed)
-        span, only_last = (
-            self._plan.span(step.token, step.batch),
-            self._plan.only_last(step.layer, step.batch),
-        )
+        span = self._plan.span(step.token, step.batch)
+        only_last = self._plan.only_last(step.layer, step.batch)
         before = span.start if inputs.cache is not None else 0
         prefill = costs.prefill_s(layer, rows, span.tokens, only_last, before)
-        return clock.compute(fixed + prefill, ready)
+        asked = rows * (1 if only_last else span.tokens)
+        return clock.compute(fixed + prefill + self._prefix_s(step, asked), ready)
+
+    def _prefix_s(self, step: Step, tokens: int) -> float:
+        """Returns the seconds of a step's attention to the prefix."""
+        if self._plan.prefix_part(step) is None:
+            return 0.0
+        layer = self._layers[step.layer]
+        return self._costs.prefix_s(layer, tokens, self._plan.shape.prefix)
 
     def _decode(self, step: Step, inputs: Inputs, ready: float, fixed: float) -> float:
         """Decodes; where blocks stay on the host, the query goes there and a result comes back."""
         clock, costs, layer = self._clock, self._costs, self._layers[step.layer]
         rows = self._plan.batches[step.batch].rows
         here, there, asks_host = self._tokens(step)
-        linear = costs.linear_s(layer, rows)
+        linear = costs.linear_s(layer, rows) + self._prefix_s(step, rows)
         if not asks_host:
             attention = costs.device_attention_s(layer, rows, here)
             return clock.compute(fixed + linear + attention, ready)

@@ -32,6 +32,22 @@ REPORT = {
 }
 
 
+def test_a_prefix_is_put_before_every_prompt(tmp_path: Path) -> None:
+    text = "The Congress shall have power to lay and collect taxes, duties, imposts and excises, "
+    prefix, out = tmp_path / "prefix.txt", tmp_path / "out.json"
+    prefix.write_text(text)
+    ends = ["and to pay the debts", "and", "to the States"]
+    found = []
+    for prompts, flags in ((ends, ["--prefix", prefix]), ([text + end for end in ends], [])):
+        shape = ["--max-tokens", 5, "--dtype", "float32", "--json", out]
+        result = run("generate", *prompts, *shape, *flags)
+        assert result.exit_code == 0, result.output
+        found.append([r["token_ids"] for r in json.loads(out.read_text())["results"]])
+    assert found[0] == found[1]
+    prefix.write_bytes(b"\xff")
+    assert "cannot read --prefix" in refused("generate", "a", "--prefix", prefix)
+
+
 def refused(*arguments: object) -> str:
     """Runs a command that must end with exit code 2; returns the one line that it writes to
     stderr."""

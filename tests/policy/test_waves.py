@@ -21,7 +21,7 @@ from flexgen_jax.policy.loop import BlockLoop, fewer_rows
 from flexgen_jax.policy.memory import Idle, peak_bytes, planned_ledger
 from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import Policy, growing_blocks
-from flexgen_jax.policy.schedule import SCHEDULES, Step
+from flexgen_jax.policy.schedule import PREFIX, SCHEDULES, Step
 from tests.helpers.blocks import plan_of
 
 LONGEST, MOST = 48, 30
@@ -56,18 +56,19 @@ class Ending(Idle):
 
 
 def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
-    tokens = padded_length(max(len(r.prompt_ids) for r in members), LONGEST)
+    tokens = padded_length(max(len(r.own_ids) for r in members), LONGEST)
     return Batch(np.zeros((rows, tokens), np.int32), np.zeros(rows, np.int32))
 
 
 def run_waves(plan: BlockPlan, requests: Sequence[EncodedRequest], ends: Sequence[int]) -> Ledger:
     live, ledger, peaks = plan.emptied(), planned_ledger(plan), peak_bytes(plan)
     before = ledger.used
-    queue = Waiting(live, Listed(requests), make)
+    queue = Waiting(live, Listed(requests), make, requests[0].prefix)
     backend = Ending(len(plan.spec.layers) - 1, queue, ends)
     BlockLoop(live, backend, ledger, arrivals=queue, peaks=peaks).run()
     assert backend.finished == {r.index for r in requests}
-    assert not queue.members and not live.batches
+    assert not queue.members.keys() - {PREFIX}
+    assert not live.batches.keys() - {PREFIX}
     assert ledger.used == before
     return ledger
 
@@ -114,14 +115,21 @@ def test_what_is_reserved_stays_within_the_plan(
         prefill_chunk=rng.choice([5, 16, 2048]),
         overlap=rng.random() < 0.8,
     )
+    prefix = rng.choice([0, 0, 20])
     requests = [
-        EncodedRequest(i, (5,) * rng.randint(1, LONGEST), SamplingParams(), rng.randint(1, MOST))
+        EncodedRequest(
+            i,
+            (5,) * (prefix + rng.randint(1, LONGEST)),
+            SamplingParams(),
+            rng.randint(1, MOST),
+            prefix_len=prefix,
+        )
         for i in range(rng.randint(1, 40))
     ]
     ends = [rng.randint(1, r.max_tokens) for r in requests]
-    longest = padded_length(max(len(r.prompt_ids) for r in requests), LONGEST)
+    longest = padded_length(max(len(r.own_ids) for r in requests), LONGEST)
     most = max(r.max_tokens for r in requests)
-    shape = BlockShape((rows,) * batches, (longest,) * batches, most)
+    shape = BlockShape((rows,) * batches, (longest,) * batches, most, prefix=prefix)
     plan = plan_of(policy, shape, unified)
     bound, ledger = peak_bytes(plan), run_waves(plan, requests, ends)
     for tier, nbytes in ledger.peak.items():
