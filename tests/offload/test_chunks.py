@@ -142,8 +142,8 @@ def test_logits_are_those_of_a_whole_prompt_of_2048_tokens() -> None:
                         attend = programs.attend_chunk(layer, 2, tokens, length)
                         partial = attend(partial, query, earlier, np.int32(begin), first)
                         begin += length
-                    finish = programs.finish_chunk(layer, 2, tokens, tokens)
-                    hidden, checks = finish(mine, hidden, checks, partial[0])
+                    finish = programs.finish_chunk(layer, 2, tokens, tokens, 1)
+                    hidden, checks = finish(mine, hidden, checks, [partial])
                 blocks[number].append(block)
             assert checks[1] == 0
             found.append(hidden)
@@ -168,7 +168,7 @@ def test_programs_of_chunks_need_no_more_than_is_counted(bits: int, rows: int) -
     programs, layer = Programs(config, formats, CPU), model_spec(config).decoders[0]
     programs.project_chunk(layer, rows, tokens, tokens)
     programs.attend_chunk(layer, rows, tokens, tokens)
-    programs.finish_chunk(layer, rows, tokens, tokens)
+    programs.finish_chunk(layer, rows, tokens, tokens, 1)
     counted = workspace_bytes(config, formats, KernelSizes(), rows, tokens, is_chunked=True)
     assert programs.workspace <= counted
 
