@@ -311,25 +311,32 @@ class BlockPlan:
         """The homes of all KV blocks."""
         kv_sizes = [layer.attention.kv_size for layer in self.spec.decoders]
         found = CachePlan(kv_sizes, self.policy)
-        for batches in self._entering:
+        for batches, is_first in self._entering:
             blocks = {number: self._blocks(batch) for number, batch in batches.items()}
-            found.enter(blocks, is_first=True)
+            found.enter(blocks, is_first)
         return found
 
     @cached_property
     def waiting(self) -> ActivationPlan:
         """The homes of hidden states."""
         found = ActivationPlan(len(self.spec.layers) - 1, self.policy)
-        for batches in self._entering:
-            found.enter(batches, is_first=True)
+        for batches, is_first in self._entering:
+            found.enter(batches, is_first)
         return found
 
     @property
-    def _entering(self) -> list[dict[int, BatchShape]]:
-        """The batches that a plan begins with: the prefix, then the others together."""
-        prefix = {number: batch for number, batch in self.batches.items() if number == PREFIX}
+    def _entering(self) -> list[tuple[dict[int, BatchShape], bool]]:
+        """The batches that a plan begins with, as they enter, and whether no others go on then: the
+        prefix, then the others together, or one by one where the schedule says so."""
+        order, prefix = self.policy.order, self.prefix_batch
         others = {number: batch for number, batch in self.batches.items() if number != PREFIX}
-        return [batches for batches in (prefix, others) if batches]
+        groups = [{number: batch} for number, batch in others.items()]
+        if order.a_wave != 1:
+            groups = [others] if others else []
+        found = [(batches, not n or order.waits) for n, batches in enumerate(groups)]
+        return (
+            [(prefix, True), *found] if prefix.keys() <= self.batches.keys() and prefix else found
+        )
 
     # Weights
 
