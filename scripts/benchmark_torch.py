@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, OPTConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from flexgen_jax.models.families import family_of, known_shape
+from flexgen_jax.models.shapes import raw_shape
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:
@@ -36,10 +36,10 @@ def write_checkpoint(name: str, folder: Path) -> Path:
     if (target / "config.json").exists():
         return target
     target.mkdir(parents=True, exist_ok=True)
-    config = known_shape(name)
-    raw = family_of(config).write_config(config) | {"torch_dtype": "bfloat16"}
+    raw = {**raw_shape(name), "dtype": "bfloat16"}
     with init_empty_weights():
-        shapes = AutoModelForCausalLM.from_config(OPTConfig(**raw)).state_dict()
+        config = AutoConfig.for_model(**raw)
+        shapes = AutoModelForCausalLM.from_config(config).state_dict()
     shards: dict[str, dict[str, torch.Size]] = {}
     for key, tensor in shapes.items():
         if key == "lm_head.weight":

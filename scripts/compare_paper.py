@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from scipy.stats import spearmanr
 
-from flexgen_jax.models.families import known_shape
+from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload

@@ -28,8 +28,9 @@ from corpus import fetch_corpus, split_corpus
 from flexgen_jax.layers.decoder import DecoderLayer
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.kernels import XlaKernels
+from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.families import family_of
+from flexgen_jax.models.families import family_of, read_config
 from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.hardware import KernelSizes
 
@@ -40,17 +41,22 @@ Params = dict[str, Any]
 END = 2  # token "</s>", which OPT puts before a prompt and between documents
 
 
-def tiny_config(vocab_size: int) -> ModelConfig:
-    return ModelConfig(
-        model_type="opt",
-        vocab_size=vocab_size,
-        hidden_size=256,
-        num_layers=5,
-        num_heads=4,
-        ffn_size=1024,
-        max_positions=512,
-        embed_size=256,
-    )
+def tiny_config(vocab_size: int) -> dict[str, Any]:
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "vocab_size": vocab_size,
+        "hidden_size": 256,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "ffn_dim": 1024,
+        "max_position_embeddings": 512,
+        "word_embed_proj_dim": 256,
+        "bos_token_id": END,
+        "eos_token_id": END,
+        "pad_token_id": 1,
+        "torch_dtype": "float16",
+    }
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
@@ -81,15 +87,15 @@ def token_stream(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
     """Returns random parameters with one entry per layer: "embedding", "decoder.0" and so on,
     "head"."""
-    ids, none = jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32)
+    ids, rows = jnp.zeros((1, 2), jnp.int32), Rows.of(np.zeros(1), 2)
     hidden = jnp.zeros((1, 2, config.hidden_size))
     keys = jax.random.split(key, config.num_layers + 2)
     params = {
-        "embedding": Embedding(config, KERNELS).init(keys[0], ids, jnp.int32(0), none)["params"]
+        "embedding": Embedding(config, KERNELS).init(keys[0], ids, jnp.int32(0), rows)["params"]
     }
-    layer = DecoderLayer(config, KERNELS)
+    layer = DecoderLayer(config, config.kinds[0], KERNELS)
     for i in range(config.num_layers):
-        variables = layer.init(keys[i + 1], hidden, none, method="prefill")
+        variables = layer.init(keys[i + 1], hidden, rows, method="prefill")
         params[f"decoder.{i}"] = variables["params"]
     params["head"] = Head(config, KERNELS).init(keys[-1], hidden)["params"]
     del params["head"]["tokens"]  # tied to the embedding
@@ -99,14 +105,14 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
 def logits_of(config: ModelConfig, params: Params, ids: jax.Array) -> jax.Array:
     """Returns the logits, fp32 [batch, token, vocabulary]; ids: int32 [batch, token] without
     padding."""
-    none = jnp.zeros(ids.shape[0], jnp.int32)
+    rows = Rows.of(np.zeros(ids.shape[0]), ids.shape[1])
     hidden = Embedding(config, KERNELS).apply(
-        {"params": params["embedding"]}, ids, jnp.int32(0), none
+        {"params": params["embedding"]}, ids, jnp.int32(0), rows
     )
-    layer = DecoderLayer(config, KERNELS)
+    layer = DecoderLayer(config, config.kinds[0], KERNELS)
     for i in range(config.num_layers):
         weights = {"params": params[f"decoder.{i}"]}
-        hidden, _ = layer.apply(weights, hidden, none, method="prefill")
+        hidden, _ = layer.apply(weights, hidden, rows, method="prefill")
     head = {**params["head"], "tokens": params["embedding"]["tokens"]}
     return Head(config, KERNELS).apply({"params": head}, hidden)
 
@@ -164,16 +170,16 @@ def heldout_perplexity(config: ModelConfig, params: Params, stream: np.ndarray) 
 
 
 def save(
-    out: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer, record: dict[str, Any]
+    out: Path, raw: dict[str, Any], params: Params, tokenizer: Tokenizer, record: dict[str, Any]
 ) -> None:
-    family = family_of(config)
-    flat = flatten_dict(params, sep=".")
+    config, flat = read_config(raw), flatten_dict(params, sep=".")
+    family, specs = family_of(config), model_spec(config).tensors
     tensors = {
-        "model." + family.checkpoint_name(key): np.asarray(value).astype(config.dtype)
+        "model." + family.stored(specs[key], config).name: np.asarray(value).astype(config.dtype)
         for key, value in flat.items()
     }
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(family.write_config(config), indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     tokenizer.save(str(out / "tokenizer.json"))
     special = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>"}
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
@@ -195,7 +201,8 @@ def main() -> None:
 
     train_documents, heldout = split_corpus(fetch_corpus(args.cache))
     tokenizer = train_tokenizer(train_documents, args.vocab_size)
-    config = tiny_config(tokenizer.get_vocab_size())
+    raw = tiny_config(tokenizer.get_vocab_size())
+    config = read_config(raw)
     stream = token_stream(tokenizer, train_documents)
     parameters = model_spec(config).num_parameters
     print(f"{len(stream) / 1e6:.1f}M tokens, {parameters / 1e6:.2f}M parameters")
@@ -218,7 +225,7 @@ def main() -> None:
         "seed": args.seed,
         "seconds": round(time.perf_counter() - started),
     }
-    save(args.out, config, params, tokenizer, record)
+    save(args.out, raw, params, tokenizer, record)
     print(json.dumps(record, indent=2))
 
 

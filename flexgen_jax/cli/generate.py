@@ -45,10 +45,20 @@ DEMO_PROMPT = "The people of the United States"
     help="Put the text of FILE before every prompt, e.g. instructions and examples; it is computed "
     "once for all.",
 )
+@click.option(
+    "--chat",
+    "is_chat",
+    is_flag=True,
+    help="Each prompt is a user's message; answer it, by the model's chat template.",
+)
 @click.option("--max-tokens", default=64, show_default=True, help="New tokens a prompt.")
-@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
-@click.option("--top-k", default=0, show_default=True, help="Sample from the K likeliest; 0: all.")
-@click.option("--top-p", default=1.0, show_default=True, help="Sample from this much probability.")
+@click.option(
+    "--temperature",
+    type=float,
+    help="0 takes the likeliest token. Default: as the model's folder asks for, else 0.",
+)
+@click.option("--top-k", type=int, help="Sample from the K likeliest; 0: all. Default: likewise.")
+@click.option("--top-p", type=float, help="Sample from this much probability. Default: likewise.")
 @click.option("--stop", multiple=True, help="End a text at this string; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")
 @json_option
@@ -59,10 +69,11 @@ def generate(
     prompts_file: Path | None,
     prefix_file: Path | None,
     output: Path | None,
+    is_chat: bool,
     max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
     json_file: Path | None,
@@ -93,7 +104,7 @@ def generate(
     if output is not None and json_file is not None and output.resolve() == json_file.resolve():
         raise UserError(f"--output and --json are both {output}; choose another file for one")
     options = engine_options(flags, default_batches=len(given))
-    results, report = run_prompts(given, prefix, params, output, options)
+    results, report = run_prompts(given, prefix, params, output, options, is_chat)
     try:  # neither a full disk nor a reader that goes away may cost the other
         write_json(json_file, {"results": results, "report": report})
     finally:
@@ -115,6 +126,7 @@ def run_prompts(
     params: SamplingParams,
     output: Path | None,
     options: EngineOptions,
+    is_chat: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns the results of all prompts, which begin with `prefix`, and the report of the run.
 
@@ -129,7 +141,7 @@ def run_prompts(
         llm = stack.enter_context(open_llm(options))
         more: dict[str, Any] = {}
         if output is not None:
-            run = digest(llm.fingerprint, params)
+            run = digest(llm.fingerprint, llm.resolved(params), *(["chat"] if is_chat else []))
             file = stack.enter_context(closing(OutputFile(output, run, texts)))
             if file.finished:
                 here = f"{len(file.finished)} of {len(texts)} texts"
@@ -138,7 +150,11 @@ def run_prompts(
                 return file.results(), {}
             more = {"skip": frozenset(file.finished), "on_output": file.write}
         try:
-            results = llm.generate(texts, params, prefix=prefix or None, **more)
+            if is_chat:
+                asked = [[{"role": "user", "content": text}] for text in texts]
+                results = llm.chat(asked, params, **more)
+            else:
+                results = llm.generate(texts, params, prefix=prefix or None, **more)
             made = [as_json(result) for result in results] if output is None else file.results()
             return made, llm.report()
         except PromptError as error:

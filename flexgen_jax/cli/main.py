@@ -12,6 +12,7 @@ import click
 from flexgen_jax.cli.bench import bench
 from flexgen_jax.cli.convert import convert
 from flexgen_jax.cli.generate import generate
+from flexgen_jax.cli.models import models
 from flexgen_jax.cli.plan import plan
 from flexgen_jax.cli.profile import profile
 from flexgen_jax.errors import UserError
@@ -51,5 +52,5 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
 
 
-for command in (bench, convert, generate, plan, profile):
+for command in (bench, convert, generate, models, plan, profile):
     main.add_command(command)

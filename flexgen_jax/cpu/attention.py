@@ -17,6 +17,7 @@ from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers.attention import KVPair, Partial, plain
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
+from flexgen_jax.models.parts import AttentionSpec
 
 FEW_ELEMENTS = 1 << 20
 """Below this many elements of keys and values, XLA's own attention is fast enough, and Numba need
@@ -33,6 +34,7 @@ def decode_attention(
     starts: jax.Array,
     position: jax.Array,
     first_valid: jax.Array,
+    spec: AttentionSpec,
 ) -> Partial | None:
     """Attends from one new token per sequence to some KV blocks, or returns None; see
     `layers.kernels.Kernels.decode_attention`."""
@@ -51,49 +53,64 @@ def decode_attention(
     leaves = jax.tree.leaves(blocks)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, size), (rows,))]
     asked = query.astype(jnp.float32).reshape(rows, size)
-    out, lse = jax.ffi.ffi_call(target, shapes)(asked, first, stop, *leaves)
+    softcap = jnp.array([spec.softcap or 0], jnp.float32)
+    out, lse = jax.ffi.ffi_call(target, shapes)(asked, first, stop, softcap, *leaves)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 
 def prefill_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array, heads: int
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    first_valid: jax.Array,
+    spec: AttentionSpec,
 ) -> tuple[jax.Array, KVPair] | None:
     """Computes prompts' attention to themselves, or returns None; see
     `layers.kernels.Kernels.prefill_attention`."""
-    batch, tokens, hidden = query.shape
-    dtype, rows, size = query.dtype, batch * heads, hidden // heads
-    if key.size + value.size < FEW_OF_A_PROMPT:
+    batch, tokens, kv_heads, size = key.shape
+    dtype = query.dtype
+    if query.size + value.size < FEW_OF_A_PROMPT:
         return None
     target = _prompt_target(size, str(dtype))
     if target is None:
         return None
-    shape = (batch, tokens, heads, size)
-    kept = jax.ShapeDtypeStruct((rows, tokens, size), dtype)
-    call = jax.ffi.ffi_call(target, (kept, kept, jax.ShapeDtypeStruct(shape, jnp.float32)))
-    keys, values, out = call(*(x.reshape(shape) for x in (query, key, value)), first_valid)
-    key, value = (x.reshape(batch, heads, tokens, size) for x in (keys, values))
-    return out.reshape(query.shape).astype(dtype), (key, value)
+    kept = jax.ShapeDtypeStruct((batch * kv_heads, tokens, size), dtype)
+    call = jax.ffi.ffi_call(target, (kept, kept, jax.ShapeDtypeStruct(query.shape, jnp.float32)))
+    keys, values, out = call(query, key, value, first_valid, _limits(spec))
+    key, value = (x.reshape(batch, kv_heads, tokens, size) for x in (keys, values))
+    return out.astype(dtype), (key, value)
 
 
 def chunk_attention(
-    query: jax.Array, key: Kept, value: Kept, first_valid: jax.Array, is_causal: bool
+    query: jax.Array,
+    key: Kept,
+    value: Kept,
+    first_valid: jax.Array,
+    lead: jax.Array,
+    spec: AttentionSpec,
 ) -> Partial | None:
     """Attends with several tokens per sequence to one KV block, or returns None; see
     `layers.attention.chunk_attention`."""
     batch, heads, asked, size = query.shape
-    rows, tokens = batch * heads, key.shape[2]
+    rows, kv_heads, tokens = batch * heads, key.shape[1], key.shape[2]
     if asked == 1 or 2 * rows * tokens * size < FEW_OF_A_PROMPT:
         return None
-    target = _chunk_target(size, str(query.dtype), is_causal)
+    target = _chunk_target(size, str(query.dtype))
     if target is None:
         return None
-    block = (plain(x).reshape(rows, tokens, size) for x in (key, value))
+    block = (plain(x).reshape(batch * kv_heads, tokens, size) for x in (key, value))
     shapes = [
         jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, asked, size), (rows, asked))
     ]
     call = jax.ffi.ffi_call(target, shapes)
-    out, lse = call(query.reshape(rows, asked, size), *block, first_valid.astype(jnp.int32))
+    where = (first_valid.astype(jnp.int32), lead.astype(jnp.int32).reshape(1), _limits(spec))
+    out, lse = call(query.reshape(rows, asked, size), *block, *where)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
+
+
+def _limits(spec: AttentionSpec) -> jax.Array:
+    """Returns window and softcap, each 0 for none, as the compute kernels take them."""
+    return jnp.array([spec.window or 0, spec.softcap or 0], jnp.float32)
 
 
 # Numba is slow to import, and not every run attends here.
@@ -126,12 +143,12 @@ def _prompt_target(size: int, dtype: str) -> str | None:
 
 
 @lru_cache
-def _chunk_target(size: int, dtype: str, is_causal: bool) -> str | None:
-    name = f"flexgen_jax_attend_chunk_{size}_{dtype}_{'causal' if is_causal else 'earlier'}"
+def _chunk_target(size: int, dtype: str) -> str | None:
+    name = f"flexgen_jax_attend_chunk_{size}_{dtype}"
 
     def make() -> tuple[Any, ...]:
         from flexgen_jax.cpu.jit.attention_entry import chunk_handler
 
-        return chunk_handler(name, size, dtype, is_causal)
+        return chunk_handler(name, size, dtype)
 
     return register(name, make)

@@ -12,6 +12,7 @@ from flexgen_jax.layers.attention import KVPair, Partial
 from flexgen_jax.layers.kernels import XlaKernels
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.tuning import Tuning
+from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
 
@@ -43,8 +44,9 @@ class CpuKernels(DeviceKernels):
         starts: jax.Array,
         position: jax.Array,
         first_valid: jax.Array,
+        spec: AttentionSpec,
     ) -> Partial:
-        args = (query, blocks, starts, position, first_valid)
+        args = (query, blocks, starts, position, first_valid, spec)
         found = attention.decode_attention(*args)
         return super().decode_attention(*args) if found is None else found
 
@@ -54,9 +56,9 @@ class CpuKernels(DeviceKernels):
         key: jax.Array,
         value: jax.Array,
         first_valid: jax.Array,
-        heads: int,
+        spec: AttentionSpec,
     ) -> tuple[jax.Array, KVPair]:
-        args = (query, key, value, first_valid, heads)
+        args = (query, key, value, first_valid, spec)
         found = attention.prefill_attention(*args)
         return super().prefill_attention(*args) if found is None else found
 
@@ -66,9 +68,10 @@ class CpuKernels(DeviceKernels):
         key: Kept,
         value: Kept,
         first_valid: jax.Array,
-        is_causal: bool,
+        lead: jax.Array,
+        spec: AttentionSpec,
     ) -> Partial:
-        args = (query, key, value, first_valid, is_causal)
+        args = (query, key, value, first_valid, lead, spec)
         found = attention.chunk_attention(*args)
         return super().chunk_attention(*args) if found is None else found
 

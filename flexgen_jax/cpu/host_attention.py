@@ -17,6 +17,7 @@ import numpy as np
 from flexgen_jax.layers.attention import MASKED
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
+from flexgen_jax.models.parts import AttentionSpec
 
 COPYING_CORES = 2
 """Cores for the threads with which XLA copies between host and GPU."""
@@ -57,14 +58,14 @@ class _Prepared(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, block: HostBlock, first_valid: np.ndarray, position: int) -> _Prepared:
+    def of(cls, block: HostBlock, first_valid: np.ndarray, position: int, group: int) -> _Prepared:
         """Prepares a block for a query at `position`; first_valid: int64 [row]."""
         key, value = block.arrays
         bits = key.storage.bits if isinstance(key, QuantizedArray) else 16
         return cls(
             kind=(key.shape[3], str(key.dtype) == "float16", bits),
-            keys=_views(key, first_valid.size),
-            values=_views(value, first_valid.size),
+            keys=_views(key, first_valid.size // group),
+            values=_views(value, first_valid.size // group),
             first=np.maximum(first_valid - block.start, 0),
             stop=min(key.shape[2], position - block.start),
             offset=block.start,
@@ -87,23 +88,26 @@ class HostAttention:
         blocks: Sequence[HostBlock],
         position: int,
         first_valid: np.ndarray,
+        spec: AttentionSpec,
     ) -> HostPartial:
         """Attends from one query token per sequence to some KV blocks.
 
         query: [batch, head, 1, head_dim], scaled; position: the query's index in the sequence (only
-        tokens before it are valid); first_valid: int32 [batch], each sequence's first valid token.
+        tokens before it are valid); first_valid: int32 [batch], the first token that each sequence
+        sees.
         """
         # Numba is slow to import, and not every run attends here.
         from flexgen_jax.cpu.jit.decode_attention import fold_for
 
         queries, first = _rows(query), np.repeat(first_valid.astype(np.int64), query.shape[1])
-        prepared = [_Prepared.of(block, first, position) for block in blocks]
+        prepared = [_Prepared.of(block, first, position, spec.group) for block in blocks]
+        how = (spec.group, np.float32(spec.softcap or 0))
         folds = [fold_for(*block.kind) for block in prepared]
         peak, total, out = _nothing(queries)
 
         def work(start: int, end: int) -> None:
             for fold, (_, keys, values, begin, stop, _) in zip(folds, prepared, strict=True):
-                fold(queries, keys, values, begin, stop, peak, total, out, start, end)
+                fold(queries, keys, values, begin, stop, peak, total, out, *how, start, end)
 
         self._on_all_cores(work, len(queries))
         out /= np.where(total == 0, 1, total)[:, None]
@@ -115,6 +119,7 @@ class HostAttention:
         blocks: Sequence[HostBlock],
         position: int,
         first_valid: np.ndarray,
+        spec: AttentionSpec,
         counts: np.ndarray,
         here: Candidates | None,
         there: Candidates | None,
@@ -131,7 +136,8 @@ class HostAttention:
         from flexgen_jax.cpu.jit.decode_attention import add_for, choose_top, score_for
 
         queries, first = _rows(query), np.repeat(first_valid.astype(np.int64), query.shape[1])
-        prepared = [_Prepared.of(block, first, position) for block in blocks]
+        prepared = [_Prepared.of(block, first, position, spec.group) for block in blocks]
+        group, softcap = spec.group, np.float32(spec.softcap or 0)
         scoring = [] if there else [(score_for(*block.kind), block) for block in prepared]
         adding = [(add_for(*block.kind), block) for block in prepared]
         choose = choose_top()
@@ -145,26 +151,32 @@ class HostAttention:
         def work(start: int, end: int) -> None:
             rows = slice(start, end)
             for score, (_, keys, _, begin, stop, offset) in scoring:
-                score(queries, keys, begin, stop, offset, scores, peak, total, start, end)
+                state = (scores, peak, total, group, softcap)
+                score(queries, keys, begin, stop, offset, *state, start, end)
             if not there:
                 lse[rows] = _lse(peak[rows], total[rows])
             choose(scores, each, chosen, start, end)
             for add, (_, _, values, _, stop, offset) in adding:
-                add(scores, lse, chosen, each, left, values, stop, offset, out, start, end)
+                add(scores, lse, chosen, each, left, values, stop, offset, out, group, start, end)
 
         self._on_all_cores(work, len(queries))
         partial = (out.reshape(query.shape), lse.reshape(query.shape[:3]))
         return partial, left.reshape(query.shape[:2])
 
     def prepare(
-        self, query: np.ndarray, blocks: Sequence[KVBlock], is_sparse: bool, is_ranked: bool
+        self,
+        query: np.ndarray,
+        blocks: Sequence[KVBlock],
+        spec: AttentionSpec,
+        is_sparse: bool,
+        is_ranked: bool,
     ) -> None:
         """Compiles the compute kernels for a query and blocks like these (of one sequence and one
         token), or loads them if an earlier process compiled them. is_ranked: the blocks' keys will
         be ranked elsewhere."""
         heads, first = query.shape[1], np.zeros(1, np.int32)
         there = [HostBlock(start, block) for start, block in enumerate(blocks)]
-        where = (query, there, len(there), first)
+        where = (query, there, len(there), first, spec)
         if not is_sparse:
             self.attend(*where)
             return

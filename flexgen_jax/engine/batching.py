@@ -111,7 +111,7 @@ class Waiting:
     def _plan_fits(self, request: EncodedRequest) -> bool:
         """Returns whether a request is no longer than what was planned for."""
         shape = self._plan.shape
-        is_sampled = request.params.temperature > 0
+        is_sampled = request.params.is_sampled
         is_short = len(request.own_ids) <= max(shape.prompt_lens)
         return (
             is_short

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -50,6 +50,7 @@ from flexgen_jax.errors import (
 from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.profiles import read_profile
 from flexgen_jax.machine.start import start_jax
+from flexgen_jax.models.chat import Message
 from flexgen_jax.models.loading import open_model, resolve_dtype
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.metrics import Metrics
@@ -132,6 +133,48 @@ class LLM:
         prefix: as in `Request`, with which all prompts begin.
         """
         texts, ids = self._inputs(prompts, prompt_token_ids)
+        return self._continued(texts, ids, sampling_params, skip, on_output, on_token, prefix)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        skip: Container[int] = (),
+        on_output: OnOutput | None = None,
+        on_token: OnToken | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of several, as the model's chat template writes it.
+
+        messages: [{"role": "user", "content": "..."}], or a list of such lists. The other arguments
+        and the results are those of `generate`; a result's prompt is the conversation as text.
+        Raises `UserError` if the model's folder has no template.
+        """
+        chat, tokenizer = self._model.chat, self._model.tokenizer
+        if chat is None or tokenizer is None:
+            raise UserError("this model has no chat template: its weights are random")
+        if not messages:
+            raise UserError("the list of messages is empty")
+        many = [messages] if isinstance(messages[0], Mapping) else messages
+        texts: list[str | None] = []
+        ids = []
+        for conversation in many:
+            text = chat.render(cast("Sequence[Message]", conversation))
+            texts.append(text)
+            ids.append(tokenizer.encode(text, is_whole=True))
+        return self._continued(texts, ids, sampling_params, skip, on_output, on_token, None)
+
+    def _continued(
+        self,
+        texts: Sequence[str | None],
+        ids: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        skip: Container[int],
+        on_output: OnOutput | None,
+        on_token: OnToken | None,
+        prefix: Prefix | None,
+    ) -> list[RequestOutput]:
+        """Continues encoded prompts; see `generate`."""
         encoded = self._requests(texts, ids, sampling_params)
         requests = self._sharing([r for r in encoded if r.index not in skip], prefix)
         found: dict[int, RequestOutput] = {}
@@ -152,13 +195,13 @@ class LLM:
     ) -> list[EncodedRequest]:
         """Returns requests that know what they share of a prefix.
 
-        One by itself shares nothing, and sparse attention chooses among all tokens of a sequence.
+        One by itself shares nothing; see also `_shares`.
         """
         if isinstance(prefix, str):
             if self._model.tokenizer is None:
                 raise UserError("a prefix as a text needs a tokenizer, and this model has none")
             prefix = self._model.tokenizer.encode(prefix)
-        if not prefix or len(requests) < 2 or self._planner.policy.is_sparse:
+        if not prefix or len(requests) < 2 or not self._shares:
             return requests
         return [replace(r, prefix_len=shared_tokens(r.prompt_ids, prefix)) for r in requests]
 
@@ -176,8 +219,7 @@ class LLM:
         """
         ready: deque[RequestOutput] = deque()
         generation = self._generation(lambda _, result: ready.append(result), on_token)
-        shares = not self._planner.policy.is_sparse
-        encode = encoder(self.config, self._model.tokenizer, shares)
+        encode = encoder(self.config, self._model.tokenizer, self._shares, self.resolved)
         feed = Feed(requests, partial(_encoded, encode), FIRST_READ)
         incoming = Incoming(Admitted(feed, generation, ready))
         try:
@@ -189,6 +231,12 @@ class LLM:
                 raise feed.error
         finally:
             feed.close()
+
+    @property
+    def _shares(self) -> bool:
+        """Whether requests can share a prefix: sparse attention chooses among all tokens of a
+        sequence, and a window begins elsewhere in each."""
+        return not (self._planner.policy.is_sparse or self.config.has_windows)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with the tokens that it has, from `on_token` or another thread; its result
@@ -314,18 +362,19 @@ class LLM:
         """Returns what is computed of some requests, with `rows` rows."""
         config = self.config
         ids, first_valid = pad_prompts(members, rows, config.pad_id, config.max_positions)
+        fill = rows - len(members)
+        most = np.array([len(r.prompt_ids) + r.max_tokens for r in members] + [1] * fill, np.int32)
         if any(request.forced for request in members):
             forced = np.zeros((rows, max(r.max_tokens for r in members)), np.int32)
             for row, request in enumerate(members):
                 forced[row, : len(request.forced)] = request.forced
-            return Batch(ids, first_valid, forced=forced)
+            return Batch(ids, first_valid, forced=forced, most=most)
         if is_scoring:
             targets = np.concatenate([ids[:, 1:], ids[:, :1]], axis=1)
-            return Batch(ids, first_valid, targets=targets)
-        fill = rows - len(members)
+            return Batch(ids, first_valid, targets=targets, most=most)
         params = [r.params for r in members] + [SamplingParams()] * fill
         indices = [r.index for r in members] + [0] * fill
-        return Batch(ids, first_valid, sampling_arrays(params, indices))
+        return Batch(ids, first_valid, sampling_arrays(params, indices), most=most)
 
     def warm_up(self, prompt_len: int, gen_len: int, num_sequences: int) -> None:
         """Places the weights and compiles all programs that a greedy run of this shape needs."""
@@ -339,6 +388,10 @@ class LLM:
 
     def _padded(self, prompt_len: int) -> int:
         return padded_length(prompt_len, self.config.max_positions)
+
+    def resolved(self, params: SamplingParams) -> SamplingParams:
+        """Returns sampling parameters with the model's own defaults where they are not set."""
+        return params.with_defaults(self._model.sampling)
 
     @property
     def fingerprint(self) -> str:
@@ -456,14 +509,20 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(ids):
             raise UserError(f"{len(ids)} prompts, but {len(params)} sampling_params")
+        wish = self._model.sampling
+        if not wish.is_greedy and any(p.temperature is None for p in params):
+            self._progress.say(
+                f"flexgen-jax: sampling as {self._model.name} asks for: temperature "
+                f"{wish.temperature:g}, top_k {wish.top_k}, top_p {wish.top_p:g}"
+            )
         check_lengths(ids, 1, self.config)
         requests = []
         for index, (text, row, choice) in enumerate(zip(texts, ids, params, strict=True)):
             if choice.stop and self._model.tokenizer is None:
                 raise UserError("stop strings need a tokenizer, and this model has none")
-            most = room_for(row, choice, self.config)
+            most, chosen = room_for(row, choice, self.config), self.resolved(choice)
             requests.append(
-                EncodedRequest(index, tuple(row), choice, most, id=str(index), prompt=text)
+                EncodedRequest(index, tuple(row), chosen, most, id=str(index), prompt=text)
             )
         short = sum(request.max_tokens < request.params.max_tokens for request in requests)
         if short:
@@ -488,7 +547,7 @@ class LLM:
         lengths = [padded_length(len(request.own_ids), most) for request in requests]
         mean = -(-sum(lengths) // len(lengths))
         head = SCORE if isinstance(collector, Scoring) else GREEDY
-        if any(request.params.temperature > 0 for request in requests):
+        if any(request.params.is_sampled for request in requests):
             head = SAMPLE
         found = Workload(
             prompt_len=max(lengths),

@@ -101,19 +101,22 @@ def room_for(prompt: Sequence[int], params: SamplingParams, config: ModelConfig)
 
 
 def encoder(
-    config: ModelConfig, tokenizer: Tokenizer | None, shares: bool
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    shares: bool,
+    resolved: Callable[[SamplingParams], SamplingParams],
 ) -> Callable[[Request, int], EncodedRequest]:
     """Returns a function that checks and encodes a request, given its index; it raises `UserError`
     for an impossible one.
 
-    shares: whether requests share a prefix.
+    shares: whether requests share a prefix; resolved: sets the parameters that a request does not.
     """
     known: dict[str, list[int]] = {}
 
     def encode(request: Request, index: int) -> EncodedRequest:
         if (request.prompt is None) == (request.prompt_token_ids is None):
             raise UserError("give either prompt or prompt_token_ids")
-        params = request.sampling_params
+        params = resolved(request.sampling_params)
         has_text = request.prompt is not None or isinstance(request.prefix, str)
         if tokenizer is None and (has_text or params.stop):
             raise UserError("texts and stop strings need a tokenizer, and this model has none")

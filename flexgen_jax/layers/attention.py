@@ -29,14 +29,21 @@ KVPair = tuple[jax.Array, jax.Array]
 
 
 def attend(
-    query: jax.Array, key: Kept, value: Kept, valid: jax.Array, tuning: Tuning = PLAIN
+    query: jax.Array,
+    key: Kept,
+    value: Kept,
+    valid: jax.Array,
+    tuning: Tuning = PLAIN,
+    softcap: float | None = None,
 ) -> Partial:
     """Attends with one query token per sequence to one block.
 
-    query: [batch, head, 1, head_dim], already scaled; key, value: [batch, head, token,
-    head_dim], unpacked here if they are quantized; valid: bool [batch, token].
+    query: [batch, head, 1, head_dim], already scaled; key, value: [batch, KV head, token,
+    head_dim], unpacked here if they are quantized; valid: bool [batch, token]. Query heads share
+    heads of keys and values if there are fewer of these: consecutive ones form a group. softcap:
+    see `AttentionSpec`.
     """
-    return _mixed([key_scores(query, key, valid, tuning)], [value], tuning)
+    return _mixed([key_scores(query, key, valid, tuning, softcap)], [value], tuning)
 
 
 def _mixed(scores: list[jax.Array], values: list[Kept], tuning: Tuning) -> Partial:
@@ -49,17 +56,39 @@ def _mixed(scores: list[jax.Array], values: list[Kept], tuning: Tuning) -> Parti
     return mixed / total[..., None], peak + jnp.log(total)
 
 
-def key_scores(query: jax.Array, key: Kept, valid: jax.Array, tuning: Tuning = PLAIN) -> jax.Array:
+def key_scores(
+    query: jax.Array,
+    key: Kept,
+    valid: jax.Array,
+    tuning: Tuning = PLAIN,
+    softcap: float | None = None,
+) -> jax.Array:
     """Returns the query times each key, fp32 [batch, head, token]; `MASKED` for invalid keys."""
-    # For a matrix product, XLA's CPU backend would first copy the cache. Multiplying and summing
-    # reads keys and values only once, which is much faster.
     rows, start = query.astype(jnp.float32), 0
     scores = jnp.zeros((), jnp.float32)
     for part in parts_of(key, tuning.has_barriers):
         stop = start + part.shape[3]
-        scores = scores + _sum_last(part.astype(jnp.float32) * rows[..., start:stop], tuning.lanes)
+        scores = scores + _part_scores(rows[..., start:stop], part, tuning.lanes)
         start = stop
-    return jnp.where(valid[:, None, :], scores, MASKED)
+    return jnp.where(valid[:, None, :], capped(scores, softcap), MASKED)
+
+
+def _part_scores(rows: jax.Array, part: jax.Array, lanes: int) -> jax.Array:
+    """Returns the products of queries with some elements of all keys, fp32 [batch, head, token]."""
+    batch, kv_heads, tokens, _ = part.shape
+    wide = part.astype(jnp.float32)
+    if rows.shape[1] == kv_heads:
+        # For a matrix product, XLA's CPU backend would first copy the cache. Multiplying and
+        # summing reads keys and values only once, which is much faster.
+        return _sum_last(wide * rows, lanes)
+    grouped = rows.reshape(batch, kv_heads, -1, rows.shape[3])
+    found = jnp.einsum("bkgd,bktd->bkgt", grouped, wide, precision=jax.lax.Precision.HIGHEST)
+    return found.reshape(batch, -1, tokens)
+
+
+def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+    """Returns scores between -softcap and softcap (Gemma 2, section 2)."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def _sum_last(x: jax.Array, lanes: int) -> jax.Array:
@@ -72,10 +101,19 @@ def _sum_last(x: jax.Array, lanes: int) -> jax.Array:
 def weighted_sum(weights: jax.Array, value: Kept, tuning: Tuning = PLAIN) -> jax.Array:
     """Returns the weighted sum of values over tokens, fp32 [batch, head, 1, head_dim].
 
-    weights: fp32 [batch, head, token]; value: [batch, head, token, head_dim].
+    weights: fp32 [batch, head, token]; value: [batch, KV head, token, head_dim].
     """
-    parts = parts_of(value, tuning.has_barriers)
-    mixed = [(part.astype(jnp.float32) * weights[..., None]).sum(2) for part in parts]
+    batch, heads, tokens = weights.shape
+    mixed = []
+    for part in parts_of(value, tuning.has_barriers):
+        wide, kv_heads = part.astype(jnp.float32), part.shape[1]
+        if heads == kv_heads:
+            mixed.append((wide * weights[..., None]).sum(2))
+            continue
+        grouped = weights.reshape(batch, kv_heads, -1, tokens)
+        how = jax.lax.Precision.HIGHEST
+        found = jnp.einsum("bkgt,bktd->bkgd", grouped, wide, precision=how)
+        mixed.append(found.reshape(batch, heads, -1))
     return jnp.concatenate(mixed, axis=-1)[:, :, None]
 
 
@@ -86,23 +124,35 @@ def attend_blocks(
     position: jax.Array,
     first_valid: jax.Array,
     tuning: Tuning = PLAIN,
+    softcap: float | None = None,
 ) -> Partial:
     """Attends with the new token's query to one or more blocks together.
 
     starts: int32 [block], the index of each block's first token; position: int32 [], the index of
     the new token, before which tokens are valid; first_valid: int32 [batch], the index of each
-    sequence's first real token. Query and blocks have the shapes that `attend` takes.
+    sequence's first token that it sees. Query and blocks have the shapes that `attend` takes.
     """
     scores = []
     for start, (key, _) in zip(starts, blocks, strict=True):
         valid = valid_tokens(start, key.shape[2], position, first_valid)
-        scores.append(key_scores(query, key, valid, tuning))
+        scores.append(key_scores(query, key, valid, tuning, softcap))
     return _mixed(scores, [value for _, value in blocks], tuning)
 
 
-def attend_itself(query: jax.Array, key: Kept, value: Kept, tuning: Tuning = PLAIN) -> Partial:
+def attend_itself(
+    query: jax.Array,
+    key: Kept,
+    value: Kept,
+    tuning: Tuning = PLAIN,
+    softcap: float | None = None,
+) -> Partial:
     """Attends with the new token's query to its own key and value, [batch, head, 1, head_dim]."""
-    return attend(query, key, value, jnp.ones((query.shape[0], 1), bool), tuning)
+    return attend(query, key, value, jnp.ones((query.shape[0], 1), bool), tuning, softcap)
+
+
+def first_seen(position: jax.Array, first_valid: jax.Array, window: int | None) -> jax.Array:
+    """Returns the index of the first token that the token at `position` sees, int32 [batch]."""
+    return first_valid if window is None else jnp.maximum(first_valid, position + 1 - window)
 
 
 def valid_tokens(
@@ -134,36 +184,22 @@ def merge(partials: list[Partial]) -> Partial:
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array, at_once: int
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    first_valid: jax.Array,
+    at_once: int,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Computes a left-padded prompt's causal attention to itself, `at_once` heads at a time.
 
-    query (scaled), key, value: [batch, head, token, head_dim]; first_valid: int32 [batch],
-    the index of each sequence's first real token. Returns [batch, head, token, head_dim] in
-    the value's dtype; rows of padding hold finite, meaningless numbers.
+    query (scaled): [batch, head, token, head_dim]; key, value: the same with KV heads; first_valid:
+    int32 [batch], the index of each sequence's first real token. Returns [batch, head, token,
+    head_dim] in the value's dtype; rows of padding hold finite, meaningless numbers.
     """
-    batch, heads, tokens, head_dim = query.shape
-    positions = jnp.arange(tokens)
-    causal = positions[:, None] >= positions[None, :]
-
-    def one_head(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        q, k, v, first = args
-        precision = precision_for(k.dtype)
-        scores = jax.lax.dot_general(
-            q, k, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-        )
-        scores = jnp.where(causal & (positions >= first)[None, :], scores, MASKED)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        out = jnp.matmul(weights, v, precision=precision, preferred_element_type=jnp.float32)
-        return out.astype(v.dtype)
-
-    q, k, v = (x.reshape(batch * heads, tokens, head_dim) for x in (query, key, value))
-    args = (q, k, v, jnp.repeat(first_valid, heads))
-    if at_once >= batch * heads:
-        out = jax.vmap(one_head)(args)
-    else:
-        out = jax.lax.map(one_head, args, batch_size=at_once)
-    return out.reshape(batch, heads, tokens, head_dim)
+    args = (query, key, value, first_valid, jnp.int32(0), at_once, window, softcap)
+    return chunk_attention(*args)[0].astype(value.dtype)
 
 
 def chunk_attention(
@@ -171,68 +207,64 @@ def chunk_attention(
     key: Kept,
     value: Kept,
     first_valid: jax.Array,
-    is_causal: bool,
+    lead: jax.Array,
     at_once: int,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Partial:
     """Attends with several tokens per sequence to one block, `at_once` heads at a time.
 
-    query (scaled): [batch, head, token, head_dim]; key, value: the same with the block's tokens;
-    first_valid: int32 [batch], the index in the block of each sequence's first real token;
-    is_causal: whether the queries are those of the block's last tokens, each of which attends to
-    no later one. Returns fp32 [batch, head, token, head_dim] and the log-sum-exp, fp32 [batch,
-    head, token].
+    query (scaled): [batch, head, token, head_dim]; key, value: the same with KV heads and the
+    block's tokens; first_valid: int32 [batch], the index in the block of each sequence's first real
+    token; lead: int32 [], the index of the first query's token counted from the block's first one,
+    which is at least its number of tokens if the block is an earlier one. A token attends to none
+    after it. Returns fp32 [batch, head, token, head_dim] and the log-sum-exp, fp32 [batch, head,
+    token].
     """
     batch, heads, asked, head_dim = query.shape
-    tokens = key.shape[2]
-    at = jnp.arange(tokens)
-    last = tokens - asked + jnp.arange(asked)
-    seen = (at[None, :] <= last[:, None]) | (not is_causal)
+    tokens, group = key.shape[2], heads // key.shape[1]
+    at, last = jnp.arange(tokens), lead + jnp.arange(asked)
+    seen = at[None, :] <= last[:, None]
+    if window is not None:
+        seen &= at[None, :] > last[:, None] - window
 
     def one_head(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> Partial:
+        """Attends with the queries of a group, [query, token, head_dim], to their head."""
         q, k, v, first = args
         precision = precision_for(k.dtype)
+        rows = q.reshape(-1, head_dim)
         scores = jax.lax.dot_general(
-            q, k, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-        )
-        scores = jnp.where(seen & (at >= first)[None, :], scores, MASKED)
+            rows,
+            k,
+            (((1,), (1,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        ).reshape(group, asked, tokens)
+        scores = jnp.where(seen & (at >= first)[None, :], capped(scores, softcap), MASKED)
         peak = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = weights.sum(-1, keepdims=True)
-        weights = weights.astype(v.dtype)
-        out = jnp.matmul(weights, v, precision=precision, preferred_element_type=jnp.float32)
-        return out / total, (peak + jnp.log(total))[:, 0]
+        mixed = jnp.matmul(
+            weights.astype(v.dtype).reshape(-1, tokens),
+            v,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return mixed.reshape(q.shape) / total, (peak + jnp.log(total))[..., 0]
 
-    k, v = (x.reshape(batch * heads, tokens, head_dim) for x in map(plain, (key, value)))
-    q = query.reshape(batch * heads, asked, head_dim)
-    args = (q, k, v, jnp.repeat(first_valid, heads))
+    k, v = (x.reshape(-1, tokens, head_dim) for x in map(plain, (key, value)))
+    q = query.reshape(-1, group, asked, head_dim)
+    args = (q, k, v, jnp.repeat(first_valid, heads // group))
     if at_once >= batch * heads:
         out, lse = jax.vmap(one_head)(args)
     else:
-        out, lse = jax.lax.map(one_head, args, batch_size=at_once)
+        out, lse = jax.lax.map(one_head, args, batch_size=max(1, at_once // group))
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 
 def plain(kept: Kept) -> jax.Array:
     """Returns an array with its numbers unpacked."""
     return dequantize(kept) if isinstance(kept, QuantizedArray) else kept
-
-
-def attend_prompt(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    first_valid: jax.Array,
-    heads: int,
-    at_once: int,
-) -> tuple[jax.Array, KVPair]:
-    """Computes a left-padded prompt's attention to itself, and its keys and values for the cache.
-
-    query (scaled), key, value: [batch, token, hidden]; at_once: number of heads, of the whole
-    batch, that are computed at a time. Returns the result, [batch, token, hidden], and keys and
-    values, each [batch, head, token, head_dim].
-    """
-    query, key, value = (split_heads(x, heads) for x in (query, key, value))
-    return join_heads(causal_attention(query, key, value, first_valid, at_once)), (key, value)
 
 
 def split_heads(x: jax.Array, heads: int) -> jax.Array:

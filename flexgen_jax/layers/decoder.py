@@ -1,4 +1,7 @@
-"""One transformer layer, in its two phases: prefill of a prompt and decode of one token."""
+"""One transformer layer, in its two phases: prefill of a prompt and decode of one token.
+
+A layer with experts ends here after attention: `layers/experts.py` has what follows.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,22 @@ from flexgen_jax.layers.attention import (
     KVPair,
     Partial,
     attend_itself,
+    first_seen,
     join_heads,
     merge,
-    split_heads,
 )
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.mlp import MLP
-from flexgen_jax.layers.norm import LayerNorm
+from flexgen_jax.layers.norm import Norm
 from flexgen_jax.layers.quantization import Kept
+from flexgen_jax.layers.rotary import Rows, angles, rotate
 from flexgen_jax.layers.sparse_attention import attend_top
 from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.parts import AttentionSpec, LayerParts, MLPSpec
 
 KVBlock = tuple[Kept, Kept]
-"""Keys and values of some consecutive tokens, each [batch, head, token, head_dim]."""
+"""Keys and values of some consecutive tokens, each [batch, KV head, token, head_dim]."""
 
 
 Tail = tuple[jax.Array, jax.Array]
@@ -42,107 +47,139 @@ def append(tail: Tail, new: Tail, at: jax.Array) -> Tail:
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention to keys and values that come in as blocks."""
+    """Attention to keys and values that come in as blocks; see `AttentionSpec`."""
 
     config: ModelConfig
+    spec: AttentionSpec
     kernels: Kernels
     dtype: jnp.dtype = jnp.float32
     matmul_bits: int = 16
 
     def setup(self) -> None:
-        how = (self.kernels, self.config.use_bias, self.dtype, self.matmul_bits)
-        hidden = self.config.hidden_size
-        self.q, self.k = Linear(hidden, *how), Linear(hidden, *how)
-        self.v, self.out = Linear(hidden, *how), Linear(hidden, *how)
+        spec, how = self.spec, (self.dtype, self.matmul_bits)
+        self.q = Linear(spec.query_size, self.kernels, spec.qkv_bias, *how)
+        self.k = Linear(spec.kv_size, self.kernels, spec.qkv_bias, *how)
+        self.v = Linear(spec.kv_size, self.kernels, spec.qkv_bias, *how)
+        self.out = Linear(self.config.hidden_size, self.kernels, spec.out_bias, *how)
+        if spec.qk_norm is not None:
+            self.q_norm = Norm(self.config.norm, self.dtype)
+            self.k_norm = Norm(self.config.norm, self.dtype)
 
-    def prefill(self, x: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVPair]:
+    def prefill(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, KVPair]:
         """Attends within a prompt x, [batch, token, hidden].
 
         Returns an array of x's shape, and the prompt's keys and values.
         """
-        out, block = self.kernels.prefill_attention(
-            *self._all_heads(x), first_valid, self.config.num_heads
-        )
-        return self.out(out), block
+        start, spec = jnp.int32(0), self.spec
+        query, (key, value) = self._query(x, start, rows), self._key_value(x, start, rows)
+        args = (query, key, value, rows.first_valid)
+        out, block = self.kernels.prefill_attention(*args, spec)
+        return self.out(out.reshape(*x.shape[:2], -1)), block
 
-    def prefill_last(self, x: jax.Array, first_valid: jax.Array) -> tuple[jax.Array, KVPair]:
+    def prefill_last(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, KVPair]:
         """Attends with only the last token of a prompt x, [batch, token, hidden].
 
         Returns [batch, 1, hidden], and the keys and values of all tokens.
         """
-        heads, last = self.config.num_heads, jnp.int32(x.shape[1])
-        query = split_heads(self._query(x[:, -1:]), heads)
-        block = split_heads(self.k(x), heads), split_heads(self.v(x), heads)
-        starts = jnp.zeros(1, jnp.int32)
-        out, _ = self.kernels.decode_attention(query, (block,), starts, last, first_valid)
-        return self.out(join_heads(out.astype(self.dtype))), block
+        last = jnp.int32(x.shape[1] - 1)
+        query = self._query(x[:, -1:], last, rows).swapaxes(1, 2)
+        key, value = (y.swapaxes(1, 2) for y in self._key_value(x, jnp.int32(0), rows))
+        first = first_seen(last, rows.first_valid, self.spec.window)
+        where = (jnp.zeros(1, jnp.int32), last + 1, first)
+        out, _ = self.kernels.decode_attention(query, ((key, value),), *where, self.spec)
+        return self.out(join_heads(out.astype(self.dtype))), (key, value)
 
     def join(self, query: jax.Array, new: KVBlock, partials: list[Partial]) -> jax.Array:
         """Merges the new token's attention to itself with partial results for the cache.
 
         Returns [batch, 1, hidden].
         """
-        itself = attend_itself(query, *new, self.kernels.tuning)
+        itself = attend_itself(query, *new, self.kernels.tuning, self.spec.softcap)
         out, _ = merge([itself, *partials])
         return self.out(join_heads(out.astype(self.dtype)))
 
     def project_chunk(
-        self, x: jax.Array, start: jax.Array, first_valid: jax.Array, asked: int
+        self, x: jax.Array, start: jax.Array, rows: Rows, asked: int
     ) -> tuple[jax.Array, Partial, KVPair]:
         """Projects a chunk of a prompt, [batch, token, hidden], and attends within it.
 
         Returns the query (scaled) of the last `asked` tokens, their partial result, and keys and
         values of all tokens, with heads before tokens.
         """
-        heads = self.config.num_heads
-        query = split_heads(self._query(x[:, -asked:]), heads)
-        block = split_heads(self.k(x), heads), split_heads(self.v(x), heads)
-        first = jnp.maximum(first_valid - start, 0)
-        return query, self.kernels.chunk_attention(query, *block, first, is_causal=True), block
+        lead = x.shape[1] - asked
+        query = self._query(x[:, lead:], start + lead, rows).swapaxes(1, 2)
+        key, value = (y.swapaxes(1, 2) for y in self._key_value(x, start, rows))
+        first = jnp.maximum(rows.first_valid - start, 0)
+        args = (query, key, value, first, jnp.int32(lead))
+        return query, self.kernels.chunk_attention(*args, self.spec), (key, value)
 
     def join_chunk(self, attended: jax.Array) -> jax.Array:
         """Returns [batch, token, hidden] from the result of attention, [batch, head, token,
         head_dim]."""
         return self.out(join_heads(attended.astype(self.dtype)))
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Projects x, [batch, token, hidden], to query (scaled), key and value.
+    def project(self, x: jax.Array, position: jax.Array, rows: Rows) -> tuple[jax.Array, Tail]:
+        """Projects x, [batch, 1, hidden], to a query (scaled), and a key and value.
 
-        Each result is [batch, head, token, head_dim].
+        Each result is [batch, head, 1, head_dim].
         """
-        query, key, value = (split_heads(y, self.config.num_heads) for y in self._all_heads(x))
-        return query, key, value
+        query = self._query(x, position, rows).swapaxes(1, 2)
+        key, value = (y.swapaxes(1, 2) for y in self._key_value(x, position, rows))
+        return query, (key, value)
 
-    def _all_heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns query (scaled), key and value, each [batch, token, hidden]."""
-        return self._query(x), self.k(x), self.v(x)
+    def _query(self, x: jax.Array, start: jax.Array, rows: Rows) -> jax.Array:
+        """Returns the queries, scaled, [batch, token, head, head_dim], of tokens from index `start`
+        on."""
+        norm = self.q_norm if self.spec.qk_norm is not None else None
+        heads = self._heads(self.q(x), norm, start, rows)
+        return heads * jnp.asarray(self.spec.scale, self.dtype)
 
-    def _query(self, x: jax.Array) -> jax.Array:
-        query: jax.Array = self.q(x) * jnp.asarray(self.config.head_dim**-0.5, self.dtype)
-        return query
+    def _key_value(self, x: jax.Array, start: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values, each [batch, token, KV head, head_dim]."""
+        norm = self.k_norm if self.spec.qk_norm is not None else None
+        value = self.v(x).reshape(*x.shape[:2], -1, self.spec.head_dim)
+        return self._heads(self.k(x), norm, start, rows), value
+
+    def _heads(self, x: jax.Array, norm: Norm | None, start: jax.Array, rows: Rows) -> jax.Array:
+        """Divides queries or keys into heads, which are normalised and rotated."""
+        if norm is not None and self.spec.qk_norm == "all":
+            x = norm(x)
+        heads = x.reshape(*x.shape[:2], -1, self.spec.head_dim)
+        if norm is not None and self.spec.qk_norm == "head":
+            heads = norm(heads)
+        rotary = self.spec.rotary
+        if rotary is None:
+            return heads
+        return rotate(heads, angles(rotary, start, x.shape[1], rows))
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with residuals; layer norm comes before each (most OPTs) or after (350m).
+    """Attention and a feed-forward block with residuals, and norms where `config.norm_place` says.
 
-    kernels: the functions of the large computations, XLA's own or faster ones for the machine;
-    matmul_bits: 16, or 8 for products of 8-bit integers.
+    parts: what this layer is made of; kernels: the functions of the large computations, XLA's own
+    or faster ones for the machine; matmul_bits: 16, or 8 for products of 8-bit integers.
     """
 
     config: ModelConfig
+    parts: LayerParts
     kernels: Kernels
     dtype: jnp.dtype = jnp.float32
     matmul_bits: int = 16
 
     def setup(self) -> None:
-        how = (self.config, self.kernels, self.dtype, self.matmul_bits)
-        self.attention = SelfAttention(*how)
-        self.attention_norm = LayerNorm(self.config, self.dtype)
-        self.mlp = MLP(*how)
-        self.mlp_norm = LayerNorm(self.config, self.dtype)
+        config, how = self.config, (self.kernels, self.dtype, self.matmul_bits)
+        self.attention = SelfAttention(config, self.parts.attention, *how)
+        if isinstance(self.parts.mlp, MLPSpec):
+            self.mlp = MLP(self.parts.mlp, *how)
+        if config.norm_place != "result":
+            self.attention_norm = Norm(config.norm, self.dtype)
+            self.mlp_norm = Norm(config.norm, self.dtype)
+        if config.norm_place in ("around", "result"):
+            self.attention_result_norm = Norm(config.norm, self.dtype)
+            self.mlp_result_norm = Norm(config.norm, self.dtype)
 
     def prefill(
-        self, hidden: jax.Array, first_valid: jax.Array, only_last: bool = False
+        self, hidden: jax.Array, rows: Rows, only_last: bool = False
     ) -> tuple[jax.Array, KVBlock]:
         """Runs a prompt's hidden states, [batch, token, hidden], through the layer.
 
@@ -150,14 +187,13 @@ class DecoderLayer(nn.Module):
         states are those of the last token, [batch, 1, hidden], which is all that is used of the
         last layer; keys and values are those of all tokens.
         """
-        x = self._before(hidden, self.attention_norm)
+        x = self._attention_input(hidden)
         if only_last:
-            out, block = self.attention.prefill_last(x, first_valid)
+            out, block = self.attention.prefill_last(x, rows)
             hidden = hidden[:, -1:]
         else:
-            out, block = self.attention.prefill(x, first_valid)
-        hidden = self._after(hidden + out, self.attention_norm)
-        return self._feed_forward(hidden), block
+            out, block = self.attention.prefill(x, rows)
+        return self._after_attention(hidden, out), block
 
     def decode(
         self,
@@ -165,7 +201,7 @@ class DecoderLayer(nn.Module):
         blocks: tuple[KVBlock, ...],
         tail: Tail,
         position: jax.Array,
-        first_valid: jax.Array,
+        rows: Rows,
         counts: jax.Array | None = None,
         most: int = 0,
         appends: bool = False,
@@ -178,32 +214,31 @@ class DecoderLayer(nn.Module):
         token's index), and has room for more. With `counts`, int32 [batch], attention is sparse:
         each sequence attends to that number of earlier tokens, which is at most `most`.
         """
-        query, new = self.project(hidden)
+        spec = self.parts.attention
+        query, new = self.project(hidden, position, rows)
         starts = jnp.array([0, *accumulate(key.shape[2] for key, _ in blocks)])
         if appends:  # before attention reads the tail: the other way round XLA would copy it
             tail = append(tail, new, position - starts[-1])
-        args = (query, (*blocks, tail), starts, position, first_valid)
+        first = first_seen(position, rows.first_valid, spec.window)
+        args = (query, (*blocks, tail), starts, position, first)
         if counts is None:
-            here = self.kernels.decode_attention(*args)
+            here = self.kernels.decode_attention(*args, spec)
         else:
-            here = attend_top(*args, counts, most, self.kernels.tuning)
+            here = attend_top(*args, counts, most, self.kernels.tuning, spec.softcap)
         return self.finish(hidden, query, new, [here]), tail if appends else new
 
-    def project(self, hidden: jax.Array) -> tuple[jax.Array, Tail]:
+    def project(self, hidden: jax.Array, position: jax.Array, rows: Rows) -> tuple[jax.Array, Tail]:
         """Computes `decode` up to attention: the query, and the new token's key and value."""
-        query, key, value = self.attention.project(self._before(hidden, self.attention_norm))
-        return query, (key, value)
+        return self.attention.project(self._attention_input(hidden), position, rows)
 
     def finish(
         self, hidden: jax.Array, query: jax.Array, new: KVBlock, partials: list[Partial]
     ) -> jax.Array:
         """Computes `decode` after attention: hidden states from the partial results."""
-        out = self.attention.join(query, new, partials)
-        hidden = self._after(hidden + out, self.attention_norm)
-        return self._feed_forward(hidden)
+        return self._after_attention(hidden, self.attention.join(query, new, partials))
 
     def project_chunk(
-        self, hidden: jax.Array, start: jax.Array, first_valid: jax.Array, asked: int
+        self, hidden: jax.Array, start: jax.Array, rows: Rows, asked: int
     ) -> tuple[jax.Array, Partial, KVBlock]:
         """Runs a chunk of a prompt, [batch, token, hidden], through the layer up to attention to
         earlier tokens.
@@ -212,22 +247,31 @@ class DecoderLayer(nn.Module):
         tokens hidden states are wanted. Returns their query, their attention within the chunk, and
         the chunk's keys and values.
         """
-        x = self._before(hidden, self.attention_norm)
-        return self.attention.project_chunk(x, start, first_valid, asked)
+        return self.attention.project_chunk(self._attention_input(hidden), start, rows, asked)
 
     def finish_chunk(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
         """Returns the hidden states of a chunk's last tokens, from the result of their
         attention."""
         hidden = hidden[:, -attended.shape[2] :]
-        hidden = self._after(hidden + self.attention.join_chunk(attended), self.attention_norm)
-        return self._feed_forward(hidden)
+        return self._after_attention(hidden, self.attention.join_chunk(attended))
 
-    def _feed_forward(self, hidden: jax.Array) -> jax.Array:
-        out = self.mlp(self._before(hidden, self.mlp_norm))
-        return self._after(hidden + out, self.mlp_norm)
+    def _attention_input(self, hidden: jax.Array) -> jax.Array:
+        is_before = self.config.norm_place in ("before", "around")
+        return self.attention_norm(hidden) if is_before else hidden
 
-    def _before(self, hidden: jax.Array, norm: LayerNorm) -> jax.Array:
-        return norm(hidden) if self.config.pre_norm else hidden
-
-    def _after(self, hidden: jax.Array, norm: LayerNorm) -> jax.Array:
-        return hidden if self.config.pre_norm else norm(hidden)
+    def _after_attention(self, hidden: jax.Array, out: jax.Array) -> jax.Array:
+        """Returns hidden states from those before the layer and attention's result."""
+        place, has_experts = self.config.norm_place, not isinstance(self.parts.mlp, MLPSpec)
+        if place in ("around", "result"):
+            out = self.attention_result_norm(out)
+        if self.config.is_parallel:
+            return hidden + out + self.mlp(self.mlp_norm(hidden))
+        hidden = hidden + out
+        if place == "after":
+            hidden = self.attention_norm(hidden)
+        if has_experts:
+            return hidden
+        out = self.mlp(self.mlp_norm(hidden) if place in ("before", "around") else hidden)
+        if place in ("around", "result"):
+            out = self.mlp_result_norm(out)
+        return self.mlp_norm(hidden + out) if place == "after" else hidden + out

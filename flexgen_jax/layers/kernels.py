@@ -1,8 +1,8 @@
 """The interface of the large computations of a layer, and its implementation by XLA's own code.
 `cpu/` has another implementation.
 
-Shapes: "in" and "out" are a kernel's axes, [out, in] as in checkpoints; "hidden" is heads times
-head_dim. A `Kept` array may be quantized; the function that computes with it unpacks it.
+Shapes: "in" and "out" are a kernel's axes, [out, in] as in checkpoints; there may be fewer KV heads
+than query heads. A `Kept` array may be quantized; the function that computes with it unpacks it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from flexgen_jax.layers.attention import (
     KVPair,
     Partial,
     attend_blocks,
-    attend_prompt,
+    causal_attention,
     chunk_attention,
 )
 from flexgen_jax.layers.matmul import matmul
 from flexgen_jax.layers.matmul_int8 import matmul_int8
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.tuning import PLAIN, Tuning
+from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.models.spec import Formats
 
 
@@ -68,14 +69,15 @@ class Kernels(Protocol):
         starts: jax.Array,
         position: jax.Array,
         first_valid: jax.Array,
+        spec: AttentionSpec,
     ) -> Partial:
         """Computes a new token's attention to one or more KV blocks.
 
-        query: [batch, head, 1, head_dim], scaled; blocks: keys and values, each [batch, head,
+        query: [batch, head, 1, head_dim], scaled; blocks: keys and values, each [batch, KV head,
         token, head_dim]; starts: int32 [block], the index of each block's first token; position:
         int32 [], the new token's index, before which tokens are valid; first_valid: int32 [batch],
-        the index of each sequence's first real token. Returns fp32 [batch, head, 1, head_dim] and
-        the log-sum-exp of the scores, fp32 [batch, head, 1].
+        the index of each sequence's first token that the new one sees. Returns fp32 [batch, head,
+        1, head_dim] and the log-sum-exp of the scores, fp32 [batch, head, 1].
         """
 
     def prefill_attention(
@@ -84,13 +86,13 @@ class Kernels(Protocol):
         key: jax.Array,
         value: jax.Array,
         first_valid: jax.Array,
-        heads: int,
+        spec: AttentionSpec,
     ) -> tuple[jax.Array, KVPair]:
         """Computes a left-padded prompt's causal attention to itself.
 
-        query (scaled), key, value: [batch, token, hidden]; first_valid: int32 [batch]. Returns
-        [batch, token, hidden], and keys and values as they are cached, each [batch, head, token,
-        head_dim].
+        query (scaled): [batch, token, head, head_dim]; key, value: the same with KV heads;
+        first_valid: int32 [batch]. Returns [batch, token, head, head_dim], and keys and values as
+        they are cached, each [batch, KV head, token, head_dim].
         """
 
     def chunk_attention(
@@ -99,7 +101,8 @@ class Kernels(Protocol):
         key: Kept,
         value: Kept,
         first_valid: jax.Array,
-        is_causal: bool,
+        lead: jax.Array,
+        spec: AttentionSpec,
     ) -> Partial:
         """Attends with the tokens of a prompt's chunk to one KV block; see
         `layers.attention.chunk_attention`."""
@@ -134,8 +137,10 @@ class XlaKernels:
         starts: jax.Array,
         position: jax.Array,
         first_valid: jax.Array,
+        spec: AttentionSpec,
     ) -> Partial:
-        return attend_blocks(query, blocks, starts, position, first_valid, self.tuning)
+        args = (query, blocks, starts, position, first_valid)
+        return attend_blocks(*args, self.tuning, spec.softcap)
 
     def prefill_attention(
         self,
@@ -143,11 +148,13 @@ class XlaKernels:
         key: jax.Array,
         value: jax.Array,
         first_valid: jax.Array,
-        heads: int,
+        spec: AttentionSpec,
     ) -> tuple[jax.Array, KVPair]:
-        batch, tokens, _ = query.shape
+        batch, tokens, heads, _ = query.shape
         at_once = self.sizes.scored_heads(batch * heads, tokens)
-        return attend_prompt(query, key, value, first_valid, heads, at_once)
+        query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+        args = (query, key, value, first_valid, at_once, spec.window, spec.softcap)
+        return causal_attention(*args).swapaxes(1, 2), (key, value)
 
     def chunk_attention(
         self,
@@ -155,11 +162,13 @@ class XlaKernels:
         key: Kept,
         value: Kept,
         first_valid: jax.Array,
-        is_causal: bool,
+        lead: jax.Array,
+        spec: AttentionSpec,
     ) -> Partial:
         batch, heads, asked, _ = query.shape
         at_once = self.sizes.scored_heads(batch * heads, max(asked, key.shape[2]))
-        return chunk_attention(query, key, value, first_valid, is_causal, at_once)
+        args = (query, key, value, first_valid, lead, at_once, spec.window, spec.softcap)
+        return chunk_attention(*args)
 
     def matmul(
         self, x: jax.Array, kernel: Kept, bias: jax.Array | None, bits: int = 16

@@ -1,4 +1,4 @@
-"""The two-product feed-forward block."""
+"""The feed-forward block of two products, or of three with a gate."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import jax.numpy as jnp
 
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.linear import Linear
-from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.parts import MLPSpec
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns the function of a name in `config.ACTIVATIONS`; "gelu" is exact, with erf."""
+    """Returns the function of a name in `parts.ACTIVATIONS`; "gelu" is exact, with erf."""
     functions: dict[str, Callable[[jax.Array], jax.Array]] = {
         "relu": jax.nn.relu,
         "gelu": partial(jax.nn.gelu, approximate=False),
         "gelu_new": partial(jax.nn.gelu, approximate=True),
+        "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+        "silu": jax.nn.silu,
     }
     return functions[name]
 
 
 class MLP(nn.Module):
-    """The feed-forward block: fc2(activation(fc1(x)))."""
+    """A feed-forward block; see `MLPSpec`."""
 
-    config: ModelConfig
+    spec: MLPSpec
     kernels: Kernels
     dtype: jnp.dtype = jnp.float32
     matmul_bits: int = 16
@@ -35,7 +37,12 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the block's result, [..., hidden], for x, [..., hidden]."""
-        config = self.config
-        how = (self.kernels, config.use_bias, self.dtype, self.matmul_bits)
-        up = activation(config.activation)(Linear(config.ffn_size, *how, name="fc1")(x))
-        return Linear(config.hidden_size, *how, name="fc2")(up)
+        spec, hidden = self.spec, x.shape[-1]
+        how = (self.kernels, spec.bias, self.dtype, self.matmul_bits)
+        act = activation(spec.activation)
+        if spec.is_gated:
+            gate = act(Linear(spec.width, *how, name="gate")(x))
+            inner = gate * Linear(spec.width, *how, name="up")(x)
+        else:
+            inner = act(Linear(spec.width, *how, name="up")(x))
+        return Linear(hidden, *how, name="down")(inner)

@@ -7,7 +7,7 @@ before the first weight is loaded, and asked how much temporary memory it will t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -16,15 +16,19 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
-from flexgen_jax.layers.attention import Partial, merge
+from flexgen_jax.layers.attention import Partial, first_seen, merge
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock, Tail, append
 from flexgen_jax.layers.embedding import Embedding, Head
+from flexgen_jax.layers.experts import Router, add_expert
 from flexgen_jax.layers.kernels import Kernels
+from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble, dequantize, quantize_as
+from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.layers.sampling import greedy, sample
 from flexgen_jax.layers.sparse_attention import Ranked, attend_ranked, rank
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.spec import AttentionSpec, Formats, LayerSpec, ModelSpec, model_spec
+from flexgen_jax.models.parts import AttentionSpec, ExpertsSpec
+from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
 from flexgen_jax.models.storage import Storage
 
 Weights = Mapping[str, Kept]
@@ -38,8 +42,8 @@ def _apply(module: Any, weights: Weights, *args: Any, **options: Any) -> Any:
 
 
 def _embed(module: Embedding) -> Callable[..., Any]:
-    def embed(weights: Weights, ids: jax.Array, start: jax.Array, first_valid: jax.Array) -> Any:
-        hidden = _apply(module, weights, ids, start, first_valid)
+    def embed(weights: Weights, ids: jax.Array, start: jax.Array, rows: Rows) -> Any:
+        hidden = _apply(module, weights, ids, start, rows)
         return hidden, _checked(jnp.zeros(2, jnp.int32), jnp.isfinite(hidden).all())
 
     return embed
@@ -61,14 +65,14 @@ def _prefill(
 ) -> Callable[..., Any]:
     sizes = layer.kernels.sizes
 
-    def some(weights: Weights, hidden: jax.Array, first_valid: jax.Array) -> Any:
+    def some(weights: Weights, before: jax.Array, hidden: jax.Array, *each: jax.Array) -> Any:
         """Prefills some sequences.
 
         Returns their hidden states, the stored leaves of their KV blocks, and whether each
         sequence's hidden states are finite, which is checked while they are in the CPU's cache.
         """
         hidden, (key, value) = _apply(
-            layer, weights, hidden, first_valid, only_last=only_last, method="prefill"
+            layer, weights, hidden, _rows(before, each), only_last=only_last, method="prefill"
         )
         blocks, start = [], 0
         for length in cuts:
@@ -78,12 +82,11 @@ def _prefill(
             start += length
         return hidden, blocks, jnp.isfinite(hidden).all((1, 2))
 
-    def prefill(
-        weights: Weights, hidden: jax.Array, checks: jax.Array, first_valid: jax.Array
-    ) -> Any:
+    def prefill(weights: Weights, hidden: jax.Array, checks: jax.Array, rows: Rows) -> Any:
         batch, tokens, _ = hidden.shape
         size = sizes.prefill_sequences(batch, tokens, formats.weight_bits)
-        found = _in_groups(partial(some, weights), size, hidden, first_valid)
+        each = (rows.first_valid, rows.most)
+        found = _in_groups(partial(some, weights, rows.before), size, hidden, *each)
         hidden, leaves, is_finite = found
         blocks = []
         for length, sides in zip(cuts, leaves, strict=True):
@@ -97,33 +100,48 @@ def _prefill(
 def _project_chunk(
     layer: DecoderLayer, formats: Formats, attention: AttentionSpec, asked: int
 ) -> Callable[..., Any]:
-    def project(weights: Weights, hidden: jax.Array, start: jax.Array, first: jax.Array) -> Any:
+    def project(weights: Weights, hidden: jax.Array, start: jax.Array, rows: Rows) -> Any:
         batch, tokens, _ = hidden.shape
 
-        def some(hidden: jax.Array, first_valid: jax.Array) -> Any:
-            args = (hidden, start, first_valid, asked)
+        def some(hidden: jax.Array, *each: jax.Array) -> Any:
+            args = (hidden, start, _rows(rows.before, each), asked)
             query, partial, block = _apply(layer, weights, *args, method="project_chunk")
             return query, partial, [jax.tree.leaves(side) for side in _seal(formats, block)]
 
         size = layer.kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
-        query, partial, sides = _in_groups(some, size, hidden, first)
+        each = (rows.first_valid, rows.most)
+        query, partial, sides = _in_groups(some, size, hidden, *each)
         storage = formats.kv(attention.kv_shape(batch, tokens))
         return query, partial, tuple(assemble(storage, side) for side in sides)
 
     return project
 
 
-def _attend_chunk(kernels: Kernels) -> Callable[..., Any]:
+def _rows(before: jax.Array, each: Sequence[jax.Array]) -> Rows:
+    """Returns the rows of some of a batch's sequences."""
+    first_valid, most = each
+    return Rows(first_valid, before, most)
+
+
+def _attend_chunk(kernels: Kernels, attention: AttentionSpec) -> Callable[..., Any]:
     def attend_chunk(
-        partial: Partial, query: jax.Array, block: KVBlock, start: jax.Array, first: jax.Array
+        partial: Partial,
+        query: jax.Array,
+        block: KVBlock,
+        start: jax.Array,
+        at: jax.Array,
+        rows: Rows,
     ) -> Partial:
-        first = jnp.maximum(first - start, 0)
-        return merge([partial, kernels.chunk_attention(query, *block, first, is_causal=False)])
+        first = jnp.maximum(rows.first_valid - start, 0)
+        args = (query, *block, first, at - start, attention)
+        return merge([partial, kernels.chunk_attention(*args)])
 
     return attend_chunk
 
 
-def _attend_prefix(kernels: Kernels, formats: Formats) -> Callable[..., Any]:
+def _attend_prefix(
+    kernels: Kernels, formats: Formats, attention: AttentionSpec
+) -> Callable[..., Any]:
     def attend_prefix(query: jax.Array, blocks: tuple[KVBlock, ...]) -> Partial:
         batch, heads, tokens, size = query.shape
         none = jnp.zeros(1, jnp.int32)
@@ -133,7 +151,12 @@ def _attend_prefix(kernels: Kernels, formats: Formats) -> Callable[..., Any]:
             one."""
             rows = query.shape[0]
             asked = query.swapaxes(0, 1).reshape(1, heads, rows * tokens, size)
-            found = [kernels.chunk_attention(asked, *b, none, is_causal=False) for b in blocks]
+            found = [
+                kernels.chunk_attention(
+                    asked, *block, none, jnp.int32(block[0].shape[2]), attention
+                )
+                for block in blocks
+            ]
             out, lse = merge(found)
             out = out.reshape(heads, rows, tokens, size).swapaxes(0, 1)
             return out, lse.reshape(heads, rows, tokens).swapaxes(0, 1)
@@ -233,11 +256,61 @@ def _unpack(weights: Weights) -> Weights:
     }
 
 
+def _route(router: Router) -> Callable[..., Any]:
+    def route(weights: Weights, hidden: jax.Array) -> Any:
+        return _apply(router, weights, hidden.reshape(-1, hidden.shape[-1]))
+
+    return route
+
+
+def _expert(block: MLP, size: int) -> Callable[..., Any]:
+    def expert(weights: Weights, *args: jax.Array) -> jax.Array:
+        return add_expert(partial(_apply, block, weights), size, *args)
+
+    return expert
+
+
+def _combine(hidden: jax.Array, checks: jax.Array, out: jax.Array) -> Any:
+    hidden = hidden + out.reshape(hidden.shape).astype(hidden.dtype)
+    is_finite = jnp.isfinite(hidden).all()
+    first = jnp.where((checks[1] == 0) & ~is_finite, checks[0], checks[1])
+    return hidden, checks.at[1].set(first)
+
+
 def _project(layer: DecoderLayer) -> Callable[..., Any]:
-    def project(weights: Weights, hidden: jax.Array) -> Any:
-        return _apply(layer, weights, hidden, method="project")
+    def project(weights: Weights, hidden: jax.Array, position: jax.Array, rows: Rows) -> Any:
+        return _apply(layer, weights, hidden, position, rows, method="project")
 
     return project
+
+
+def _attend(kernels: Kernels, attention: AttentionSpec) -> Callable[..., Any]:
+    def attend(
+        query: jax.Array,
+        blocks: tuple[KVBlock, ...],
+        starts: jax.Array,
+        position: jax.Array,
+        rows: Rows,
+    ) -> Partial:
+        first = first_seen(position, rows.first_valid, attention.window)
+        return kernels.decode_attention(query, blocks, starts, position, first, attention)
+
+    return attend
+
+
+def _rank(kernels: Kernels, attention: AttentionSpec, most: int) -> Callable[..., Any]:
+    def rank_tokens(
+        query: jax.Array,
+        keys: tuple[Kept, ...],
+        starts: jax.Array,
+        position: jax.Array,
+        rows: Rows,
+    ) -> Ranked:
+        first = first_seen(position, rows.first_valid, attention.window)
+        args = (query, keys, starts, position, first, most, kernels.tuning, attention.softcap)
+        return rank(*args)
+
+    return rank_tokens
 
 
 def _finish(layer: DecoderLayer) -> Callable[..., Any]:
@@ -278,6 +351,11 @@ def _int(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
+def _batch(rows: int) -> Rows:
+    """Returns the abstract arguments that say where a batch's sequences are."""
+    return Rows(_int(rows), _int(), _int(rows))
+
+
 def _float(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
@@ -310,9 +388,9 @@ class _Lowering:
     def _dtype(self) -> jnp.dtype:
         return jnp.dtype(self.formats.dtype)
 
-    @property
-    def _decoder(self) -> DecoderLayer:
-        return DecoderLayer(self.config, self.kernels, self._dtype, self.formats.matmul_bits)
+    def _decoder(self, layer: int) -> DecoderLayer:
+        how = (self.kernels, self._dtype, self.formats.matmul_bits)
+        return DecoderLayer(self.config, self._spec.layers[layer].decoder, *how)
 
     @property
     def _head(self) -> Head:
@@ -324,8 +402,10 @@ class _Lowering:
     def _hidden(self, batch: int, tokens: int) -> jax.ShapeDtypeStruct:
         return self._array(*self._spec.hidden_shape(batch, tokens))
 
-    def _weights(self, layer: LayerSpec) -> dict[str, Any]:
-        return {t.path: _abstract(self.formats.weight(t)) for t in layer.tensors}
+    def _weights(self, layer: LayerSpec, expert: int | None = None) -> dict[str, Any]:
+        """The tensors of a layer, or of one of its experts, which are no part of the layer's."""
+        tensors = [t for t in layer.tensors if t.expert == expert]
+        return {t.own_path: _abstract(self.formats.weight(t)) for t in tensors}
 
     def _attention(self, layer: int) -> AttentionSpec:
         return self._spec.layers[layer].attention
@@ -342,35 +422,36 @@ class _Lowering:
 
     def embed(self, batch: int, tokens: int) -> jax.stages.Lowered:
         module = Embedding(self.config, self.kernels, self._dtype)
-        args = (self._weights(self._spec.embedding), _int(batch, tokens), _int(), _int(batch))
+        args = (self._weights(self._spec.embedding), _int(batch, tokens), _int(), _batch(batch))
         return jax.jit(_embed(module)).lower(*args)
 
     def prefill(
         self, layer: int, batch: int, cuts: tuple[int, ...], only_last: bool
     ) -> jax.stages.Lowered:
         attention, weights = self._attention(layer), self._weights(self._spec.layers[layer])
-        program = _prefill(self._decoder, self.formats, attention, cuts, only_last)
+        program = _prefill(self._decoder(layer), self.formats, attention, cuts, only_last)
         hidden = self._hidden(batch, sum(cuts))
-        return jax.jit(program).lower(weights, hidden, _int(2), _int(batch))
+        return jax.jit(program).lower(weights, hidden, _int(2), _batch(batch))
 
     def project_chunk(self, layer: int, batch: int, tokens: int, asked: int) -> jax.stages.Lowered:
         attention, weights = self._attention(layer), self._weights(self._spec.layers[layer])
-        program = _project_chunk(self._decoder, self.formats, attention, asked)
-        args = (self._hidden(batch, tokens), _int(), _int(batch))
+        program = _project_chunk(self._decoder(layer), self.formats, attention, asked)
+        args = (self._hidden(batch, tokens), _int(), _batch(batch))
         return jax.jit(program).lower(weights, *args)
 
     def attend_chunk(self, layer: int, batch: int, asked: int, tokens: int) -> jax.stages.Lowered:
         shape = self._attention(layer).query_shape(batch, asked)
         partial = (_float(*shape), _float(*shape[:3]))
         (block,) = self._blocks(layer, batch, (tokens,))
-        args = (partial, self._array(*shape), block, _int(), _int(batch))
-        return jax.jit(_attend_chunk(self.kernels), donate_argnums=0).lower(*args)
+        args = (partial, self._array(*shape), block, _int(), _int(), _batch(batch))
+        program = _attend_chunk(self.kernels, self._attention(layer))
+        return jax.jit(program, donate_argnums=0).lower(*args)
 
     def attend_prefix(
         self, layer: int, batch: int, asked: int, blocks: tuple[int, ...]
     ) -> jax.stages.Lowered:
         query = self._array(*self._attention(layer).query_shape(batch, asked))
-        program = jax.jit(_attend_prefix(self.kernels, self.formats))
+        program = jax.jit(_attend_prefix(self.kernels, self.formats, self._attention(layer)))
         return program.lower(query, self._blocks(layer, 1, blocks))
 
     def finish_chunk(
@@ -379,7 +460,7 @@ class _Lowering:
         shape = self._attention(layer).query_shape(batch, asked)
         partials = [(_float(*shape), _float(*shape[:3]))] * places
         weights = self._weights(self._spec.layers[layer])
-        program = _finish_chunk(self._decoder, self.formats)
+        program = _finish_chunk(self._decoder(layer), self.formats)
         return jax.jit(program).lower(weights, self._hidden(batch, tokens), _int(2), partials)
 
     def decode(
@@ -393,17 +474,42 @@ class _Lowering:
     ) -> jax.stages.Lowered:
         cache = (self._blocks(layer, batch, blocks), self._tail(layer, batch, tail))
         counts = (_int(batch),) if most else ()
-        args = (self._hidden(batch, 1), *cache, _int(2), _int(), _int(batch), *counts)
+        args = (self._hidden(batch, 1), *cache, _int(2), _int(), _batch(batch), *counts)
         weights = self._weights(self._spec.layers[layer])
-        program = _decode(self._decoder, most, appends)
+        program = _decode(self._decoder(layer), most, appends)
         return jax.jit(program, donate_argnums=3 if appends else ()).lower(weights, *args)
 
     def unpack(self, layer: int) -> jax.stages.Lowered:
         return jax.jit(_unpack).lower(self._weights(self._spec.layers[layer]))
 
+    def route(self, layer: int, batch: int, tokens: int) -> jax.stages.Lowered:
+        spec = self._spec.layers[layer]
+        how = (self.kernels, self._dtype, self.formats.matmul_bits)
+        router = Router(self.config, _experts(spec), *how)
+        args = (self._weights(spec), self._hidden(batch, tokens))
+        return jax.jit(_route(router)).lower(*args)
+
+    def expert(self, layer: int, tokens: int) -> jax.stages.Lowered:
+        spec = self._spec.layers[layer]
+        experts, hidden = _experts(spec), self._spec.hidden_size
+        block = MLP(experts.expert, self.kernels, self._dtype, self.formats.matmul_bits)
+        routed = (
+            self._array(tokens, hidden),
+            _int(tokens, experts.top),
+            _float(tokens, experts.top),
+        )
+        program = _expert(block, experts.rows_at_once(tokens))
+        args = (self._weights(spec, 0), *routed, _int(), _float(tokens, hidden))
+        return jax.jit(program, donate_argnums=5).lower(*args)
+
+    def combine(self, batch: int, tokens: int) -> jax.stages.Lowered:
+        out = _float(batch * tokens, self._spec.hidden_size)
+        return jax.jit(_combine).lower(self._hidden(batch, tokens), _int(2), out)
+
     def project(self, layer: int, batch: int) -> jax.stages.Lowered:
         weights = self._weights(self._spec.layers[layer])
-        return jax.jit(_project(self._decoder)).lower(weights, self._hidden(batch, 1))
+        args = (self._hidden(batch, 1), _int(), _batch(batch))
+        return jax.jit(_project(self._decoder(layer))).lower(weights, *args)
 
     def finish(self, layer: int, batch: int, places: int) -> jax.stages.Lowered:
         shape = self._attention(layer).query_shape(batch)
@@ -411,22 +517,22 @@ class _Lowering:
         asked = (self._query(layer, batch), self._tail(layer, batch, 1), partials)
         weights = self._weights(self._spec.layers[layer])
         hidden = self._hidden(batch, 1)
-        return jax.jit(_finish(self._decoder)).lower(weights, hidden, _int(2), *asked)
+        return jax.jit(_finish(self._decoder(layer))).lower(weights, hidden, _int(2), *asked)
 
     def attend(
         self, layer: int, batch: int, blocks: tuple[int, ...], tail: int
     ) -> jax.stages.Lowered:
         cache = self._with_tail(layer, batch, blocks, tail)
-        where = (_int(len(cache)), _int(), _int(batch))
-        program = jax.jit(self.kernels.decode_attention)
+        where = (_int(len(cache)), _int(), _batch(batch))
+        program = jax.jit(_attend(self.kernels, self._attention(layer)))
         return program.lower(self._query(layer, batch), cache, *where)
 
     def rank(
         self, layer: int, batch: int, blocks: tuple[int, ...], tail: int, most: int
     ) -> jax.stages.Lowered:
         keys = tuple(key for key, _ in self._with_tail(layer, batch, blocks, tail))
-        where = (_int(len(keys)), _int(), _int(batch))
-        program = jax.jit(partial(rank, most=most, tuning=self.kernels.tuning))
+        where = (_int(len(keys)), _int(), _batch(batch))
+        program = jax.jit(_rank(self.kernels, self._attention(layer), most))
         return program.lower(self._query(layer, batch), keys, *where)
 
     def attend_ranked(
@@ -463,6 +569,11 @@ class _Lowering:
         return jax.jit(_head(self._head, is_greedy)).lower(*args)
 
 
+def _experts(layer: LayerSpec) -> ExpertsSpec:
+    assert layer.experts is not None, "the layer has experts"
+    return layer.experts
+
+
 def _abstract(storage: Storage) -> Any:
     """Returns an abstract array: the shapes and dtypes of what is stored, without the numbers."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in storage.leaves]
@@ -475,7 +586,7 @@ class Programs:
     Decoder layers of equal shapes share their programs. A method's docstring says what its program
     does, takes and returns. `checks` is int32 [2]: how many layers a batch's tokens have gone
     through, and the number of the first of these, counted from 1, whose results were not all
-    finite, 0 if all were.
+    finite, 0 if all were. `rows` is a `Rows`: where the batch's sequences are.
     """
 
     def __init__(self, config: ModelConfig, formats: Formats, kernels: Kernels) -> None:
@@ -512,13 +623,13 @@ class Programs:
         return self._get(kind, self._alike[layer.index], *shape)
 
     def embed(self, batch: int, tokens: int) -> jax.stages.Compiled:
-        """Embeds tokens: (weights, ids [batch, token], start, first_valid) -> hidden, checks."""
+        """Embeds tokens: (weights, ids [batch, token], start, rows) -> hidden, checks."""
         return self._get("embed", batch, tokens)
 
     def prefill(
         self, layer: LayerSpec, batch: int, cuts: tuple[int, ...], only_last: bool = False
     ) -> jax.stages.Compiled:
-        """Prefills a decoder layer: (weights, hidden, checks, first_valid) -> hidden, blocks,
+        """Prefills a decoder layer: (weights, hidden, checks, rows) -> hidden, blocks,
         checks.
 
         Hidden states are those of all tokens, or with `only_last` of the last one. The KV blocks
@@ -530,7 +641,7 @@ class Programs:
         self, layer: LayerSpec, batch: int, tokens: int, asked: int
     ) -> jax.stages.Compiled:
         """Computes the prefill of a prompt's chunk up to attention to earlier tokens: (weights,
-        hidden, start, first_valid) -> query, partial result, KV block.
+        hidden, start, rows) -> query, partial result, KV block.
 
         Query and result are those of the last `asked` tokens.
         """
@@ -540,7 +651,8 @@ class Programs:
         self, layer: LayerSpec, batch: int, asked: int, tokens: int
     ) -> jax.stages.Compiled:
         """Attends with a chunk's tokens to an earlier KV block of so many tokens: (partial result,
-        which is donated, query, block, start of the block, first_valid) -> partial result of both.
+        which is donated, query, block, start of the block, index of the first of the tokens, rows)
+        -> partial result of both.
         """
         return self._of("attend_chunk", layer, batch, asked, tokens)
 
@@ -568,25 +680,41 @@ class Programs:
         appends: bool = False,
     ) -> jax.stages.Compiled:
         """Decodes one token in a decoder layer: (weights, hidden, blocks, tail, checks, position,
-        first_valid, counts) -> hidden, new key and value, checks.
+        rows, counts) -> hidden, new key and value, checks.
 
         If `most` is 0, attention is dense and there is no argument `counts`. With `appends`, the
         tail is donated, and comes back with the new key and value in place of these.
         """
         return self._of("decode", layer, batch, blocks, tail, most, appends)
 
+    def route(self, layer: LayerSpec, batch: int, tokens: int) -> jax.stages.Compiled:
+        """Chooses experts: (weights without theirs, hidden states after attention) -> the results
+        of `layers.experts.Router`, for batch times `tokens` tokens."""
+        return self._of("route", layer, batch, tokens)
+
+    def expert(self, layer: LayerSpec, tokens: int) -> jax.stages.Compiled:
+        """Adds an expert's result: (its weights, the results of `route` but for the last, number of
+        the expert, result so far, which is donated) -> result."""
+        return self._of("expert", layer, tokens)
+
+    def combine(self, batch: int, tokens: int) -> jax.stages.Compiled:
+        """Ends a layer with experts: (hidden states after attention, checks, result of all experts)
+        -> hidden, checks, in which the layer counts already."""
+        return self._get("combine", batch, tokens)
+
     def unpack(self, layer: LayerSpec) -> jax.stages.Compiled:
         """Unpacks a decoder layer's weights: (weights) -> weights in the dtype."""
         return self._of("unpack", layer)
 
     def project(self, layer: LayerSpec, batch: int) -> jax.stages.Compiled:
-        """Computes `decode` up to attention: (weights, hidden) -> query, new key and value."""
+        """Computes `decode` up to attention: (weights, hidden, position, rows) -> query, new key
+        and value."""
         return self._of("project", layer, batch)
 
     def attend(
         self, layer: LayerSpec, batch: int, blocks: tuple[int, ...], tail: int
     ) -> jax.stages.Compiled:
-        """Attends to KV blocks: (query, blocks, starts, position, first_valid) -> partial result.
+        """Attends to KV blocks: (query, blocks, starts, position, rows) -> partial result.
 
         The tail is the last of the blocks, unless its length is 0; starts: int32 [block], the
         index of each block's first token.
@@ -597,7 +725,7 @@ class Programs:
         self, layer: LayerSpec, batch: int, blocks: tuple[int, ...], tail: int, most: int
     ) -> jax.stages.Compiled:
         """Ranks tokens for sparse attention: (query, keys of blocks and tail, starts, position,
-        first_valid) -> `Ranked` with at most `most` candidates."""
+        rows) -> `Ranked` with at most `most` candidates."""
         return self._of("rank", layer, batch, blocks, tail, most)
 
     def attend_ranked(

@@ -56,6 +56,7 @@ def rank(
     first_valid: jax.Array,
     most: int,
     tuning: Tuning = PLAIN,
+    softcap: float | None = None,
 ) -> Ranked:
     """Returns the `most` tokens with the highest scores, or all tokens if they are fewer.
 
@@ -64,7 +65,13 @@ def rank(
     new token's index; first_valid: int32 [batch]. Tokens that are not valid score `MASKED`.
     """
     scores = [
-        key_scores(query, key, valid_tokens(start, key.shape[2], position, first_valid), tuning)
+        key_scores(
+            query,
+            key,
+            valid_tokens(start, key.shape[2], position, first_valid),
+            tuning,
+            softcap,
+        )
         for start, key in zip(starts, keys, strict=True)
     ]
     together = jnp.concatenate(scores, axis=2)
@@ -102,6 +109,7 @@ def attend_top(
     counts: jax.Array,
     most: int,
     tuning: Tuning = PLAIN,
+    softcap: float | None = None,
 ) -> Partial:
     """Computes sparse attention to blocks that are all in one place.
 
@@ -109,7 +117,7 @@ def attend_top(
     arguments are those of `rank`.
     """
     keys, values = zip(*blocks, strict=True)
-    ranked = rank(query, keys, starts, position, first_valid, most, tuning)
+    ranked = rank(query, keys, starts, position, first_valid, most, tuning, softcap)
     each = jnp.broadcast_to(counts[:, None], query.shape[:2])
     return attend_ranked(values, ranked, each, tuning)
 
@@ -135,12 +143,16 @@ def _groups(values: Sequence[Kept]) -> Iterator[tuple[int, int, list[Kept]]]:
 def _take(blocks: list[Kept], tokens: jax.Array) -> Kept:
     """Gathers some tokens, int32 [batch, head, slot], of blocks that are kept alike.
 
-    Tokens of quantized blocks stay quantized.
+    Tokens of quantized blocks stay quantized. Returns [batch, head, slot, head_dim].
     """
-    leaves = [
-        jnp.take_along_axis(jnp.concatenate(parts, axis=2), tokens[..., None], axis=2)
-        for parts in zip(*map(jax.tree.leaves, blocks), strict=True)
-    ]
+    batch, heads, slots = tokens.shape
+    at = tokens.reshape(batch, blocks[0].shape[1], -1, 1)  # by KV head
+
+    def gather(parts: Sequence[jax.Array]) -> jax.Array:
+        found = jnp.take_along_axis(jnp.concatenate(parts, axis=2), at, axis=2)
+        return found.reshape(batch, heads, slots, found.shape[3])
+
+    leaves = [gather(parts) for parts in zip(*map(jax.tree.leaves, blocks), strict=True)]
     if not isinstance(blocks[0], QuantizedArray):
         return leaves[0]
     shape = (*tokens.shape, blocks[0].shape[3])

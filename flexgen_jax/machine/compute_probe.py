@@ -18,6 +18,7 @@ import numpy as np
 from flexgen_jax.cpu import HostAttention, HostBlock, is_cpu, kernels_of_device
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import Kept, quantize_as
+from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import Formats, TensorSpec, model_spec
@@ -166,18 +167,18 @@ class ComputeProbe:
         self, programs: Programs, layers: Any, batch: int, tokens: int
     ) -> Callable[[], Any]:
         program = programs.prefill(self._layer, batch, prompt_blocks(tokens, BLOCK))
-        rest = (self._hidden(batch, tokens), _checks(), _first(batch))
+        rest = (self._hidden(batch, tokens), _checks(), Rows.of(_first(batch), tokens))
         return lambda: program(next(layers), *rest)
 
     def _products(self, programs: Programs, layers: Any, rows: int) -> Callable[[], Any]:
         layer = self._layer
         project, finish = programs.project(layer, rows), programs.finish(layer, rows, 1)
         hidden, checks = self._hidden(rows, 1), _checks()
-        partials = [self._partial(rows)]
+        partials, where = [self._partial(rows)], _where(rows, 1)
 
         def step() -> Any:
             weights = next(layers)
-            return finish(weights, hidden, checks, *project(weights, hidden), partials)
+            return finish(weights, hidden, checks, *project(weights, hidden, *where), partials)
 
         return step
 
@@ -210,9 +211,9 @@ class ComputeProbe:
         """Times a prompt's attention, from the projections as they come to the cache's keys and
         values."""
         heads = self._heads
-        sizes = (heads.query_size, heads.kv_size, heads.kv_size)
-        sides = [self._array(rows, tokens, size) for size in sizes]
-        attend = partial(kernels_of_device().prefill_attention, heads=heads.num_heads)
+        counts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+        sides = [self._array(rows, tokens, count, heads.head_dim) for count in counts]
+        attend = partial(kernels_of_device().prefill_attention, spec=heads)
         program = jax.jit(attend).lower(*sides, _first(rows)).compile()
         return timed(partial(program, *sides, _first(rows)), repeat=5)
 
@@ -239,7 +240,7 @@ class ComputeProbe:
             program = programs.attend(self._layer, rows, lengths, tail)
             query = self._array(*self._heads.query_shape(rows))
             starts = np.cumsum((0, *lengths)).astype(np.int32)
-            where = (starts, np.int32(tokens + tail), _first(rows))
+            where = (starts, *_where(rows, tokens + tail))
             elements = 2.0 * rows * (tokens + tail) * self._heads.kv_size
 
             def step(
@@ -261,7 +262,7 @@ class ComputeProbe:
         query = self._array(*self._heads.query_shape(rows))
         starts = np.cumsum((0, *lengths)).astype(np.int32)
         keys = tuple(key for key, _ in blocks)
-        where = (starts, np.int32(tokens + tail), _first(rows))
+        where = (starts, *_where(rows, tokens + tail))
         scores = float(rows * self._heads.num_heads * (tokens + tail))
         return rate_of([(scores, scores, timed(lambda: program(query, keys, *where)))])
 
@@ -276,10 +277,8 @@ class ComputeProbe:
         rows, tokens = CACHES[2]
         elements, dense, query, blocks = self._host_point(16, rows, tokens)
         counts = np.full(rows, tokens // 10, np.int32)
-        first = _first(rows)
-        sparse = timed(
-            lambda: self._host.attend_top(query, blocks, tokens + BLOCK, first, counts, None, None)
-        )
+        where = (query, blocks, tokens + BLOCK, _first(rows), self._heads)
+        sparse = timed(lambda: self._host.attend_top(*where, counts, None, None))
         left = max(sparse.seconds - 0.55 * dense.seconds, 0.05 * sparse.seconds)
         scores = elements / 2 / self._heads.head_dim
         return rate_of([(scores, scores, Sample(left, sparse.spread))])
@@ -294,7 +293,7 @@ class ComputeProbe:
         query = np.resize(self._values, self._heads.query_shape(rows))
         first = _first(rows)
         elements = 2.0 * rows * (tokens + tail) * self._heads.kv_size
-        sample = timed(lambda: self._host.attend(query, blocks, tokens + tail, first))
+        sample = timed(lambda: self._host.attend(query, blocks, tokens + tail, first, self._heads))
         return elements, sample, query, blocks
 
     def split_s(self, rows: int, tokens: int) -> float:
@@ -306,12 +305,13 @@ class ComputeProbe:
         layer = self._layer
         project, finish = programs.project(layer, rows), programs.finish(layer, rows, 1)
         hidden, checks = self._hidden(rows, 1), _checks()
-        first = _first(rows)
+        first, where = _first(rows), _where(rows, tokens + BLOCK)
 
         def whole() -> Any:
             weights = next(layers)
-            query, new = project(weights, hidden)
-            found = self._host.attend(np.asarray(query), blocks, tokens + BLOCK, first)
+            query, new = project(weights, hidden, *where)
+            asked = np.asarray(query)
+            found = self._host.attend(asked, blocks, tokens + BLOCK, first, self._heads)
             return finish(weights, hidden, checks, query, new, [found])
 
         alone = timed(self._products(programs, layers, rows)).seconds + attended.seconds
@@ -336,6 +336,11 @@ def _kept(array: jax.Array, storage: Storage) -> Kept:
 def _checks() -> jax.Array:
     """Returns the checks of a batch before any layer; see `Programs`."""
     return jnp.zeros(2, jnp.int32)
+
+
+def _where(rows: int, position: int) -> tuple[np.int32, Rows]:
+    """Returns a new token's position, and the rows of sequences without padding."""
+    return np.int32(position), Rows.of(_first(rows), position)
 
 
 def _first(rows: int) -> np.ndarray:

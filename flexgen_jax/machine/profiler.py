@@ -7,7 +7,6 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +21,8 @@ from flexgen_jax.machine.disk_probe import DiskProbe
 from flexgen_jax.machine.limits import available_memory, detect_budgets
 from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.families import known_shape
+from flexgen_jax.models.families import read_config
+from flexgen_jax.models.shapes import known_shape, raw_shape
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.offload.allocator import release_memory
 from flexgen_jax.offload.device import Device
@@ -219,15 +219,9 @@ def step_seconds(dtype: str) -> float:
 
 
 def _tiny() -> ModelConfig:
-    return replace(
-        known_shape("facebook/opt-125m"),
-        hidden_size=64,
-        embed_size=64,
-        ffn_size=256,
-        num_heads=2,
-        num_layers=8,
-        vocab_size=128,
-    )
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256, "vocab_size": 128}
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 8}
+    return read_config({**raw_shape("facebook/opt-125m"), **sizes, **heads})
 
 
 def beside_computing(probe: ComputeProbe, disk: DiskProbe) -> dict[str, dict[str, float]]:

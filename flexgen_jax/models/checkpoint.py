@@ -9,6 +9,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +19,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from flexgen_jax.errors import UserError
-from flexgen_jax.models.config import (
-    ConfigError,
-    ModelConfig,
-)
+from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import family_of, read_config
+from flexgen_jax.models.family import Stored
+from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.spec import TensorSpec, model_spec
 
 FORMAT_VERSION = 1
@@ -78,7 +78,7 @@ class DummyWeights:
 
     def read(self, tensor: TensorSpec, start: int, stop: int, dtype: str) -> np.ndarray:
         target = numpy_dtype(dtype)
-        if tensor.is_small:
+        if len(tensor.shape) == 1:
             fill = 1.0 if tensor.path.endswith("scale") else 0.0
             return np.full(stop - start, fill, target)
         first = start // self.ROWS
@@ -123,20 +123,21 @@ class Checkpoint:
         where = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
         self._where = self._match(where)
 
-    def _match(self, where: Mapping[str, Path]) -> dict[str, tuple[str, Path]]:
-        """Returns for each tensor's key the tensor's name in its file, and the file's path."""
+    def _match(self, where: Mapping[str, Path]) -> dict[str, tuple[Stored, Path]]:
+        """Returns for each tensor's key how it is stored, by its full name, and the file's path."""
         family = family_of(self.config)
-        tensors = model_spec(self.config).tensors
-        names = {key: family.checkpoint_name(key) for key in tensors}
-        found: dict[str, tuple[str, Path]] = {}
-        for key, name in names.items():
+        found: dict[str, tuple[Stored, Path]] = {}
+        for key, tensor in model_spec(self.config).tensors.items():
+            stored = family.stored(tensor, self.config)
+            name = stored.name
             full = next((p + name for p in family.prefixes if p + name in where), None)
             if full is None:
                 raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
-            found[key] = (full, where[full])
-            self._check_shape(full, where[full], tensors[key].shape)
+            found[key] = (replace(stored, name=full), where[full])
+            rows = tensor.shape[0] if stored.total is None else stored.total
+            self._check_shape(full, where[full], (rows, *tensor.shape[1:]))
         tied = {family.names["head.tokens"]} if self.config.tied_head else set()
-        known = {full for full, _ in found.values()}
+        known = {stored.name for stored, _ in found.values()}
         for full in sorted(set(where) - known):
             bare = next((full[len(p) :] for p in family.prefixes if full.startswith(p)), full)
             if bare not in tied and not family.is_ignored(bare):
@@ -156,11 +157,12 @@ class Checkpoint:
             )
 
     def read(self, tensor: TensorSpec, start: int, stop: int, dtype: str) -> np.ndarray:
-        name, path = self._where[tensor.key]
+        stored, path = self._where[tensor.key]
         try:
-            rows: np.ndarray = self._files[path].get_slice(name)[start:stop]
+            whole = self._files[path].get_slice(stored.name)
+            rows: np.ndarray = _rows_of(whole, stored, start, stop)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from None
+            raise CheckpointError(f"{path}: cannot read tensor {stored.name!r}: {error}") from None
         return rows.astype(numpy_dtype(dtype), copy=False)
 
     def fingerprint(self, dtype: str) -> str:
@@ -179,6 +181,22 @@ class Checkpoint:
     @cached_property
     def _samples(self) -> dict[Path, str]:
         return {path: _sampled_hash(path) for path in self._identity}
+
+
+def _rows_of(whole: Any, stored: Stored, start: int, stop: int) -> np.ndarray:
+    """Reads rows [start, stop) of a tensor that is stored as `stored` says."""
+    unit, first = stored.unit, stored.first
+    if unit is None:
+        found: np.ndarray = whole[start:stop]
+        return found
+    pieces = []
+    while start < stop:  # unit by unit
+        number, at = divmod(start, unit)
+        end = min(stop, (number + 1) * unit)
+        begin = first + number * stored.stride + at
+        pieces.append(whole[begin : begin + end - start])
+        start = end
+    return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def _identity(path: Path) -> tuple[int, int, int]:

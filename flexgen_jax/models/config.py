@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexgen_jax.errors import UserError
+from flexgen_jax.models.parts import (
+    LAYER_NORM,
+    ConfigError,
+    ExpertsSpec,
+    LayerParts,
+    NormPlace,
+    NormSpec,
+    check_positive,
+)
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Compute and storage dtypes, with their size in bytes."""
-
-ACTIVATIONS = ("relu", "gelu", "gelu_new")
-
-
-class ConfigError(UserError):
-    """A model description that this package cannot run; the message names the field."""
 
 
 def _is_id(value: object) -> bool:
@@ -24,26 +27,28 @@ def _is_id(value: object) -> bool:
 class ModelConfig:
     """Everything the layers need to know about a decoder-only transformer.
 
-    Sizes count elements. `max_positions` is the context length in tokens; the position table
-    has `position_offset` more rows (OPT keeps two for padding). `embed_size` differs from
-    `hidden_size` if embeddings are projected (OPT-350m).
+    Sizes count elements. kinds, pattern: the different decoder layers, and the index of its kind
+    for each layer. `max_positions` is the context length in tokens. A table of learned positions
+    has `position_offset` more rows (OPT keeps two for padding); None says that there is none.
+    `embed_size` differs from `hidden_size` if embeddings are projected (OPT-350m); `embed_scale`
+    multiplies them (Gemma). With `is_parallel`, attention and feed-forward block have one input and
+    are added to it together (GPT-NeoX). logit_softcap: as in `AttentionSpec`.
     """
 
     model_type: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    ffn_size: int
     max_positions: int
+    kinds: tuple[LayerParts, ...]
+    pattern: tuple[int, ...]
     embed_size: int
-    position_offset: int = 2
-    activation: str = "relu"
-    pre_norm: bool = True
+    norm: NormSpec = LAYER_NORM
+    norm_place: NormPlace = "before"
+    is_parallel: bool = False
+    position_offset: int | None = None
+    embed_scale: float = 1.0
     final_norm: bool = True
-    norm_affine: bool = True
-    norm_eps: float = 1e-5
-    use_bias: bool = True
+    logit_softcap: float | None = None
     tied_head: bool = True
     bos_id: int | None = 2
     eos_ids: tuple[int, ...] = (2,)
@@ -51,31 +56,14 @@ class ModelConfig:
     dtype: str = "float16"
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "ffn_size",
-            "max_positions",
-            "embed_size",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        for name in ("vocab_size", "hidden_size", "max_positions", "embed_size"):
+            check_positive(name, getattr(self, name))
+        check_positive("num_hidden_layers", len(self.pattern))
         for name, ids in (("eos_token_id", self.eos_ids), ("pad_token_id", (self.pad_id,))):
             if not all(_is_id(token) for token in ids):
                 raise ConfigError(f"{name} must be a token id, not {ids!r}")
         if self.bos_id is not None and not _is_id(self.bos_id):
             raise ConfigError(f"bos_token_id must be a token id, not {self.bos_id!r}")
-        if self.hidden_size % self.num_heads:
-            raise ConfigError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
-            )
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(
-                f"activation {self.activation!r} is not supported; choose one of {ACTIVATIONS}"
-            )
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ConfigError(
                 f"dtype {self.dtype!r} is not supported; choose one of {list(DTYPES)}"
@@ -90,9 +78,18 @@ class ModelConfig:
             )
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+    def num_layers(self) -> int:
+        return len(self.pattern)
 
     @property
     def projects_embeddings(self) -> bool:
         return self.embed_size != self.hidden_size
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers see only the latest tokens."""
+        return any(kind.attention.window is not None for kind in self.kinds)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(kind.mlp, ExpertsSpec) for kind in self.kinds)

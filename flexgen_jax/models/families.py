@@ -1,137 +1,443 @@
-"""Model families as data: the spelling of their configs, their tensor names, known shapes.
+"""Model families as data: the spelling of their configs, and the names of their tensors.
 
-This is the only place where Hugging Face's spelling is read. A new family is one more `Family`.
+This is the only place where Hugging Face's spelling is read. A new family is one more `Family`;
+docs/adding_a_model.md shows how.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import difflib
+from collections.abc import Mapping
 from typing import Any
 
-from flexgen_jax.models.config import ConfigError, ModelConfig
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.family import (
+    LINEAR,
+    NORM,
+    Family,
+    Fields,
+    Find,
+    joined,
+    pairs,
+    pattern_of,
+    woven,
+)
+from flexgen_jax.models.parts import (
+    AttentionSpec,
+    ConfigError,
+    ExpertsSpec,
+    LayerParts,
+    MLPSpec,
+    NormSpec,
+)
 
-
-@dataclass(frozen=True)
-class Family:
-    """How one `model_type` of Hugging Face maps to this package.
-
-    names: Hugging Face's tensor names by this package's keys; "{i}" is the decoder layer's index.
-    prefixes: strings that may precede every Hugging Face name.
-    ignored: patterns of names of tensors in checkpoints that inference does not need.
-    """
-
-    model_type: str
-    read_config: Callable[[Mapping[str, Any]], ModelConfig]
-    write_config: Callable[[ModelConfig], dict[str, Any]]
-    names: Mapping[str, str]
-    prefixes: tuple[str, ...]
-    ignored: tuple[str, ...]
-
-    def checkpoint_name(self, key: str) -> str:
-        """Returns a tensor's Hugging Face name, without prefix: "decoder.layers.3.fc1.weight"."""
-        layer = re.match(r"decoder\.(\d+)\.(.*)", key)
-        if layer is None:
-            return self.names[key]
-        return self.names["decoder.{i}." + layer[2]].replace("{i}", layer[1])
-
-    def is_ignored(self, name: str) -> bool:
-        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+# OPT
 
 
 def _read_opt(raw: Mapping[str, Any]) -> ModelConfig:
-    def get(name: str, default: Any = None) -> Any:
-        value = raw.get(name, default)
-        if value is None:
-            raise ConfigError(f"the config has no {name!r}")
-        return value
-
+    own = Fields(raw)
     pre_norm = bool(raw.get("do_layer_norm_before", True))
-    eos = raw.get("eos_token_id", 2)
-    eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    pad_id = raw.get("pad_token_id")
+    hidden, heads = own.count("hidden_size"), own.count("num_attention_heads")
+    if hidden % heads:
+        raise ConfigError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    bias, pad = bool(raw.get("enable_bias", True)), raw.get("pad_token_id")
+    attention = AttentionSpec(heads, heads, hidden // heads, qkv_bias=bias, out_bias=bias)
+    mlp = MLPSpec(own.count("ffn_dim"), raw.get("activation_function", "relu"), bias=bias)
+    ids = own.ids(bos=2, eos=2) | {"pad_id": 1 if pad is None else pad}
     return ModelConfig(
         model_type="opt",
-        vocab_size=get("vocab_size"),
-        hidden_size=get("hidden_size"),
-        num_layers=get("num_hidden_layers"),
-        num_heads=get("num_attention_heads"),
-        ffn_size=get("ffn_dim"),
-        max_positions=get("max_position_embeddings"),
-        embed_size=raw.get("word_embed_proj_dim") or get("hidden_size"),
-        activation=raw.get("activation_function", "relu"),
-        pre_norm=pre_norm,
+        vocab_size=own.get("vocab_size"),
+        hidden_size=hidden,
+        max_positions=own.get("max_position_embeddings"),
+        **pattern_of([LayerParts(attention, mlp)] * own.count("num_hidden_layers")),
+        embed_size=raw.get("word_embed_proj_dim") or hidden,
+        norm=NormSpec(is_affine=bool(raw.get("layer_norm_elementwise_affine", True))),
+        norm_place="before" if pre_norm else "after",
+        position_offset=2,
         final_norm=pre_norm and not raw.get("_remove_final_layer_norm", False),
-        norm_affine=bool(raw.get("layer_norm_elementwise_affine", True)),
-        use_bias=bool(raw.get("enable_bias", True)),
         tied_head=bool(raw.get("tie_word_embeddings", True)),
-        bos_id=raw.get("bos_token_id", 2),
-        eos_ids=eos_ids,
-        pad_id=1 if pad_id is None else pad_id,
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        **ids,
     )
 
 
-def _write_opt(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "ffn_dim": config.ffn_size,
-        "max_position_embeddings": config.max_positions,
-        "word_embed_proj_dim": config.embed_size,
-        "activation_function": config.activation,
-        "do_layer_norm_before": config.pre_norm,
-        "_remove_final_layer_norm": config.pre_norm and not config.final_norm,
-        "layer_norm_elementwise_affine": config.norm_affine,
-        "enable_bias": config.use_bias,
-        "tie_word_embeddings": config.tied_head,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids),
-        "pad_token_id": config.pad_id,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-        "torch_dtype": config.dtype,
-    }
-
-
-def _pairs(ours: str, theirs: str, parts: Mapping[str, str]) -> dict[str, str]:
-    return {f"{ours}.{part}": f"{theirs}.{name}" for part, name in parts.items()}
-
-
-_LINEAR = {"kernel": "weight", "bias": "bias"}
-_NORM = {"scale": "weight", "bias": "bias"}
 _OPT_LAYER = "decoder.layers.{i}"
 
 OPT = Family(
     model_type="opt",
     read_config=_read_opt,
-    write_config=_write_opt,
     names={
         "embedding.tokens": "decoder.embed_tokens.weight",
         "embedding.positions": "decoder.embed_positions.weight",
         "embedding.project_in.kernel": "decoder.project_in.weight",
         "head.project_out.kernel": "decoder.project_out.weight",
         "head.tokens": "lm_head.weight",
-        **_pairs("head.norm", "decoder.final_layer_norm", _NORM),
-        **_pairs("decoder.{i}.attention.q", f"{_OPT_LAYER}.self_attn.q_proj", _LINEAR),
-        **_pairs("decoder.{i}.attention.k", f"{_OPT_LAYER}.self_attn.k_proj", _LINEAR),
-        **_pairs("decoder.{i}.attention.v", f"{_OPT_LAYER}.self_attn.v_proj", _LINEAR),
-        **_pairs("decoder.{i}.attention.out", f"{_OPT_LAYER}.self_attn.out_proj", _LINEAR),
-        **_pairs("decoder.{i}.attention_norm", f"{_OPT_LAYER}.self_attn_layer_norm", _NORM),
-        **_pairs("decoder.{i}.mlp.fc1", f"{_OPT_LAYER}.fc1", _LINEAR),
-        **_pairs("decoder.{i}.mlp.fc2", f"{_OPT_LAYER}.fc2", _LINEAR),
-        **_pairs("decoder.{i}.mlp_norm", f"{_OPT_LAYER}.final_layer_norm", _NORM),
+        **pairs("head.norm", "decoder.final_layer_norm", NORM),
+        **pairs("decoder.{i}.attention.q", f"{_OPT_LAYER}.self_attn.q_proj", LINEAR),
+        **pairs("decoder.{i}.attention.k", f"{_OPT_LAYER}.self_attn.k_proj", LINEAR),
+        **pairs("decoder.{i}.attention.v", f"{_OPT_LAYER}.self_attn.v_proj", LINEAR),
+        **pairs("decoder.{i}.attention.out", f"{_OPT_LAYER}.self_attn.out_proj", LINEAR),
+        **pairs("decoder.{i}.attention_norm", f"{_OPT_LAYER}.self_attn_layer_norm", NORM),
+        **pairs("decoder.{i}.mlp.up", f"{_OPT_LAYER}.fc1", LINEAR),
+        **pairs("decoder.{i}.mlp.down", f"{_OPT_LAYER}.fc2", LINEAR),
+        **pairs("decoder.{i}.mlp_norm", f"{_OPT_LAYER}.final_layer_norm", NORM),
     },
-    prefixes=("model.", ""),
     ignored=(r"decoder\.version", r"decoder\.embed_positions\._float_tensor"),
 )
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (OPT,)}
+
+# LLaMA and models of its shape: Mistral, Qwen, Phi-3, Gemma, Mixtral, OLMo 2, StarCoder2
+
+
+def _read_llama(
+    raw: Mapping[str, Any],
+    attention: Mapping[str, Any],
+    mlp: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+    ids: Mapping[str, Any] | None = None,
+) -> ModelConfig:
+    """Returns the config of a model of LLaMA's shape; the arguments after the first are what its
+    family has of its own: fields of `AttentionSpec` (with "windows", the window of each layer, and
+    "layer_types", which name its rotary embeddings), `MLPSpec` and `ModelConfig`, and defaults of
+    special tokens."""
+    own = Fields(raw)
+    hidden, heads = own.count("hidden_size"), own.count("num_attention_heads")
+    layers = own.count("num_hidden_layers")
+    head_dim = own.count("head_dim", hidden // heads)
+    chosen = dict(attention)
+    windows = chosen.pop("windows", [None] * layers)
+    types, rotary = chosen.pop("layer_types", [None] * layers), chosen.pop("rotary", {})
+    blocks = _experts(own, layers) or [_gated(own, "intermediate_size", **(mlp or {}))] * layers
+    kinds = [
+        LayerParts(
+            AttentionSpec(
+                heads,
+                own.count("num_key_value_heads", heads),
+                head_dim,
+                window=window,
+                rotary=own.rotary(head_dim, layer_type, **rotary.get(layer_type, {})),
+                **chosen,
+            ),
+            block,
+        )
+        for window, layer_type, block in zip(windows, types, blocks, strict=True)
+    ]
+    fields: dict[str, Any] = {
+        "model_type": raw["model_type"],
+        "vocab_size": own.get("vocab_size"),
+        "hidden_size": hidden,
+        "max_positions": own.get("max_position_embeddings"),
+        "embed_size": hidden,
+        "norm": NormSpec(is_rms=True, eps=own.number("rms_norm_eps", 1e-6)),
+        "tied_head": bool(raw.get("tie_word_embeddings", False)),
+        **pattern_of(kinds),
+        **own.ids(**(ids or {})),
+    }
+    return ModelConfig(**fields | dict(model or {}))
+
+
+def _gated(own: Fields, width: str, **chosen: Any) -> MLPSpec:
+    """Returns the gated block of a config, SiLU's unless it names another activation."""
+    name = own.get("hidden_act", "silu")
+    return MLPSpec(
+        own.count(width), **{"activation": name, "is_gated": True, "bias": False} | chosen
+    )
+
+
+def _experts(own: Fields, layers: int) -> list[MLPSpec | ExpertsSpec] | None:
+    """Returns the blocks of all layers of a model with experts, or None: of Mixtral, Qwen2-MoE and
+    Qwen3-MoE."""
+    raw = own.raw
+    count = raw.get("num_experts") or raw.get("num_local_experts")
+    if count is None:
+        return None
+    is_mixtral = raw["model_type"] == "mixtral"
+    shared = raw.get("shared_expert_intermediate_size")
+    experts = ExpertsSpec(
+        count,
+        own.count("num_experts_per_tok"),
+        _gated(own, "intermediate_size" if is_mixtral else "moe_intermediate_size"),
+        is_normalised=is_mixtral or bool(raw.get("norm_topk_prob", False)),
+        shared=_gated(own, "shared_expert_intermediate_size") if shared else None,
+        is_shared_gated=bool(shared),
+    )
+    plain, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step") or 1
+    return [
+        _gated(own, "intermediate_size") if i in plain or (i + 1) % step else experts
+        for i in range(layers)
+    ]
+
+
+def _windows(raw: Mapping[str, Any], types: list[str]) -> list[int | None]:
+    return [raw.get("sliding_window") if t == "sliding_attention" else None for t in types]
+
+
+def _plain(raw: Mapping[str, Any]) -> ModelConfig:
+    bias = bool(raw.get("attention_bias", False))
+    attention = {"qkv_bias": bias, "out_bias": bias}
+    return _read_llama(
+        raw, attention, {"bias": bool(raw.get("mlp_bias", False))}, ids={"bos": 1, "eos": 2}
+    )
+
+
+def _mistral(raw: Mapping[str, Any]) -> ModelConfig:
+    windows = [raw.get("sliding_window")] * Fields(raw).count("num_hidden_layers")
+    attention = {"qkv_bias": False, "out_bias": False, "windows": windows}
+    return _read_llama(raw, attention, ids={"bos": 1, "eos": 2})
+
+
+def _qwen(raw: Mapping[str, Any], has_bias: bool, norm: str | None = None) -> ModelConfig:
+    """Reads Qwen2 and 3: in some, layers from the one that `max_window_layers` names on have
+    windows."""
+    first, layers = raw.get("max_window_layers", 28), Fields(raw).count("num_hidden_layers")
+    types = raw.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+    ]
+    if not raw.get("use_sliding_window", False):
+        types = ["full_attention"] * layers
+    attention = {"qkv_bias": has_bias, "out_bias": False, "windows": _windows(raw, types)}
+    if norm is not None:
+        is_biased = bool(raw.get("attention_bias", False))
+        attention |= {"qk_norm": norm, "qkv_bias": is_biased, "out_bias": is_biased}
+    return _read_llama(raw, attention)
+
+
+def _qwen2(raw: Mapping[str, Any]) -> ModelConfig:
+    return _qwen(raw, has_bias=bool(raw.get("qkv_bias", True)))
+
+
+def _qwen3(raw: Mapping[str, Any]) -> ModelConfig:
+    return _qwen({"head_dim": 128, **raw}, has_bias=False, norm="head")
+
+
+def _gemma(raw: Mapping[str, Any], attention: Mapping[str, Any]) -> ModelConfig:
+    own = Fields(raw)
+    hidden, scalar = own.count("hidden_size"), own.number("query_pre_attn_scalar", 256)
+    mine = {
+        "qkv_bias": bool(raw.get("attention_bias", False)),
+        "out_bias": bool(raw.get("attention_bias", False)),
+        "scale": scalar**-0.5,
+        "softcap": raw.get("attn_logit_softcapping"),
+    }
+    activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
+    model = {
+        "norm": NormSpec(is_rms=True, eps=own.number("rms_norm_eps", 1e-6), offset=1.0),
+        "norm_place": "around",
+        "embed_scale": hidden**0.5,
+        "logit_softcap": raw.get("final_logit_softcapping"),
+        "tied_head": bool(raw.get("tie_word_embeddings", True)),
+    }
+    ids = {"bos": 2, "eos": 1}
+    return _read_llama(raw, mine | dict(attention), {"activation": activation}, model, ids)
+
+
+def _gemma2(raw: Mapping[str, Any]) -> ModelConfig:
+    raw = {"head_dim": 256, "sliding_window": 4096, **raw}
+    raw = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **raw}
+    types = raw.get("layer_types") or [
+        "full_attention" if i % 2 else "sliding_attention"
+        for i in range(Fields(raw).count("num_hidden_layers"))
+    ]
+    return _gemma(raw, {"windows": _windows(raw, types)})
+
+
+def _gemma3(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads Gemma 3, of models that see, too, the part for text."""
+    raw = {**raw, **raw.get("text_config", {})}
+    raw = {"head_dim": 256, "sliding_window": 4096, "max_position_embeddings": 131072, **raw}
+    raw = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, **raw}
+    every = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    types = raw.get("layer_types") or [
+        "sliding_attention" if (i + 1) % every else "full_attention"
+        for i in range(Fields(raw).count("num_hidden_layers"))
+    ]
+    if "rope_parameters" not in raw:  # as before transformers 5: scaling is for full attention
+        local = raw.get("rope_local_base_freq", 10000.0)
+        raw["rope_parameters"] = {
+            "full_attention": {
+                "rope_theta": raw.get("rope_theta", 1000000.0),
+                **(raw.get("rope_scaling") or {}),
+            },
+            "sliding_attention": {"rope_theta": local},
+        }
+    attention = {"qk_norm": "head", "windows": _windows(raw, types), "layer_types": types}
+    return _gemma({**raw, "model_type": "gemma3_text"}, attention)
+
+
+def _phi3(raw: Mapping[str, Any]) -> ModelConfig:
+    windows = [raw.get("sliding_window")] * Fields(raw).count("num_hidden_layers")
+    attention = {"qkv_bias": False, "out_bias": False, "windows": windows}
+    return _read_llama(raw, attention, ids={"bos": 1, "eos": 32000})
+
+
+_LAYER = "layers.{i}"
+
+_ENDS = {
+    "embedding.tokens": "embed_tokens.weight",
+    "head.tokens": "lm_head.weight",
+    **pairs("head.norm", "norm", NORM),
+}
+_ATTENTION = {
+    **pairs("decoder.{i}.attention.q", f"{_LAYER}.self_attn.q_proj", LINEAR),
+    **pairs("decoder.{i}.attention.k", f"{_LAYER}.self_attn.k_proj", LINEAR),
+    **pairs("decoder.{i}.attention.v", f"{_LAYER}.self_attn.v_proj", LINEAR),
+    **pairs("decoder.{i}.attention.out", f"{_LAYER}.self_attn.o_proj", LINEAR),
+    **pairs("decoder.{i}.attention.q_norm", f"{_LAYER}.self_attn.q_norm", NORM),
+    **pairs("decoder.{i}.attention.k_norm", f"{_LAYER}.self_attn.k_norm", NORM),
+    **pairs("decoder.{i}.attention_norm", f"{_LAYER}.input_layernorm", NORM),
+    **pairs("decoder.{i}.mlp_norm", f"{_LAYER}.post_attention_layernorm", NORM),
+}
+_MLP = {
+    **pairs("decoder.{i}.mlp.gate", f"{_LAYER}.mlp.gate_proj", LINEAR),
+    **pairs("decoder.{i}.mlp.up", f"{_LAYER}.mlp.up_proj", LINEAR),
+    **pairs("decoder.{i}.mlp.down", f"{_LAYER}.mlp.down_proj", LINEAR),
+}
+_NAMES: dict[str, str | Find] = {**_ENDS, **_ATTENTION, **_MLP}
+_GEMMA_NAMES = _NAMES | {
+    **pairs("decoder.{i}.attention_result_norm", f"{_LAYER}.post_attention_layernorm", NORM),
+    **pairs("decoder.{i}.mlp_norm", f"{_LAYER}.pre_feedforward_layernorm", NORM),
+    **pairs("decoder.{i}.mlp_result_norm", f"{_LAYER}.post_feedforward_layernorm", NORM),
+}
+_BUFFERS = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+LLAMA = Family("llama", _plain, _NAMES, ignored=_BUFFERS)
+MISTRAL = Family("mistral", _mistral, _NAMES, ignored=_BUFFERS)
+QWEN2 = Family("qwen2", _qwen2, _NAMES, ignored=_BUFFERS)
+QWEN3 = Family("qwen3", _qwen3, _NAMES)
+GEMMA2 = Family("gemma2", _gemma2, _GEMMA_NAMES)
+GEMMA3 = Family("gemma3_text", _gemma3, _GEMMA_NAMES)
+GEMMA3_SEEING = Family(
+    "gemma3",
+    _gemma3,
+    _GEMMA_NAMES,
+    prefixes=("language_model.model.", "model.language_model.", "language_model.", "model.", ""),
+    ignored=(r"vision_tower\..*", r"multi_modal_projector\..*"),
+)
+
+
+def _phi3_names() -> dict[str, str | Find]:
+    def attention(parts: LayerParts) -> tuple[int, ...]:
+        heads = parts.attention
+        return heads.query_size, heads.kv_size, heads.kv_size
+
+    def widths(parts: LayerParts) -> tuple[int, ...]:
+        assert isinstance(parts.mlp, MLPSpec)
+        return (parts.mlp.width,) * 2
+
+    qkv, gate_up = f"{_LAYER}.self_attn.qkv_proj.weight", f"{_LAYER}.mlp.gate_up_proj.weight"
+    return _NAMES | {
+        "decoder.{i}.attention.q.kernel": joined(qkv, attention, 0),
+        "decoder.{i}.attention.k.kernel": joined(qkv, attention, 1),
+        "decoder.{i}.attention.v.kernel": joined(qkv, attention, 2),
+        "decoder.{i}.mlp.gate.kernel": joined(gate_up, widths, 0),
+        "decoder.{i}.mlp.up.kernel": joined(gate_up, widths, 1),
+    }
+
+
+PHI3 = Family("phi3", _phi3, _phi3_names())
+
+_MIXTRAL_EXPERT = f"{_LAYER}.block_sparse_moe.experts.{{e}}"
+_EXPERT = f"{_LAYER}.mlp.experts.{{e}}"
+
+MIXTRAL = Family(
+    "mixtral",
+    _mistral,
+    _NAMES
+    | {
+        "decoder.{i}.router.kernel": f"{_LAYER}.block_sparse_moe.gate.weight",
+        "decoder.{i}.experts.{e}.gate.kernel": f"{_MIXTRAL_EXPERT}.w1.weight",
+        "decoder.{i}.experts.{e}.up.kernel": f"{_MIXTRAL_EXPERT}.w3.weight",
+        "decoder.{i}.experts.{e}.down.kernel": f"{_MIXTRAL_EXPERT}.w2.weight",
+    },
+)
+
+_QWEN_MOE_NAMES = _NAMES | {
+    "decoder.{i}.router.kernel": f"{_LAYER}.mlp.gate.weight",
+    "decoder.{i}.shared_gate.kernel": f"{_LAYER}.mlp.shared_expert_gate.weight",
+    **pairs("decoder.{i}.shared.gate", f"{_LAYER}.mlp.shared_expert.gate_proj", LINEAR),
+    **pairs("decoder.{i}.shared.up", f"{_LAYER}.mlp.shared_expert.up_proj", LINEAR),
+    **pairs("decoder.{i}.shared.down", f"{_LAYER}.mlp.shared_expert.down_proj", LINEAR),
+    **pairs("decoder.{i}.experts.{e}.gate", f"{_EXPERT}.gate_proj", LINEAR),
+    **pairs("decoder.{i}.experts.{e}.up", f"{_EXPERT}.up_proj", LINEAR),
+    **pairs("decoder.{i}.experts.{e}.down", f"{_EXPERT}.down_proj", LINEAR),
+}
+
+QWEN2_MOE = Family("qwen2_moe", _qwen2, _QWEN_MOE_NAMES)
+QWEN3_MOE = Family("qwen3_moe", _qwen3, _QWEN_MOE_NAMES)
+
+
+# GPT-NeoX and Pythia
+
+
+def _read_neox(raw: Mapping[str, Any]) -> ModelConfig:
+    own = Fields(raw)
+    hidden, heads = own.count("hidden_size"), own.count("num_attention_heads")
+    bias, share = bool(raw.get("attention_bias", True)), raw.get("rotary_pct", 0.25)
+    theta = raw.get("rotary_emb_base", 10000.0)
+    rotary = own.rotary(hidden // heads, partial_rotary_factor=share, rope_theta=theta)
+    attention = AttentionSpec(
+        heads, heads, hidden // heads, qkv_bias=bias, out_bias=bias, rotary=rotary
+    )
+    mlp = MLPSpec(own.count("intermediate_size"), raw.get("hidden_act", "gelu"))
+    return ModelConfig(
+        model_type="gpt_neox",
+        vocab_size=own.get("vocab_size"),
+        hidden_size=hidden,
+        max_positions=own.get("max_position_embeddings"),
+        **pattern_of([LayerParts(attention, mlp)] * own.count("num_hidden_layers")),
+        embed_size=hidden,
+        norm=NormSpec(eps=own.number("layer_norm_eps", 1e-5)),
+        is_parallel=bool(raw.get("use_parallel_residual", True)),
+        tied_head=bool(raw.get("tie_word_embeddings", False)),
+        **own.ids(bos=0, eos=0),
+    )
+
+
+_QKV = f"{_LAYER}.attention.query_key_value"
+
+NEOX = Family(
+    model_type="gpt_neox",
+    read_config=_read_neox,
+    names={
+        "embedding.tokens": "embed_in.weight",
+        "head.tokens": "embed_out.weight",
+        **pairs("head.norm", "final_layer_norm", NORM),
+        **{
+            f"decoder.{{i}}.attention.{part}.{ours}": woven(f"{_QKV}.{theirs}", index)
+            for index, part in enumerate("qkv")
+            for ours, theirs in LINEAR.items()
+        },
+        **pairs("decoder.{i}.attention.out", f"{_LAYER}.attention.dense", LINEAR),
+        **pairs("decoder.{i}.attention_norm", f"{_LAYER}.input_layernorm", NORM),
+        **pairs("decoder.{i}.mlp_norm", f"{_LAYER}.post_attention_layernorm", NORM),
+        **pairs("decoder.{i}.mlp.up", f"{_LAYER}.mlp.dense_h_to_4h", LINEAR),
+        **pairs("decoder.{i}.mlp.down", f"{_LAYER}.mlp.dense_4h_to_h", LINEAR),
+    },
+    prefixes=("gpt_neox.", ""),
+    ignored=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+)
+
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        OPT,
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        PHI3,
+        GEMMA2,
+        GEMMA3,
+        GEMMA3_SEEING,
+        NEOX,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+    )
+}
+
+
+QUANTIZED = "use the checkpoint in bf16, fp16 or fp32 that it was made from, and --weight-bits 4"
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -145,50 +451,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        close = difflib.get_close_matches(str(model_type), FAMILIES, 1, 0.4)
+        hint = f"; the closest is {close[0]}" if close else ""
         raise ConfigError(
-            f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}{hint}"
         )
+    stored = raw.get("quantization_config") or {}
+    if stored:
+        method = str(stored.get("quant_method") if isinstance(stored, Mapping) else stored).upper()
+        raise ConfigError(f"the weights are quantized by {method}, which is not read: {QUANTIZED}")
     return FAMILIES[model_type].read_config(raw)
-
-
-# name: (hidden size, layers, heads); Zhang et al. 2022, "OPT", table 1.
-_OPT_SHAPES = {
-    "125m": (768, 12, 12),
-    "350m": (1024, 24, 16),
-    "1.3b": (2048, 24, 32),
-    "2.7b": (2560, 32, 32),
-    "6.7b": (4096, 32, 32),
-    "13b": (5120, 40, 40),
-    "30b": (7168, 48, 56),
-    "66b": (9216, 64, 72),
-    "175b": (12288, 96, 96),
-}
-
-
-def _opt_shape(size: str) -> ModelConfig:
-    hidden, layers, heads = _OPT_SHAPES[size]
-    is_350m = size == "350m"
-    return ModelConfig(
-        model_type="opt",
-        vocab_size=50272,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        ffn_size=4 * hidden,
-        max_positions=2048,
-        embed_size=512 if is_350m else hidden,
-        pre_norm=not is_350m,
-        final_norm=not is_350m,
-    )
-
-
-def known_shape(name: str) -> ModelConfig:
-    """Returns the config of "facebook/opt-125m" to "facebook/opt-175b", without any file.
-
-    Raises `ConfigError` for any other name.
-    """
-    size = name.removeprefix("facebook/").removeprefix("opt-")
-    if size not in _OPT_SHAPES or not name.startswith(("facebook/opt-", "opt-")):
-        known = ", ".join(f"facebook/opt-{size}" for size in _OPT_SHAPES)
-        raise ConfigError(f"unknown shape {name!r}; known shapes: {known}")
-    return _opt_shape(size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from flexgen_jax.errors import (
     UserError,
     first_line,
 )
+from flexgen_jax.models.chat import ChatTemplate
 from flexgen_jax.models.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -22,20 +23,26 @@ from flexgen_jax.models.config import (
     DTYPES,
     ModelConfig,
 )
-from flexgen_jax.models.families import known_shape
+from flexgen_jax.models.defaults import GREEDY, SamplingDefaults, read_defaults
+from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.tokenizer import Tokenizer
 
-HUB_FILES = ("*.json", "*.safetensors", "merges.txt")
+HUB_FILES = ("*.json", "*.safetensors", "merges.txt", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
 class Model:
-    """An opened model. The tokenizer is None if there is none, as with dummy weights."""
+    """An opened model. The tokenizer is None if there is none, as with dummy weights.
+
+    sampling: what the folder wants for requests that do not say; chat: the folder's template.
+    """
 
     name: str
     config: ModelConfig
     source: WeightSource
     tokenizer: Tokenizer | None
+    sampling: SamplingDefaults = GREEDY
+    chat: ChatTemplate | None = None
 
 
 def shipped_model() -> Path:
@@ -56,9 +63,12 @@ def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model
         config = read_folder_config(folder) if folder.is_dir() else known_shape(str(name))
         return Model(str(name), config, DummyWeights(config, seed), None)
     folder = shipped_model() if name is None else _local_folder(str(name), needs_weights=True)
-    checkpoint = Checkpoint(folder)
-    tokenizer = Tokenizer(folder, checkpoint.config.bos_id)
-    return Model(str(name or folder.name), checkpoint.config, checkpoint, tokenizer)
+    checkpoint, wishes = Checkpoint(folder), read_defaults(folder)
+    config = checkpoint.config
+    if wishes.eos_ids is not None:
+        config = replace(config, eos_ids=wishes.eos_ids)
+    tokenizer, chat = Tokenizer(folder, config.bos_id), ChatTemplate(folder)
+    return Model(str(name or folder.name), config, checkpoint, tokenizer, wishes.sampling, chat)
 
 
 def shape_of(name: str | None) -> ModelConfig:

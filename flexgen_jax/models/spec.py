@@ -11,31 +11,41 @@ from math import prod
 from typing import Literal
 
 from flexgen_jax.models.config import DTYPES, ModelConfig
+from flexgen_jax.models.parts import AttentionSpec, ExpertsSpec, LayerParts, MLPSpec, NormSpec
 from flexgen_jax.models.storage import FORMAT_VERSION, Storage, kv_storage
 
 LayerKind = Literal["embedding", "decoder", "head"]
-Role = Literal["query", "key", "value", "other"]
-"""Result of a decoder layer's matrix: attention's queries, keys or values, or anything else."""
+Role = Literal["query", "key", "value", "router", "expert", "other"]
+"""Result of a decoder layer's matrix: attention's queries, keys or values, the choice of experts,
+one expert's, or anything else."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """One weight: its path inside the layer ("attention.q.kernel"), its shape, the key that names
-    it in the whole model, and what it is for. A tied head's table has the embedding table's key."""
+    it in the whole model, and what it is for. A tied head's table has the embedding table's key.
+    expert: the number of the expert that it belongs to, if it does."""
 
     path: str
     shape: tuple[int, ...]
     key: str
     role: Role = "other"
+    expert: int | None = None
 
     @property
     def size(self) -> int:
         return prod(self.shape)
 
     @property
+    def own_path(self) -> str:
+        """The path inside the layer, or inside the expert, without "experts.3."."""
+        return self.path if self.expert is None else self.path.split(".", 2)[2]
+
+    @property
     def is_small(self) -> bool:
-        """Whether this is a bias or norm; they are few bytes and always stay on the device."""
-        return len(self.shape) == 1
+        """Whether this is a bias, a norm or a router; they are few bytes and always stay on the
+        device."""
+        return len(self.shape) == 1 or self.role == "router"
 
     def storage(self, dtype: str, bits: int = 16) -> Storage:
         """Returns how the tensor is kept.
@@ -80,67 +90,43 @@ class Formats:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """The shapes of a decoder layer's attention: numbers of heads, and elements in a head.
-
-    Query heads share heads of keys and values if there are fewer of the latter.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def query_size(self) -> int:
-        """Elements of a token's query, and of its attention result."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Elements of a token's key, and of its value."""
-        return self.num_kv_heads * self.head_dim
-
-    def query_shape(self, batch: int, tokens: int = 1) -> tuple[int, int, int, int]:
-        """Returns the shape of some tokens' queries: [batch, head, token, head_dim]."""
-        return batch, self.num_heads, tokens, self.head_dim
-
-    def kv_shape(self, batch: int, tokens: int) -> tuple[int, int, int, int]:
-        """Returns the shape of some tokens' keys or values: [batch, head, token, head_dim]."""
-        return batch, self.num_kv_heads, tokens, self.head_dim
-
-    def prefill_flops(self, batch: int, tokens: int, before: int = 0) -> float:
-        """Returns the FLOPs of prompts' attention to themselves, and to `before` earlier tokens.
-
-        They are two products, with 2 FLOPs per element and pair of tokens. Earlier tokens count
-        twice, since kernels leave out most of the half of pairs in which a token would see later
-        ones, which is counted.
-        """
-        return 4.0 * batch * tokens * (tokens + 2 * before) * self.query_size
-
-
-@dataclass(frozen=True)
 class LayerSpec:
-    """The weights and shapes of one layer.
-
-    mlp_width: elements between the two products of a decoder layer's MLP.
-    """
+    """The weights and shapes of one layer. parts: what a decoder layer is made of."""
 
     kind: LayerKind
     index: int
     tensors: tuple[TensorSpec, ...]
     hidden_size: int
-    mlp_width: int = 0
-    heads: AttentionSpec | None = None
+    parts: LayerParts | None = None
 
     @property
     def name(self) -> str:
         return f"decoder layer {self.index - 1}" if self.kind == "decoder" else self.kind
 
     @property
+    def decoder(self) -> LayerParts:
+        """The parts of a decoder layer."""
+        assert self.parts is not None, "only decoder layers have parts"
+        return self.parts
+
+    @property
     def attention(self) -> AttentionSpec:
         """The attention of a decoder layer."""
-        assert self.heads is not None, "only decoder layers attend"
-        return self.heads
+        return self.decoder.attention
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts of a decoder layer that has some."""
+        mlp = self.parts.mlp if self.parts is not None else None
+        return mlp if isinstance(mlp, ExpertsSpec) else None
+
+    @property
+    def mlp_width(self) -> int:
+        """Elements between the products of the feed-forward block that all tokens go through; 0 if
+        there is none."""
+        mlp = self.decoder.mlp
+        block = mlp.shared if isinstance(mlp, ExpertsSpec) else mlp
+        return 0 if block is None else block.width * (1 + block.is_gated)
 
     @cached_property
     def large(self) -> tuple[TensorSpec, ...]:
@@ -149,25 +135,45 @@ class LayerSpec:
 
     @cached_property
     def large_size(self) -> int:
-        """Elements of all large tensors; products of one token take two FLOPs for each."""
+        """Elements of all large tensors."""
         return sum(tensor.size for tensor in self.large)
+
+    @cached_property
+    def expert_size(self) -> int:
+        """Elements of one expert's tensors."""
+        return sum(tensor.size for tensor in self.large if tensor.expert == 0)
+
+    @cached_property
+    def active_size(self) -> int:
+        """Elements of the large tensors that one token is multiplied with."""
+        if self.experts is None:
+            return self.large_size
+        return self.large_size - (self.experts.count - self.experts.top) * self.expert_size
 
     @cached_property
     def projected_share(self) -> float:
         """Share of the layer's products that makes queries, keys and values."""
-        return self._size_of("query", "key", "value") / self.large_size
+        return self._size_of("query", "key", "value") / self.active_size
 
     @cached_property
     def kept_share(self) -> float:
         """Share of the layer's products that makes keys and values."""
-        return self._size_of("key", "value") / self.large_size
+        return self._size_of("key", "value") / self.active_size
 
     def _size_of(self, *roles: Role) -> int:
         return sum(tensor.size for tensor in self.large if tensor.role in roles)
 
-    def flops(self, rows: int) -> float:
+    def flops(self, rows: float) -> float:
         """Returns the FLOPs of the layer's products with this number of tokens."""
-        return 2.0 * rows * self.large_size
+        return 2.0 * rows * self.active_size
+
+    def chosen_experts(self, rows: float) -> float:
+        """Returns how many experts are expected to be chosen by at least one of some tokens, if all
+        are chosen equally often; 0 without experts."""
+        if self.experts is None:
+            return 0.0
+        missed: float = (1 - self.experts.top / self.experts.count) ** rows
+        return self.experts.count * (1 - missed)
 
     def nbytes(self, dtype: str, bits: int = 16) -> int:
         return sum(tensor.nbytes(dtype, bits) for tensor in self.tensors)
@@ -241,54 +247,94 @@ def _linear(path: str, out: int, into: int, bias: bool) -> Shapes:
     return [*tensors, (f"{path}.bias", (out,))] if bias else tensors
 
 
-def _norm(path: str, config: ModelConfig) -> Shapes:
-    if not config.norm_affine:
+def _norm(path: str, norm: NormSpec, size: int) -> Shapes:
+    if not norm.is_affine:
         return []
-    return [(f"{path}.scale", (config.hidden_size,)), (f"{path}.bias", (config.hidden_size,))]
+    bias: Shapes = [] if norm.is_rms else [(f"{path}.bias", (size,))]
+    return [(f"{path}.scale", (size,)), *bias]
 
 
 _ROLES: dict[str, Role] = {
     "attention.q.kernel": "query",
     "attention.k.kernel": "key",
     "attention.v.kernel": "value",
+    "router.kernel": "router",
+    "shared_gate.kernel": "router",
 }
 
 
-def _decoder(config: ModelConfig) -> Shapes:
-    hidden, bias = config.hidden_size, config.use_bias
-    shapes = []
-    for name in ("q", "k", "v", "out"):
-        shapes += _linear(f"attention.{name}", hidden, hidden, bias)
-    shapes += _norm("attention_norm", config)
-    shapes += _linear("mlp.fc1", config.ffn_size, hidden, bias)
-    shapes += _linear("mlp.fc2", hidden, config.ffn_size, bias)
-    return shapes + _norm("mlp_norm", config)
+def _attention(hidden: int, attention: AttentionSpec, norm: NormSpec) -> Shapes:
+    query, kept, bias = attention.query_size, attention.kv_size, attention.qkv_bias
+    shapes = _linear("attention.q", query, hidden, bias)
+    shapes += _linear("attention.k", kept, hidden, bias)
+    shapes += _linear("attention.v", kept, hidden, bias)
+    shapes += _linear("attention.out", hidden, query, attention.out_bias)
+    if attention.qk_norm is not None:
+        is_each = attention.qk_norm == "head"
+        for name, size in (("q_norm", query), ("k_norm", kept)):
+            shapes += _norm(f"attention.{name}", norm, attention.head_dim if is_each else size)
+    return shapes
+
+
+def _mlp(path: str, hidden: int, mlp: MLPSpec) -> Shapes:
+    names = ("gate", "up") if mlp.is_gated else ("up",)
+    shapes: Shapes = []
+    for name in names:
+        shapes += _linear(f"{path}.{name}", mlp.width, hidden, mlp.bias)
+    return shapes + _linear(f"{path}.down", hidden, mlp.width, mlp.bias)
+
+
+def _experts(hidden: int, experts: ExpertsSpec) -> Shapes:
+    shapes = _linear("router", experts.count, hidden, False)
+    if experts.shared is not None:
+        shapes += _mlp("shared", hidden, experts.shared)
+        if experts.is_shared_gated:
+            shapes += _linear("shared_gate", 1, hidden, False)
+    for number in range(experts.count):
+        shapes += _mlp(f"experts.{number}", hidden, experts.expert)
+    return shapes
+
+
+def _decoder(config: ModelConfig, parts: LayerParts) -> Shapes:
+    hidden, norm = config.hidden_size, config.norm
+    before, after = config.norm_place != "result", config.norm_place in ("around", "result")
+    shapes = _attention(hidden, parts.attention, norm)
+    mlp = parts.mlp
+    shapes += _experts(hidden, mlp) if isinstance(mlp, ExpertsSpec) else _mlp("mlp", hidden, mlp)
+    for block in ("attention", "mlp"):
+        shapes += _norm(f"{block}_norm", norm, hidden) if before else []
+        shapes += _norm(f"{block}_result_norm", norm, hidden) if after else []
+    return shapes
 
 
 def _tensors(prefix: str, shapes: Shapes) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(path, shape, f"{prefix}.{path}", _ROLES.get(path, "other"))
-        for path, shape in shapes
-    )
+    return tuple(_tensor(prefix, path, shape) for path, shape in shapes)
+
+
+def _tensor(prefix: str, path: str, shape: tuple[int, ...]) -> TensorSpec:
+    key, head = f"{prefix}.{path}", path.split(".")
+    if head[0] == "experts":
+        return TensorSpec(path, shape, key, "expert", int(head[1]))
+    return TensorSpec(path, shape, key, _ROLES.get(path, "other"))
 
 
 def _ends(config: ModelConfig) -> tuple[LayerSpec, LayerSpec]:
     """The embedding and the head."""
-    table = (config.vocab_size, config.embed_size)
-    rows = config.max_positions + config.position_offset
-    embedding: Shapes = [("tokens", table), ("positions", (rows, config.hidden_size))]
+    hidden, table = config.hidden_size, (config.vocab_size, config.embed_size)
+    embedding: Shapes = [("tokens", table)]
+    if config.position_offset is not None:
+        rows = config.max_positions + config.position_offset
+        embedding.append(("positions", (rows, hidden)))
     head: Shapes = []
     if config.final_norm:
-        head += _norm("norm", config)
+        head += _norm("norm", config.norm, hidden)
     if config.projects_embeddings:
-        embedding += _linear("project_in", config.hidden_size, config.embed_size, False)
-        head += _linear("project_out", config.embed_size, config.hidden_size, False)
+        embedding += _linear("project_in", hidden, config.embed_size, False)
+        head += _linear("project_out", config.embed_size, hidden, False)
     output = TensorSpec("tokens", table, "embedding.tokens" if config.tied_head else "head.tokens")
     return (
-        LayerSpec("embedding", 0, _tensors("embedding", embedding), config.hidden_size),
-        LayerSpec(
-            "head", config.num_layers + 1, (*_tensors("head", head), output), config.hidden_size
-        ),
+        LayerSpec("embedding", 0, _tensors("embedding", embedding), hidden),
+        LayerSpec("head", config.num_layers + 1, (*_tensors("head", head), output), hidden),
     )
 
 
@@ -296,17 +342,15 @@ def _ends(config: ModelConfig) -> tuple[LayerSpec, LayerSpec]:
 def model_spec(config: ModelConfig) -> ModelSpec:
     """Returns the shapes of the model that a config describes."""
     embedding, head = _ends(config)
-    heads = AttentionSpec(config.num_heads, config.num_heads, config.head_dim)
-    shapes = _decoder(config)
+    shapes = [_decoder(config, parts) for parts in config.kinds]
     decoders = (
         LayerSpec(
             kind="decoder",
             index=i + 1,
-            tensors=_tensors(f"decoder.{i}", shapes),
+            tensors=_tensors(f"decoder.{i}", shapes[kind]),
             hidden_size=config.hidden_size,
-            mlp_width=config.ffn_size,
-            heads=heads,
+            parts=config.kinds[kind],
         )
-        for i in range(config.num_layers)
+        for i, kind in enumerate(config.pattern)
     )
     return ModelSpec(config.hidden_size, (embedding, *decoders, head))

@@ -29,13 +29,16 @@ class Tokenizer:
         differently."""
         return digest(self._tokenizer.to_str(), self._bos_id, sorted(self._special))
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the prompt's token ids; raises `CheckpointError` for text that is not Unicode."""
+    def encode(self, text: str, is_whole: bool = False) -> list[int]:
+        """Returns the prompt's token ids; raises `CheckpointError` for text that is not Unicode.
+
+        is_whole: whether the text has its special tokens already, as a chat template makes them.
+        """
         try:
-            ids = list(self._tokenizer.encode(text).ids)
+            ids = list(self._tokenizer.encode(text, add_special_tokens=not is_whole).ids)
         except TypeError:
             raise CheckpointError(f"the prompt {text!r} is not valid Unicode text") from None
-        if self._bos_id is None or ids[:1] == [self._bos_id]:
+        if is_whole or self._bos_id is None or ids[:1] == [self._bos_id]:
             return ids
         return [self._bos_id, *ids]
 

@@ -15,7 +15,8 @@ from flexgen_jax.cpu import HostAttention, is_cpu, kernels_of_device
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import assemble
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.spec import AttentionSpec, Formats, ModelSpec, model_spec
+from flexgen_jax.models.parts import AttentionSpec
+from flexgen_jax.models.spec import Formats, ModelSpec, model_spec
 from flexgen_jax.offload.metrics import Content, Metrics
 from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offload.watcher import Watcher
@@ -82,7 +83,7 @@ class Device:
             leaves = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in storage.leaves]
             blocks.append((assemble(storage, leaves),) * 2)
         query = np.asarray(jnp.zeros(attention.query_shape(1), self.formats.dtype))
-        self.host_attention.prepare(query, blocks, is_sparse, keys_move)
+        self.host_attention.prepare(query, blocks, attention, is_sparse, keys_move)
 
     def on_host(self, attend: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
         """Calls a method of `host_attention` with a query that is on its way to the host; returns

@@ -14,6 +14,8 @@ import numpy as np
 
 from flexgen_jax.errors import UserError
 from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.allocator import trim_heap
 from flexgen_jax.offload.device import Device
@@ -47,7 +49,8 @@ class Batch:
     ids: int32 [batch, token], left-padded; first_valid: int32 [batch], the index of each sequence's
     first real token; sampling: the arguments of `layers.sampling.sample` except the logits and the
     token, or () for greedy decoding; targets: int32 [batch, token] to score the prompt against,
-    instead of generating; forced: int32 [batch, generated token] to score and to continue with.
+    instead of generating; forced: int32 [batch, generated token] to score and to continue with;
+    most: int32 [batch], the tokens of each prompt and the most that follow.
     """
 
     ids: np.ndarray
@@ -55,6 +58,7 @@ class Batch:
     sampling: tuple[np.ndarray, ...] = ()
     targets: np.ndarray | None = None
     forced: np.ndarray | None = None
+    most: np.ndarray | None = None
 
     @property
     def size(self) -> int:
@@ -69,6 +73,7 @@ class Batch:
             tuple(x[index] for x in self.sampling),
             None if self.targets is None else self.targets[index],
             None if self.forced is None else self.forced[index],
+            None if self.most is None else self.most[index],
         )
 
     @property
@@ -158,7 +163,7 @@ class BlockRun:
         self._on_step = on_step
         self._cache = KVCache(plan, device, folder)
         self._activations = Activations(device.memories, folder)
-        self._first_valid: dict[int, jax.Array] = {}
+        self._placed: dict[int, Rows] = {}
         self._sampling: dict[int, tuple[jax.Array, ...]] = {}
         self._ids: dict[int, Any] = {}
         self._checks: dict[int, jax.Array] = {}
@@ -205,7 +210,7 @@ class BlockRun:
         self._cache.leave(batch)
         self._activations.leave(batch)
         by_batch: tuple[dict[int, Any], ...]
-        by_batch = (self._first_valid, self._sampling, self._ids, self._checks, self._left)
+        by_batch = (self._placed, self._sampling, self._ids, self._checks, self._left)
         for known in (*by_batch, self._rows):
             known.pop(batch, None)
         for moment in [moment for moment in self._moments if moment[0] == batch]:
@@ -277,15 +282,32 @@ class BlockRun:
             computed = self._head(step, weights, inputs.hidden.arriving)
         else:
             weights = self._plain(step, weights) if self._plan.unpacks else weights
+            weights, experts = split_experts(weights)
             if step.token > 0:
                 computed = self._decode(step, weights, inputs, shared)
             elif prefix or self._plan.span(step.token, step.batch).start:
                 computed = self._prefill_chunk(step, weights, inputs, shared)
             else:
                 computed = self._prefill(step, weights, inputs.hidden.arriving)
+            if experts and not self._plan.only_caches(step.token, step.layer):
+                self._through_experts(step, weights, experts, computed)
         self._watch(step, inputs.weights, computed.checks)
         self._checks[step.batch] = computed.checks
         return computed
+
+    def _through_experts(
+        self, step: Step, weights: Any, experts: Mapping[int, Any], computed: Computed
+    ) -> None:
+        """Computes a layer's experts one after the other, each for the tokens that chose it."""
+        programs, layer, hidden = self._layer_programs, self._layers[step.layer], computed.hidden
+        assert hidden is not None, "attention gives hidden states"
+        rows, tokens, _ = hidden.shape
+        *routed, out = programs.route(layer, rows, tokens)(weights, hidden)
+        expert, numbers = programs.expert(layer, rows * tokens), self._device.memories.numbers
+        for number, mine in sorted(experts.items()):
+            out = expert(mine, *routed, numbers(number), out)
+        combine = programs.combine(rows, tokens)
+        computed.hidden, computed.checks = combine(hidden, computed.checks, out)
 
     def _watch(self, step: Step, loads: Sequence[Load[Any]], result: Any, part: str = "") -> None:
         """Counts the device as busy from when what it waits for has arrived until the result."""
@@ -304,9 +326,8 @@ class BlockRun:
         else:
             ids = batch.ids[:, span.start : span.start + span.tokens]
         program = self._device.programs.embed(batch.size, span.tokens)
-        before = 0 if step.batch == PREFIX else self._plan.shape.prefix
-        start = self._device.memories.numbers(before + span.start)
-        hidden, checks = program(weights, ids, start, self._first_valid[step.batch])
+        start = self._device.memories.numbers(span.start)
+        hidden, checks = program(weights, ids, start, self._placed[step.batch])
         if 0 < step.token + 1 < self._plan.batches[step.batch].gen_len:
             # Uploaded a token ahead, because it would have to wait behind weights.
             self._moments[step.batch, step.token + 1] = self._next(step)
@@ -315,7 +336,9 @@ class BlockRun:
 
     def _put_constants(self, batch: int) -> None:
         constant, given = self._device.memories.constant, self._batches[batch]
-        self._first_valid[batch] = constant(given.first_valid)
+        before = 0 if batch == PREFIX else self._plan.shape.prefix
+        rows = Rows.of(given.first_valid, given.prompt_len, before, given.most)
+        self._placed[batch] = Rows(*map(constant, rows))
         self._sampling[batch] = tuple(map(constant, given.sampling))
 
     def shrink(self, step: Step, rows: int) -> None:
@@ -348,8 +371,8 @@ class BlockRun:
         only_last = self._plan.only_last(step.layer, step.batch)
         layer = self._layers[step.layer]
         program = self._layer_programs.prefill(layer, batch.size, cuts, only_last)
-        before, first_valid = self._checks[step.batch], self._first_valid[step.batch]
-        hidden, blocks, checks = program(weights, hidden, before, first_valid)
+        before, placed = self._checks[step.batch], self._placed[step.batch]
+        hidden, blocks, checks = program(weights, hidden, before, placed)
         return Computed(checks, hidden, blocks)
 
     def _prefill_chunk(
@@ -359,18 +382,19 @@ class BlockRun:
         other, so that the programs are the same for every chunk."""
         programs, layer = self._layer_programs, self._layers[step.layer]
         rows, span = self._batches[step.batch].size, self._plan.span(step.token, step.batch)
-        hidden, first_valid = inputs.hidden.arriving, self._first_valid[step.batch]
+        hidden, placed = inputs.hidden.arriving, self._placed[step.batch]
         asked = 1 if self._plan.only_last(step.layer, step.batch) else span.tokens
         numbers, shape = self._device.memories.numbers, (rows, span.tokens, asked)
         project = programs.project_chunk(layer, *shape)
-        query, partial, block = project(weights, hidden, numbers(span.start), first_valid)
+        query, partial, block = project(weights, hidden, numbers(span.start), placed)
         if inputs.cache is not None:
             cache: LayerCache = inputs.cache.arriving
+            first = numbers(span.start + span.tokens - asked)
             for start, length, earlier in zip(
                 cache.here.starts, cache.here.lengths, cache.blocks, strict=True
             ):
                 attend = programs.attend_chunk(layer, rows, asked, length)
-                partial = attend(partial, query, earlier, numbers(start), first_valid)
+                partial = attend(partial, query, earlier, numbers(start), first, placed)
         partials = [partial, *self._to_prefix(step, query, shared)]
         finish = programs.finish_chunk(layer, *shape, len(partials))
         hidden, checks = finish(weights, hidden, self._checks[step.batch], partials)
@@ -390,15 +414,19 @@ class BlockRun:
         batch, memories = self._batches[step.batch], self._device.memories
         if batch.sampling:
             memories.numbers(step.token + 1)  # for `_head`
-        position, policy = batch.prompt_len + step.token, self._plan.policy
-        on_device: tuple[jax.Array, ...]
-        on_device = (memories.numbers(position), self._first_valid[step.batch])
-        counts = None
-        if policy.is_sparse:
-            attended = [policy.attended(position - int(first)) for first in batch.first_valid]
-            counts = np.array(attended, np.int32)
-            on_device = (*on_device, memories.constant(counts))
-        return Moment(position, batch.first_valid, counts, on_device)
+        position = batch.prompt_len + step.token
+        where = (memories.numbers(position), self._placed[step.batch])
+        if not self._plan.policy.is_sparse:
+            return Moment(position, batch.first_valid, where)
+        windows = {layer.attention.window: layer.attention for layer in self._plan.spec.decoders}
+        counts = {window: self._counts(batch, position, a) for window, a in windows.items()}
+        there = {window: memories.constant(found) for window, found in counts.items()}
+        return Moment(position, batch.first_valid, where, counts, there)
+
+    def _counts(self, batch: Batch, position: int, attention: AttentionSpec) -> np.ndarray:
+        """Returns how many earlier tokens each sequence attends to, int32 [batch]."""
+        seen = (attention.seen(position - int(first)) for first in batch.first_valid)
+        return np.array([self._plan.policy.attended(count) for count in seen], np.int32)
 
     def _decode(
         self, step: Step, weights: Any, inputs: Inputs, shared: LayerCache | None
@@ -414,9 +442,9 @@ class BlockRun:
         shape = (self._batches[step.batch].size, here.lengths, here.tail, most, appends)
         program = self._layer_programs.decode(self._layers[step.layer], *shape)
         args = (inputs.hidden.arriving, tuple(sealed), opened, self._checks[step.batch])
-        hidden, new, checks = program(
-            weights, *args, *self._moments[step.batch, step.token].on_device
-        )
+        moment = self._moments[step.batch, step.token]
+        where = moment.arguments(self._layers[step.layer].attention.window)
+        hidden, new, checks = program(weights, *args, *where)
         if not appends:
             self._ask_for(step, cache, new)
         return Computed(checks, hidden, new, appends)
@@ -457,7 +485,8 @@ class BlockRun:
             return known[1]
         size = self._batches[step.batch].size
         program = self._layer_programs.project(self._layers[step.layer], size)
-        found: tuple[jax.Array, KVBlock] = program(weights, hidden)
+        where = self._moments[step.batch, step.token].where
+        found: tuple[jax.Array, KVBlock] = program(weights, hidden, *where)
         self._device.memories.ask(found[0], "attention", "queries")
         self._watch(step, loads, found[0], " (projection)")
         return found
@@ -515,3 +544,17 @@ class BlockRun:
             return None
         self._left[step.batch] = left
         return len(left)
+
+
+def split_experts(weights: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Divides a layer's tensors, by path, into those of the layer and those of each expert, by path
+    within it."""
+    others: dict[str, Any] = {}
+    experts: dict[int, dict[str, Any]] = {}
+    for path, kept in weights.items():
+        if path.startswith("experts."):
+            _, number, own = path.split(".", 2)
+            experts.setdefault(int(number), {})[own] = kept
+        else:
+            others[path] = kept
+    return others, experts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from flexgen_jax.cpu import Candidates
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept
+from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.layers.sparse_attention import Ranked
 from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.device import Device
@@ -22,15 +23,29 @@ class Moment(NamedTuple):
     """The place of a token in a batch's sequences.
 
     position: the new token's index; first_valid: int32 [batch], each sequence's first valid token;
-    counts: int32 [batch], how many earlier tokens each head attends to, or None for dense
-    attention; on_device: position, first_valid and, unless they are None, counts as arrays on the
-    device, the last arguments of `Programs.decode`.
+    where: position and rows as arrays on the device; counts, counts_there: for sparse attention,
+    int32 [batch], how many earlier tokens each head attends to, by the layers' window, here and on
+    the device.
     """
 
     position: int
     first_valid: np.ndarray
-    counts: np.ndarray | None
-    on_device: tuple[jax.Array, ...]
+    where: tuple[jax.Array, Rows]
+    counts: Mapping[int | None, np.ndarray] | None = None
+    counts_there: Mapping[int | None, jax.Array] | None = None
+
+    def arguments(self, window: int | None) -> tuple[Any, ...]:
+        """Returns the last arguments of `Programs.decode` for a layer with this window."""
+        if self.counts_there is None:
+            return self.where
+        return (*self.where, self.counts_there[window])
+
+    def first_seen(self, window: int | None) -> np.ndarray:
+        """Returns the first token that the new one sees, int32 [batch]."""
+        if window is None:
+            return self.first_valid
+        seen: np.ndarray = np.maximum(self.first_valid, np.int32(self.position + 1 - window))
+        return seen
 
 
 class Question(NamedTuple):
@@ -67,8 +82,8 @@ class Question(NamedTuple):
         program = self.device.programs.attend_ranked(*shape)
         return self._watched(program(values, ranked, counts))
 
-    def _where(self, part: Part) -> tuple[jax.Array, ...]:
-        return (self.device.memories.numbers(part.starts), *self.at.on_device[:2])
+    def _where(self, part: Part) -> tuple[Any, ...]:
+        return (self.device.memories.numbers(part.starts), *self.at.where)
 
     def _watched(self, result: Any) -> Any:
         """Counts the device as busy until the result, which is already enqueued, is computed."""
@@ -84,8 +99,8 @@ def attend_split(
 
     meanwhile: called when the device has its work and before the CPU's begins.
     """
-    device, at = question.device, question.at
-    where = (cache.on_host, at.position, at.first_valid)
+    device, at, attention = question.device, question.at, question.layer.attention
+    where = (cache.on_host, at.position, at.first_seen(attention.window), attention)
     if at.counts is None:
         here = [question.attend(cache.blocks, cache.here)] if cache.blocks else []
         meanwhile()
@@ -106,7 +121,8 @@ def attend_split(
         for found, part in zip(ranked, (cache.here, cache.there), strict=True)
     ]
     attend_top = device.host_attention.attend_top
-    there, left = device.on_host(attend_top, question.query, *where, at.counts, *known)
+    counts = at.counts[attention.window]
+    there, left = device.on_host(attend_top, question.query, *where, counts, *known)
     if ranked[0] is None:
         return [there]
     values = tuple(value for _, value in cache.blocks)

@@ -78,7 +78,7 @@ class Costs:
         self.formats: Formats = policy.formats(dtype)
         self.spec: ModelSpec = model_spec(config)
         self._item = DTYPES[dtype]
-        self.unpacks = policy.unpacks(hw.sizes, policy.num_batches)
+        self.unpacks = not config.has_experts and policy.unpacks(hw.sizes, policy.num_batches)
         bits = 16 if self.unpacks else policy.weight_bits
         self._linear = hw.products(bits, policy.matmul_bits)
         self._ends = hw.linear[policy.weight_bits]
@@ -102,8 +102,18 @@ class Costs:
 
     def linear_s(self, layer: LayerSpec, rows: float) -> float:
         """Seconds of a decoder layer's products: the paper's linear_layer, 8 h1^2 + 4 h1 h2 FLOPs
-        per row."""
-        return self._linear.seconds(2.0 * rows * layer.large_size, rows)
+        per row.
+
+        Of experts, those are expected that are chosen if all are chosen equally often, each with
+        its share of the rows.
+        """
+        experts = layer.experts
+        if experts is None:
+            return self._linear.seconds(layer.flops(rows), rows)
+        routed = 2.0 * rows * experts.top * layer.expert_size
+        each = rows * experts.top / layer.chosen_experts(rows)
+        shared = self._linear.seconds(layer.flops(rows) - routed, rows)
+        return shared + self._linear.seconds(routed, each)
 
     def unpack_s(self, layer: LayerSpec) -> float:
         """Seconds of unpacking a decoder layer's weights for all batches of a visit; 0 if each

@@ -247,6 +247,7 @@ def workspace_bytes(
         _unpacked_bytes(layer, formats, sizes, group * tokens, unpacks)
         + max(_prefill_bytes(layer, spec, plain, sizes, rows, tokens), logits)
         + (_chunk_bytes(layer, formats, rows, tokens, prefix) if is_chunked or prefix else 0)
+        + _expert_bytes(layer, formats, rows, tokens)
         for layer, _ in spec.decoder_kinds
     )
 
@@ -262,6 +263,20 @@ def _chunk_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int, pre
     return rows * tokens * each + prefix * kept
 
 
+def _expert_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int) -> int:
+    """Returns the bytes that experts take besides those of the layer's attention: hidden states
+    before and after, their input, routing and result for all tokens, and what an expert computes at
+    once."""
+    experts, item = layer.experts, DTYPES[formats.dtype]
+    if experts is None:
+        return 0
+    count, hidden = rows * tokens, layer.hidden_size
+    routed = count * (hidden * (3 * item + 2 * 4) + experts.top * 16 + 16 + experts.count * 8)
+    width = experts.expert.width * (1 + experts.expert.is_gated)
+    at_once = experts.rows_at_once(count)
+    return routed + at_once * (width * (4 + item) + hidden * (8 + 2 * item))
+
+
 def _prefill_bytes(
     layer: LayerSpec, spec: ModelSpec, formats: Formats, sizes: KernelSizes, rows: int, tokens: int
 ) -> int:
@@ -269,7 +284,7 @@ def _prefill_bytes(
     item, attention = DTYPES[formats.dtype], layer.attention
     group = sizes.prefill_sequences(rows, tokens, formats.weight_bits)
     count = group * tokens
-    heads = sizes.scored_heads(group * attention.num_heads, tokens)
+    heads = max(sizes.scored_heads(group * attention.num_heads, tokens), attention.group)
     scores = 2 * heads * tokens * tokens * 4
     mlp = count * layer.mlp_width * (4 + item)
     projected = 2 * attention.query_size + 2 * attention.kv_size

@@ -98,10 +98,10 @@ class Layout:
 class WeightsPart:
     """The tensors of a layer that are moved together, and what moving them takes.
 
-    Of a decoder layer, each tensor that is copied to the device is a part, because the parts travel
-    beside one step each, and the others are one part. Each tensor of the embedding and the head is
-    a part of its own, because both may have the same table; such a part `is_kept`: what is read of
-    it stays in host buffers while the block runs.
+    Of a decoder layer, each tensor that is copied to the device is a part, or those of an expert
+    together, because the parts travel beside one step each, and the others are one part. Each
+    tensor of the embedding and the head is a part of its own, because both may have the same table;
+    such a part `is_kept`: what is read of it stays in host buffers while the block runs.
 
     layer: the first layer that has the part; keys: of its tensors; layouts: of the host buffers
     into which it is read from disk; copied: bytes of the device that a copy of it takes.
@@ -299,7 +299,8 @@ class BlockPlan:
     @property
     def unpacks(self) -> bool:
         """Whether a layer's weights are unpacked once for all batches."""
-        return self.policy.unpacks(self.sizes, len(self.shape.batch_sizes))
+        is_dense = not self.config.has_experts  # of many experts, all would take too much memory
+        return is_dense and self.policy.unpacks(self.sizes, len(self.shape.batch_sizes))
 
     @cached_property
     def tiers(self) -> dict[str, Tier]:
@@ -365,9 +366,15 @@ class BlockPlan:
         )
         if together:
             yield together
-        for tensor in layer.tensors:
-            if tensor not in together:
-                yield (tensor,)
+        apart = {
+            t.expert: [o for o in layer.tensors if o.expert == t.expert] for t in layer.tensors
+        }
+        for expert, tensors in apart.items():
+            others = [t for t in tensors if t not in together]
+            if expert is None:
+                yield from ((tensor,) for tensor in others)
+            elif others:
+                yield tuple(others)
 
     def _part(
         self,

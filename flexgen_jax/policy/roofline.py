@@ -45,7 +45,7 @@ def roofline(
     open_ = sum(new % policy.kv_block_tokens for new in range(later))
     each = layers * costs.mean(lambda layer: costs.kv_bytes(layer, rows, 1))
     prompt, last = workload.prompt_len, decoders[-1]
-    products, of_last = sum(layer.large_size for layer in decoders), last.large_size
+    products, of_last = sum(layer.active_size for layer in decoders), last.active_size
     asked = prompt if workload.scores_prompts else 1
     kept = last.kept_share
     # Of the last layer, all tokens take the products that make keys and values.

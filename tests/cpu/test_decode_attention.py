@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from tests.helpers.attention import (
     FORMATS,
     LENGTHS,
     POSITION,
+    SPECS,
     numpy_attention,
     random_blocks,
 )
 from tests.helpers.cases import covering
-from tests.helpers.kernels import CPU
+from tests.helpers.kernels import CPU, XLA
 from tests.helpers.models import SHORT, run_greedy
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
@@ -49,22 +51,31 @@ def random_cache(seed: int, dtype: str, bits: int, head_dim: int, batch: int = 4
     return tuple(blocks), stands_for
 
 
-@pytest.mark.parametrize(("kind", "head_dim"), covering(FORMATS, [20, 64, 128], together=1))
-def test_attention_is_the_formula(kind: tuple[str, int], head_dim: int) -> None:
+PLAIN = SPECS["plain"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "variant"), covering(FORMATS, [20, 64, 128], list(SPECS), together=1)
+)
+def test_attention_is_the_formula(kind: tuple[str, int], head_dim: int, variant: str) -> None:
     """Left padding reaches into the second block; one sequence has a single token."""
     dtype, bits = kind
     blocks, (key, value) = random_cache(head_dim, dtype, bits, head_dim)
     rng = np.random.default_rng(0)
-    query = jnp.asarray(rng.normal(size=(4, 3, 1, head_dim)) * head_dim**-0.5, dtype)
+    spec = SPECS[variant]
+    drawn = rng.normal(size=(4, spec.num_heads, 1, head_dim)) * head_dim**-0.5
+    query = jnp.asarray(drawn, dtype)
     first = np.array([0, 3, 9, POSITION - 1], np.int32)
     starts = np.array([0, 7, 12], np.int32)
-    out, lse = jax.jit(CPU.decode_attention)(query, blocks, starts, np.int32(POSITION), first)
+    where = (starts, np.int32(POSITION), first)
     at = np.arange(sum(LENGTHS))
     valid = (at[None] >= first[:, None]) & (at[None] < POSITION)
     asked = np.asarray(query.astype(jnp.float32))
-    expected, expected_lse = numpy_attention(asked, key, value, valid)
-    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    expected, expected_lse = numpy_attention(asked, key, value, valid, spec.softcap)
+    for kernels in (CPU, XLA):
+        out, lse = jax.jit(partial(kernels.decode_attention, spec=spec))(query, blocks, *where)
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_without_valid_tokens_weighs_nothing() -> None:
@@ -73,7 +84,7 @@ def test_a_row_without_valid_tokens_weighs_nothing() -> None:
     first = np.array([0, POSITION, POSITION, 0], np.int32)
     starts = np.array([0, 7, 12], np.int32)
     args = (query, blocks, starts, np.int32(POSITION), first)
-    out, lse = jax.jit(CPU.decode_attention)(*args)
+    out, lse = jax.jit(partial(CPU.decode_attention, spec=PLAIN))(*args)
     expected, expected_lse = attend_blocks(*args)
     np.testing.assert_allclose(out[0], expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(out[1:3], 0)
@@ -86,14 +97,16 @@ def test_nan_shows() -> None:
     key, value = blocks[0]
     blocks = ((key.at[1, 2, 3].set(jnp.nan), value), *blocks[1:])
     args = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
-    out, _ = jax.jit(CPU.decode_attention)(jnp.ones((4, 3, 1, 8)), blocks, *args)
+    out, _ = jax.jit(partial(CPU.decode_attention, spec=PLAIN))(
+        jnp.ones((4, 3, 1, 8)), blocks, *args
+    )
     assert np.isnan(out[1, 2]).all()
     assert np.isfinite(out[0]).all()
 
 
 def test_calls_from_many_threads_at_once() -> None:
     """More calls at a time than XLA has threads: each ends, with the result that it gives alone."""
-    program = jax.jit(CPU.decode_attention)
+    program = jax.jit(partial(CPU.decode_attention, spec=PLAIN))
     where = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
     query = jnp.ones((4, 3, 1, 64), jnp.bfloat16)
     caches = [random_cache(seed, "bfloat16", 4, 64)[0] for seed in range(8)]
@@ -149,5 +162,7 @@ def test_the_smallest_numbers_of_half_precision_are_not_zero() -> None:
     blocks, _ = random_cache(0, "float16", 16, 20)
     blocks = tuple((key, jnp.asarray(np.full(value.shape, -small))) for key, value in blocks)
     where = (np.array([0, 7, 12], np.int32), np.int32(POSITION), np.zeros(4, np.int32))
-    out, _ = jax.jit(CPU.decode_attention)(jnp.ones((4, 3, 1, 20), jnp.float16), blocks, *where)
+    out, _ = jax.jit(partial(CPU.decode_attention, spec=PLAIN))(
+        jnp.ones((4, 3, 1, 20), jnp.float16), blocks, *where
+    )
     np.testing.assert_allclose(out, np.full(out.shape, -np.float32(small)), rtol=1e-4)

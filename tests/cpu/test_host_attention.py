@@ -14,10 +14,12 @@ from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cpu.host_attention import HostAttention, HostBlock
 from flexgen_jax.cpu.jit.decode_attention import fold_for
 from flexgen_jax.layers.attention import attend_blocks, attend_itself, merge
+from flexgen_jax.models.parts import AttentionSpec
 from tests.helpers.attention import (
     FORMATS,
     LENGTHS,
     POSITION,
+    SPECS,
     SPLITS,
     numpy_attention,
     random_blocks,
@@ -26,9 +28,12 @@ from tests.helpers.cases import covering
 from tests.helpers.models import SHORT, run_greedy, write_checkpoint
 
 
-@pytest.mark.parametrize(("kind", "head_dim"), covering(FORMATS, [8, 20, 64, 80, 128], together=1))
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "variant"),
+    covering(FORMATS, [8, 20, 64, 80, 128], list(SPECS), together=1),
+)
 def test_attention_is_the_formula(
-    host: HostAttention, kind: tuple[str, int], head_dim: int
+    host: HostAttention, kind: tuple[str, int], head_dim: int, variant: str
 ) -> None:
     """There are three blocks, one of them the open tail, with left padding that reaches into the
     second; one sequence has a single valid token."""
@@ -36,12 +41,13 @@ def test_attention_is_the_formula(
     pairs, (key, value) = random_blocks(head_dim, dtype, bits, bits, head_dim)
     blocks = [HostBlock(start, pair) for start, pair in zip((0, 7, 12), pairs, strict=True)]
     rng = np.random.default_rng(0)
-    query = rng.normal(size=(4, 3, 1, head_dim)).astype(np.float32) * head_dim**-0.5
+    spec = SPECS[variant]
+    query = rng.normal(size=(4, spec.num_heads, 1, head_dim)).astype(np.float32) * head_dim**-0.5
     first = np.array([0, 3, 9, POSITION - 1], np.int32)
     at = np.arange(sum(LENGTHS))
     valid = (at[None] >= first[:, None]) & (at[None] < POSITION)
-    out, lse = host.attend(query, blocks, POSITION, first)
-    expected, expected_lse = numpy_attention(query, key, value, valid)
+    out, lse = host.attend(query, blocks, POSITION, first, spec)
+    expected, expected_lse = numpy_attention(query, key, value, valid, spec.softcap)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
@@ -52,7 +58,9 @@ def test_equal_scores_and_large_scores(host: HostAttention) -> None:
     for size in (0.0, 1e3, -1e3):
         key = np.ones((1, 2, 6, 8), np.float32)
         query = np.full((1, 2, 1, 8), size, np.float32)
-        out, lse = host.attend(query, [HostBlock(0, (key, value))], 6, first)
+        out, lse = host.attend(
+            query, [HostBlock(0, (key, value))], 6, first, AttentionSpec(2, 2, 8)
+        )
         np.testing.assert_allclose(out[:, :, 0], value.mean(2), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(lse, 8 * size + np.log(6), rtol=1e-6)
 
@@ -90,7 +98,7 @@ def test_host_and_device_parts_merge(host: HostAttention) -> None:
     starts, position = np.array([0, 6, 10], np.int32), 13
     first = np.array([0, 7], np.int32)
     here = attend_blocks(query, tuple(blocks[1:]), starts[1:], position, first)
-    there = host.attend(query, [HostBlock(0, blocks[0])], position, first)
+    there = host.attend(query, [HostBlock(0, blocks[0])], position, first, SPECS["plain"])
     found, _ = merge([attend_itself(query, *new), here, there])
     key, value = (np.concatenate([b[i] for b in blocks] + [new[i]], axis=2) for i in range(2))
     at = np.arange(16)

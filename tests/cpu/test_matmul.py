@@ -19,6 +19,7 @@ from flexgen_jax.cpu.matmul import FEW_ROWS
 from flexgen_jax.cpu.processor import FOR_VECTORS, NUMBA_TARGETS, tile_units
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.quantization import dequantize, quantize, quantize_as
+from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec import Formats, model_spec
 from tests.helpers.arrays import anew, numbers
@@ -248,7 +249,7 @@ def test_a_layer_is_that_of_xla(bits: int) -> None:
             model_spec(config).decoders[0], 6, (20,)
         )
         assert (TARGET in program.as_text()) == (kernels is CPU)
-        found = program(weights, hidden, np.zeros(2, np.int32), first)
+        found = program(weights, hidden, np.zeros(2, np.int32), Rows.of(first, 20))
         outs.append([np.asarray(x, np.float32) for x in jax.tree.leaves(found)])
     for ours, theirs in zip(*outs, strict=True):
         valid = np.ones(ours.shape, bool)

@@ -22,6 +22,7 @@ from flexgen_jax.cpu.jit.softmax_ir import weigh
 from flexgen_jax.engine import llm
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.attention import MASKED
+from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.offload import device
 from flexgen_jax.policy.hardware import KernelSizes
 from tests.helpers.kernels import CPU, XLA
@@ -37,79 +38,116 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", 0)
 
 
-def sides(batch: int, tokens: int, head_dim: int, dtype: str) -> list[jax.Array]:
-    """Returns a query (scaled), a key and a value, each [batch, token, hidden]."""
+SPECS = {
+    "plain": AttentionSpec(HEADS, HEADS, 1),
+    "groups": AttentionSpec(2 * HEADS, HEADS, 1),
+    "one KV head": AttentionSpec(HEADS, 1, 1),
+    "window": AttentionSpec(HEADS, HEADS, 1, window=7),
+    "softcap": AttentionSpec(HEADS, HEADS, 1, softcap=2.0),
+    "all": AttentionSpec(2 * HEADS, HEADS, 1, window=20, softcap=5.0),
+}
+"""Variants of attention, but for the elements of a head."""
+
+
+def sides(spec: AttentionSpec, batch: int, tokens: int, size: int, dtype: str) -> list[jax.Array]:
+    """Returns a query (scaled), a key and a value, each [batch, token, head, head_dim]."""
     rng = np.random.default_rng(tokens)
-    found = [rng.normal(size=(batch, tokens, HEADS * head_dim)) for _ in range(3)]
-    return [jnp.asarray(x * y, dtype) for x, y in zip(found, (head_dim**-0.5, 3, 1), strict=True)]
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    found = [rng.normal(size=(batch, tokens, count, size)) for count in heads]
+    return [jnp.asarray(x * y, dtype) for x, y in zip(found, (size**-0.5, 3, 1), strict=True)]
 
 
-def by_heads(x: jax.Array) -> np.ndarray:
-    """Reshapes [batch, token, hidden] to [batch, head, token, head_dim], fp64."""
-    wide = np.asarray(x.astype(jnp.float32), np.float64)
-    return wide.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2)
+def wide(x: jax.Array) -> np.ndarray:
+    """Swaps heads and tokens, and returns fp64."""
+    return np.asarray(x.astype(jnp.float32), np.float64).swapaxes(1, 2)
+
+
+def formula(
+    spec: AttentionSpec, sides: list[np.ndarray], seen: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a sequence's attention and the log-sum-exp of its scores, fp64.
+
+    sides: query, key and value, each [head, token, head_dim]; seen: bool [query, key].
+    """
+    query, key, value = sides
+    group = len(query) // len(key)
+    key, value = np.repeat(key, group, 0), np.repeat(value, group, 0)
+    scores = query @ key.swapaxes(1, 2)
+    if spec.softcap is not None:
+        scores = spec.softcap * np.tanh(scores / spec.softcap)
+    weights = np.exp(np.where(seen, scores, -np.inf))
+    total = weights.sum(-1, keepdims=True)
+    return weights / np.where(total, total, 1) @ value, np.log(np.where(total, total, 1))[..., 0]
 
 
 @on_cpu
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
-    ("dtype", "tokens", "head_dim"),
+    ("kind", "dtype", "tokens", "head_dim"),
     [
-        *(("float32", tokens, 20) for tokens in (1, 13, 32, 70)),
-        *(("bfloat16", 45, size) for size in (8, 128)),
-        ("float16", 45, 64),
+        *(("plain", "float32", tokens, 20) for tokens in (1, 13, 32, 70)),
+        *(("plain", "bfloat16", 45, size) for size in (8, 128)),
+        ("plain", "float16", 45, 64),
+        *((kind, "float32", 70, 20) for kind in SPECS if kind != "plain"),
     ],
 )
-def test_attention_is_the_formula(dtype: str, tokens: int, head_dim: int) -> None:
+def test_attention_is_the_formula(kind: str, dtype: str, tokens: int, head_dim: int) -> None:
     """The padding is none, some, and all but one of the tokens."""
-    query, key, value = sides(4, tokens, head_dim, dtype)
+    spec = SPECS[kind]
+    query, key, value = sides(spec, 4, tokens, head_dim, dtype)
     first = np.array([0, tokens // 3, tokens // 2, tokens - 1], np.int32)
-    attend = jax.jit(partial(CPU.prefill_attention, heads=HEADS))
-    out, (keys, values) = attend(query, key, value, first)
     at = np.arange(tokens)
-    allowed = (at[:, None] >= at) & (at >= first[:, None])[:, None]
-    scores = np.where(allowed[:, None], by_heads(query) @ by_heads(key).swapaxes(2, 3), -1e30)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    expected = weights / weights.sum(-1, keepdims=True) @ by_heads(value)
-    found, close = by_heads(out), 1e-4 if dtype == "float32" else 1e-2
-    for row, start in enumerate(first):
-        np.testing.assert_allclose(found[row, :, start:], expected[row, :, start:], close, close)
-        assert (found[row, :, :start] == 0).all()
-    np.testing.assert_array_equal(np.asarray(keys.astype(jnp.float32)), by_heads(key))
-    np.testing.assert_array_equal(np.asarray(values.astype(jnp.float32)), by_heads(value))
+    close = 1e-4 if dtype == "float32" else 1e-2
+    for kernels in (CPU, XLA):
+        attend = jax.jit(partial(kernels.prefill_attention, spec=spec))
+        out, (keys, values) = attend(query, key, value, first)
+        for row, start in enumerate(first):
+            seen = (at[:, None] >= at) & (at >= start)
+            seen &= at > at[:, None] - (spec.window or tokens)
+            expected, _ = formula(spec, [wide(x)[row] for x in (query, key, value)], seen)
+            found = wide(out)[row]
+            np.testing.assert_allclose(found[:, start:], expected[:, start:], close, close)
+            assert kernels is XLA or (found[:, :start] == 0).all()
+        np.testing.assert_array_equal(np.asarray(keys.astype(jnp.float32)), wide(key))
+        np.testing.assert_array_equal(np.asarray(values.astype(jnp.float32)), wide(value))
 
 
 @on_cpu
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("asked", [13, 40])
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 20), ("bfloat16", 64), ("float16", 8)])
-def test_attention_to_a_block_is_the_formula(
-    dtype: str, size: int, asked: int, is_causal: bool
-) -> None:
-    """With padding that is none, some and all of the block, in generated code and in XLA's."""
-    tokens, rng = 40, np.random.default_rng(asked)
-    query, key, value = (
-        jnp.asarray(rng.normal(size=(3, HEADS, count, size)), dtype)
-        for count in (asked, tokens, tokens)
-    )
+@pytest.mark.parametrize("lead", [0, 27, 40, 55])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "size"),
+    [
+        ("plain", "float32", 20),
+        ("plain", "bfloat16", 64),
+        ("groups", "float16", 8),
+        ("one KV head", "float32", 8),
+        ("all", "float32", 8),
+    ],
+)
+def test_attention_to_a_block_is_the_formula(kind: str, dtype: str, size: int, lead: int) -> None:
+    """With padding that is none, some and all of the block, in generated code and in XLA's; from
+    within the block, and from after it."""
+    spec, tokens, asked, rng = SPECS[kind], 40, 13, np.random.default_rng(lead)
+    shapes = [(spec.num_heads, asked), (spec.num_kv_heads, tokens), (spec.num_kv_heads, tokens)]
+    arrays = [jnp.asarray(rng.normal(size=(3, *shape, size)), dtype) for shape in shapes]
     first = np.array([0, 9, tokens], np.int32)
-    wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in (query, key, value)]
-    at, last = np.arange(tokens), tokens - asked + np.arange(asked)
-    for row, start in enumerate(first[:2]):
-        scores = wide[0][row] @ wide[1][row].swapaxes(1, 2)
-        seen = (at >= start) & ((at <= last[:, None]) | (not is_causal))
-        some = seen.any(-1)  # the others are padding
-        weights = np.exp(np.where(seen, scores, -np.inf))[:, some]
-        expected = weights / weights.sum(-1, keepdims=True) @ wide[2][row]
-        for kernels in (CPU, XLA):
-            attend = jax.jit(partial(kernels.chunk_attention, is_causal=is_causal))
-            out, lse = attend(query, key, value, first)
+    each = [np.asarray(x.astype(jnp.float32), np.float64) for x in arrays]
+    at, last = np.arange(tokens), lead + np.arange(asked)
+    for kernels in (CPU, XLA):
+        attend = jax.jit(partial(kernels.chunk_attention, spec=spec))
+        out, lse = attend(*arrays, first, np.int32(lead))
+        assert np.isfinite(out).all()
+        assert (np.asarray(lse)[2] < -1e29).all(), "a block of padding does not count"
+        for row, start in enumerate(first[:2]):
+            seen = (at >= start) & (at <= last[:, None])
+            seen &= at > last[:, None] - (spec.window or 1000)
+            some = seen.any(-1)  # the others are padding, or see only later blocks
+            expected, total = formula(spec, [x[row] for x in each], seen)
             close = 1e-4 if dtype == "float32" else 1e-2
-            np.testing.assert_allclose(out[row][:, some], expected, close, close)
-            np.testing.assert_allclose(lse[row][:, some], np.log(weights.sum(-1)), 1e-5, 1e-5)
-            assert np.isfinite(out).all()
-            assert (np.asarray(lse)[2] < -1e29).all(), "a block of padding does not count"
+            np.testing.assert_allclose(out[row][:, some], expected[:, some], close, close)
+            np.testing.assert_allclose(lse[row][:, some], total[:, some], 1e-4, 1e-4)
+            assert (np.asarray(lse)[row][:, ~some] < -1e29).all()
 
 
 @on_cpu
@@ -117,11 +155,13 @@ def test_attention_to_a_block_is_the_formula(
 @pytest.mark.parametrize("side", range(3))
 @pytest.mark.parametrize("special", [np.nan, np.inf])
 def test_what_is_not_finite_shows(side: int, special: float) -> None:
-    arrays = sides(2, 13, 8, "float16")
-    arrays[side] = arrays[side].at[1, 5, 9].set(special)
-    out, _ = jax.jit(partial(CPU.prefill_attention, heads=HEADS))(*arrays, np.zeros(2, np.int32))
-    assert not np.isfinite(by_heads(out)[1, 1]).all()
-    assert np.isfinite(by_heads(out)[0]).all()
+    spec = SPECS["plain"]
+    arrays = sides(spec, 2, 13, 8, "float16")
+    arrays[side] = arrays[side].at[1, 5, 1, 1].set(special)
+    attend = jax.jit(partial(CPU.prefill_attention, spec=spec))
+    out, _ = attend(*arrays, np.zeros(2, np.int32))
+    assert not np.isfinite(wide(out)[1, 1]).all()
+    assert np.isfinite(wide(out)[0]).all()
 
 
 @on_cpu

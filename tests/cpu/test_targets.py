@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 from flexgen_jax.cpu import attention, matmul, targets
 from flexgen_jax.cpu.targets import INTERFACE, NEWEST, KernelWarning, interface_version, register
+from flexgen_jax.models.parts import AttentionSpec
 from tests.helpers.arrays import anew, numbers
 from tests.helpers.kernels import CPU, XLA_ON_CPU
 
@@ -63,10 +65,14 @@ def test_what_cannot_be_called_is_left_to_xla(cause: str, monkeypatch: pytest.Mo
     query = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 1, 64)), jnp.float32)
     block = (jnp.ones((2, 3, 8, 64)), jnp.ones((2, 3, 8, 64)))
     where = (jnp.zeros(1, jnp.int32), jnp.int32(8), jnp.zeros(2, jnp.int32))
-    prompt = [numbers(2, 16, 64, seed=seed) for seed in range(3)]
+    prompt = [numbers(2, 16, 64, seed=seed).reshape(2, 16, 1, 64) for seed in range(3)]
     with pytest.warns(KernelWarning, match="own kernels cannot be used"):
-        found = anew(CPU.decode_attention)(query, (block,), *where)
-    expected = anew(XLA_ON_CPU.decode_attention)(query, (block,), *where)
+        found = anew(partial(CPU.decode_attention, spec=AttentionSpec(3, 3, 64)))(
+            query, (block,), *where
+        )
+    expected = anew(partial(XLA_ON_CPU.decode_attention, spec=AttentionSpec(3, 3, 64)))(
+        query, (block,), *where
+    )
     np.testing.assert_array_equal(found[0], expected[0])
     cases: list[tuple[str, tuple[Any, ...]]] = [
         ("matmul", (x, kernel, None)),
@@ -77,7 +83,9 @@ def test_what_cannot_be_called_is_left_to_xla(cause: str, monkeypatch: pytest.Mo
         np.testing.assert_array_equal(ours, theirs)
     first = jnp.zeros(2, jnp.int32)
     both = [
-        jax.jit(lambda *a, k=kernels: k.prefill_attention(*a, heads=1))(*prompt, first)[0]
+        jax.jit(lambda *a, k=kernels: k.prefill_attention(*a, spec=AttentionSpec(1, 1, 64)))(
+            *prompt, first
+        )[0]
         for kernels in (CPU, XLA_ON_CPU)
     ]
     np.testing.assert_array_equal(*both)

@@ -19,7 +19,7 @@ from flexgen_jax.cpu import HostAttention, HostBlock, features
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine import compute_probe, disk_probe, profiler, profiles
 from flexgen_jax.machine.compute_probe import ComputeProbe, Sample, timed
-from flexgen_jax.models.families import known_shape, read_config
+from flexgen_jax.models.families import read_config
 from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.policy.hardware import UNSTEADY, DiskReads, Rate
 from flexgen_jax.policy.machines import known_machine
@@ -230,7 +230,7 @@ def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     caches = ((1, 32), (2, 32), (2, 64))
     monkeypatch.setattr(compute_probe, "CACHES", caches)
     small = read_config({**BASE, "max_position_embeddings": 256})
-    monkeypatch.setattr(profiler, "known_shape", lambda name: _small(name, small))
+    monkeypatch.setattr(profiler, "known_shape", lambda name: small)
     for module in (profiler, compute_probe, disk_probe):
         monkeypatch.setattr(module, "timed", _timed_briefly)
     told: list[str] = []
@@ -254,10 +254,6 @@ def test_the_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def _timed_briefly(run: Callable[[], object], *_: object, **__: object) -> Sample:
     return timed(run, repeat=2, at_least=0.05, warm_up=1)
-
-
-def _small(name: str, small: object) -> object:
-    return known_shape(name) if name == "facebook/opt-125m" else small
 
 
 def test_attention_rates_count_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from flexgen_jax.engine.outputs import Generation
 from flexgen_jax.engine.prediction import predicted_time
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import SamplingParams
-from flexgen_jax.models.families import known_shape
+from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.search import Problem, evaluate

@@ -6,24 +6,42 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.layers.quantization import Kept, quantize_as
+from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.models.storage import kv_storage
 from tests.helpers.numpy_quantization import dequantized
 
-LENGTHS, POSITION = (7, 5, 4), 14
+LENGTHS, POSITION, KV_HEADS = (7, 5, 4), 14, 3
 FORMATS = [("float32", 16), ("bfloat16", 16), ("float16", 16), ("bfloat16", 8), ("float32", 4)]
 FORMATS += [("float16", 4)]
 SPLITS = [(100, 0), (0, 100), (0, 0), (50, 50), (30, 40)]
 """Percent of the KV cache on device and host."""
 
 
+SPECS = {
+    "plain": AttentionSpec(KV_HEADS, KV_HEADS, 1),
+    "groups": AttentionSpec(4 * KV_HEADS, KV_HEADS, 1),
+    "softcap": AttentionSpec(2 * KV_HEADS, KV_HEADS, 1, softcap=0.7),
+}
+"""Variants of attention, but for the elements of a head."""
+
+
 def numpy_attention(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, valid: np.ndarray
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    valid: np.ndarray,
+    softcap: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns softmax(query key^T) value and the log-sum-exp of the scores, in fp64.
 
-    query, key, value: [batch, head, token, head_dim]; valid: bool [batch, token].
+    query: [batch, head, token, head_dim]; key, value: the same with KV heads; valid: bool [batch,
+    token].
     """
+    group = query.shape[1] // key.shape[1]
+    key, value = np.repeat(key, group, 1), np.repeat(value, group, 1)
     scores = np.einsum("bhqd,bhtd->bhqt", query.astype(np.float64), key)
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
     scores = np.where(valid[:, None, None], scores, -np.inf)
     peak = scores.max(-1, keepdims=True)
     weights = np.exp(scores - peak)
@@ -53,7 +71,7 @@ def random_blocks(
     rng = np.random.default_rng(seed)
     blocks, sides = [], ([], [])
     for length in LENGTHS:
-        shape, is_tail = (batch, 3, length, head_dim), length == LENGTHS[-1]
+        shape, is_tail = (batch, KV_HEADS, length, head_dim), length == LENGTHS[-1]
         drawn = [rng.normal(size=shape).astype(np.float32) for _ in sides]
         pair = [kept(x, dtype, tail_bits if is_tail else bits) for x in drawn]
         (key, whole_key), (value, whole_value) = pair

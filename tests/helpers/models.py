@@ -87,11 +87,12 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     """Returns random tensors, spread widely enough that greedy tokens vary."""
     rng = np.random.default_rng(seed)
     tensors = {}
-    for key, spec in model_spec(read_config(config)).tensors.items():
+    model = read_config(config)
+    for key, spec in model_spec(model).tensors.items():
         values = rng.normal(0, 0.2, spec.shape)
         if key.endswith("scale"):
             values += 1.0
-        tensors["model." + OPT.checkpoint_name(key)] = values.astype(np.float32)
+        tensors["model." + OPT.stored(spec, model).name] = values.astype(np.float32)
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = tensors.pop("model.lm_head.weight")
     return tensors

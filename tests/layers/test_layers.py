@@ -18,9 +18,11 @@ from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.matmul import matmul
 from flexgen_jax.layers.programs import Programs
+from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.layers.sampling import keep_top, sample
 from flexgen_jax.layers.tuning import PLAIN, Tuning
-from flexgen_jax.models.families import known_shape, read_config
+from flexgen_jax.models.families import read_config
+from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.hardware import KernelSizes
 from tests.helpers.cases import covering
@@ -110,13 +112,15 @@ def test_products(rows: int, dtype: np.dtype, tuning: Tuning) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_spec_is_what_the_modules_declare(variant: str) -> None:
     config = read_config(BASE | VARIANTS[variant])
-    ids, first = jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32)
+    ids, rows = jnp.zeros((1, 2), jnp.int32), Rows.of(np.zeros(1), 2)
     hidden = jnp.zeros((1, 2, config.hidden_size))
     key = jax.random.key(0)
     declared = [
-        jax.eval_shape(lambda: Embedding(config, XLA).init(key, ids, jnp.int32(0), first)),
+        jax.eval_shape(lambda: Embedding(config, XLA).init(key, ids, jnp.int32(0), rows)),
         jax.eval_shape(
-            lambda: DecoderLayer(config, XLA).init(key, hidden, first, method="prefill")
+            lambda: DecoderLayer(config, config.kinds[0], XLA).init(
+                key, hidden, rows, method="prefill"
+            )
         ),
         jax.eval_shape(lambda: Head(config, XLA).init(key, hidden)),
     ]
@@ -146,13 +150,15 @@ def test_sequences_prefilled_in_groups_are_as_alone(batch: int, kind: tuple[str,
     weights = {t.path: jnp.asarray(normal(*t.shape) / 4, dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     first = np.arange(batch, dtype=np.int32) * 3
-    whole, blocks, checks = programs.prefill(layer, batch, cuts)(weights, hidden, PASSED, first)
+    rows = Rows.of(first, tokens)
+    whole, blocks, checks = programs.prefill(layer, batch, cuts)(weights, hidden, PASSED, rows)
     assert checks.tolist() == [4, 0] and whole.shape == hidden.shape
     shapes = [side.shape for block in blocks for side in block]
-    assert shapes == [(batch, config.num_heads, n, config.head_dim) for n in (100, 100, 28, 28)]
+    assert shapes == [layer.attention.kv_shape(batch, n) for n in (100, 100, 28, 28)]
     for row in range(batch):
         one = slice(row, row + 1)
-        alone, parts, _ = programs.prefill(layer, 1, cuts)(weights, hidden[one], PASSED, first[one])
+        mine = Rows.of(first[one], tokens)
+        alone, parts, _ = programs.prefill(layer, 1, cuts)(weights, hidden[one], PASSED, mine)
         sides = (np.asarray(x[:, first[row] :], np.float32) for x in (whole[one], alone))
         np.testing.assert_allclose(*sides, close, close)
         leaves = zip(jax.tree.leaves(blocks), jax.tree.leaves(parts), strict=True)
@@ -164,7 +170,7 @@ def test_sequences_prefilled_in_groups_are_as_alone(batch: int, kind: tuple[str,
                 assert np.mean(np.asarray(leaf[one]) == np.asarray(part)) > 0.99
     for row in (0, batch - 1):
         spoilt = hidden.at[row, tokens - 1, 0].set(np.nan)
-        checks = programs.prefill(layer, batch, cuts)(weights, spoilt, PASSED, first)[2]
+        checks = programs.prefill(layer, batch, cuts)(weights, spoilt, PASSED, rows)[2]
         assert checks.tolist() == [4, 4]
 
 
@@ -194,10 +200,10 @@ def test_the_last_token_alone_is_as_among_all(
     layer = model_spec(config).decoders[0]
     weights = {t.path: jnp.asarray(normal(*t.shape) / 8, dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
-    first = np.arange(batch, dtype=np.int32) * 3
-    whole, blocks, _ = programs.prefill(layer, batch, cuts)(weights, hidden, PASSED, first)
+    rows = Rows.of(np.arange(batch) * 3, tokens)
+    whole, blocks, _ = programs.prefill(layer, batch, cuts)(weights, hidden, PASSED, rows)
     alone = programs.prefill(layer, batch, cuts, only_last=True)
-    last, others, checks = alone(weights, hidden, PASSED, first)
+    last, others, checks = alone(weights, hidden, PASSED, rows)
     assert checks.tolist() == [4, 0] and last.shape == (batch, 1, config.hidden_size)
     sides = (np.asarray(x, np.float32) for x in (last, whole[:, -1:]))
     np.testing.assert_allclose(*sides, close, close)
@@ -205,8 +211,8 @@ def test_the_last_token_alone_is_as_among_all(
         sides = (np.asarray(x, np.float32) for x in (leaf, other))
         np.testing.assert_allclose(*sides, close, close)
     spoilt = hidden.at[5, tokens - 2, 0].set(np.nan)
-    assert alone(weights, spoilt, PASSED, first)[2].tolist() == [4, 4]
-    assert alone(weights, spoilt, np.array([3, 2], np.int32), first)[2].tolist() == [4, 2]
+    assert alone(weights, spoilt, PASSED, rows)[2].tolist() == [4, 4]
+    assert alone(weights, spoilt, np.array([3, 2], np.int32), rows)[2].tolist() == [4, 2]
 
 
 def test_a_decode_step_appends_in_place() -> None:
@@ -234,7 +240,7 @@ def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> No
     found, checks = program(weights, hidden, PASSED, targets)
     known = {path: np.asarray(x, np.float64) for path, x in weights.items()}
     x = np.asarray(hidden, np.float64)
-    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm_eps)
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm.eps)
     x = x * known["norm.scale"] + known["norm.bias"]
     probability = softmax(np.asarray(jnp.asarray(x, dtype), np.float64) @ known["tokens"].T)
     expected = np.log(np.take_along_axis(probability, targets[..., None], -1)[..., 0])

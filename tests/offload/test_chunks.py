@@ -14,6 +14,7 @@ from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.layers.embedding import Head
 from flexgen_jax.layers.programs import Programs, _apply
+from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec import Formats, model_spec
@@ -113,6 +114,7 @@ def test_logits_are_those_of_a_whole_prompt_of_2048_tokens() -> None:
     rng = np.random.default_rng(0)
     ids = rng.integers(4, 96, (2, 2048)).astype(np.int32)
     first = np.array([0, 700], np.int32)
+    rows = Rows.of(first, 2048)
 
     def weights(layer: int) -> dict[str, jax.Array]:
         """Large ones, so that attention prefers some tokens."""
@@ -128,19 +130,19 @@ def test_logits_are_those_of_a_whole_prompt_of_2048_tokens() -> None:
         blocks: list[list[object]] = [[] for _ in spec.decoders]
         for tokens in chunks:
             part, at = ids[:, start : start + tokens], np.int32(start)
-            hidden, checks = programs.embed(2, tokens)(weights(0), part, at, first)
+            hidden, checks = programs.embed(2, tokens)(weights(0), part, at, rows)
             for number, layer in enumerate(spec.decoders):
                 mine = weights(number + 1)
                 if not start:
                     program = programs.prefill(layer, 2, (tokens,))
-                    hidden, (block,), checks = program(mine, hidden, checks, first)
+                    hidden, (block,), checks = program(mine, hidden, checks, rows)
                 else:
                     project = programs.project_chunk(layer, 2, tokens, tokens)
-                    query, partial, block = project(mine, hidden, at, first)
+                    query, partial, block = project(mine, hidden, at, rows)
                     begin = 0
                     for earlier, length in zip(blocks[number], chunks, strict=False):
                         attend = programs.attend_chunk(layer, 2, tokens, length)
-                        partial = attend(partial, query, earlier, np.int32(begin), first)
+                        partial = attend(partial, query, earlier, np.int32(begin), at, rows)
                         begin += length
                     finish = programs.finish_chunk(layer, 2, tokens, tokens, 1)
                     hidden, checks = finish(mine, hidden, checks, [partial])

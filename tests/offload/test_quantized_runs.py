@@ -169,7 +169,7 @@ def test_stored_weights_are_packed_and_reused(
     first = run(4)
     assert run(4) == first
     # Simulates `kill -9` between two leaves.
-    (damaged,) = tmp_path.glob("weights/*/decoder.0.mlp.fc1.kernel.scale")
+    (damaged,) = tmp_path.glob("weights/*/decoder.0.mlp.up.kernel.scale")
     shutil.rmtree(damaged)
     assert set(run(4)) == set(first)
     first = run(4)

@@ -20,12 +20,14 @@ from flexgen_jax.cpu.host_attention import Candidates, HostAttention, HostBlock
 from flexgen_jax.cpu.jit.decode_attention import choose_top
 from flexgen_jax.layers.attention import attend_blocks, attend_itself, merge
 from flexgen_jax.layers.sparse_attention import attend_ranked, attend_top, rank
+from flexgen_jax.models.parts import AttentionSpec
 from tests.helpers.attention import FORMATS, SPLITS, kept
 from tests.helpers.cases import covering
 from tests.helpers.models import BASE, SHORT, prompts, random_tensors, run_greedy, write_checkpoint
 from tests.helpers.numpy_opt import NumpyOpt
 
 BATCH, HEADS = 3, 2
+SPEC = AttentionSpec(HEADS, HEADS, 1)
 
 # Compiled as one program, as in a run.
 everywhere = jax.jit(attend_top, static_argnames="most")
@@ -135,7 +137,7 @@ class Case:
         ranked, candidates = self.rank(here, most) if here else (None, None)
         moved = self.rank(away, most)[1] if keys_move else None
         blocks = [HostBlock(self.starts[i], self.blocks[i]) for i in away]
-        args = (self.query, blocks, self.position, self.first, counts, candidates, moved)
+        args = (self.query, blocks, self.position, self.first, SPEC, counts, candidates, moved)
         there, left = host.attend_top(*args)
         partials = [attend_itself(self.query, *self.new), there]
         if here:
@@ -236,7 +238,7 @@ def test_what_is_not_finite_shows(host: HostAttention, wrong: float, dtype: str)
     key, value = case.blocks[1]
     case.blocks[1] = (key.at[1, 0, 5].set(wrong), value)
     blocks = [HostBlock(s, b) for s, b in zip(case.starts, case.blocks, strict=True)]
-    where = (case.query, blocks, case.position, case.first)
+    where = (case.query, blocks, case.position, case.first, SPEC)
     dense, _ = host.attend(*where)
     (sparse, lse), _ = host.attend_top(*where, case.counts(0.3), None, None)
     for out in (dense, sparse + lse[..., None]):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.families import known_shape, read_config
+from flexgen_jax.models.families import read_config
+from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.cost_model import FRACTIONS, Costs, Linear, block_terms, fractions_of
 from flexgen_jax.policy.fit import Budgets
@@ -46,7 +47,7 @@ def test_sparse_attention_on_the_device_has_the_keys_moved_to_it() -> None:
     costs = Costs(config, "float16", policy, machine())
     layer = model_spec(config).decoders[0]
     keys = rows * there * config.hidden_size
-    scores = rows * config.num_heads * there
+    scores = rows * layer.attention.num_heads * there
     device = costs.device_attention_s(layer, rows, here) + keys / 100e9 + scores / 1e9
     assert costs.split_attention_s(layer, rows, here, there) == pytest.approx(
         (device, 0.1 * keys / 10e9)
@@ -59,7 +60,8 @@ def test_sparse_attention_on_the_device_has_the_keys_moved_to_it() -> None:
 def test_terms_are_those_of_appendix_a3() -> None:
     """The expected terms are the paper's, which leaves out embedding and head (3 % here)."""
     config, hw = known_shape("facebook/opt-30b"), machine()
-    h1, h2, s, n, bls = config.hidden_size, config.ffn_size, 512, 32, 48 * 3
+    layer = model_spec(config).decoders[0]
+    h1, h2, s, n, bls = config.hidden_size, layer.mlp_width, 512, 32, 48 * 3
     terms = block_terms(Costs(config, "float16", POLICY, hw), Workload(s, n, bls), unified=False)
     f = fractions_of(POLICY)
     weights = 8 * h1**2 + 4 * h1 * h2

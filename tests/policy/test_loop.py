@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_jax.models.families import known_shape
+from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.storage import Storage
 from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.cost_model import Costs

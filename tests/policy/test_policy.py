@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax.layers.programs import Programs
-from flexgen_jax.models.families import known_shape, read_config
+from flexgen_jax.models.families import read_config
+from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.fit import Budgets, Fitter
 from flexgen_jax.policy.hardware import KernelSizes

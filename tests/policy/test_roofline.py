@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_jax.models.families import known_shape
+from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.machines import known_machine

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_jax.machine.profiles import read_profile
-from flexgen_jax.models.families import known_shape
+from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, ProfileError, Rate
 from flexgen_jax.policy.machines import MACHINES, known_machine

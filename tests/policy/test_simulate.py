@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.models.families import known_shape
+from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.policy.clock import Clock
 from flexgen_jax.policy.cost_model import FRACTIONS, Costs, block_terms, fractions_of
 from flexgen_jax.policy.hardware import Rate

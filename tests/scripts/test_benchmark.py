@@ -122,7 +122,7 @@ def test_bound_takes_the_disk_as_it_was_around_the_run(tmp_path: Path) -> None:
     prompt's."""
     from benchmark_suites import Case, Ours
     from flexgen_jax.models.checkpoint import DummyWeights
-    from flexgen_jax.models.families import known_shape
+    from flexgen_jax.models.shapes import known_shape
     from flexgen_jax.models.storage import FORMAT_VERSION
     from flexgen_jax.policy.machines import known_machine
     from flexgen_jax.policy.policy import Policy
@@ -168,7 +168,7 @@ def test_search_stays_within_what_fits(most: int, first: int, tried: list[int]) 
 def test_suites_name_known_models_and_flags(has_gpu: bool) -> None:
     import benchmark_suites
     from flexgen_jax.cli.bench import bench
-    from flexgen_jax.models.families import known_shape
+    from flexgen_jax.models.shapes import known_shape
 
     for make in benchmark_suites.suites(has_gpu).values():
         cases = make()

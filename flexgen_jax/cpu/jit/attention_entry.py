@@ -131,7 +131,8 @@ def attention_handler(name: str, size: int, dtype: str, bits: int) -> tuple[Any,
     size: elements of a head; dtype: of plain blocks; bits: the width of packed blocks, or 16.
 
     Its arguments: query, fp32 [row, head_dim]; first, int32 [block, batch]; stop, int32 [block];
-    and for each block the arrays of its keys and then of its values. Results: fp32 [row, head_dim],
+    softcap, fp32 [1], 0 for none; and for each block the arrays of its keys and then of its values,
+    which have rows for groups of query heads. Results: fp32 [row, head_dim],
     and the log-sum-exp of the scores, fp32 [row].
     """
     return handler(name, _blocks_part(size, dtype, bits))
@@ -142,21 +143,23 @@ def prompt_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
     """Returns the handler of `attend_prompt` for heads of `size` elements, and the functions that
     its threads run.
 
-    Its arguments: query, key, value, [batch, token, head, head_dim]; first, int32 [batch]. Results:
-    keys, values, [row, token, head_dim]; fp32 [batch, token, head, head_dim].
+    Its arguments: query, [batch, token, head, head_dim]; key, value, the same with KV heads; first,
+    int32 [batch]; limits, fp32 [2], window and softcap, each 0 for none. Results: keys, values,
+    [KV row, token, head_dim]; fp32 [batch, token, head, head_dim].
     """
     return handler(name, _prompt_part(size, dtype))
 
 
 @lru_cache
-def chunk_handler(name: str, size: int, dtype: str, is_causal: bool) -> tuple[Any, ...]:
+def chunk_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
     """Returns the handler of attention to one KV block with several tokens per sequence, for heads
     of `size` elements, and the functions that its threads run.
 
-    Its arguments: query, [row, asked token, head_dim]; key, value, [row, token, head_dim]; first,
-    int32 [batch]. Results: fp32 [row, asked token, head_dim], log-sum-exp [row, asked token].
+    Its arguments: query, [row, asked token, head_dim]; key, value, [KV row, token, head_dim];
+    first, int32 [batch]; lead, int32 [1]; limits as above. Results: fp32 [row, asked token,
+    head_dim], log-sum-exp [row, asked token].
     """
-    return handler(name, _chunk_part(size, dtype, is_causal))
+    return handler(name, _chunk_part(size, dtype))
 
 
 def handler(
@@ -242,7 +245,10 @@ def _blocks_part(size: int, dtype: str, bits: int) -> Callable[..., int]:
         out[:] = np.float32(0)
         peak = np.full(end - start, MASKED, np.float32)
         total = np.zeros(end - start, np.float32)
-        state, heads, at = (peak, total, out), rows // batch, 3
+        state, heads, at = (peak, total, out), rows // batch, 4
+        softcap = array_in(words(arguments[3]), (1,), np.float32)[0]
+        kept = batch * words(words(arguments[at])[5])[1]
+        how = (rows // kept, softcap)
         for block in range(blocks):
             last, begins = np.int64(stop[block]), first[block]
             buffer = words(arguments[at])
@@ -250,17 +256,30 @@ def _blocks_part(size: int, dtype: str, bits: int) -> Callable[..., int]:
             if bits < 16:  # with 16 bits Numba leaves this branch out
                 is_packed = buffer[2] & 0xFFFFFFFF == PACKED
                 if is_packed:
-                    keys = packed_side(arguments, at, rows)
-                    values = packed_side(arguments, at + 3, rows)
+                    keys = packed_side(arguments, at, kept)
+                    values = packed_side(arguments, at + 3, kept)
                     at += 6
                     fold_rows(
-                        keys, values, begins, last, heads, start, query, state, size, is_half, bits
+                        keys,
+                        values,
+                        begins,
+                        last,
+                        heads,
+                        start,
+                        query,
+                        state,
+                        how,
+                        size,
+                        is_half,
+                        bits,
                     )
             if not is_packed:
-                plain = (leaf(buffer, rows, stored),)
-                mixed = (leaf(words(arguments[at + 1]), rows, stored),)
+                plain = (leaf(buffer, kept, stored),)
+                mixed = (leaf(words(arguments[at + 1]), kept, stored),)
                 at += 2
-                fold_rows(plain, mixed, begins, last, heads, start, query, state, size, is_half, 16)
+                fold_rows(
+                    plain, mixed, begins, last, heads, start, query, state, how, size, is_half, 16
+                )
         for i in range(end - start):
             lse[i] = np.float32(MASKED)
             if total[i] != 0:
@@ -272,31 +291,35 @@ def _blocks_part(size: int, dtype: str, bits: int) -> Callable[..., int]:
 
 
 def _prompt_part(size: int, dtype: str) -> Callable[..., int]:
-    """Returns the function that computes prompt attention for a part of the rows."""
+    """Returns the function that computes prompt attention for a part of the KV rows."""
     source, is_half = prefill_attention.SOURCE + CALLS, dtype == "float16"
     stored = np.float32 if dtype == "float32" else np.uint16
 
     def compute(shared, part):
         assert source
         arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
-        sizes = words(words(arguments[0])[5])
-        shape, rows = (sizes[1], sizes[2]), sizes[0] * sizes[2]
-        all_ = (rows * sizes[1] * size,)
-        query = array_in(words(arguments[0]), all_, stored)
+        sizes, kept = words(words(arguments[0])[5]), words(words(arguments[1])[5])
+        shape, rows = (sizes[1], sizes[2], kept[2]), sizes[0] * kept[2]
+        asked, all_ = (sizes[0] * sizes[2] * sizes[1] * size,), (rows * sizes[1] * size,)
+        query = array_in(words(arguments[0]), asked, stored)
         key = array_in(words(arguments[1]), all_, stored)
         value = array_in(words(arguments[2]), all_, stored)
         first = array_in(words(arguments[3]), (sizes[0],), np.int32)
+        limits = array_in(words(arguments[4]), (2,), np.float32)
         keys = array_in(words(results[0]), all_, stored)
         values = array_in(words(results[1]), all_, stored)
-        out = array_in(words(results[2]), all_, np.float32)
+        out = array_in(words(results[2]), asked, np.float32)
         start, end = rows * part // parts, rows * (part + 1) // parts
-        attend_rows(query, key, value, first, keys, values, out, shape, start, end, size, is_half)
+        where = (start, end)
+        attend_rows(
+            query, key, value, first, keys, values, out, shape, limits, where, size, is_half
+        )
         return 1
 
     return compute
 
 
-def _chunk_part(size: int, dtype: str, is_causal: bool) -> Callable[..., int]:
+def _chunk_part(size: int, dtype: str) -> Callable[..., int]:
     """Returns the function that computes a chunk's attention to a block for a part of the rows."""
     source, is_half = prefill_attention.SOURCE + CALLS, dtype == "float16"
     stored = np.float32 if dtype == "float32" else np.uint16
@@ -306,16 +329,19 @@ def _chunk_part(size: int, dtype: str, is_causal: bool) -> Callable[..., int]:
         arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
         asked, kept = words(words(arguments[0])[5]), words(words(arguments[1])[5])
         batch, rows = words(words(arguments[3])[5])[0], asked[0]
-        shape = (asked[1], kept[1], rows // batch)
+        shape = (asked[1], kept[1], rows // batch, rows // kept[0])
         query = array_in(words(arguments[0]), (rows * asked[1] * size,), stored)
-        key = array_in(words(arguments[1]), (rows * kept[1] * size,), stored)
-        value = array_in(words(arguments[2]), (rows * kept[1] * size,), stored)
+        key = array_in(words(arguments[1]), (kept[0] * kept[1] * size,), stored)
+        value = array_in(words(arguments[2]), (kept[0] * kept[1] * size,), stored)
         first = array_in(words(arguments[3]), (batch,), np.int32)
+        lead = np.int64(array_in(words(arguments[4]), (1,), np.int32)[0])
+        limits = array_in(words(arguments[5]), (2,), np.float32)
         out = array_in(words(results[0]), (rows * asked[1] * size,), np.float32)
         lse = array_in(words(results[1]), (rows * asked[1],), np.float32)
         start, end = rows * part // parts, rows * (part + 1) // parts
+        where = (start, end)
         attend_block_rows(
-            query, key, value, first, out, lse, shape, start, end, size, is_half, is_causal
+            query, key, value, first, out, lse, shape, lead, limits, where, size, is_half
         )
         return 1
 

@@ -3,12 +3,13 @@
 XLA's CPU backend reads a 16-bit cache well below the memory's speed, because its loops convert
 element by element. These loops read the cache at the memory's speed, in any format it is kept in.
 
-A row is one head of one sequence. Rows are independent, so each thread takes a range of them,
+A row is one query head of one sequence. Rows are independent, so each thread takes a range of them,
 `start` to `end`. The compute kernels release the interpreter lock. In all of them
 
     query: fp32 [row, head_dim], scaled; keys, values: the arrays that a block is kept in, each
-    [row, token, ...]; first: int64 [row], the first valid token of the block; stop: the end of the
-    valid tokens, the same for all rows.
+    [row / group, token, ...], since `group` consecutive query heads share one; first: int64 [row],
+    the first valid token of the block; stop: the end of the valid tokens, the same for all rows;
+    softcap: as in `AttentionSpec`, 0 for none.
 """
 
 from __future__ import annotations
@@ -50,13 +51,23 @@ LEAST = np.float32(MASKED / 2)
 
 
 @njit(inline="always")
-def fold_rows(keys, values, first, stop, heads, start, query, state, size, is_half, bits):
+def cap(scores, start, stop, softcap):
+    """Bounds the scores from start to stop: softcap * tanh(score / softcap)."""
+    if softcap > 0:
+        for i in range(start, stop):
+            power = exp(np.float32(-2) * np.abs(scores[i]) / softcap)
+            bounded = softcap * (np.float32(1) - power) / (np.float32(1) + power)
+            scores[i] = bounded if scores[i] > 0 else -bounded
+
+
+@njit(inline="always")
+def fold_rows(keys, values, first, stop, heads, start, query, state, how, size, is_half, bits):
     """Folds a KV block into a running result, for the rows from `start` on.
 
     state: peak, total and out as in `fold_for`, with one entry per row taken; first: [row / heads],
-    one entry for every `heads` rows.
+    one entry for every `heads` rows; how: group and softcap.
     """
-    peak, total, out = state
+    (peak, total, out), (group, softcap) = state, how
     scores = np.empty(keys[0].shape[1] + LANES, np.float32)
     room = -(-stop // LANES) * LANES
     for i in range(peak.size):
@@ -64,13 +75,14 @@ def fold_rows(keys, values, first, stop, heads, start, query, state, size, is_ha
         begin = np.int64(first[row // heads])
         if begin >= stop:
             continue
-        question, mixed = query[row], out[i]
-        score_row(keys, row, begin, stop, question, scores, size, is_half, bits)
+        question, mixed, kept = query[row], out[i], row // group
+        score_row(keys, kept, begin, stop, question, scores, size, is_half, bits)
+        cap(scores, begin, stop, softcap)
         highest, summed = weigh(scores, 0, begin, stop, room, peak[i])
         fade = exp(peak[i] - highest)
         for k in range(size):
             mixed[k] *= fade
-        add_row(values, row, begin, stop, scores, mixed, size, is_half, bits)
+        add_row(values, kept, begin, stop, scores, mixed, size, is_half, bits)
         peak[i], total[i] = highest, total[i] * fade + summed
 
 
@@ -95,17 +107,18 @@ def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
     is_half: whether the cache is kept in float16; bits: the width of a packed cache, or 16. As
     compile-time constants they make the loops short and free of checks.
 
-    fold(query, keys, values, first, stop, peak, total, out, start, end) folds a block into a
-    running result: peak, fp32 [row], the largest score so far; total, fp32 [row], the sum of
-    exp(score - peak); out, fp32 [row, head_dim], the sum of exp(score - peak) * value.
+    fold(query, keys, values, first, stop, peak, total, out, group, softcap, start, end) folds a
+    block into a running result: peak, fp32 [row], the largest score so far; total, fp32 [row], the
+    sum of exp(score - peak); out, fp32 [row, head_dim], the sum of exp(score - peak) * value.
     """
 
     source = SOURCE
 
-    def fold(query, keys, values, first, stop, peak, total, out, start, end):
+    def fold(query, keys, values, first, stop, peak, total, out, group, softcap, start, end):
         assert source
         state = (peak[start:end], total[start:end], out[start:end])
-        fold_rows(keys, values, first, stop, 1, start, query, state, size, is_half, bits)
+        how = (group, softcap)
+        fold_rows(keys, values, first, stop, 1, start, query, state, how, size, is_half, bits)
 
     return compiled(fold)
 
@@ -114,21 +127,22 @@ def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
 def score_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
     """Returns the compute kernel `score`, with the constants of `fold_for`.
 
-    score(query, keys, first, stop, offset, scores, peak, total, start, end) writes the scores of a
-    block's valid tokens to scores, fp32 [row, token of the sequence], where the block begins at
-    token `offset`, and updates peak and total as `fold` does.
+    score(query, keys, first, stop, offset, scores, peak, total, group, softcap, start, end) writes
+    the scores of a block's valid tokens to scores, fp32 [row, token of the sequence], where the
+    block begins at token `offset`, and updates peak and total as `fold` does.
     """
 
     source = SOURCE
 
-    def score(query, keys, first, stop, offset, scores, peak, total, start, end):
+    def score(query, keys, first, stop, offset, scores, peak, total, group, softcap, start, end):
         assert source
         for row in range(start, end):
             begin = first[row]
             if begin >= stop:
                 continue
             highest, question, found = peak[row], query[row], scores[row, offset : offset + stop]
-            score_row(keys, row, begin, stop, question, found, size, is_half, bits)
+            score_row(keys, row // group, begin, stop, question, found, size, is_half, bits)
+            cap(found, begin, stop, softcap)
             highest = max(highest, largest(found[begin:stop]))
             summed = total[row] * exp(peak[row] - highest)
             for token in range(begin, stop):
@@ -142,8 +156,8 @@ def score_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
 def add_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
     """Returns the compute kernel `add_chosen`, with the constants of `fold_for`.
 
-    add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, start, end) adds the
-    values of a block's chosen tokens, times exp(score - lse), to out, fp32 [row, head_dim].
+    add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, group, start, end) adds
+    the values of a block's chosen tokens, times exp(score - lse), to out, fp32 [row, head_dim].
 
     scores: fp32 [row, token of the sequence]; lse: fp32 [row]; chosen: int32 [row, slot], indices
     of tokens in the sequence, rising; counts: int32 [row], how many slots are used; left: int32
@@ -152,7 +166,7 @@ def add_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
 
     source = SOURCE
 
-    def add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, start, end):
+    def add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, group, start, end):
         assert source
         weights = np.empty(chosen.shape[1], np.float32)
         for row in range(start, end):
@@ -161,8 +175,8 @@ def add_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
             last = np.searchsorted(tokens, offset + stop)
             for slot in range(first, last):
                 weights[slot] = exp(scores[row, tokens[slot]] - lse[row])
-            mixed = out[row]
-            add_some(values, row, first, last, weights, mixed, tokens, offset, size, is_half, bits)
+            mixed, kept = out[row], row // group
+            add_some(values, kept, first, last, weights, mixed, tokens, offset, size, is_half, bits)
             left[row] -= last - first
 
     return compiled(add_chosen)

@@ -12,23 +12,24 @@ import numpy as np
 from numba import njit
 
 from flexgen_jax.cpu.jit import prefill_attention_ir
-from flexgen_jax.cpu.jit.decode_attention import VECTOR_FILES, source_of
+from flexgen_jax.cpu.jit.decode_attention import SOURCE as DECODE_SOURCE
+from flexgen_jax.cpu.jit.decode_attention import cap, source_of
 from flexgen_jax.cpu.jit.prefill_attention_ir import COLUMNS, ROWS, keep, multiply, widen
 from flexgen_jax.cpu.jit.softmax_ir import weigh
 from flexgen_jax.layers.attention import MASKED
 
-SOURCE = source_of(__file__, prefill_attention_ir.__file__, *VECTOR_FILES)
+SOURCE = DECODE_SOURCE + source_of(__file__, prefill_attention_ir.__file__)
 """A checksum of the code that prompt attention is made from; see `decode_attention.SOURCE`."""
 
 
 @njit(inline="always")
 def take_in(key, value, keys, values, turned, plain, shape, row, size, is_half):
-    """Copies a head's keys and values into the cache's layout, and to fp32 for the products.
+    """Copies a KV head's keys and values into the cache's layout, and to fp32 for the products.
 
     turned: the keys transposed, in panels of `COLUMNS` tokens with `size` rows each; plain: the
     values, [token, size rounded up to a multiple of `COLUMNS`].
     """
-    tokens, heads = shape
+    tokens, _, heads = shape
     wide, lone = plain.size // tokens, np.empty(size, np.float32)
     for token in range(tokens):
         begin = ((row // heads * tokens + token) * heads + row % heads) * size
@@ -43,34 +44,47 @@ def take_in(key, value, keys, values, turned, plain, shape, row, size, is_half):
 
 
 @njit(inline="always")
-def attend_rows(query, key, value, first, keys, values, out, shape, start, end, size, is_half):
-    """Computes attention for the rows (heads of sequences) from start to end. All arrays are flat.
+def first_in(begin, last, window):
+    """Returns the first token that the token `last` sees."""
+    return max(begin, last + 1 - window) if window > 0 else begin
 
-    query (scaled), key, value: [batch, token, head, head_dim] as stored; first: int32 [batch], each
-    sequence's first token that is not padding; shape: (tokens, heads). Written are keys and values,
-    [row, token, head_dim], copies in the cache's layout, and out, fp32, shaped like query, 0 where
-    there is padding.
+
+@njit(inline="always")
+def attend_rows(query, key, value, first, keys, values, out, shape, limits, where, size, is_half):
+    """Computes attention for the KV rows (KV heads of sequences) of a range, `where`. All arrays
+    are flat.
+
+    query (scaled): [batch, token, head, head_dim] as stored; key, value: the same with KV heads;
+    first: int32 [batch], each sequence's first token that is not padding; shape: (tokens, heads, KV
+    heads); limits: window and softcap, each 0 for none. Written are keys and values, [KV row,
+    token, head_dim], copies in the cache's layout, and out, fp32, shaped like query, 0 where there
+    is padding.
     """
-    tokens, heads = shape
+    (tokens, heads, kv_heads), (start, end) = shape, where
+    window, softcap, group = np.int64(limits[0]), limits[1], heads // kv_heads
     room, wide = -(-tokens // COLUMNS) * COLUMNS, -(-size // COLUMNS) * COLUMNS
     turned, plain = np.zeros(size * room, np.float32), np.zeros(tokens * wide, np.float32)
     asked, mixed = np.zeros(ROWS * size, np.float32), np.empty(ROWS * wide, np.float32)
     scores, totals = np.empty(ROWS * room, np.float32), np.empty(ROWS, np.float32)
-    for row in range(start, end):
-        take_in(key, value, keys, values, turned, plain, shape, row, size, is_half)
-        base, apart = (row // heads * tokens * heads + row % heads) * size, heads * size
-        begin = np.int64(first[row // heads])
+    for each in range(start * group, end * group):
+        row = each // group
+        if each % group == 0:
+            take_in(key, value, keys, values, turned, plain, shape, row, size, is_half)
+        sequence, apart = row // kv_heads, heads * size
+        base = (sequence * tokens * heads + row % kv_heads * group + each % group) * size
+        begin = np.int64(first[sequence])
         for top in range(0, tokens, ROWS):
             count = min(ROWS, tokens - top)
             stop, after = top + count, -(-(top + count) // COLUMNS) * COLUMNS
             for i in range(count):
                 widen(query, base + (top + i) * apart, asked, i * size, size, is_half)
-            for column in range(0, stop, COLUMNS):
+            lowest = min(first_in(begin, top, window), stop) // COLUMNS * COLUMNS
+            for column in range(lowest, stop, COLUMNS):
                 multiply(asked, size, turned, column * size, COLUMNS, scores, column, room, size)
             for i in range(count):
-                _, totals[i] = weigh(
-                    scores, i * room, begin, top + i + 1, after, np.float32(MASKED)
-                )
+                low, until, at = first_in(begin, top + i, window), top + i + 1, i * room
+                cap(scores, at + low, at + until, softcap)
+                _, totals[i] = weigh(scores, at, low, until, after, np.float32(MASKED))
             for column in range(0, size, COLUMNS):
                 multiply(scores, room, plain, column, wide, mixed, column, wide, stop)
             for i in range(count):
@@ -83,7 +97,7 @@ def attend_rows(query, key, value, first, keys, values, out, shape, start, end, 
 
 @njit(inline="always")
 def take_in_block(key, value, turned, plain, tokens, row, size, is_half):
-    """Copies a head's keys and values in the cache's layout to fp32; see `take_in`."""
+    """Copies a KV head's keys and values in the cache's layout to fp32; see `take_in`."""
     wide, lone = plain.size // tokens, np.empty(size, np.float32)
     for token in range(tokens):
         at = (row * tokens + token) * size
@@ -96,39 +110,44 @@ def take_in_block(key, value, turned, plain, tokens, row, size, is_half):
 
 @njit(inline="always")
 def attend_block_rows(
-    query, key, value, first, out, lse, shape, start, end, size, is_half, is_causal
+    query, key, value, first, out, lse, shape, lead, limits, where, size, is_half
 ):
-    """Computes attention to one KV block for the rows (heads of sequences) from start to end. All
+    """Computes attention to one KV block for the rows (heads of sequences) of a range, `where`. All
     arrays are flat.
 
-    query (scaled): [row, asked token, head_dim] as stored; key, value: [row, token, head_dim];
+    query (scaled): [row, asked token, head_dim] as stored; key, value: [KV row, token, head_dim];
     first: int32 [batch], each sequence's first token in the block that is not padding; shape:
-    (asked, tokens, heads). With is_causal, the queries are those of the block's last tokens, and
-    see no later ones. Written are out, fp32, shaped like query, and lse, the log-sum-exp of the
-    scores, fp32 [row, asked token].
+    (asked, tokens, heads, query heads of a KV head); lead: the index of the first query's token,
+    counted from the block's first one, none of which sees later ones; limits: as in `attend_rows`.
+    Written are out, fp32, shaped like query, and lse, the log-sum-exp of the scores, fp32 [row,
+    asked token].
     """
-    asked, tokens, heads = shape
+    (asked, tokens, heads, group), (start, end) = shape, where
+    window, softcap, taken = np.int64(limits[0]), limits[1], np.int64(-1)
     room, wide = -(-tokens // COLUMNS) * COLUMNS, -(-size // COLUMNS) * COLUMNS
     turned, plain = np.zeros(size * room, np.float32), np.zeros(tokens * wide, np.float32)
     rows, mixed = np.zeros(ROWS * size, np.float32), np.empty(ROWS * wide, np.float32)
     scores, totals = np.empty(ROWS * room, np.float32), np.empty(ROWS, np.float32)
-    peaks, later = np.empty(ROWS, np.float32), tokens - asked + 1
+    peaks = np.empty(ROWS, np.float32)
     for row in range(start, end):
-        take_in_block(key, value, turned, plain, tokens, row, size, is_half)
+        if row // group != taken:
+            taken = row // group
+            take_in_block(key, value, turned, plain, tokens, taken, size, is_half)
         begin = np.int64(first[row // heads])
         for top in range(0, asked, ROWS):
             count, base = min(ROWS, asked - top), row * asked + top
-            stop = min(tokens, later + top + count - 1) if is_causal else tokens
+            stop = min(tokens, lead + top + count)
             after = -(-stop // COLUMNS) * COLUMNS
             for i in range(count):
                 widen(query, (base + i) * size, rows, i * size, size, is_half)
-            for column in range(0, stop, COLUMNS):
+            lowest = min(first_in(begin, lead + top, window), stop) // COLUMNS * COLUMNS
+            for column in range(lowest, stop, COLUMNS):
                 multiply(rows, size, turned, column * size, COLUMNS, scores, column, room, size)
             for i in range(count):
-                until = later + top + i if is_causal else tokens
-                peaks[i], totals[i] = weigh(
-                    scores, i * room, begin, until, after, np.float32(MASKED)
-                )
+                last, at = lead + top + i, i * room
+                low, until = first_in(begin, last, window), min(tokens, last + 1)
+                cap(scores, at + low, at + until, softcap)
+                peaks[i], totals[i] = weigh(scores, at, low, until, after, np.float32(MASKED))
             for column in range(0, size, COLUMNS):
                 multiply(scores, room, plain, column, wide, mixed, column, wide, stop)
             for i in range(count):

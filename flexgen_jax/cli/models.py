@@ -1,0 +1,49 @@
+"""`flexgen-jax models`: the families and known shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from flexgen_jax.cli.json_files import check_json, json_option, write_json
+
+
+@click.command()
+@json_option
+def models(json_file: Path | None) -> None:
+    """List the supported model families, and the shapes that --dummy-weights and plan know by
+    name."""
+    from flexgen_jax.models.config import ModelConfig
+    from flexgen_jax.models.families import FAMILIES
+    from flexgen_jax.models.shapes import SHAPES, known_shape
+    from flexgen_jax.models.spec import model_spec
+
+    check_json(json_file)
+    found: dict[str, list[tuple[str, ModelConfig]]] = {family: [] for family in FAMILIES}
+    for name in SHAPES:
+        config = known_shape(name)
+        found[config.model_type].append((name, config))
+    rows = []
+    click.echo("Families (model_type in config.json), and known shapes:\n")
+    for family, members in found.items():
+        click.echo(family)
+        for name, config in members:
+            spec = model_spec(config)
+            active = sum(layer.active_size for layer in spec.decoders) + spec.head.large_size
+            billions = spec.num_parameters / 1e9
+            used = f", {active / 1e9:.3g}B for a token" if config.has_experts else ""
+            click.echo(
+                f"  {name:38} {billions:6.3g}B{used}, {config.num_layers} layers, "
+                f"context {config.max_positions}"
+            )
+            rows.append(
+                {
+                    "name": name,
+                    "family": family,
+                    "parameters": spec.num_parameters,
+                    "layers": config.num_layers,
+                    "context": config.max_positions,
+                }
+            )
+    write_json(json_file, {"families": list(FAMILIES), "shapes": rows})

@@ -1,0 +1,86 @@
+"""The feed-forward part of a layer with experts: routing, one expert at a time, and their sum.
+
+An expert computes only the tokens that chose it, some at a time, in a loop whose length is found
+while it runs: so its program does not depend on the routing, and takes no time for an expert that
+nobody chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flexgen_jax.layers.kernels import Kernels
+from flexgen_jax.layers.linear import Linear
+from flexgen_jax.layers.mlp import MLP
+from flexgen_jax.layers.norm import Norm
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.parts import ExpertsSpec
+
+
+class Router(nn.Module):
+    """Chooses the experts of every token, and computes what all tokens go through."""
+
+    config: ModelConfig
+    spec: ExpertsSpec
+    kernels: Kernels
+    dtype: jnp.dtype = jnp.float32
+    matmul_bits: int = 16
+
+    @nn.compact
+    def __call__(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Routes tokens, [token, hidden], that have been through attention.
+
+        Returns the experts' input, [token, hidden]; the numbers of the chosen experts, int32
+        [token, top]; their shares, fp32 [token, top]; and the result of the shared block, fp32
+        [token, hidden], zeros if there is none.
+        """
+        spec = self.spec
+        x = Norm(self.config.norm, self.dtype, name="mlp_norm")(hidden)
+        how = (self.kernels, False, self.dtype)
+        logits = Linear(spec.count, *how, name="router")(x).astype(jnp.float32)
+        share, chosen = jax.lax.top_k(jax.nn.softmax(logits), spec.top)
+        if spec.is_normalised:
+            share = share / share.sum(-1, keepdims=True)
+        out = jnp.zeros(x.shape, jnp.float32)
+        if spec.shared is not None:
+            block = MLP(spec.shared, self.kernels, self.dtype, self.matmul_bits, name="shared")
+            out = block(x).astype(jnp.float32)
+            if spec.is_shared_gated:
+                gate = Linear(1, *how, name="shared_gate")(x)
+                out = jax.nn.sigmoid(gate.astype(jnp.float32)) * out
+        return x, chosen.astype(jnp.int32), share, out
+
+
+def add_expert(
+    block: Callable[[jax.Array], jax.Array],
+    size: int,
+    x: jax.Array,
+    chosen: jax.Array,
+    share: jax.Array,
+    number: jax.Array,
+    out: jax.Array,
+) -> jax.Array:
+    """Returns `out`, fp32 [token, hidden], with one expert's result for the tokens that chose it.
+
+    block: the expert; size: tokens that it computes at once; number: int32 [], that of the expert;
+    the others are results of `Router`.
+    """
+    tokens = x.shape[0]
+    weight = jnp.where(chosen == number, share, 0).sum(-1)
+    is_mine = (chosen == number).any(-1)
+    steps = (is_mine.sum() + size - 1) // size
+    (mine,) = jnp.nonzero(is_mine, size=-(-tokens // size) * size, fill_value=tokens)
+
+    def some(step: jax.Array, out: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(mine, step * size, size)
+        taken = jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
+        each = jnp.take(weight, rows, mode="fill", fill_value=0)
+        found = block(taken).astype(jnp.float32) * each[:, None]
+        return out.at[rows].add(found, mode="drop")
+
+    found: jax.Array = jax.lax.fori_loop(0, steps, some, out)
+    return found

@@ -1,0 +1,117 @@
+"""Rotary position embeddings: the frequencies of every kind, and the rotation."""
+
+from __future__ import annotations
+
+from math import ceil, floor, log, pi
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexgen_jax.models.parts import Rotary
+
+
+class Rows(NamedTuple):
+    """Where the sequences of a batch are: arrays of NumPy or of JAX, or their shapes.
+
+    first_valid: int32 [batch], the index of each sequence's first real token; before: int32 [], the
+    number of tokens of a prefix before all of them; most: int32 [batch], the most tokens that each
+    sequence may have in the end, with the prefix.
+    """
+
+    first_valid: Any
+    before: Any
+    most: Any
+
+    @classmethod
+    def of(
+        cls,
+        first_valid: np.ndarray,
+        tokens: int,
+        before: int = 0,
+        most: np.ndarray | None = None,
+    ) -> Rows:
+        """Returns the rows of left-padded prompts of `tokens` tokens after a prefix of `before`;
+        most: by default that of the prompts alone."""
+        first = np.asarray(first_valid, np.int32)
+        found = before + tokens - first if most is None else most
+        return cls(first, np.int32(before), found.astype(np.int32))
+
+    def positions(self, start: jax.Array, tokens: int) -> jax.Array:
+        """Returns the positions of `tokens` tokens from index `start` on, int32 [batch, token];
+        padding has positions below those of a sequence."""
+        column = start + jnp.arange(tokens)
+        found: jax.Array = self.before + column[None, :] - self.first_valid[:, None]
+        return found
+
+
+def frequencies(rotary: Rotary) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the angles per position, fp32 [size / 2], of sequences of up to the original context
+    and of longer ones, which differ for longrope alone."""
+    plain = (1.0 / rotary.theta ** (np.arange(0, rotary.size, 2) / rotary.size)).astype(np.float32)
+    if rotary.kind == "linear":
+        plain = plain / np.float32(rotary.factor)
+    elif rotary.kind == "llama3":
+        plain = _llama3(rotary, plain)
+    elif rotary.kind == "yarn":
+        plain = _yarn(rotary, plain)
+    elif rotary.kind == "longrope":
+        short, long = (plain / np.array(x, np.float32) for x in (rotary.short, rotary.long))
+        return short, long
+    return plain, plain
+
+
+def _llama3(rotary: Rotary, plain: np.ndarray) -> np.ndarray:
+    """Divides slow frequencies by the factor, with a smooth transition (LLaMA 3.1)."""
+    turns = rotary.original * plain / (2 * pi)
+    share = np.clip((turns - rotary.slow) / (rotary.fast - rotary.slow), 0, 1)
+    divided: np.ndarray = plain * (share + (1 - share) / rotary.factor)
+    return divided.astype(np.float32)
+
+
+def _yarn(rotary: Rotary, plain: np.ndarray) -> np.ndarray:
+    """Divides slow frequencies by the factor, with a ramp over the elements of a head (Peng et al.
+    2023, section 3.2)."""
+
+    def element(turns: float) -> float:
+        return rotary.size * log(rotary.original / (turns * 2 * pi)) / (2 * log(rotary.theta))
+
+    low, high = element(rotary.fast), element(rotary.slow)
+    if rotary.truncates:
+        low, high = floor(low), ceil(high)
+    low, high = max(low, 0), min(high, rotary.size - 1)
+    high = high if high != low else high + 0.001
+    ramp = np.clip((np.arange(rotary.size // 2) - low) / (high - low), 0, 1)
+    mixed: np.ndarray = plain * (1 - ramp) + plain / rotary.factor * ramp
+    return mixed.astype(np.float32)
+
+
+Angles = tuple[jax.Array, jax.Array]
+"""Cosines and sines, each fp32 [batch, token, size / 2]."""
+
+
+def angles(rotary: Rotary, start: jax.Array, tokens: int, rows: Rows) -> Angles:
+    """Returns the angles of `tokens` tokens from index `start` on.
+
+    With longrope, all tokens of a sequence have the frequencies of its length in the end, since
+    those of its first tokens could not change later without computing them again.
+    """
+    positions = rows.positions(start, tokens)
+    short, long = frequencies(rotary)
+    each = jnp.asarray(short)[None, None]
+    if rotary.kind == "longrope":
+        is_long = (rows.most > rotary.original)[:, None, None]
+        each = jnp.where(is_long, jnp.asarray(long)[None, None], each)
+    turned = positions[..., None].astype(jnp.float32) * each
+    return jnp.cos(turned) * rotary.scale, jnp.sin(turned) * rotary.scale
+
+
+def rotate(x: jax.Array, found: Angles) -> jax.Array:
+    """Rotates x, [batch, token, head, head_dim], by angles; the two halves of the rotated elements
+    are the coordinates of each pair. Elements beyond these stay."""
+    cos, sin = (side[:, :, None, :] for side in found)
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

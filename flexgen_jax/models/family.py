@@ -1,0 +1,225 @@
+"""What a model family is: how its configs are read, and where its tensors are in checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log, sqrt
+from typing import Any
+
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.parts import ConfigError, LayerParts, Rotary
+from flexgen_jax.models.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor is in a checkpoint: the name of the stored one, and which of its rows.
+
+    Row r of the tensor is row `first + r // unit * stride + r % unit` of the stored one; of a whole
+    tensor, `unit` is None. total: rows of the stored one, None if it is whole.
+    """
+
+    name: str
+    first: int = 0
+    unit: int | None = None
+    stride: int = 0
+    total: int | None = None
+
+
+Find = Callable[[TensorSpec, LayerParts], Stored]
+"""Finds a decoder layer's tensor that is stored with others in one; "{i}" in the name is the
+layer's index."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one `model_type` of Hugging Face maps to this package.
+
+    names: Hugging Face's tensor names by this package's keys, or functions that find tensors that
+        are stored in one; "{i}" is the decoder layer's index, "{e}" the expert's.
+    prefixes: strings that may precede every Hugging Face name.
+    ignored: patterns of names of tensors in checkpoints that inference does not need.
+    """
+
+    model_type: str
+    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    names: Mapping[str, str | Find]
+    prefixes: tuple[str, ...] = ("model.", "")
+    ignored: tuple[str, ...] = ()
+
+    def stored(self, tensor: TensorSpec, config: ModelConfig) -> Stored:
+        """Returns where a tensor is; the name has no prefix: "decoder.layers.3.fc1.weight"."""
+        layer = re.match(r"decoder\.(\d+)\.(.*)", tensor.key)
+        if layer is None:
+            name = self.names[tensor.key]
+            assert isinstance(name, str), "only decoder layers are stored in parts"
+            return Stored(name)
+        path = re.sub(r"^experts\.\d+\.", "experts.{e}.", layer[2])
+        found = self.names["decoder.{i}." + path]
+        if not isinstance(found, str):
+            parts = config.kinds[config.pattern[int(layer[1])]]
+            where = found(tensor, parts)
+            return Stored(where.name.replace("{i}", layer[1]), *_rest(where))
+        return Stored(found.replace("{i}", layer[1]).replace("{e}", str(tensor.expert)))
+
+    def is_ignored(self, name: str) -> bool:
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+
+
+def _rest(where: Stored) -> tuple[Any, ...]:
+    return where.first, where.unit, where.stride, where.total
+
+
+def joined(name: str, sizes: Callable[[LayerParts], Sequence[int]], index: int) -> Find:
+    """Returns how to find the part `index` of tensors that are joined by rows, one after the
+    other."""
+
+    def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
+        rows = sizes(parts)
+        size = rows[index]
+        return Stored(name, sum(rows[:index]), size, size, sum(rows))
+
+    return find
+
+
+def woven(name: str, index: int) -> Find:
+    """Returns how to find queries (0), keys (1) or values (2) that are stored head by head."""
+
+    def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
+        size = parts.attention.head_dim
+        return Stored(name, index * size, size, 3 * size, 3 * tensor.shape[0])
+
+    return find
+
+
+class Fields:
+    """The fields of a Hugging Face config, for those who must have them or know a default."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns a field, or the default if it is absent or null; raises `ConfigError` if there is
+        no default either."""
+        value = self.raw.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"the config has no {name!r}")
+        return value
+
+    def maybe(self, name: str) -> Any:
+        """Returns a field, or None if it is absent or null."""
+        return self.raw.get(name)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Returns a field that is a positive integer."""
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Returns a field that is a number."""
+        value = self.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ConfigError(f"{name} must be a number, not {value!r}")
+        return float(value)
+
+    def ids(self, bos: int | None = None, eos: int | None = None) -> dict[str, Any]:
+        """Returns the fields of `ModelConfig` for special tokens and the dtype, with a family's
+        own defaults. Where there is no padding token, another one serves: padding is masked."""
+        found = self.raw.get("eos_token_id", eos)
+        ends = tuple(found) if isinstance(found, list) else () if found is None else (found,)
+        pad = self.raw.get("pad_token_id")
+        is_id = isinstance(pad, int) and pad >= 0
+        return {
+            "bos_id": self.raw.get("bos_token_id", bos),
+            "eos_ids": ends,
+            "pad_id": pad if is_id else 0,
+            "dtype": self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32",
+        }
+
+    def rotary(self, head_dim: int, layer_type: str | None = None, **defaults: Any) -> Rotary:
+        """Returns the rotary embeddings of a config, of a kind of layer if there are several;
+        `defaults` has the family's own theta and share of a head.
+
+        They are in `rope_parameters`, or in `rope_theta` and `rope_scaling` as transformers before
+        version 5 wrote them.
+        """
+        found = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        if layer_type is not None and layer_type in found:
+            found = found[layer_type] or {}
+        if not isinstance(found, Mapping):
+            raise ConfigError("rope_parameters (rope_scaling) must be an object")
+        own = Fields(defaults | dict(self.raw) | {k: v for k, v in found.items() if v is not None})
+        kind = found.get("rope_type") or found.get("type") or "default"
+        share = own.number("partial_rotary_factor", 1.0)
+        longest = self.count("max_position_embeddings")
+        original = int(self.raw.get("original_max_position_embeddings") or 0)
+        original = original or int(found.get("original_max_position_embeddings") or longest)
+        args = (own, kind, int(head_dim * share), original, longest)
+        return _scaled_rotary(*args)
+
+
+def _scaled_rotary(own: Fields, kind: str, size: int, original: int, longest: int) -> Rotary:
+    """Returns rotary embeddings of a kind, from the fields that it needs."""
+    theta = own.number("rope_theta", 10000.0)
+    if kind in ("default", "dynamic"):
+        return Rotary(size, theta, kind)
+    if kind == "linear":
+        return Rotary(size, theta, kind, own.number("factor"))
+    if kind == "llama3":
+        slow, fast = own.number("low_freq_factor"), own.number("high_freq_factor")
+        return Rotary(size, theta, kind, own.number("factor"), original, slow, fast)
+    if kind == "yarn":
+        factor = own.number("factor", longest / original)
+        slow, fast = own.number("beta_slow", 1.0), own.number("beta_fast", 32.0)
+        truncates = bool(own.get("truncate", True))
+        return Rotary(
+            size, theta, kind, factor, original, slow, fast, truncates, _yarn_scale(own, factor)
+        )
+    if kind in ("longrope", "su"):
+        factor = own.number("factor", longest / original)
+        own_scale = own.maybe("attention_factor")
+        scale = 1.0 if factor <= 1 else sqrt(1 + log(factor) / log(original))
+        short, long = (tuple(own.get(f"{name}_factor")) for name in ("short", "long"))
+        return Rotary(
+            size,
+            theta,
+            "longrope",
+            factor,
+            original,
+            scale=own_scale or scale,
+            short=short,
+            long=long,
+        )
+    return Rotary(size, theta, kind)
+
+
+def _yarn_scale(own: Fields, factor: float) -> float:
+    """Returns the factor of cosines and sines (Peng et al. 2023, "YaRN", section 3.4)."""
+    given, part, whole = (own.maybe(n) for n in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return float(given)
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
+
+    return scale(part) / scale(whole) if part and whole else scale(1.0)
+
+
+def pairs(ours: str, theirs: str, parts: Mapping[str, str]) -> dict[str, str]:
+    """Returns names of the parts of one block."""
+    return {f"{ours}.{part}": f"{theirs}.{name}" for part, name in parts.items()}
+
+
+LINEAR = {"kernel": "weight", "bias": "bias"}
+NORM = {"scale": "weight", "bias": "bias"}
+
+
+def pattern_of(kinds: Sequence[LayerParts]) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` for decoder layers that have these parts."""
+    different = tuple(dict.fromkeys(kinds))
+    return {"kinds": different, "pattern": tuple(different.index(kind) for kind in kinds)}

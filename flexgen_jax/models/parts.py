@@ -1,0 +1,219 @@
+"""The parts of a decoder layer, as data: attention, feed-forward block or experts, norms.
+
+A family chooses parts; modules, shapes, bytes and FLOPs follow from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flexgen_jax.errors import UserError
+
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu")
+
+ROTARY_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+"""Kinds of `Rotary`, in Hugging Face's words. Dynamic scaling (NTK) begins beyond the context that
+a config names, which no request exceeds, so that within it it is the default."""
+
+FEWEST, MOST = 16, 256
+"""The fewest and the most tokens that an expert computes at once."""
+
+NormPlace = Literal["before", "after", "around", "result"]
+"""Where a layer's norms are: before each block (OPT, LLaMA), after each residual sum (OPT-350m),
+before each block and on its result (Gemma 2), or on the result alone (OLMo 2)."""
+
+
+class ConfigError(UserError):
+    """A model description that this package cannot run; the message names the field."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embeddings (Su et al. 2021, "RoFormer", section 3.2) and their scaling.
+
+    size: elements of a head that are rotated, the first ones; theta: the base of the wavelengths;
+    factor: by how much the context is longer than in training; original: the context of training;
+    slow, fast: turns over the original context below which frequencies are divided by the factor,
+    and above which they stay (llama3, yarn); truncates: whether yarn rounds the borders between
+    these; scale: factor of the cosines and sines; short, long: divisors of each frequency for
+    sequences of up to `original` tokens and for longer ones (longrope).
+    """
+
+    size: int
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original: int = 0
+    slow: float = 1.0
+    fast: float = 4.0
+    truncates: bool = True
+    scale: float = 1.0
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROTARY_KINDS:
+            raise ConfigError(f"rope_type {self.kind!r} is not supported; choose {ROTARY_KINDS}")
+        if self.size < 2 or self.size % 2:
+            raise ConfigError(f"the rotated part of a head must be even, not {self.size}")
+        if self.theta <= 0 or self.factor <= 0:
+            raise ConfigError("rope_theta and the factor of rope_parameters must be positive")
+        if self.kind == "longrope":
+            for name, divisors in (("short_factor", self.short), ("long_factor", self.long)):
+                if len(divisors) != self.size // 2:
+                    raise ConfigError(f"{name} must have {self.size // 2} numbers")
+        needs = self.kind in ("llama3", "yarn", "longrope")
+        if needs and self.original < 1:
+            raise ConfigError(f"rope_type {self.kind!r} needs original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """A decoder layer's attention: numbers of heads, elements in a head, and its variants.
+
+    Query heads share heads of keys and values if there are fewer of the latter: consecutive ones
+    form a group. scale: factor of the scores, by default one over the root of head_dim; qkv_bias,
+    out_bias: whether the projections have biases; qk_norm: whether queries and keys are normalised,
+    each head by itself or all heads together; rotary: position embeddings, None for learned ones;
+    window: how many tokens a token sees, itself included, None for all; softcap: bound of the
+    scores, which become cap * tanh(score / cap).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float = 0.0
+    qkv_bias: bool = True
+    out_bias: bool = True
+    qk_norm: Literal["head", "all"] | None = None
+    rotary: Rotary | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            check_positive(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.window is not None:
+            check_positive("sliding_window", self.window)
+        if self.rotary is not None and self.rotary.size > self.head_dim:
+            raise ConfigError(f"{self.rotary.size} of {self.head_dim} elements cannot be rotated")
+        if not self.scale:
+            object.__setattr__(self, "scale", self.head_dim**-0.5)
+
+    @property
+    def group(self) -> int:
+        """Number of query heads that share a head of keys and values."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def query_size(self) -> int:
+        """Elements of a token's query, and of its attention result."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of a token's key, and of its value."""
+        return self.num_kv_heads * self.head_dim
+
+    def query_shape(self, batch: int, tokens: int = 1) -> tuple[int, int, int, int]:
+        """Returns the shape of some tokens' queries: [batch, head, token, head_dim]."""
+        return batch, self.num_heads, tokens, self.head_dim
+
+    def kv_shape(self, batch: int, tokens: int) -> tuple[int, int, int, int]:
+        """Returns the shape of some tokens' keys or values: [batch, head, token, head_dim]."""
+        return batch, self.num_kv_heads, tokens, self.head_dim
+
+    def seen(self, tokens: int) -> int:
+        """Returns how many of `tokens` earlier tokens a token sees."""
+        return tokens if self.window is None else min(tokens, self.window - 1)
+
+    def prefill_flops(self, batch: int, tokens: int, before: int = 0) -> float:
+        """Returns the FLOPs of prompts' attention to themselves, and to `before` earlier tokens.
+
+        They are two products, with 2 FLOPs per element and pair of tokens. Earlier tokens count
+        twice, since kernels leave out most of the half of pairs in which a token would see later
+        ones, which is counted.
+        """
+        pairs = tokens + 2 * before if self.window is None else min(tokens, 2 * self.window)
+        return 4.0 * batch * tokens * pairs * self.query_size
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """A feed-forward block: down(activation(up(x))), or with a gate down(activation(gate(x)) *
+    up(x)). width: elements between the products."""
+
+    width: int
+    activation: str = "relu"
+    is_gated: bool = False
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        check_positive("the feed-forward width", self.width)
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(
+                f"activation {self.activation!r} is not supported; choose one of {ACTIVATIONS}"
+            )
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts: a router chooses `top` of `count` feed-forward blocks for each token.
+
+    expert: the blocks; is_normalised: whether the weights of the chosen ones are divided by their
+    sum, after a softmax over all; shared: a block that all tokens go through, too, if there is one;
+    is_shared_gated: whether its result is multiplied by the sigmoid of a learned product.
+    """
+
+    count: int
+    top: int
+    expert: MLPSpec
+    is_normalised: bool
+    shared: MLPSpec | None = None
+    is_shared_gated: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive("num_experts", self.count)
+        check_positive("num_experts_per_tok", self.top)
+        if self.top > self.count:
+            raise ConfigError(f"{self.top} of {self.count} experts cannot be chosen")
+
+    def rows_at_once(self, tokens: int) -> int:
+        """Returns how many tokens an expert computes at once, of a step that has so many: about as
+        many as are expected to choose it."""
+        expected = max(1, tokens * self.top // self.count)
+        return min(tokens, max(FEWEST, min(MOST, 1 << (expected - 1).bit_length())))
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What one kind of decoder layer is made of."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec | ExpertsSpec
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A model's norms: layer norm, or RMS norm (Zhang and Sennrich 2019), which has no mean and no
+    bias. is_affine: whether there are learned scales, and biases; offset: what is added to scales.
+    """
+
+    is_rms: bool = False
+    eps: float = 1e-5
+    is_affine: bool = True
+    offset: float = 0.0
+
+
+LAYER_NORM = NormSpec()
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raises `ConfigError` unless a value is a positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, not {value!r}")

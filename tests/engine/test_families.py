@@ -1,0 +1,101 @@
+"""The contract of every family: what transformers computes, this package computes, wherever the
+data lie. `scripts/check_families.py` runs the full product of variants and placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from tests.helpers.families import NEW_TOKENS, VARIANTS, Reference
+from tests.helpers.models import prompts
+
+PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+WAYS: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
+    ((30, 40, 20, 50, 0, 100), {"attention": "host", "prefill_chunk": 7}),
+    ((0, 0, 0, 0, 0, 0), {"attention": "device", "schedule": "zigzag"}),
+)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Reference]:
+    root = tmp_path_factory.mktemp("families")
+    return cache(lambda family, n: Reference(root / f"{family}-{n}", family, n))
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize("variant", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_logits_are_those_of_transformers(
+    references: Callable[[str, int], Reference], family: str, variant: int
+) -> None:
+    """Log-probabilities are the logits minus one constant per row."""
+    reference = references(family, variant)
+    with LLM(reference.folder, dtype="float32", policy=Policy(batch_size=8)) as llm:
+        scores = llm.score(prompt_token_ids=prompts())
+    for ids, score in zip(prompts(), scores, strict=True):
+        np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize("variant", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_tokens_are_those_of_transformers(
+    references: Callable[[str, int], Reference],
+    tmp_path: Path,
+    family: str,
+    variant: int,
+    way: int,
+) -> None:
+    reference, (percent, how) = references(family, variant), WAYS[way]
+    policy = Policy.from_percent(*percent, batch_size=4, num_batches=2, kv_block_tokens=4, **how)
+    with LLM(
+        reference.folder, policy=policy, dtype="float32", offload_dir=tmp_path, unified=bool(way)
+    ) as llm:
+        results = llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
+        report = llm.report()
+    assert [result.token_ids for result in results] == reference.tokens
+    for tier, peak in report["peak_bytes"].items():
+        assert peak <= report["computed_peak_bytes"][tier], tier
+
+
+def test_longrope_has_frequencies_for_long_sequences(tmp_path: Path) -> None:
+    """A text of more tokens than in training is scored with other frequencies than a short one."""
+    reference = Reference(tmp_path, "phi3", 0)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(3, 96, count).tolist() for count in (60, 20, 45)]
+    with LLM(tmp_path, dtype="float32", policy=Policy(batch_size=2)) as llm:
+        scores = llm.score(prompt_token_ids=texts)
+    for ids, score in zip(texts, scores, strict=True):
+        np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2_moe"])
+@pytest.mark.parametrize("bits", [4])
+def test_packed_weights_and_caches_give_equal_tokens_everywhere(
+    references: Callable[[str, int], Reference], tmp_path: Path, family: str, bits: int
+) -> None:
+    found = []
+    for percent, how in WAYS:
+        policy = Policy.from_percent(
+            *percent,
+            batch_size=4,
+            num_batches=2,
+            kv_block_tokens=4,
+            weight_bits=bits,
+            cache_bits=bits,
+            **how | {"prefill_chunk": 2048},
+        )
+        folder = references(family, 0).folder
+        with LLM(folder, policy=policy, dtype="float32", offload_dir=tmp_path) as llm:
+            results = llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
+        found.append([result.token_ids for result in results])
+    assert found[0] == found[1]
+    assert len({tuple(ids) for ids in found[0]}) > 1

@@ -1,0 +1,167 @@
+"""Tiny random models of every family that transformers makes and saves."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.helpers.models import BASE as OPT_BASE
+from tests.helpers.models import byte_tokenizer, prompts
+
+NEW_TOKENS = 16
+
+BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 96,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **fields}}
+
+
+LLAMA3 = rope(
+    "llama3",
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=24,
+)
+LONG = {"factor": 4.0, "original_max_position_embeddings": 24}
+LONGROPE = rope(
+    "longrope",
+    partial_rotary_factor=0.5,
+    short_factor=[1.0, 1.5],
+    long_factor=[2.0, 4.0],
+)
+MIXED_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
+    "opt": ("OPT", (OPT_BASE, OPT_BASE | {"tie_word_embeddings": False})),
+    "llama": ("Llama", ({}, {"attention_bias": True, "mlp_bias": True, **LLAMA3})),
+    "llama-yarn": ("Llama", (rope("yarn", **LONG), {**rope("linear", factor=4.0), "head_dim": 12})),
+    "llama-dynamic": ("Llama", (rope("dynamic", factor=2.0), {"num_key_value_heads": 1})),
+    "mistral": ("Mistral", ({"sliding_window": 7}, {"sliding_window": None, "head_dim": 16})),
+    "qwen2": (
+        "Qwen2",
+        ({}, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ),
+    "qwen3": ("Qwen3", ({"head_dim": 16}, {"head_dim": 16, "tie_word_embeddings": True})),
+    "phi3": (
+        "Phi3",
+        (
+            {"original_max_position_embeddings": 40, **LONGROPE},
+            {"num_key_value_heads": 4, "sliding_window": 9},
+        ),
+    ),
+    "gemma2": (
+        "Gemma2",
+        (
+            {"head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 3.0},
+            {"head_dim": 8, "query_pre_attn_scalar": 16, "final_logit_softcapping": None},
+        ),
+    ),
+    "gemma3_text": (
+        "Gemma3",
+        (
+            {
+                "head_dim": 16,
+                "sliding_window": 7,
+                "layer_types": MIXED_TYPES,
+                "rope_parameters": GEMMA3_ROPE,
+            },
+            {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+        ),
+    ),
+    "gpt_neox": (
+        "GPTNeoX",
+        ({"num_key_value_heads": 4}, {"use_parallel_residual": False, "rotary_pct": 1.0}),
+    ),
+    "mixtral": (
+        "Mixtral",
+        ({"num_local_experts": 4}, {"num_local_experts": 5, "sliding_window": 7}),
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        (
+            EXPERTS | {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 2},
+            EXPERTS | {"shared_expert_intermediate_size": 16, "norm_topk_prob": True},
+        ),
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        (
+            EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
+            EXPERTS | {"head_dim": 8, "mlp_only_layers": [1]},
+        ),
+    ),
+}
+"""The names of transformers' classes, and two variants of a config."""
+
+
+class Reference:
+    """A tiny random model that transformers itself saved."""
+
+    def __init__(self, folder: Path, family: str, variant: int) -> None:
+        import torch
+        import transformers
+
+        torch.manual_seed(0)
+        torch.set_num_threads(1)  # for tiny models more of them only get into each other's way
+        name, variants = VARIANTS[family]
+        text = "Text" if name == "Gemma3" else ""
+        fields = BASE | variants[variant] if family != "opt" else variants[variant]
+        config = getattr(transformers, f"{name}{text}Config")(**fields)
+        config._attn_implementation = "eager"
+        self.model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        self.model.save_pretrained(folder)
+        (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+        self.folder = folder
+
+    def logits(self, ids: list[int]) -> np.ndarray:
+        """Returns the logits of all tokens, fp64 [token, vocabulary]."""
+        import torch
+
+        with torch.inference_mode():
+            found: np.ndarray = self.model(torch.tensor([ids])).logits[0].double().numpy()
+        return found
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """The greedy tokens of every prompt of `tests.helpers.models.prompts`."""
+        import torch
+
+        found = []
+        self.model.generation_config.eos_token_id = None
+        for ids in prompts():
+            out = self.model.generate(
+                torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=1
+            )
+            found.append(out[0, len(ids) :].tolist())
+        return found
+
+    def logprobs(self, ids: list[int]) -> np.ndarray:
+        """Returns the log-probability of every token but the first."""
+        logits = self.logits(ids)
+        logits = logits - logits.max(-1, keepdims=True)
+        table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return table[np.arange(len(ids) - 1), ids[1:]]
