@@ -269,6 +269,23 @@ def _phi3(raw: Mapping[str, Any]) -> ModelConfig:
     return _read_llama(raw, attention, ids={"bos": 1, "eos": 32000})
 
 
+def _olmo2(raw: Mapping[str, Any]) -> ModelConfig:
+    bias = bool(raw.get("attention_bias", False))
+    attention = {"qkv_bias": bias, "out_bias": bias, "qk_norm": "all"}
+    return _read_llama(raw, attention, model={"norm_place": "result"}, ids={"eos": 50279})
+
+
+def _starcoder2(raw: Mapping[str, Any]) -> ModelConfig:
+    own, bias = Fields(raw), bool(raw.get("use_bias", True))
+    windows = [raw.get("sliding_window")] * own.count("num_hidden_layers")
+    attention = {"qkv_bias": bias, "out_bias": bias, "windows": windows}
+    activation = raw.get("hidden_act") or "gelu_pytorch_tanh"
+    mlp = {"is_gated": False, "bias": bias, "activation": activation}
+    norm = NormSpec(eps=own.number("norm_epsilon", 1e-5))
+    model = {"norm": norm, "tied_head": bool(raw.get("tie_word_embeddings", True))}
+    return _read_llama(raw, attention, mlp, model, ids={"bos": 50256, "eos": 50256})
+
+
 _LAYER = "layers.{i}"
 
 _ENDS = {
@@ -334,6 +351,24 @@ def _phi3_names() -> dict[str, str | Find]:
 
 
 PHI3 = Family("phi3", _phi3, _phi3_names())
+OLMO2 = Family(
+    "olmo2",
+    _olmo2,
+    _NAMES
+    | {
+        **pairs("decoder.{i}.attention_result_norm", f"{_LAYER}.post_attention_layernorm", NORM),
+        **pairs("decoder.{i}.mlp_result_norm", f"{_LAYER}.post_feedforward_layernorm", NORM),
+    },
+)
+STARCODER2 = Family(
+    "starcoder2",
+    _starcoder2,
+    _NAMES
+    | {
+        **pairs("decoder.{i}.mlp.up", f"{_LAYER}.mlp.c_fc", LINEAR),
+        **pairs("decoder.{i}.mlp.down", f"{_LAYER}.mlp.c_proj", LINEAR),
+    },
+)
 
 _MIXTRAL_EXPERT = f"{_LAYER}.block_sparse_moe.experts.{{e}}"
 _EXPERT = f"{_LAYER}.mlp.experts.{{e}}"
@@ -430,6 +465,8 @@ FAMILIES: Mapping[str, Family] = {
         GEMMA3,
         GEMMA3_SEEING,
         NEOX,
+        OLMO2,
+        STARCODER2,
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,

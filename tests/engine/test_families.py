@@ -77,7 +77,10 @@ def test_longrope_has_frequencies_for_long_sequences(tmp_path: Path) -> None:
         np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_moe", *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama", "gemma3_text"))],
+)
 @pytest.mark.parametrize("bits", [4])
 def test_packed_weights_and_caches_give_equal_tokens_everywhere(
     references: Callable[[str, int], Reference], tmp_path: Path, family: str, bits: int

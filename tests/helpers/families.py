@@ -94,6 +94,8 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
         "GPTNeoX",
         ({"num_key_value_heads": 4}, {"use_parallel_residual": False, "rotary_pct": 1.0}),
     ),
+    "olmo2": ("Olmo2", ({}, {"attention_bias": True, "tie_word_embeddings": True})),
+    "starcoder2": ("Starcoder2", ({}, {"use_bias": False, "sliding_window": 7})),
     "mixtral": (
         "Mixtral",
         ({"num_local_experts": 4}, {"num_local_experts": 5, "sliding_window": 7}),
