@@ -26,7 +26,7 @@ from flexgen_jax.offload.split_attention import Moment, Question, attend_split
 from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.arrivals import Planned
-from flexgen_jax.policy.backend import Inputs, Part
+from flexgen_jax.policy.backend import ChosenExperts, Inputs, Part
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.placement import CacheKey
@@ -289,23 +289,40 @@ class BlockRun:
                 computed = self._prefill_chunk(step, weights, inputs, shared)
             else:
                 computed = self._prefill(step, weights, inputs.hidden.arriving)
-            if experts and not self._plan.only_caches(step.token, step.layer):
-                self._through_experts(step, weights, experts, computed)
+            if self._layers[step.layer].experts is not None:
+                self._through_experts(step, weights, experts, computed, inputs.experts)
         self._watch(step, inputs.weights, computed.checks)
         self._checks[step.batch] = computed.checks
         return computed
 
     def _through_experts(
-        self, step: Step, weights: Any, experts: Mapping[int, Any], computed: Computed
+        self,
+        step: Step,
+        weights: Any,
+        experts: dict[int, dict[str, Any]],
+        computed: Computed,
+        chosen: ChosenExperts | None,
     ) -> None:
-        """Computes a layer's experts one after the other, each for the tokens that chose it."""
+        """Computes a layer's experts one after the other, each for the tokens that chose it.
+
+        experts: those that are there; the chosen ones of the others are loaded, if `chosen` says
+        how.
+        """
+        if self._plan.only_caches(step.token, step.layer):
+            return
         programs, layer, hidden = self._layer_programs, self._layers[step.layer], computed.hidden
         assert hidden is not None, "attention gives hidden states"
         rows, tokens, _ = hidden.shape
         *routed, out = programs.route(layer, rows, tokens)(weights, hidden)
+        asked = set(experts)
+        if chosen is not None:
+            asked = set(np.unique(np.asarray(routed[1])).tolist())
+            for load in chosen.load(asked):
+                for number, mine in split_experts(load.arriving)[1].items():
+                    experts.setdefault(number, {}).update(mine)
         expert, numbers = programs.expert(layer, rows * tokens), self._device.memories.numbers
-        for number, mine in sorted(experts.items()):
-            out = expert(mine, *routed, numbers(number), out)
+        for number in sorted(asked):
+            out = expert(experts[number], *routed, numbers(number), out)
         combine = programs.combine(rows, tokens)
         computed.hidden, computed.checks = combine(hidden, computed.checks, out)
 

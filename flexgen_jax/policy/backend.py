@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from flexgen_jax.policy.placement import CacheKey
@@ -16,19 +16,33 @@ Part = WeightsPart | CachedPart | HiddenPart
 """What a load brings to the device."""
 
 
+class ChosenExperts(NamedTuple):
+    """Experts that are loaded when it is known which are chosen.
+
+    load: loads those with these numbers, as far as they are not on the device, and returns a load
+    for each; most, expected: how many the tokens of this visit can choose, up to this step's, and
+    how many they are expected to.
+    """
+
+    load: Callable[[Collection[int]], Sequence[Handle]]
+    most: int
+    expected: int
+
+
 class Inputs(NamedTuple):
     """The loads that a step computes with.
 
     weights: one for each part of the layer, then one for the prefix's KV cache, if the step attends
-    to it; hidden: None for the embedding; cache: None unless the
-    step attends to earlier tokens; early: the next step and its hidden states, whose query may be
-    computed while the CPU attends for this step, or None.
+    to it; hidden: None for the embedding; cache: None unless the step attends to earlier tokens;
+    early: the next step and its hidden states, whose query may be computed while the CPU attends
+    for this step, or None; experts: None if all of them are among the weights.
     """
 
     weights: Sequence[Handle]
     hidden: Handle = None
     cache: Handle = None
     early: tuple[Step, Handle] | None = None
+    experts: ChosenExperts | None = None
 
 
 class Backend(Protocol):

@@ -19,7 +19,7 @@ from flexgen_jax.models.config import DTYPES, ModelConfig
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, TensorSpec, model_spec
 from flexgen_jax.policy.hardware import TRANSFERS, HardwareProfile
 from flexgen_jax.policy.placement import stays_on_device
-from flexgen_jax.policy.plan import BlockPlan, BlockShape
+from flexgen_jax.policy.plan import BlockPlan, BlockShape, few_are_chosen
 from flexgen_jax.policy.policy import (
     Policy,
     Workload,
@@ -111,9 +111,16 @@ class Costs:
         if experts is None:
             return self._linear.seconds(layer.flops(rows), rows)
         routed = 2.0 * rows * experts.top * layer.expert_size
-        each = rows * experts.top / layer.chosen_experts(rows)
         shared = self._linear.seconds(layer.flops(rows) - routed, rows)
-        return shared + self._linear.seconds(routed, each)
+        return shared + self.experts_s(layer, rows)
+
+    def experts_s(self, layer: LayerSpec, rows: float) -> float:
+        """Seconds of the products of a layer's experts, a part of `linear_s`."""
+        if layer.experts is None:
+            return 0.0
+        routed = 2.0 * rows * layer.experts.top * layer.expert_size
+        each = rows * layer.experts.top / layer.chosen_experts(rows)
+        return self._linear.seconds(routed, each)
 
     def unpack_s(self, layer: LayerSpec) -> float:
         """Seconds of unpacking a decoder layer's weights for all batches of a visit; 0 if each
@@ -265,6 +272,15 @@ class Costs:
         """Bytes of a layer's large tensors, which a policy places."""
         return sum(self.formats.weight(t).nbytes for t in layer.large)
 
+    def decode_bytes(self, layer: LayerSpec, rows: int) -> float:
+        """Bytes of the large tensors that a decode step of `rows` sequences needs of a layer: all,
+        or of experts those that are expected to be chosen, if they are few."""
+        if not few_are_chosen(layer, rows):
+            return self.layer_bytes(layer)
+        expert = sum(self.formats.weight(t).nbytes for t in layer.large if t.expert == 0)
+        assert layer.experts is not None, "few of them are chosen"
+        return self.layer_bytes(layer) - expert * (layer.experts.count - layer.chosen_experts(rows))
+
     def end_bytes(self) -> int:
         """Bytes of the large tensors of embedding and head; a shared table counts twice."""
         return sum(self.formats.weight(t).nbytes for t in self._end_tensors())
@@ -334,7 +350,10 @@ def _weights(costs: Costs, reads_ends: bool) -> tuple[Linear, Linear]:
     """
     policy = costs.policy
     moves = 1 if policy.order.shares_weights else policy.num_batches
-    layer = costs.mean(costs.layer_bytes)
+    rows = policy.batch_size * (policy.num_batches if moves == 1 else 1)
+    layer = costs.mean(
+        costs.layer_bytes if reads_ends else lambda layer: costs.decode_bytes(layer, rows)
+    )
     ends = costs.end_bytes() / len(costs.spec.decoders)
     read = layer * moves + (ends if reads_ends else 0)
     return Linear(AWAY_W) * (moves * (layer + ends)), Linear({"wd": float(read)})

@@ -9,13 +9,13 @@ ledger (`memory.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
 from flexgen_jax.policy.arrivals import Planned
-from flexgen_jax.policy.backend import Backend, Handle, Inputs
+from flexgen_jax.policy.backend import Backend, ChosenExperts, Handle, Inputs
 from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.cache_blocks import CacheBlocks, LayerBatch
 from flexgen_jax.policy.hidden_states import HiddenStates
@@ -85,6 +85,9 @@ class BlockLoop:
         self._going: set[int] = set()
         self._shrinking: dict[int, tuple[int, int]] = {}
         self._attending: set[int] = set()
+        self._prompting: set[int] = set()
+        self._taken: dict[VisitPart, None] = {}
+        self._routed = (-1, 0)
         self._to_copy: deque[VisitPart] = deque()
         self._steps_left = 0
         self._read_for: int | None = None
@@ -149,6 +152,7 @@ class BlockLoop:
         if not self._dispatched:
             self._read_weights(-1)
         self._going.add(step.batch)
+        self._prompting.add(step.batch)
         self._cache.enter(step.batch)
 
     def _shrink(self, step: Step) -> None:
@@ -162,9 +166,43 @@ class BlockLoop:
             self._backend.shrink(step, rows)
 
     def _keys(self, step: Step) -> list[VisitPart]:
-        keys: list[VisitPart] = [(step.visit, part) for part in self._plan.parts[step.layer]]
+        """Returns what a step computes with, but for experts that are loaded when they are
+        chosen."""
+        parts = self._plan.parts[step.layer]
+        if self._loads_chosen(step):
+            parts = tuple(part for part in parts if part.expert is None)
+        keys: list[VisitPart] = [(step.visit, part) for part in parts]
         prefix = self._plan.prefix_part(step)
         return keys if prefix is None else [*keys, (step.visit, prefix)]
+
+    def _loads_chosen(self, step: Step) -> bool:
+        """Returns whether experts are loaded only when a step has chosen them: if no batch will be
+        in its prompt, as those are done with it that begin together, and few will be chosen."""
+        if step.token <= 0 or (self._prompting and step.batch not in self._prompting):
+            return False
+        rows = sum(self._plan.batches[batch].rows for batch in self._going)
+        return self._plan.loads_chosen(step.layer, rows)
+
+    def _chosen(self, step: Step) -> ChosenExperts | None:
+        """Returns how a step loads the experts that it chooses."""
+        layer = self._plan.spec.layers[step.layer]
+        if layer.experts is None or not self._loads_chosen(step):
+            return None
+        visit, before = self._routed
+        rows = self._plan.batches[step.batch].rows + (before if visit == step.visit else 0)
+        self._routed = (step.visit, rows)
+        parts = [part for part in self._plan.parts[step.layer] if part.expert is not None]
+
+        def load(numbers: Collection[int]) -> list[Handle]:
+            keys: list[VisitPart] = [(step.visit, p) for p in parts if p.expert in numbers]
+            for key in keys:  # all reads begin before any is waited for
+                self._weights.prefetch(key)
+            self._taken |= dict.fromkeys(keys)
+            return [self._weights.take(key) for key in keys]
+
+        count = layer.experts.count
+        most = min(count, rows * layer.experts.top)
+        return ChosenExperts(load, most, round(layer.chosen_experts(rows)))
 
     # Loads
 
@@ -254,8 +292,12 @@ class BlockLoop:
         """Releases a layer's weights after the last step of its visit."""
         following = self._ahead.following()
         if following is None or following.visit != step.visit:
-            for key in self._keys(step):
+            keys: list[VisitPart] = [(step.visit, part) for part in self._plan.parts[step.layer]]
+            for key in self._taken:
                 self._weights.release(key, self._dispatched)
+            self._taken.clear()
+            unused = set(keys)  # experts that were loaded ahead before few were expected
+            self._weights.keep_only(lambda key: key not in unused, self._dispatched)
 
     def _is_cached(self, step: Step) -> bool:
         """Returns whether the step attends to a KV cache that is complete by now."""
@@ -278,7 +320,9 @@ class BlockLoop:
 
     def _inputs(self, step: Step) -> Inputs:
         """Returns what a step computes with, on its way to the device."""
-        weights = [self._weights.take(key) for key in self._keys(step)]
+        keys = self._keys(step)
+        self._taken |= dict.fromkeys(keys)
+        weights = [self._weights.take(key) for key in keys]
         if self._kinds[step.layer] == "embedding":
             if step.token - self._token_before(step.token) > 1:
                 self._skip_to(step)
@@ -286,12 +330,13 @@ class BlockLoop:
         hidden = self._hidden.take(step)
         if not self._takes_cache(step):
             return Inputs(weights, hidden)
+        experts = self._chosen(step)
         cache = self._cached.take(step)
         if self._is_shrinking(step):
             self._cache.shrink(_where(step), cache, self._dispatched + 1)
             if step.layer == len(self._kinds) - 2:
                 del self._shrinking[step.batch]
-        return Inputs(weights, hidden, cache, self._early(step))
+        return Inputs(weights, hidden, cache, self._early(step), experts)
 
     def _is_shrinking(self, step: Step) -> bool:
         return self._shrinking.get(step.batch, (None, 0))[0] == step.token
@@ -303,6 +348,8 @@ class BlockLoop:
         """Dispatches one layer for one batch, and hands on the results that need no waiting."""
         computed = self._backend.compute(step, inputs)
         self._dispatched += 1
+        if step.token > 0:
+            self._prompting.discard(step.batch)
         if self._takes_cache(step):
             self._attending.add(step.batch)
             self._cached.release(step, self._dispatched)
@@ -397,6 +444,7 @@ class BlockLoop:
         what it has."""
         self._going.discard(batch)
         self._attending.discard(batch)
+        self._prompting.discard(batch)
         self._shrinking.pop(batch, None)
         self._ahead.drop(batch)
         for stream in (self._cached, self._hidden):
@@ -412,6 +460,7 @@ class BlockLoop:
         visits = {step.visit for step in steps}
         self._weights.rename(lambda key: key if key[0] in visits else wanted.get(key[1], key))
         self._weights.keep_only(lambda key: key[0] in visits, self._dispatched)
+        self._taken = {key: None for key in self._taken if key in self._weights}
         self._read_for = self._copied_for = None  # other visits come next
         self._read_until = -1
 

@@ -53,7 +53,8 @@ class Idle:
         pass
 
     def compute(self, step: Step, inputs: Inputs) -> Handle:
-        return None
+        if inputs.experts is not None:
+            inputs.experts.load(range(inputs.experts.most))
 
     def finish(self, step: Step, computed: Handle) -> int | None:
         return None

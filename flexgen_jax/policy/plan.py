@@ -104,7 +104,8 @@ class WeightsPart:
     such a part `is_kept`: what is read of it stays in host buffers while the block runs.
 
     layer: the first layer that has the part; keys: of its tensors; layouts: of the host buffers
-    into which it is read from disk; copied: bytes of the device that a copy of it takes.
+    into which it is read from disk; copied: bytes of the device that a copy of it takes; expert:
+    the number of the expert that the part is, which need not be loaded if nobody chooses it.
     """
 
     layer: int
@@ -112,6 +113,7 @@ class WeightsPart:
     is_kept: bool
     layouts: tuple[Layout, ...]
     copied: int
+    expert: int | None = None
 
 
 class CachedPart(NamedTuple):
@@ -286,6 +288,11 @@ class BlockPlan:
             return None
         return self.earlier(layer, PREFIX, len(self.cache.prompt[PREFIX]))
 
+    def loads_chosen(self, layer: int, rows: int) -> bool:
+        """Returns whether of a layer's experts only the chosen ones are loaded, for one token of so
+        many sequences."""
+        return few_are_chosen(self.spec.layers[layer], rows)
+
     def _blocks(self, batch: BatchShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         size, chunks = self.policy.kv_block_tokens, self.chunks(batch)
         # In one RAM it makes no difference to memory how long the open block is.
@@ -359,22 +366,21 @@ class BlockPlan:
         )
 
     def _divided(self, layer: LayerSpec) -> Iterable[tuple[TensorSpec, ...]]:
-        is_apart = layer.kind != "decoder"
-        moves = {t.key for t in layer.tensors if self.tiers[t.key] != "device"}
-        together = tuple(
-            t for t in layer.tensors if not is_apart and (self.unified or t.key not in moves)
-        )
+        away = {t.key for t in layer.tensors if self.tiers[t.key] != "device"}
+        moves = set() if self.unified else away
+        is_decoder = layer.kind == "decoder"
+        experts: dict[int, list[TensorSpec]] = {}
+        together: list[TensorSpec] = []
+        others: list[TensorSpec] = []
+        for tensor in layer.tensors:
+            if tensor.expert is not None and tensor.key in away:
+                experts.setdefault(tensor.expert, []).append(tensor)
+            else:
+                (together if is_decoder and tensor.key not in moves else others).append(tensor)
         if together:
-            yield together
-        apart = {
-            t.expert: [o for o in layer.tensors if o.expert == t.expert] for t in layer.tensors
-        }
-        for expert, tensors in apart.items():
-            others = [t for t in tensors if t not in together]
-            if expert is None:
-                yield from ((tensor,) for tensor in others)
-            elif others:
-                yield tuple(others)
+            yield tuple(together)
+        yield from ((tensor,) for tensor in others)
+        yield from (tuple(tensors) for tensors in experts.values())
 
     def _part(
         self,
@@ -393,7 +399,9 @@ class BlockPlan:
             ]
             copied = 0 if self.unified else sum(storage.nbytes for storage in kept)
             is_kept = layer.kind != "decoder"
-            found[keys] = WeightsPart(layer.index, keys, is_kept, tuple(on_disk), copied)
+            found[keys] = WeightsPart(
+                layer.index, keys, is_kept, tuple(on_disk), copied, tensors[0].expert
+            )
         return found[keys]
 
     # The KV cache
@@ -605,6 +613,17 @@ class BlockPlan:
         if leaves not in self._layouts:
             self._layouts[leaves] = Layout(leaves, count * storage.nbytes)
         return self._layouts[leaves]
+
+
+FEW_CHOSEN = 0.75
+"""Up to this share of a layer's experts, expected to be chosen, loads wait for the choice; more are
+better loaded ahead."""
+
+
+def few_are_chosen(layer: LayerSpec, rows: int) -> bool:
+    """Returns whether few of a layer's experts are expected to be chosen by so many tokens."""
+    experts = layer.experts
+    return experts is not None and layer.chosen_experts(rows) <= FEW_CHOSEN * experts.count
 
 
 def _remove(known: dict[Any, Any], batch: int) -> None:

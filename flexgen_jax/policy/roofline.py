@@ -55,7 +55,11 @@ def roofline(
         steps: int, computed: float, formed: int, once: float, cache: float, full: float
     ) -> dict[str, float]:
         flops = 2.0 * rows * (computed + formed * head.large_size)
-        weights = blocks * (steps * layers * costs.mean(costs.layer_bytes) + once)
+        together = min(rows, policy.batch_size * policy.num_batches)
+        each_layer = costs.mean(costs.layer_bytes)
+        if not once:  # decoding
+            each_layer = costs.mean(lambda layer: costs.decode_bytes(layer, together))
+        weights = blocks * (steps * layers * each_layer + once)
         seconds = {"compute": flops / _peak(hw, policy.matmul_bits)}
         return seconds | _moving(policy, dtype, hw, weights, cache, full)
 

@@ -279,10 +279,12 @@ class Simulation:
         clock, costs, layer = self._clock, self._costs, self._layers[step.layer]
         rows = self._plan.batches[step.batch].rows
         here, there, asks_host = self._tokens(step)
-        linear = costs.linear_s(layer, rows) + self._prefix_s(step, rows)
+        routed_s = costs.experts_s(layer, rows) if inputs.experts is not None else 0.0
+        linear = costs.linear_s(layer, rows) + self._prefix_s(step, rows) - routed_s
         if not asks_host:
             attention = costs.device_attention_s(layer, rows, here)
-            return clock.compute(fixed + linear + attention, ready)
+            routed = clock.compute(fixed + linear + attention, ready)
+            return self._through_experts(inputs, routed, routed_s)
         project = costs.project_s(layer, rows)
         projected = self._projected.pop(step, None)
         if projected is None:
@@ -298,7 +300,17 @@ class Simulation:
         clock.host_compute(on_host, clock.pass_by("device_to_host", asked, projected))
         partial = rows * (layer.attention.query_size + layer.attention.num_heads) * 4
         back = clock.pass_by("host_to_device", partial)
-        return clock.compute(fixed + linear - project + self._hw.split_s, back)
+        routed = clock.compute(fixed + linear - project + self._hw.split_s, back)
+        return self._through_experts(inputs, routed, routed_s)
+
+    def _through_experts(self, inputs: Inputs, routed: float, seconds: float) -> float:
+        """Loads the experts that are chosen, once it is known which, and computes them."""
+        if inputs.experts is None:
+            return routed
+        clock = self._clock
+        clock.wait(routed)
+        loads = inputs.experts.load(range(inputs.experts.expected))
+        return clock.compute(seconds, max((load.ready for load in loads), default=routed))
 
     def _tokens(self, step: Step) -> tuple[int, int, bool]:
         """Returns the cached tokens on the device and on the host, and whether the host has

@@ -244,3 +244,13 @@ def test_help_of_every_command() -> None:
     assert "Usage" in run("--help").output
     for command in main.commands:
         assert "Usage" in run(command, "--help").output
+
+
+def test_models_lists_families_and_shapes(tmp_path: Path) -> None:
+    out = tmp_path / "models.json"
+    found = run("models", "--json", out)
+    assert found.exit_code == 0
+    for name in ("mixtral", "meta-llama/Llama-3.1-405B", "Qwen/Qwen3-235B-A22B"):
+        assert name in found.output
+    listed = json.loads(out.read_text())
+    assert {shape["family"] for shape in listed["shapes"]} <= set(listed["families"])

@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.models.families import family_of, read_config
-from flexgen_jax.models.spec import model_spec
-from tests.helpers.models import byte_tokenizer, prompts
-from tests.helpers.numpy_llama import NumpyLlama
-
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 96,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
-}
-MIXTRAL = LLAMA | {
-    "model_type": "mixtral",
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "rope_theta": 10000.0,
-}
-
-
-def write(folder: Path, raw: dict[str, Any]) -> NumpyLlama:
-    """Writes a folder with random weights."""
-    folder.mkdir()
-    config, rng = read_config(raw), np.random.default_rng(0)
-    tensors = {}
-    for spec in model_spec(config).tensors.values():
-        name = family_of(config).stored(spec, config).name
-        full = name if name.startswith("lm_head") else f"model.{name}"
-        is_scale = spec.path.endswith("scale")
-        tensors[full] = (rng.normal(0, 0.3, spec.shape) + is_scale).astype(np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(raw))
-    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
-    return NumpyLlama(raw, load_file(folder / "model.safetensors"))
+from tests.helpers.models import prompts
+from tests.helpers.numpy_llama import LLAMA, MIXTRAL, write
 
 
 @pytest.mark.parametrize("raw", [LLAMA, MIXTRAL], ids=["llama", "mixtral"])

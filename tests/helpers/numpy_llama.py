@@ -7,11 +7,37 @@ section 2.1: the softmax over the chosen experts' logits).
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from flexgen_jax.models.families import family_of, read_config
+from flexgen_jax.models.spec import model_spec
+from tests.helpers.models import byte_tokenizer
 
 Tensors = dict[str, np.ndarray]
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral",
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "rope_theta": 10000.0,
+}
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -20,10 +46,14 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 class NumpyLlama:
-    """Full-sequence forward passes in float64 from Hugging Face's own config and tensors."""
+    """Full-sequence forward passes in float64 from Hugging Face's own config and tensors.
+
+    routing: the experts that each token of the last pass has chosen, by layer.
+    """
 
     def __init__(self, config: dict[str, Any], tensors: Tensors) -> None:
         self.config = config
+        self.routing: dict[str, list[frozenset[int]]] = {}
         self.tensors = {name: value.astype(np.float64) for name, value in tensors.items()}
 
     def linear(self, x: np.ndarray, name: str) -> np.ndarray:
@@ -65,6 +95,7 @@ class NumpyLlama:
             return self.swiglu(x, *(f"{layer}.mlp.{part}_proj" for part in ("gate", "up", "down")))
         logits, top = self.linear(x, f"{layer}.block_sparse_moe.gate"), 2
         out = np.zeros_like(x)
+        self.routing[layer] = [frozenset(np.argsort(-row)[:top].tolist()) for row in logits]
         for token, row in enumerate(logits):
             chosen = np.argsort(-row)[:top]
             for share, number in zip(softmax(row[chosen]), chosen, strict=True):
@@ -92,3 +123,19 @@ class NumpyLlama:
         for _ in range(count):
             ids.append(int(self.logits(ids)[-1].argmax()))
         return ids[-count:]
+
+
+def write(folder: Path, raw: dict[str, Any]) -> NumpyLlama:
+    """Writes a folder with random weights."""
+    folder.mkdir()
+    config, rng = read_config(raw), np.random.default_rng(0)
+    tensors = {}
+    for spec in model_spec(config).tensors.values():
+        name = family_of(config).stored(spec, config).name
+        full = name if name.startswith("lm_head") else f"model.{name}"
+        is_scale = spec.path.endswith("scale")
+        tensors[full] = (rng.normal(0, 0.3, spec.shape) + is_scale).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    return NumpyLlama(raw, load_file(folder / "model.safetensors"))

@@ -1,0 +1,103 @@
+"""A mixture of experts under offloading: with few sequences only the chosen ones are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.models.families import read_config
+from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.policy.cost_model import Costs
+from flexgen_jax.policy.memory import peak_bytes
+from flexgen_jax.policy.plan import BlockShape, few_are_chosen
+from flexgen_jax.policy.simulate import simulate
+from tests.helpers.models import prompts
+from tests.helpers.numpy_llama import MIXTRAL, write
+from tests.helpers.profiles import machine
+
+RAW = MIXTRAL | {"num_local_experts": 8}
+NEW = 9
+
+
+def expert_bytes() -> int:
+    spec = model_spec(read_config(RAW))
+    tensors = [t for t in spec.decoders[0].tensors if t.expert == 0]
+    return sum(Formats("float32").weight(t).nbytes for t in tensors)
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize(("rows", "batches"), [(1, 1), (2, 1), (1, 2)])
+def test_bytes_are_read_as_the_routing_says(
+    tmp_path: Path, rows: int, batches: int, unified: bool
+) -> None:
+    """Sequences of a visit share what they choose; all else of a layer is read once a token."""
+    model = write(tmp_path / "m", RAW)
+    asked = prompts()[1:3][: rows * batches]
+    policy = Policy.from_percent(0, 0, 0, 100, 0, 100, batch_size=rows, num_batches=batches)
+    params = SamplingParams(max_tokens=NEW, ignore_eos=True)
+    with LLM(
+        tmp_path / "m",
+        dtype="float32",
+        policy=policy,
+        offload_dir=tmp_path / "o",
+        unified=unified,
+    ) as llm:
+        found = llm.generate(prompt_token_ids=asked, sampling_params=params)
+        report, spec = llm.report(), model_spec(llm.config)
+    chosen: dict[tuple[str, int], frozenset[int]] = {}
+    for ids, result in zip(asked, found, strict=True):
+        assert result.token_ids == model.greedy(ids, NEW)
+        for layer, tokens in model.routing.items():
+            for step, experts in enumerate(tokens[len(ids) :]):  # the last token is not attended to
+                chosen[layer, step] = chosen.get((layer, step), frozenset()) | experts
+    dense = sum(
+        Formats("float32").weight(t).nbytes
+        for layer in spec.decoders
+        for t in layer.large
+        if t.expert is None
+    )
+    prompts_read = sum(Formats("float32").weight(t).nbytes for t in spec.tensors.values())
+    prompts_read -= sum(t.size * 4 for t in spec.tensors.values() if t.is_small)
+    decode_read = (NEW - 1) * dense + expert_bytes() * sum(map(len, chosen.values()))
+    assert report["bytes"]["disk_read"] == prompts_read + decode_read
+    for tier, peak in report["peak_bytes"].items():
+        assert peak <= report["computed_peak_bytes"][tier], tier
+
+
+def test_many_sequences_load_all_experts_ahead(tmp_path: Path) -> None:
+    write(tmp_path / "m", RAW)
+    policy = Policy.from_percent(0, 0, 0, 100, 0, 100, batch_size=8)
+    params = SamplingParams(max_tokens=NEW, ignore_eos=True)
+    with LLM(tmp_path / "m", dtype="float32", policy=policy, offload_dir=tmp_path / "o") as llm:
+        llm.generate(prompt_token_ids=prompts()[:8], sampling_params=params)
+        report, spec = llm.report(), model_spec(llm.config)
+    layers = sum(Formats("float32").weight(t).nbytes for d in spec.decoders for t in d.large)
+    assert not few_are_chosen(spec.decoders[0], 8)
+    assert report["bytes"]["disk_read"] >= NEW * layers
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_the_simulator_expects_experts_to_be_chosen_equally_often(rows: int) -> None:
+    config = read_config(RAW)
+    policy = Policy.from_percent(0, 0, 0, 100, 0, 100, batch_size=rows)
+    costs = Costs(config, "float32", policy, machine())
+    plan = costs.plan(BlockShape((rows,), (16,), NEW), unified=True)
+    layer = costs.spec.decoders[0]
+    spared = costs.layer_bytes(layer) - costs.decode_bytes(layer, rows)
+    assert (spared > 0) == few_are_chosen(layer, rows)
+    read = simulate(costs, plan).bytes["disk_read"]
+    whole = NEW * 3 * costs.layer_bytes(layer) + costs.end_bytes()
+    saved = (NEW - 1) * 3 * (8 - round(layer.chosen_experts(rows))) * expert_bytes()
+    assert read == whole - (saved if spared else 0)
+    assert peak_bytes(plan)["host"] > 0
+
+
+def test_expected_experts() -> None:
+    """One token chooses two of eight; many choose all."""
+    layer = model_spec(read_config(RAW)).decoders[0]
+    assert layer.chosen_experts(1) == pytest.approx(2)
+    assert layer.chosen_experts(2) == pytest.approx(8 * (1 - 0.75**2))
+    assert layer.chosen_experts(200) == pytest.approx(8)
+    assert layer.active_size == layer.large_size - 6 * layer.expert_size
