@@ -61,6 +61,7 @@ class Session:
         self._storage_read: int | None = None
         self._report: dict[str, Any] = {}
         self._decode_steps = 0
+        self._guessed: dict[str, int] = {}
         self._init_s = self._kernels_s = 0.0
 
     def suits(self, policy: Policy) -> bool:
@@ -207,6 +208,7 @@ class Session:
         )
         with self._ledger.reserving("device", plan_workspace(self._largest)):
             yield from block.run()
+        self._guessed = block.guessed
 
     def finish(self, num_sequences: int, num_tokens: int) -> None:
         """Ends a run's measurements and keeps the report."""
@@ -232,6 +234,7 @@ class Session:
             "decode_throughput": decoded / decode_s if decode_s > 0 else 0.0,
             "decode_steps": self._decode_steps,
             **self._device.metrics.report(),
+            "guessed_experts": self._guessed,
             "storage_read_bytes": storage_read,
             "peak_bytes": self._ledger.peak,
             "device_peak_bytes": self._device.memories.device_peak_bytes(),

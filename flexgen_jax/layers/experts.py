@@ -38,11 +38,8 @@ class Router(nn.Module):
         [token, top]; their shares, fp32 [token, top]; and the result of the shared block, fp32
         [token, hidden], zeros if there is none.
         """
-        spec = self.spec
-        x = Norm(self.config.norm, self.dtype, name="mlp_norm")(hidden)
-        how = (self.kernels, False, self.dtype)
-        logits = Linear(spec.count, *how, name="router")(x).astype(jnp.float32)
-        share, chosen = jax.lax.top_k(jax.nn.softmax(logits), spec.top)
+        spec, how = self.spec, (self.kernels, False, self.dtype)
+        x, share, chosen = self._choose(hidden)
         if spec.is_normalised:
             share = share / share.sum(-1, keepdims=True)
         out = jnp.zeros(x.shape, jnp.float32)
@@ -52,7 +49,20 @@ class Router(nn.Module):
             if spec.is_shared_gated:
                 gate = Linear(1, *how, name="shared_gate")(x)
                 out = jax.nn.sigmoid(gate.astype(jnp.float32)) * out
-        return x, chosen.astype(jnp.int32), share, out
+        return x, chosen, share, out
+
+    @nn.compact
+    def guess(self, hidden: jax.Array) -> jax.Array:
+        """Returns the experts that tokens would choose, int32 [token, top], if they came here as
+        they are."""
+        return self._choose(hidden)[2]
+
+    def _choose(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the experts' input, and the shares and numbers of the chosen ones."""
+        x = Norm(self.config.norm, self.dtype, name="mlp_norm")(hidden)
+        router = Linear(self.spec.count, self.kernels, False, self.dtype, name="router")
+        share, chosen = jax.lax.top_k(jax.nn.softmax(router(x).astype(jnp.float32)), self.spec.top)
+        return x, share, chosen.astype(jnp.int32)
 
 
 def add_expert(

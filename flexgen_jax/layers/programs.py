@@ -263,6 +263,14 @@ def _route(router: Router) -> Callable[..., Any]:
     return route
 
 
+def _guess(router: Router) -> Callable[..., Any]:
+    def guess(weights: Weights, hidden: jax.Array) -> Any:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return _apply(router, weights, rows, method="guess")
+
+    return guess
+
+
 def _expert(block: MLP, size: int) -> Callable[..., Any]:
     def expert(weights: Weights, *args: jax.Array) -> jax.Array:
         return add_expert(partial(_apply, block, weights), size, *args)
@@ -489,6 +497,12 @@ class _Lowering:
         args = (self._weights(spec), self._hidden(batch, tokens))
         return jax.jit(_route(router)).lower(*args)
 
+    def guess(self, layer: int, batch: int) -> jax.stages.Lowered:
+        spec = self._spec.layers[layer]
+        router = Router(self.config, _experts(spec), self.kernels, self._dtype)
+        weights = {t.path: _abstract(self.formats.weight(t)) for t in spec.routing}
+        return jax.jit(_guess(router)).lower(weights, self._hidden(batch, 1))
+
     def expert(self, layer: int, tokens: int) -> jax.stages.Lowered:
         spec = self._spec.layers[layer]
         experts, hidden = _experts(spec), self._spec.hidden_size
@@ -691,6 +705,11 @@ class Programs:
         """Chooses experts: (weights without theirs, hidden states after attention) -> the results
         of `layers.experts.Router`, for batch times `tokens` tokens."""
         return self._of("route", layer, batch, tokens)
+
+    def guess(self, layer: LayerSpec, batch: int) -> jax.stages.Compiled:
+        """Guesses a layer's experts: (its tensors for routing, hidden states of one token of the
+        layer before) -> numbers of experts, int32 [batch, top]."""
+        return self._of("guess", layer, batch)
 
     def expert(self, layer: LayerSpec, tokens: int) -> jax.stages.Compiled:
         """Adds an expert's result: (its weights, the results of `route` but for the last, number of

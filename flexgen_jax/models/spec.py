@@ -139,6 +139,11 @@ class LayerSpec:
         return sum(tensor.size for tensor in self.large)
 
     @cached_property
+    def routing(self) -> tuple[TensorSpec, ...]:
+        """The tensors by which experts are chosen, which are on the device."""
+        return tuple(t for t in self.tensors if t.path.startswith(("mlp_norm.", "router.")))
+
+    @cached_property
     def expert_size(self) -> int:
         """Elements of one expert's tensors."""
         return sum(tensor.size for tensor in self.large if tensor.expert == 0)

@@ -135,7 +135,8 @@ class AllThere(Planned):
 class BlockRun:
     """Batches passing through the model: a backend of `BlockLoop`.
 
-    peaks: those that the batches stay within, None for no limit.
+    peaks: those that the batches stay within, None for no limit. guessed: how many experts were
+    loaded by a guess, and then chosen or not.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class BlockRun:
         self._moments: dict[tuple[int, int], Moment] = {}
         self._projected: tuple[Step, tuple[jax.Array, KVBlock]] | None = None
         self._trimmed_at = time.monotonic()
+        self.guessed: dict[str, int] = {}
 
     def run(self) -> Iterator[None]:
         """Computes the steps of all batches, one at a time."""
@@ -182,6 +184,7 @@ class BlockRun:
                 peaks=self._peaks,
             )
             yield from loop.steps()
+            self.guessed = {"right": loop.guessed_right, "wrong": loop.guessed_wrong}
         finally:
             with ExitStack() as parts:
                 if self._folder is not None:
@@ -316,8 +319,9 @@ class BlockRun:
         *routed, out = programs.route(layer, rows, tokens)(weights, hidden)
         asked = set(experts)
         if chosen is not None:
+            guessed = self._guess(step, hidden) if chosen.guesses else set()
             asked = set(np.unique(np.asarray(routed[1])).tolist())
-            for load in chosen.load(asked):
+            for load in chosen.load(asked, guessed):
                 for number, mine in split_experts(load.arriving)[1].items():
                     experts.setdefault(number, {}).update(mine)
         expert, numbers = programs.expert(layer, rows * tokens), self._device.memories.numbers
@@ -325,6 +329,14 @@ class BlockRun:
             out = expert(experts[number], *routed, numbers(number), out)
         combine = programs.combine(rows, tokens)
         computed.hidden, computed.checks = combine(hidden, computed.checks, out)
+
+    def _guess(self, step: Step, hidden: jax.Array) -> set[int]:
+        """Returns the experts that the next layer would choose for a step's hidden states: most of
+        those that it will."""
+        layer = self._layers[step.layer + 1]
+        program = self._layer_programs.guess(layer, hidden.shape[0])
+        found = program(self._weights.routing(layer), hidden)
+        return set(np.unique(np.asarray(found)).tolist())
 
     def _watch(self, step: Step, loads: Sequence[Load[Any]], result: Any, part: str = "") -> None:
         """Counts the device as busy from when what it waits for has arrived until the result."""

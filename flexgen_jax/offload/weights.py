@@ -16,7 +16,7 @@ import numpy as np
 from flexgen_jax.layers.quantization import Kept, assemble, encode
 from flexgen_jax.models.checkpoint import WeightSource, numpy_dtype
 from flexgen_jax.models.config import DTYPES
-from flexgen_jax.models.spec import TensorSpec
+from flexgen_jax.models.spec import LayerSpec, TensorSpec
 from flexgen_jax.models.storage import Leaf, Storage
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder, WeightFolder, row_ranges
@@ -165,6 +165,10 @@ class WeightStore:
                     yield begin, end, first.result()
             for begin, end, first in reads:
                 yield begin, end, first.result()
+
+    def routing(self, layer: LayerSpec) -> dict[str, Kept]:
+        """Returns the tensors by which a layer's experts are chosen, by path."""
+        return {tensor.path: self._arrays[tensor.key] for tensor in layer.routing}
 
     def fetch(self, part: WeightsPart, buffers: Sequence[HostBuffer]) -> Load[dict[str, Kept]]:
         """Starts gathering a part's tensors, by path; those on disk are read into the buffers."""

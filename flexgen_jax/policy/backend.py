@@ -19,14 +19,17 @@ Part = WeightsPart | CachedPart | HiddenPart
 class ChosenExperts(NamedTuple):
     """Experts that are loaded when it is known which are chosen.
 
-    load: loads those with these numbers, as far as they are not on the device, and returns a load
-    for each; most, expected: how many the tokens of this visit can choose, up to this step's, and
-    how many they are expected to.
+    load: starts loads of those with these numbers, then of those that the next layer is guessed to
+    choose, and returns the loads of the former, as far as they are not on the device; guesses:
+    whether the next layer's are loaded so, too; most, expected: how many the tokens of this visit
+    can choose, up to this step's, and how many they are expected to, of `total`.
     """
 
-    load: Callable[[Collection[int]], Sequence[Handle]]
+    load: Callable[[Collection[int], Collection[int]], Sequence[Handle]]
+    guesses: bool
     most: int
     expected: int
+    total: int
 
 
 class Inputs(NamedTuple):

@@ -52,6 +52,8 @@ class BlockLoop:
     tokens left out before it are made up for, as it would be for a token that follows; memory is
     then not exact. peaks: the bytes by tier that were planned; free buffers are given up, and
     batches do not shrink, where more would be in use. None if nothing was planned.
+
+    guessed_right, guessed_wrong: how many experts were loaded by guess, and then chosen or not.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class BlockLoop:
         self._prompting: set[int] = set()
         self._taken: dict[VisitPart, None] = {}
         self._routed = (-1, 0)
+        self.guessed_right = self.guessed_wrong = 0
         self._to_copy: deque[VisitPart] = deque()
         self._steps_left = 0
         self._read_for: int | None = None
@@ -191,18 +194,30 @@ class BlockLoop:
         visit, before = self._routed
         rows = self._plan.batches[step.batch].rows + (before if visit == step.visit else 0)
         self._routed = (step.visit, rows)
-        parts = [part for part in self._plan.parts[step.layer] if part.expert is not None]
+        later = next(iter(self._ahead.visits(step.visit, 1, counts_all=True)), None)
+        guesses = later is not None and self._loads_chosen(later)
 
-        def load(numbers: Collection[int]) -> list[Handle]:
-            keys: list[VisitPart] = [(step.visit, p) for p in parts if p.expert in numbers]
+        def load(numbers: Collection[int], guessed: Collection[int]) -> list[Handle]:
+            keys = self._expert_keys(step, numbers)
+            self.guessed_right += sum(
+                key in self._weights for key in keys if key not in self._taken
+            )
             for key in keys:  # all reads begin before any is waited for
                 self._weights.prefetch(key)
+            if guesses and later is not None:
+                for key in self._expert_keys(later, guessed):
+                    self._weights.prefetch(key)
             self._taken |= dict.fromkeys(keys)
             return [self._weights.take(key) for key in keys]
 
         count = layer.experts.count
-        most = min(count, rows * layer.experts.top)
-        return ChosenExperts(load, most, round(layer.chosen_experts(rows)))
+        most, expected = min(count, rows * layer.experts.top), round(layer.chosen_experts(rows))
+        return ChosenExperts(load, guesses, most, expected, count)
+
+    def _expert_keys(self, step: Step, numbers: Collection[int]) -> list[VisitPart]:
+        """Returns the experts with these numbers, of a step's layer, that are not on the device."""
+        parts = self._plan.parts[step.layer]
+        return [(step.visit, part) for part in parts if part.expert in numbers]
 
     # Loads
 
@@ -296,7 +311,8 @@ class BlockLoop:
             for key in self._taken:
                 self._weights.release(key, self._dispatched)
             self._taken.clear()
-            unused = set(keys)  # experts that were loaded ahead before few were expected
+            unused = {key for key in keys if key in self._weights}  # guessed, but not chosen
+            self.guessed_wrong += len(unused)
             self._weights.keep_only(lambda key: key not in unused, self._dispatched)
 
     def _is_cached(self, step: Step) -> bool:

@@ -53,8 +53,9 @@ class Idle:
         pass
 
     def compute(self, step: Step, inputs: Inputs) -> Handle:
-        if inputs.experts is not None:
-            inputs.experts.load(range(inputs.experts.most))
+        experts = inputs.experts
+        if experts is not None:  # the guesses are all wrong
+            experts.load(range(experts.most), range(experts.total - experts.most, experts.total))
 
     def finish(self, step: Step, computed: Handle) -> int | None:
         return None

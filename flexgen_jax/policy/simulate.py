@@ -23,6 +23,10 @@ from flexgen_jax.policy.plan import BlockPlan, CachedPart, HiddenPart, Layout, W
 from flexgen_jax.policy.policy import Tier
 from flexgen_jax.policy.schedule import Arrivals, Step
 
+GUESSED = 0.8
+"""Share of the chosen experts that the layer before guesses (Eliseev and Mazur 2023, "Fast
+Inference of Mixture-of-Experts Language Models with Offloading", section 3.2)."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -309,7 +313,10 @@ class Simulation:
             return routed
         clock = self._clock
         clock.wait(routed)
-        loads = inputs.experts.load(range(inputs.experts.expected))
+        experts = inputs.experts
+        right = round(GUESSED * experts.expected)
+        wrong = range(experts.total - experts.expected + right, experts.total)
+        loads = experts.load(range(experts.expected), [*range(right), *wrong])
         return clock.compute(seconds, max((load.ready for load in loads), default=routed))
 
     def _tokens(self, step: Step) -> tuple[int, int, bool]:

@@ -12,7 +12,7 @@ from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.memory import peak_bytes
 from flexgen_jax.policy.plan import BlockShape, few_are_chosen
-from flexgen_jax.policy.simulate import simulate
+from flexgen_jax.policy.simulate import GUESSED, simulate
 from tests.helpers.models import prompts
 from tests.helpers.numpy_llama import MIXTRAL, write
 from tests.helpers.profiles import machine
@@ -61,7 +61,10 @@ def test_bytes_are_read_as_the_routing_says(
     prompts_read = sum(Formats("float32").weight(t).nbytes for t in spec.tensors.values())
     prompts_read -= sum(t.size * 4 for t in spec.tensors.values() if t.is_small)
     decode_read = (NEW - 1) * dense + expert_bytes() * sum(map(len, chosen.values()))
-    assert report["bytes"]["disk_read"] == prompts_read + decode_read
+    right, wrong = (report["guessed_experts"][kind] for kind in ("right", "wrong"))
+    assert right > 0
+    read = prompts_read + decode_read + wrong * expert_bytes()
+    assert report["bytes"]["disk_read"] == read
     for tier, peak in report["peak_bytes"].items():
         assert peak <= report["computed_peak_bytes"][tier], tier
 
@@ -89,8 +92,10 @@ def test_the_simulator_expects_experts_to_be_chosen_equally_often(rows: int) -> 
     assert (spared > 0) == few_are_chosen(layer, rows)
     read = simulate(costs, plan).bytes["disk_read"]
     whole = NEW * 3 * costs.layer_bytes(layer) + costs.end_bytes()
-    saved = (NEW - 1) * 3 * (8 - round(layer.chosen_experts(rows))) * expert_bytes()
-    assert read == whole - (saved if spared else 0)
+    chosen = round(layer.chosen_experts(rows))
+    saved = (NEW - 1) * 3 * (8 - chosen) * expert_bytes()
+    wrong = (NEW - 1) * 2 * (chosen - round(GUESSED * chosen)) * expert_bytes()
+    assert read == whole - (saved - wrong if spared else 0)
     assert peak_bytes(plan)["host"] > 0
 
 
