@@ -105,7 +105,7 @@ def _read_llama(
     head_dim = own.count("head_dim", hidden // heads)
     chosen = dict(attention)
     windows = chosen.pop("windows", [None] * layers)
-    types, rotary = chosen.pop("layer_types", [None] * layers), chosen.pop("rotary", {})
+    types = chosen.pop("layer_types", [None] * layers)
     blocks = _experts(own, layers) or [_gated(own, "intermediate_size", **(mlp or {}))] * layers
     kinds = [
         LayerParts(
@@ -114,7 +114,7 @@ def _read_llama(
                 own.count("num_key_value_heads", heads),
                 head_dim,
                 window=window,
-                rotary=own.rotary(head_dim, layer_type, **rotary.get(layer_type, {})),
+                rotary=own.rotary(head_dim, layer_type),
                 **chosen,
             ),
             block,
@@ -179,10 +179,14 @@ def _plain(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _mistral(raw: Mapping[str, Any]) -> ModelConfig:
-    windows = [raw.get("sliding_window")] * Fields(raw).count("num_hidden_layers")
-    attention = {"qkv_bias": False, "out_bias": False, "windows": windows}
-    return _read_llama(raw, attention, ids={"bos": 1, "eos": 2})
+def _one_window(raw: Mapping[str, Any]) -> list[int | None]:
+    """Returns the window of every layer, where all have the one that the config names."""
+    return [raw.get("sliding_window")] * Fields(raw).count("num_hidden_layers")
+
+
+def _mistral(raw: Mapping[str, Any], eos: int = 2) -> ModelConfig:
+    attention = {"qkv_bias": False, "out_bias": False, "windows": _one_window(raw)}
+    return _read_llama(raw, attention, ids={"bos": 1, "eos": eos})
 
 
 def _qwen(raw: Mapping[str, Any], has_bias: bool, norm: str | None = None) -> ModelConfig:
@@ -264,9 +268,7 @@ def _gemma3(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _phi3(raw: Mapping[str, Any]) -> ModelConfig:
-    windows = [raw.get("sliding_window")] * Fields(raw).count("num_hidden_layers")
-    attention = {"qkv_bias": False, "out_bias": False, "windows": windows}
-    return _read_llama(raw, attention, ids={"bos": 1, "eos": 32000})
+    return _mistral(raw, eos=32000)
 
 
 def _olmo2(raw: Mapping[str, Any]) -> ModelConfig:
@@ -277,8 +279,7 @@ def _olmo2(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _starcoder2(raw: Mapping[str, Any]) -> ModelConfig:
     own, bias = Fields(raw), bool(raw.get("use_bias", True))
-    windows = [raw.get("sliding_window")] * own.count("num_hidden_layers")
-    attention = {"qkv_bias": bias, "out_bias": bias, "windows": windows}
+    attention = {"qkv_bias": bias, "out_bias": bias, "windows": _one_window(raw)}
     activation = raw.get("hidden_act") or "gelu_pytorch_tanh"
     mlp = {"is_gated": False, "bias": bias, "activation": activation}
     norm = NormSpec(eps=own.number("norm_epsilon", 1e-5))

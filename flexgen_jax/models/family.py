@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log, sqrt
 from typing import Any
 
@@ -61,15 +61,11 @@ class Family:
         if not isinstance(found, str):
             parts = config.kinds[config.pattern[int(layer[1])]]
             where = found(tensor, parts)
-            return Stored(where.name.replace("{i}", layer[1]), *_rest(where))
+            return replace(where, name=where.name.replace("{i}", layer[1]))
         return Stored(found.replace("{i}", layer[1]).replace("{e}", str(tensor.expert)))
 
     def is_ignored(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
-
-
-def _rest(where: Stored) -> tuple[Any, ...]:
-    return where.first, where.unit, where.stride, where.total
 
 
 def joined(name: str, sizes: Callable[[LayerParts], Sequence[int]], index: int) -> Find:

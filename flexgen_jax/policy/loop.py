@@ -181,7 +181,9 @@ class BlockLoop:
     def _loads_chosen(self, step: Step) -> bool:
         """Returns whether experts are loaded only when a step has chosen them: if no batch will be
         in its prompt, as those are done with it that begin together, and few will be chosen."""
-        if step.token <= 0 or (self._prompting and step.batch not in self._prompting):
+        if step.token <= 0 or self._plan.spec.layers[step.layer].experts is None:
+            return False
+        if self._prompting and step.batch not in self._prompting:
             return False
         rows = sum(self._plan.batches[batch].rows for batch in self._going)
         return self._plan.loads_chosen(step.layer, rows)
@@ -189,8 +191,9 @@ class BlockLoop:
     def _chosen(self, step: Step) -> ChosenExperts | None:
         """Returns how a step loads the experts that it chooses."""
         layer = self._plan.spec.layers[step.layer]
-        if layer.experts is None or not self._loads_chosen(step):
+        if not self._loads_chosen(step):
             return None
+        assert layer.experts is not None, "some are chosen"
         visit, before = self._routed
         rows = self._plan.batches[step.batch].rows + (before if visit == step.visit else 0)
         self._routed = (step.visit, rows)
@@ -307,13 +310,18 @@ class BlockLoop:
         """Releases a layer's weights after the last step of its visit."""
         following = self._ahead.following()
         if following is None or following.visit != step.visit:
-            keys: list[VisitPart] = [(step.visit, part) for part in self._plan.parts[step.layer]]
             for key in self._taken:
                 self._weights.release(key, self._dispatched)
             self._taken.clear()
-            unused = {key for key in keys if key in self._weights}  # guessed, but not chosen
-            self.guessed_wrong += len(unused)
-            self._weights.keep_only(lambda key: key not in unused, self._dispatched)
+            if self._plan.spec.layers[step.layer].experts is not None:
+                self._drop_unchosen(step)
+
+    def _drop_unchosen(self, step: Step) -> None:
+        """Ends the loads of experts that were guessed for a visit, but not chosen."""
+        keys: list[VisitPart] = [(step.visit, part) for part in self._plan.parts[step.layer]]
+        unused = {key for key in keys if key in self._weights}
+        self.guessed_wrong += len(unused)
+        self._weights.keep_only(lambda key: key not in unused, self._dispatched)
 
     def _is_cached(self, step: Step) -> bool:
         """Returns whether the step attends to a KV cache that is complete by now."""
