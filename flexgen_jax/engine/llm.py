@@ -107,6 +107,7 @@ class LLM:
         )
         self._trace = Trace(Path(asked.trace)) if asked.trace is not None else None
         self._breakdown = asked.breakdown
+        self._said_defaults = False
         self._session: Session | None = None
         self._texts: Mapping[EncodedRequest, int] | None = {}
         self._running: Generation | Scoring | None = None
@@ -390,7 +391,15 @@ class LLM:
         return padded_length(prompt_len, self.config.max_positions)
 
     def resolved(self, params: SamplingParams) -> SamplingParams:
-        """Returns sampling parameters with the model's own defaults where they are not set."""
+        """Returns sampling parameters with the model's own defaults where they are not set; the
+        first time that it samples for this reason, it says so."""
+        wish = self._model.sampling
+        if params.temperature is None and not wish.is_greedy and not self._said_defaults:
+            self._said_defaults = True
+            self._progress.say(
+                f"flexgen-jax: sampling as {self._model.name} asks for: temperature "
+                f"{wish.temperature:g}, top_k {wish.top_k}, top_p {wish.top_p:g}"
+            )
         return params.with_defaults(self._model.sampling)
 
     @property
@@ -509,12 +518,6 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(ids):
             raise UserError(f"{len(ids)} prompts, but {len(params)} sampling_params")
-        wish = self._model.sampling
-        if not wish.is_greedy and any(p.temperature is None for p in params):
-            self._progress.say(
-                f"flexgen-jax: sampling as {self._model.name} asks for: temperature "
-                f"{wish.temperature:g}, top_k {wish.top_k}, top_p {wish.top_p:g}"
-            )
         check_lengths(ids, 1, self.config)
         requests = []
         for index, (text, row, choice) in enumerate(zip(texts, ids, params, strict=True)):

@@ -134,6 +134,15 @@ class LayerSpec:
         return tuple(tensor for tensor in self.tensors if not tensor.is_small)
 
     @cached_property
+    def large_shapes(self) -> tuple[tuple[TensorSpec, int], ...]:
+        """One of the large tensors of each shape, an expert's apart, and how many are like it: a
+        layer of experts has hundreds."""
+        first: dict[tuple[tuple[int, ...], bool], list[TensorSpec]] = {}
+        for tensor in self.large:
+            first.setdefault((tensor.shape, tensor.expert is not None), []).append(tensor)
+        return tuple((tensors[0], len(tensors)) for tensors in first.values())
+
+    @cached_property
     def large_size(self) -> int:
         """Elements of all large tensors."""
         return sum(tensor.size for tensor in self.large)

@@ -270,16 +270,18 @@ class Costs:
 
     def layer_bytes(self, layer: LayerSpec) -> int:
         """Bytes of a layer's large tensors, which a policy places."""
-        return sum(self.formats.weight(t).nbytes for t in layer.large)
+        return sum(n * self.formats.weight(t).nbytes for t, n in layer.large_shapes)
 
     def decode_bytes(self, layer: LayerSpec, rows: int) -> float:
         """Bytes of the large tensors that a decode step of `rows` sequences needs of a layer: all,
         or of experts those that are expected to be chosen, if they are few."""
         if not few_are_chosen(layer, rows):
             return self.layer_bytes(layer)
-        expert = sum(self.formats.weight(t).nbytes for t in layer.large if t.expert == 0)
         assert layer.experts is not None, "few of them are chosen"
-        return self.layer_bytes(layer) - expert * (layer.experts.count - layer.chosen_experts(rows))
+        experts = [(t, n) for t, n in layer.large_shapes if t.expert is not None]
+        nbytes = sum(n * self.formats.weight(t).nbytes for t, n in experts)
+        unchosen = 1 - layer.chosen_experts(rows) / layer.experts.count
+        return self.layer_bytes(layer) - nbytes * unchosen
 
     def end_bytes(self) -> int:
         """Bytes of the large tensors of embedding and head; a shared table counts twice."""

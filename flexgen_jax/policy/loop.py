@@ -89,9 +89,11 @@ class BlockLoop:
         self._attending: set[int] = set()
         self._prompting: set[int] = set()
         self._taken: dict[VisitPart, None] = {}
+        self._held: dict[tuple[bool, CachedPart | None], list[Handle]] = {}
         self._routed = (-1, 0)
         self.guessed_right = self.guessed_wrong = 0
         self._to_copy: deque[VisitPart] = deque()
+        self._bytes_to_copy = self._live_rows = 0
         self._steps_left = 0
         self._read_for: int | None = None
         self._read_until = -1
@@ -156,6 +158,7 @@ class BlockLoop:
             self._read_weights(-1)
         self._going.add(step.batch)
         self._prompting.add(step.batch)
+        self._live_rows += self._plan.batches[step.batch].rows
         self._cache.enter(step.batch)
 
     def _shrink(self, step: Step) -> None:
@@ -165,6 +168,7 @@ class BlockLoop:
         self._retire_latest(step)  # which may be the head's, for all rows
         if step.batch in self._going:
             _, rows = self._shrinking[step.batch]
+            self._live_rows += rows - self._plan.batches[step.batch].rows
             self._plan.shrink(step.batch, rows)
             self._backend.shrink(step, rows)
 
@@ -185,8 +189,7 @@ class BlockLoop:
             return False
         if self._prompting and step.batch not in self._prompting:
             return False
-        rows = sum(self._plan.batches[batch].rows for batch in self._going)
-        return self._plan.loads_chosen(step.layer, rows)
+        return self._plan.loads_chosen(step.layer, self._live_rows)
 
     def _chosen(self, step: Step) -> ChosenExperts | None:
         """Returns how a step loads the experts that it chooses."""
@@ -288,6 +291,7 @@ class BlockLoop:
             visits = self._ahead.visits(step.visit, copies, counts_all=True)
             keys = [key for later in visits for key in self._keys(later)]
             self._to_copy = deque(key for key in keys if not self._weights.is_copied(key))
+            self._bytes_to_copy = sum(part.copied for _, part in self._to_copy)
             self._copied_for = step.visit
             self._steps_left = 1 + self._ahead.count_of(step.visit)
         if self._to_copy:
@@ -298,12 +302,13 @@ class BlockLoop:
         """Starts the copies of the next visit's weights that are to travel beside the coming step:
         a share of the bytes, so that the steps of this visit have one each, in the order of use, as
         far as they are read."""
-        wanted = sum(part.copied for _, part in self._to_copy) / self._steps_left
+        wanted = self._bytes_to_copy / self._steps_left
         while self._to_copy:
             nbytes = self._to_copy[0][1].copied
             if wanted <= 0 < nbytes or not self._weights.copy_if_read(self._to_copy[0]):
                 break
             self._to_copy.popleft()
+            self._bytes_to_copy -= nbytes
             wanted -= nbytes
 
     def _release_weights(self, step: Step) -> None:
@@ -313,6 +318,7 @@ class BlockLoop:
             for key in self._taken:
                 self._weights.release(key, self._dispatched)
             self._taken.clear()
+            self._held.clear()
             if self._plan.spec.layers[step.layer].experts is not None:
                 self._drop_unchosen(step)
 
@@ -342,11 +348,19 @@ class BlockLoop:
 
     # Steps
 
+    def _visit_weights(self, step: Step) -> list[Handle]:
+        """Returns what all steps of a visit compute with that are like this one; the first of them
+        takes it."""
+        what = (self._loads_chosen(step), self._plan.prefix_part(step))
+        if what not in self._held:
+            keys = self._keys(step)
+            self._taken |= dict.fromkeys(keys)
+            self._held[what] = [self._weights.take(key) for key in keys]
+        return self._held[what]
+
     def _inputs(self, step: Step) -> Inputs:
         """Returns what a step computes with, on its way to the device."""
-        keys = self._keys(step)
-        self._taken |= dict.fromkeys(keys)
-        weights = [self._weights.take(key) for key in keys]
+        weights = self._visit_weights(step)
         if self._kinds[step.layer] == "embedding":
             if step.token - self._token_before(step.token) > 1:
                 self._skip_to(step)
@@ -467,6 +481,7 @@ class BlockLoop:
         """Drops a batch's other steps, ends the loads that only they would have used, and frees
         what it has."""
         self._going.discard(batch)
+        self._live_rows -= self._plan.batches[batch].rows
         self._attending.discard(batch)
         self._prompting.discard(batch)
         self._shrinking.pop(batch, None)
@@ -485,6 +500,7 @@ class BlockLoop:
         self._weights.rename(lambda key: key if key[0] in visits else wanted.get(key[1], key))
         self._weights.keep_only(lambda key: key[0] in visits, self._dispatched)
         self._taken = {key: None for key in self._taken if key in self._weights}
+        self._held.clear()
         self._read_for = self._copied_for = None  # other visits come next
         self._read_until = -1
 

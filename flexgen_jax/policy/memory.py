@@ -3,7 +3,7 @@ computation needs for itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -97,24 +97,33 @@ class Idle:
         pass
 
 
-def peak_bytes(plan: BlockPlan) -> dict[Tier, int]:
+def peak_bytes(
+    plan: BlockPlan, is_too_much: Callable[[dict[Tier, int]], object] = lambda peaks: False
+) -> dict[Tier, int]:
     """Returns the most bytes that a plan needs in each tier, from a dry run of the tokens at which
     they can occur.
 
     They are exact but for two things, of which a run needs no more than this: what waits to be
     written to disk, which depends on time, and the order in which blocks go to one tier or another
     while one token seals them all, see `_telling_tokens`.
+
+    is_too_much: whether peaks that the plan has at least make an exact answer needless; they are
+    returned then.
     """
     tokens, allowed = _telling_tokens(plan)
-    runs = [dry_run(plan, dict.fromkeys(tokens, 1))]
     waits = plan.policy.order.waits
-    if not waits and len(plan.shape.batch_sizes) > 1:
-        # Where one batch begins while others go on, buffers for prompts and for reads add up.
-        # Its last chunk comes with the others' last token but one, when they hold most.
-        runs.append(dry_run(plan, dict.fromkeys(tokens, 1), max(0, len(tokens) - 2)))
     for tier, nbytes in _rounding(plan).items() if not waits else ():
         allowed[tier] = allowed.get(tier, 0) + nbytes
-    return {tier: max(run[tier] for run in runs) + allowed.get(tier, 0) for tier in TIERS}
+    peaks: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+    # Where one batch begins while others go on, buffers for prompts and for reads add up.
+    # Its last chunk comes with the others' last token but one, when they hold most.
+    is_late = not waits and len(plan.shape.batch_sizes) > 1
+    for late in (None, max(0, len(tokens) - 2)) if is_late else (None,):
+        run = dry_run(plan, dict.fromkeys(tokens, 1), late)
+        peaks = {tier: max(peaks[tier], run[tier] + allowed.get(tier, 0)) for tier in TIERS}
+        if is_too_much(peaks):
+            break
+    return peaks
 
 
 def _rounding(plan: BlockPlan) -> dict[Tier, int]:
@@ -307,7 +316,7 @@ def _unpacked_bytes(
 ) -> int:
     """Returns the bytes that are unpacked of a decoder layer's kernels, for products of `rows`."""
     unpacked = 0
-    largest = max(tensor.size for tensor in layer.large) * DTYPES[formats.dtype]
+    largest = max(tensor.size for tensor, _ in layer.large_shapes) * DTYPES[formats.dtype]
     if unpacks:
         return layer.large_size * DTYPES[formats.dtype]
     if formats.weight_bits < 16:

@@ -294,7 +294,7 @@ def placed(problem: Problem, candidate: Candidate) -> Placed | None:
     budgets = problem.budgets
     for _ in range(8):
         plan = problem.plan(_rounded(candidate.policy, candidate.solution))
-        needed = peak_bytes(plan)
+        needed = peak_bytes(plan, problem.budgets.shortfalls)
         if not problem.budgets.shortfalls(needed):
             return Placed(plan, needed)
         budgets = _reduced(budgets, problem.budgets, needed)

@@ -219,7 +219,7 @@ def test_results_are_in_the_file_before_they_are_printed(
 
 
 def test_budgets_are_refused_with_numbers_and_a_plan(tmp_path: Path) -> None:
-    said = refused("generate", "a", "--device-memory", "1KB")
+    said = refused("generate", "a", "--temperature", 0, "--device-memory", "1KB")
     assert "device" in said
     assert "no plan fits" in said
     flags = ["--model", "facebook/opt-1.3b", "--dummy-weights", "--offload-dir", tmp_path]

@@ -109,7 +109,7 @@ def test_shipped_model_and_tokenizer() -> None:
     ids = tokenizer(text, return_tensors="pt")
     expected = model.generate(**ids, max_new_tokens=16, min_new_tokens=16, do_sample=False)
     with LLM(dtype="float32") as llm:
-        found = llm.generate(text, SamplingParams(max_tokens=16, ignore_eos=True))[0]
+        found = llm.generate(text, SamplingParams(16, temperature=0, ignore_eos=True))[0]
     assert found.token_ids == expected[0, ids.input_ids.shape[1] :].tolist()
 
 

@@ -17,8 +17,10 @@ TEXTS = ["Once upon a time", "The", "A list of all things that there are:", "I",
 
 
 def request(number: int, **options: Any) -> Request:
-    params = {"max_tokens": 1 + 5 * number % 17, "ignore_eos": True, **options}
-    return Request(f"r{number}", TEXTS[number % 5], sampling_params=SamplingParams(**params))
+    params = {"max_tokens": 1 + 5 * number % 17, "temperature": 0, "ignore_eos": True}
+    return Request(
+        f"r{number}", TEXTS[number % 5], sampling_params=SamplingParams(**params | options)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +82,13 @@ def test_impossible_requests_have_an_error_and_the_others_go_on(llm: LLM) -> Non
 
 def test_a_longer_request_is_planned_for_when_it_comes(llm: LLM) -> None:
     texts = [request(n) for n in range(20)]
-    texts += [Request("long", prompt_token_ids=[7] * 150, sampling_params=SamplingParams(40))]
+    texts += [
+        Request(
+            "long", prompt_token_ids=[7] * 150, sampling_params=SamplingParams(40, temperature=0)
+        )
+    ]
     found = {r.id: r.token_ids for r in llm.stream(texts)}
-    params = SamplingParams(40)
+    params = SamplingParams(40, temperature=0)
     assert (
         found["long"]
         == llm.generate(prompt_token_ids=[[7] * 150], sampling_params=params)[0].token_ids
