@@ -1,7 +1,7 @@
 """Matrix products on the CPU, called from inside XLA's programs.
 
 If the processor has a unit for them, they take over products of many rows, products of any number
-of rows with packed kernel weights, and, by AVX-512, products of few rows. Each function returns
+of rows with packed kernel weights, and, by vectors, products of few rows. Each function returns
 None if XLA's own code should be used.
 """
 
@@ -104,7 +104,7 @@ def _unit_for(x: jax.Array, kernel: Kept) -> str | None:
     else:
         rows = x.size // depth
         is_faster = rows > FEW_ROWS and rows * columns * depth >= FEW_PRODUCTS
-        if tile_unit() == "avx512" and rows <= FEW_ROWS:  # memory speed is the limit
+        if tile_unit() in ("avx512", "fma") and rows <= FEW_ROWS:  # memory speed is the limit
             is_faster = columns * depth >= FEW_PACKED
     return tile_unit() if _fit_tiles(x, kernel) and is_faster else None
 
@@ -129,7 +129,7 @@ def _target(bits: int, is_wide: bool, unit: str) -> str | None:
     def make() -> tuple[Any, ...]:
         from flexgen_jax.cpu.jit.matmul_entry import product_handler
 
-        return product_handler(name, bits, is_wide, unit == "amx")
+        return product_handler(name, bits, is_wide, unit)
 
     return register(name, make)
 

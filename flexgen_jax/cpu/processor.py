@@ -10,18 +10,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 NUMBA_TARGETS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
-"""Environment variables that can make Numba compile for another processor, one without these
-units."""
+"""Environment variables that can make Numba compile for another processor, with fewer
+features."""
 
-FOR_VECTORS = {"avx512f", "avx512_bf16", "avx512_vnni"}
-"""Flags of processors whose AVX-512 has dot products of bfloat16 pairs and of four 8-bit
-integers."""
+FOR_PAIRS = {"avx512f", "avx512_bf16"}
+"""Flags of processors whose AVX-512 has dot products of bfloat16 pairs."""
+
+FOR_INTEGERS = {"avx512f", "avx512_vnni"}
+"""Flags of processors whose AVX-512 has dot products of four 8-bit integers."""
+
+FOR_FLOATS = {"avx2", "fma"}
+"""Flags of processors that multiply and add vectors of fp32 in one instruction."""
 
 ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # numbers of x86-64 Linux
 
 
 class Features(NamedTuple):
-    """The processor's units for products, best first: "amx", "avx512". Without any, XLA multiplies.
+    """The processor's units for products, best first; see `tile_units`. Without any, as on ARM, XLA
+    multiplies.
 
     bf16: units for products of bfloat16; int8: units for products of 8-bit integers.
     """
@@ -50,19 +56,42 @@ def tile_units(kind: str = "bf16") -> tuple[str, ...]:
     """Returns the processor's units for tiles of bfloat16 or, if `kind` is "int8", of 8-bit
     integers.
 
-    They are "amx", if Linux lets this process use it (it is asked here), and "avx512", best first.
+    They are "amx", if Linux lets this process use it (it is asked here), "avx512", and for bfloat16
+    "fma", which multiplies it as fp32; best first.
     """
-    if any(map(os.environ.get, NUMBA_TARGETS)):
-        return ()
-    flags = _processor_flags()
+    flags = _flags()
     has_amx = f"amx_{kind}" in flags and _may_use_amx()
-    return ("amx",) * has_amx + ("avx512",) * (flags >= FOR_VECTORS)
+    units = ("amx",) * has_amx
+    if kind == "int8":
+        return units + ("avx512",) * (flags >= FOR_INTEGERS)
+    return units + ("avx512",) * (flags >= FOR_PAIRS) + ("fma",) * (flags >= FOR_FLOATS)
+
+
+def multiplies_pairs() -> bool:
+    """Returns whether AVX-512 has dot products of bfloat16 pairs."""
+    return _flags() >= FOR_PAIRS
+
+
+def has_wide_vectors() -> bool:
+    """Returns whether a vector has 512 bits, and there are 32 of them; else 256, and 16."""
+    return "avx512f" in _flags()
 
 
 @lru_cache
 def converts_half() -> bool:
     """Returns whether the processor has an instruction that widens float16 (F16C)."""
-    return not any(map(os.environ.get, NUMBA_TARGETS)) and "f16c" in _processor_flags()
+    return "f16c" in _flags()
+
+
+def _flags() -> set[str]:
+    """Returns the features that Numba compiles for, by the names that Linux gives them: the
+    processor's, or those of them that `NUMBA_CPU_FEATURES` names."""
+    flags = _processor_flags()
+    if not any(map(os.environ.get, NUMBA_TARGETS)):
+        return flags
+    named = os.environ.get("NUMBA_CPU_FEATURES", "").split(",")
+    kept = {name[1:].replace("-", "") for name in named if name.startswith("+")}
+    return {flag for flag in flags if flag.replace("_", "") in kept}
 
 
 def _processor_flags() -> set[str]:

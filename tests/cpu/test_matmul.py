@@ -16,7 +16,13 @@ from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH
 from flexgen_jax.cpu.jit.matmul_small_batch import MOST
 from flexgen_jax.cpu.jit.packing import PAIR, give_rows
 from flexgen_jax.cpu.matmul import FEW_ROWS
-from flexgen_jax.cpu.processor import FOR_VECTORS, NUMBA_TARGETS, tile_units
+from flexgen_jax.cpu.processor import (
+    FOR_FLOATS,
+    FOR_INTEGERS,
+    FOR_PAIRS,
+    NUMBA_TARGETS,
+    tile_units,
+)
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.quantization import dequantize, quantize, quantize_as
 from flexgen_jax.layers.rotary import Rows
@@ -42,6 +48,7 @@ def test_few_rows_are_as_many_as_their_kernel_takes() -> None:
     [
         ("avx512", 1, 1024, True),
         ("avx512", MOST, 1024, True),
+        ("fma", 1, 1024, True),
         ("avx512", MOST + 1, 1024, False),  # small enough for XLA
         ("avx512", MOST + 1, 4096, True),
         ("avx512", MOST, 512, False),
@@ -60,10 +67,11 @@ def test_what_is_faster_decides(
 @pytest.mark.parametrize(
     ("flags", "is_granted", "units"),
     [
-        (FOR_VECTORS | {"amx_bf16", "amx_int8"}, True, ("amx", "avx512")),
-        (FOR_VECTORS | {"amx_bf16", "amx_int8"}, False, ("avx512",)),
-        (FOR_VECTORS - {"avx512_vnni"}, True, ()),
+        (FOR_PAIRS | FOR_INTEGERS | {"amx_bf16", "amx_int8"}, True, ("amx", "avx512")),
+        (FOR_PAIRS | FOR_FLOATS | {"amx_bf16", "amx_int8"}, False, ("avx512", "fma")),
+        (FOR_INTEGERS | FOR_FLOATS, True, ("fma",)),
         ({"amx_bf16", "avx512f"}, True, ("amx",)),
+        ({"avx2"}, True, ()),
         (set(), True, ()),
     ],
 )
@@ -76,8 +84,12 @@ def test_units_are_those_that_may_be_used(
     monkeypatch.setattr(processor, "_may_use_amx", lambda: is_granted)
     assert tile_units.__wrapped__() == units
     assert ("amx" in tile_units.__wrapped__("int8")) == ("amx_int8" in flags and is_granted)
+    assert ("avx512" in tile_units.__wrapped__("int8")) == (flags >= FOR_INTEGERS)
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
     assert tile_units.__wrapped__() == ()
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+fma,-avx512bf16,+amx-bf16")
+    kept = ("amx",) * ("amx" in units) + ("fma",) * ("fma" in units)
+    assert tile_units.__wrapped__() == kept
 
 
 def exact(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> np.ndarray:

@@ -43,7 +43,7 @@ from tests.helpers.kernels import CPU, XLA_ON_CPU
 from tests.helpers.models import BASE, PLACEMENTS, prompts, run_greedy
 from tests.helpers.numpy_opt import NumpyOpt
 from tests.helpers.numpy_quantization import int8_product
-from tests.helpers.units import UNITS, need, use_unit
+from tests.helpers.units import FOR_INTEGERS, need, use_unit
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 TARGET = "flexgen_jax_multiply_integers"
@@ -200,7 +200,7 @@ def test_nothing_but_zeros(multiply: Any) -> None:
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_layer_is_near_that_of_16_bits(kernels: Any, bits: int) -> None:
     if kernels is CPU:
-        need(*UNITS)
+        need(*FOR_INTEGERS)
     sizes = {"hidden_size": 128, "ffn_dim": 256, "word_embed_proj_dim": 128}
     config = read_config({**BASE, **sizes})
     hidden, first = numbers(6, 20, config.hidden_size), np.zeros(6, np.int32)

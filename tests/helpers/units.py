@@ -11,7 +11,9 @@ import pytest
 
 from flexgen_jax.cpu import features, matmul
 
-UNITS = ("amx", "avx512")
+UNITS = ("amx", "avx512", "fma")
+FOR_INTEGERS = ("amx", "avx512")
+"""Units for products of bfloat16, and those of them that multiply 8-bit integers, too."""
 
 DECLARED = "FLEXGEN_TEST_UNITS"
 """The variable that names a runner's units, as in "amx,avx512". Without it a test is skipped where
@@ -22,7 +24,7 @@ MISSING = "the processor has none of: "
 
 def present() -> tuple[str, ...]:
     """The units that this process may use."""
-    return features().int8
+    return tuple(unit for unit in UNITS if unit in {*features().bf16, *features().int8})
 
 
 def declared() -> set[str]:

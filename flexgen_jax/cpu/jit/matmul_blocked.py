@@ -1,7 +1,6 @@
-"""Products of many rows with kernel weights on CPUs that have AMX, or AVX-512 with bfloat16,
-compiled by Numba.
+"""Products of many rows with kernel weights, by the units of `matmul_inner`, compiled by Numba.
 
-XLA's CPU backend reaches only a small part of what AMX can do. Here some columns of the kernel
+XLA's CPU backend reaches only a part of what these units can do. Here some columns of the kernel
 weights at a time are turned into tiles that stay in the core's second cache, unpacked on the way if
 need be. The rows pass by, `PAIR` at a time, while the next ones are prefetched. Results get their
 bias and are rounded on the way out, past the caches, which saves one more pass in fp32.
@@ -15,13 +14,15 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from flexgen_jax.cpu import processor
 from flexgen_jax.cpu.jit import llvm, matmul_inner, packing
 from flexgen_jax.cpu.jit.decode_attention import source_of
 from flexgen_jax.cpu.jit.matmul_inner import configure, multiply_tiles, release
 from flexgen_jax.cpu.jit.packing import PAIR, STEP, give_rows, take_columns, take_rows
 from flexgen_jax.models import storage
 
-_FILES = (__file__, matmul_inner.__file__, packing.__file__, storage.__file__, llvm.__file__)
+_PARTS = (matmul_inner, packing, storage, llvm, processor)
+_FILES = (__file__, *(str(part.__file__) for part in _PARTS))
 SOURCE = source_of(*_FILES)
 """A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
 
@@ -34,11 +35,10 @@ LINE = 64
 
 
 @njit(inline="always")
-def aligned(count, kind, width):
-    """Returns an array of at least `count` elements of `width` bytes that begins with a cache
-    line."""
-    found = np.empty(count + LINE // width, kind)
-    return found[(LINE - found.ctypes.data % LINE) % LINE // width :]
+def aligned(count, kind):
+    """Returns an array of at least `count` elements that begins with a cache line."""
+    found = np.empty(count + LINE, kind)
+    return found[(LINE - found.ctypes.data % LINE) % LINE // found.itemsize :]
 
 
 @njit(inline="always")
@@ -70,22 +70,25 @@ def add_panel(multiply, rows, where, part, panel, packed, pairs, sums, at, after
 
 
 @njit(inline="always")
-def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits, by_amx):
+def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits, by_amx, kind):
     """Computes out = rows @ kernel.T + bias for the columns from start to end, multiples of `PAIR`.
 
     rows: bfloat16 [count, depth] as bits; kernel, length: kernel weights [columns, depth], as
     `take_columns` takes them, with depth a multiple of `STEP`; bias: fp32 [columns]; out: [count,
-    columns], bfloat16 or fp32. All arrays are flat. shape: (count, depth, columns). bits (of the
-    kernel weights) and by_amx are compile-time constants.
+    columns], bfloat16 or fp32. All arrays are flat. shape: (count, depth, columns). kind: type of
+    the tiles, np.float32 for the unit of fp32 vectors, else np.uint16. bits (of the kernel weights),
+    by_amx and kind are compile-time constants.
     """
     count, depth, columns = shape
-    width = COLUMNS if end - start >= COLUMNS else COLUMNS // 2
-    height = COLUMNS * DEPTH // width
+    item = np.empty(0, kind).itemsize
+    width = COLUMNS if end - start >= COLUMNS and item == 2 else COLUMNS // 2
+    height = COLUMNS * DEPTH * 2 // item // width // (item // 2)
+    chunk = CHUNK * 2 // item // STEP
     block, deep, pair_sums = width // PAIR, depth > height, PAIR * PAIR
     panels = -(-count // PAIR) if deep else 1
-    packed = aligned(width * min(depth, height), np.uint16, 2)
-    panel = aligned(PAIR * CHUNK, np.uint16, 2)
-    sums = aligned(panels * block * pair_sums, np.float32, 4)
+    packed = aligned(width * min(depth, height), kind)
+    panel = aligned(PAIR * STEP * chunk, kind)
+    sums = aligned(panels * block * pair_sums, np.float32)
     panel[:] = 0
     is_aligned = out.ctypes.data % LINE == 0
     configure(by_amx)
@@ -100,7 +103,7 @@ def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits, b
                 some = min(PAIR, count - row)
                 at = row // PAIR * block * pair_sums if deep else 0
                 after = at + block * pair_sums if deep else 0
-                part, where = (top, steps, CHUNK // STEP), (row, some, depth)
+                part, where = (top, steps, chunk), (row, some, depth)
                 add_panel(
                     multiply_tiles,
                     rows,

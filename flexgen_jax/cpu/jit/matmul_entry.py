@@ -16,7 +16,14 @@ from flexgen_jax.cpu.jit import matmul_int8, matmul_small_batch
 from flexgen_jax.cpu.jit.attention_entry import ALL, ARGUMENTS, CALLS, RESULTS, array_in, handler
 from flexgen_jax.cpu.jit.matmul_blocked import multiply_columns
 from flexgen_jax.cpu.jit.matmul_int8 import multiply_rounded, round_panel
-from flexgen_jax.cpu.jit.matmul_small_batch import MOST, multiply_few, multiply_few_packed
+from flexgen_jax.cpu.jit.matmul_small_batch import (
+    MOST,
+    MOST_OF_FLOATS,
+    SIDE,
+    SIDE_OF_FLOATS,
+    multiply_few,
+    multiply_few_packed,
+)
 from flexgen_jax.cpu.jit.packing import PAIR
 from flexgen_jax.cpu.jit.xla_calls import words
 
@@ -36,7 +43,7 @@ def packed_kernel(arguments, at):
 
 
 @lru_cache
-def product_handler(name: str, bits: int, is_wide: bool, by_amx: bool) -> tuple[Any, ...]:
+def product_handler(name: str, bits: int, is_wide: bool, unit: str) -> tuple[Any, ...]:
     """Returns the handler of products with kernel weights of `bits` bits, and the functions that
     its threads run.
 
@@ -44,7 +51,7 @@ def product_handler(name: str, bits: int, is_wide: bool, by_amx: bool) -> tuple[
     depth], or the three arrays of packed ones. Result: [row, column], fp32 if `is_wide`, else
     bfloat16.
     """
-    return handler(name, _product_part(bits, is_wide, by_amx), axis=1, grain=FEWEST)
+    return handler(name, _product_part(bits, is_wide, unit), axis=1, grain=FEWEST)
 
 
 @lru_cache
@@ -71,10 +78,18 @@ def int8_handler(name: str, bits: int, by_amx: bool) -> tuple[Any, ...]:
     return handler(name, _int8_part(bits, by_amx), axis=1, grain=FEWEST)
 
 
-def _product_part(bits: int, is_wide: bool, by_amx: bool) -> Callable[..., int]:
+def stored_as(unit: str) -> Any:
+    """Returns the type of the tiles that a unit multiplies."""
+    return np.float32 if unit == "fma" else np.uint16
+
+
+def _product_part(bits: int, is_wide: bool, unit: str) -> Callable[..., int]:
     """Returns the function that computes a part of a product's columns."""
     source = matmul_small_batch.SOURCE + CALLS
     stored = np.float32 if is_wide else np.uint16
+    by_amx, kind, most, side = unit == "amx", stored_as(unit), MOST, SIDE
+    if unit == "fma":
+        most, side = MOST_OF_FLOATS, SIDE_OF_FLOATS
 
     def compute(shared, part):
         assert source
@@ -90,13 +105,15 @@ def _product_part(bits: int, is_wide: bool, by_amx: bool) -> Callable[..., int]:
         out = array_in(words(results[0]), (count * columns,), stored)
         pairs, shape = columns // PAIR, (count, depth, columns)
         start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
-        if not by_amx and count <= MOST:
+        if not by_amx and count <= most:
             if bits == 16:
-                multiply_few(left, kernel[0], bias, out, shape, start, end)
+                multiply_few(left, kernel[0], bias, out, shape, start, end, kind, side)
             else:
-                multiply_few_packed(left, kernel, length, bias, out, shape, start, end, bits)
+                multiply_few_packed(
+                    left, kernel, length, bias, out, shape, start, end, bits, kind, side
+                )
         else:
-            multiply_columns(left, kernel, length, bias, out, shape, start, end, bits, by_amx)
+            multiply_columns(left, kernel, length, bias, out, shape, start, end, bits, by_amx, kind)
         return 1
 
     return compute

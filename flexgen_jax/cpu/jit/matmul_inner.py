@@ -1,5 +1,6 @@
-"""Products of the tiles of `packing`, as LLVM instructions, by one of two units of the processor:
-Intel's AMX, whose registers hold tiles, or AVX-512, whose registers hold rows of tiles.
+"""Products of the tiles of `packing`, as LLVM instructions, by one of three units of the processor:
+Intel's AMX, whose registers hold tiles; AVX-512, whose registers hold rows of tiles; or products of
+fp32 vectors, where the tiles are fp32.
 
     configure(by_amx), release(by_amx)
         called before and after all else, in each thread
@@ -13,7 +14,7 @@ Intel's AMX, whose registers hold tiles, or AVX-512, whose registers hold rows o
         does what `multiply_tiles` does for int8, with two of them in place of a bfloat16, and int32
         sums in place of fp32. With AVX-512, `packed` holds the integers plus `UNSIGNED`, as uint8
 
-by_amx is a compile-time constant.
+by_amx is a compile-time constant; the type of the tiles decides between the other two.
 """
 
 from __future__ import annotations
@@ -26,7 +27,20 @@ from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit.llvm import FIRST_CACHE, INT, LANES, SECOND_CACHE, arrays_of, filled
-from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, PAIR, STEP, TILE, WORDS, N, Tiles, emitted
+from flexgen_jax.cpu.jit.packing import (
+    BYTE,
+    FLOATS,
+    PAIR,
+    STEP,
+    TILE,
+    WORDS,
+    N,
+    Tiles,
+    emitted,
+    halves_of,
+    is_wide,
+)
+from flexgen_jax.cpu.processor import has_wide_vectors, multiplies_pairs
 
 cgutils: Any = untyped
 
@@ -41,6 +55,9 @@ SQUARE = LANES * LANES
 
 ROWS = 8
 """Rows multiplied at a time by AVX-512: their sums, for 32 columns, take half of its registers."""
+ROWS_OF_FLOATS, TILES_OF_FLOATS = (8, 2), (4, 1)
+"""Rows and tiles of columns multiplied at a time as fp32: with vectors of 512 bits, and of 256, of
+which there are half as many."""
 DOT, DOT_INTEGERS = "avx512bf16.dpbf16ps.512", "avx512.vpdpbusd.512"
 
 
@@ -135,6 +152,54 @@ def _by_vectors(tiles: Tiles, instruction: str, lines: int, of: Product) -> None
             builder.store(builder.load(own), place, align=4)
 
 
+def _by_floats(tiles: Tiles, lines: int, of: Product) -> None:
+    """Emits a product of fp32, some rows and columns at a time, whose sums stay in registers."""
+    builder = tiles.builder
+    many, wide = ROWS_OF_FLOATS if has_wide_vectors() else TILES_OF_FLOATS
+    groups = builder.udiv(tiles.at(of.count, many - 1), tiles.index(many))
+    in_tile, some = tiles.index(LANES // many), lines * many // PAIR
+    with tiles.loop(groups) as (group, _):
+        first = tiles.at(of.to, (builder.udiv(group, in_tile), 2 * SQUARE))
+        first = tiles.at(first, (builder.urem(group, in_tile), many * LANES))
+        for tile in range(0, 2, wide):
+            offsets = [
+                j * SQUARE + row * LANES for row in range(many) for j in range(tile, tile + wide)
+            ]
+            places = [tiles.place(of.sums, tiles.at(first, offset), FLOATS) for offset in offsets]
+            found = begun(tiles, places, of.adds)
+            with tiles.loop(of.steps) as (step, _):
+                if tile == 0:
+                    of.fetch_row(tiles, group, step)
+                    for line in range(some):
+                        of.fetch_sums(tiles, tiles.at((step, lines), (group, some), line))
+                left = tiles.at((step, 2 * TILE), (group, many * STEP))
+                right = tiles.at(of.at, (step, 2 * TILE), tile * TILE)
+                for element in range(STEP):
+                    _add_element(tiles, of, element, left, right, found, wide)
+            for own, place in zip(found, places, strict=True):
+                builder.store(builder.load(own), place, align=4)
+
+
+def _add_element(
+    tiles: Tiles, of: Product, element: int, left: Any, right: Any, found: list[Any], wide: int
+) -> None:
+    """Adds the products of one element of each of these rows with those of all columns."""
+    builder, inside = tiles.builder, element // 2 + element % 2 * LANES
+    offsets = [j * TILE + element * LANES for j in range(wide)]
+    places = [tiles.place(of.packed, tiles.at(right, offset), FLOATS) for offset in offsets]
+    columns = [builder.load(place, align=4) for place in places]
+    for row in range(len(found) // wide):
+        place = builder.gep(of.panel.data, [tiles.at(left, row * STEP + inside)])
+        spread = tiles.spread(builder.load(place), LANES)
+        for own, column in zip(found[wide * row :], columns, strict=False):
+            builder.store(added(tiles, builder.load(own), column, spread), own)
+
+
+def added(tiles: Tiles, total: Any, one: Any, other: Any) -> Any:
+    """Adds to each lane of total the product of the fp32 in that lane."""
+    return tiles.call(f"llvm.fma.v{LANES}f32", total.type, one, other, total)
+
+
 def begun(tiles: Tiles, places: list[Any], adds: Any) -> list[Any]:
     """Returns stack variables, which become registers, for the sums: the values at `places` if the
     product is added to them, else 0."""
@@ -167,6 +232,10 @@ def _add_word(
 
 def dot(tiles: Tiles, instruction: str, total: Any, *sides: Any) -> Any:
     """Adds to each lane of total the products of the elements in that lane's word."""
+    if instruction == DOT and not multiplies_pairs():
+        for one, other in zip(*(halves_of(tiles, side) for side in sides), strict=True):
+            total = added(tiles, total, one, other)
+        return total
     return tiles.call(f"llvm.x86.{instruction}", total.type, total, *sides)
 
 
@@ -177,7 +246,9 @@ def _multiplying(on_tiles: str, on_vectors: str, lines: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             tiles = Tiles(builder)
             of = Product(*arrays_of(context, builder, signature.args[:-1], arguments[:-1]))
-            if by_amx.literal_value:
+            if is_wide(of.panel):
+                _by_floats(tiles, lines, of)
+            elif by_amx.literal_value:
                 _by_amx(tiles, on_tiles, lines, of)
             else:
                 _by_vectors(tiles, on_vectors, lines, of)

@@ -83,9 +83,9 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
     deep = words > height or apart.size > 0
     panels = -(-count // PAIR) if deep else 1
     most = max(min(words, height), min(apart.size * STEP, CHUNK))
-    packed = aligned(width * most, np.uint16, 2)
-    panel = aligned(PAIR * CHUNK, np.uint16, 2)
-    sums = aligned(panels * block * pair_sums, np.float32, 4)
+    packed = aligned(width * most, np.uint16)
+    panel = aligned(PAIR * CHUNK, np.uint16)
+    sums = aligned(panels * block * pair_sums, np.float32)
     panel[:] = 0
     is_aligned = out.ctypes.data % LINE == 0
     configure(by_amx)

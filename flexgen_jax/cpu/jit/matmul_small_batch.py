@@ -1,5 +1,5 @@
-"""Products of up to `MOST` rows with kernel weights, by AVX-512's dot products of bfloat16 pairs,
-compiled by Numba.
+"""Products of up to `MOST` rows with kernel weights, by AVX-512's dot products of bfloat16 pairs or
+by products of fp32 vectors, compiled by Numba.
 
 With so few rows, a product takes about as long as reading the kernel weights from memory. So they
 are read as processors fetch best: each thread reads its part from one end to the other. One or two
@@ -24,7 +24,7 @@ from flexgen_jax.cpu.jit import matmul_blocked
 from flexgen_jax.cpu.jit.decode_attention import source_of
 from flexgen_jax.cpu.jit.llvm import FIRST_CACHE, INT, LANES, arrays_of, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
-from flexgen_jax.cpu.jit.matmul_inner import DOT, begun, dot
+from flexgen_jax.cpu.jit.matmul_inner import DOT, added, begun, dot
 from flexgen_jax.cpu.jit.packing import (
     BYTE,
     FLOATS,
@@ -36,8 +36,12 @@ from flexgen_jax.cpu.jit.packing import (
     Tiles,
     emitted,
     give_rows,
+    halves_of,
+    is_wide,
     packed_place,
+    store_words,
 )
+from flexgen_jax.cpu.processor import has_wide_vectors
 
 cgutils: Any = untyped
 
@@ -48,6 +52,9 @@ MOST = 64
 SIDE = 4
 """Rows, and columns, multiplied at a time: their sums take half of the registers and, once their
 lanes are added up, fill one."""
+
+MOST_OF_FLOATS, SIDE_OF_FLOATS = (16, 4) if has_wide_vectors() else (4, 2)
+"""The same where fp32 is multiplied: more rows are worth the tiles of `matmul_blocked`."""
 
 DEPTH = 2048
 """Elements taken at a time: those of `SIDE` rows of the kernel weights and of `SIDE` other rows
@@ -112,17 +119,37 @@ def _emit(
             with tiles.loop(some) as (line, _):
                 place = tiles.at(soon, (line, by), (step, STEP))
                 tiles.ask(tiles.place(kernel, place, BYTE), FIRST_CACHE)
-        columns = []
-        for column in range(wide):
-            place = tiles.at(begin, (column, pitch), (step, STEP))
-            columns.append(builder.load(tiles.place(kernel, place, WORDS), align=2))
+        columns = [
+            _step(tiles, kernel, tiles.at(begin, (column, pitch), (step, STEP)), is_wide(left))
+            for column in range(wide)
+        ]
         for row in range(many):
             place = tiles.at(first, (step, many * STEP), row * STEP)
-            words = builder.load(tiles.place(left, place, WORDS), align=2)
+            parts = _step(tiles, left, place, is_wide(left))
             for own, column in zip(found[row * wide :], columns, strict=False):
-                builder.store(dot(tiles, DOT, builder.load(own), column, words), own)
+                builder.store(_summed(tiles, builder.load(own), column, parts), own)
     for own, place in zip(found, places, strict=True):
         builder.store(builder.load(own), place, align=4)
+
+
+def _step(tiles: Tiles, array: Any, at: Any, as_floats: bool) -> list[Any]:
+    """Loads a step of a row: a vector of bfloat16 pairs, or its even and its odd elements as
+    fp32, which an array of fp32 has one after the other."""
+    kind = FLOATS if is_wide(array) else WORDS
+    places = [tiles.place(array, tiles.at(at, part), kind) for part in range(0, STEP, LANES)]
+    if is_wide(array):
+        return [tiles.builder.load(place, align=2) for place in places]
+    words = tiles.builder.load(places[0], align=2)
+    return halves_of(tiles, words) if as_floats else [words]
+
+
+def _summed(tiles: Tiles, total: Any, column: list[Any], row: list[Any]) -> Any:
+    """Adds the products of a step's elements to total, by lanes."""
+    if len(row) == 1:
+        return dot(tiles, DOT, total, column[0], row[0])
+    for one, other in zip(column, row, strict=True):
+        total = added(tiles, total, one, other)
+    return total
 
 
 def _totals(_context, sums, at, out, to, wide, many):
@@ -169,31 +196,25 @@ def _lay(
 ) -> None:
     with tiles.loop(steps) as (step, _):
         source = tiles.place(rows, tiles.at(begin, (step, STEP)), WORDS)
-        target = tiles.place(left, tiles.at(first, (step, apart)), WORDS)
-        tiles.builder.store(tiles.builder.load(source, align=2), target, align=2)
+        found = tiles.builder.load(source, align=2)
+        store_words(tiles, found, left, tiles.at(first, (step, apart)))
 
 
-class FewPacked(PackedKernel):
-    """Emits the unpacking of `SIDE` rows of packed kernel weights."""
-
-    ROWS = SIDE
-
-
-def _unpack(_context, kernel, column, top, pitch, length, steps, plain, apart, bits):
+def _unpack(_context, kernel, column, top, pitch, length, steps, plain, apart, bits, count):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         arrays = cgutils.unpack_tuple(builder, arguments[0])
         arrays = arrays_of(context, builder, signature.args[0], arrays)
-        rest = arrays_of(context, builder, signature.args[1:-1], arguments[1:-1])
+        rest = arrays_of(context, builder, signature.args[1:-2], arguments[1:-2])
         column, top, pitch, length, steps, plain, apart = rest
-        tiles, bits = Tiles(builder), signature.args[-1].literal_value
-        few = FewPacked(*packed_place(tiles, arrays, column, top, pitch, length, bits))
+        tiles, bits = Tiles(builder), signature.args[-2].literal_value
+        few = PackedKernel(*packed_place(tiles, arrays, column, top, pitch, length, bits))
+        few.ROWS = signature.args[-1].literal_value
         with tiles.loop(steps) as (step, _):
             for row, found in enumerate(few.rows(tiles.index(0), step)):
-                place = tiles.at((row, apart), (step, STEP))
-                builder.store(found, tiles.place(plain, place, WORDS), align=2)
+                store_words(tiles, found, plain, tiles.at((row, apart), (step, STEP)))
         return context.get_dummy_value()
 
-    return types.void(kernel, N, N, N, N, N, plain, N, bits), generate
+    return types.void(kernel, N, N, N, N, N, plain, N, bits, count), generate
 
 
 def _laying(_context, rows, begin, steps, left, first, apart):
@@ -204,7 +225,8 @@ dots: Any = intrinsic(prefer_literal=True)(_dots)
 """Intrinsic: adds the products of `many` rows of left and `wide` rows of the kernel to sums, or
 replaces sums by them where `adds` is false.
 
-left: `steps` steps from `first` on, [step][row][32]; kernel: rows `pitch` apart from `begin` on;
+left: `steps` steps from `first` on, [step][row][32], bfloat16 as bits, or fp32 as `lay` makes it;
+kernel: rows `pitch` apart from `begin` on;
 sums: fp32 [row][column][lane] from `at` on. Meanwhile `some` rows of the kernel, `by` elements
 apart from `soon` on (one row where `wide` is 1), are prefetched into the first cache. wide and many
 are compile-time constants.
@@ -215,9 +237,9 @@ totals: Any = intrinsic(prefer_literal=True)(_totals)
 rows `LANES` apart."""
 
 unpack: Any = intrinsic(prefer_literal=True)(_unpack)
-"""Intrinsic: unpacks `SIDE` rows of packed kernel weights, from row `column` and element `top` on,
-into plain, `apart` elements from each other. The other arguments are those of
-`packing.take_columns`."""
+"""Intrinsic: unpacks `count` rows of packed kernel weights, a compile-time constant, from row
+`column` and element `top` on, into plain, `apart` elements from each other. The other arguments are
+those of `packing.take_columns`."""
 
 lay: Any = intrinsic(_laying)
 """Intrinsic: copies `steps` steps of a row, from `begin` on, to left, from `first` on and `apart`
@@ -225,23 +247,23 @@ elements from each other."""
 
 
 @njit(inline="always")
-def multiply_few(rows, kernel, bias, out, shape, start, end):
+def multiply_few(rows, kernel, bias, out, shape, start, end, kind, side):
     """Does what `matmul_blocked.multiply_columns` does, for at most `MOST` rows and 16-bit kernel
-    weights."""
+    weights; side: `SIDE` or `SIDE_OF_FLOATS`, a compile-time constant."""
     if shape[0] == 1:
-        multiply_streams(rows, kernel, bias, out, shape, start, end, shape[1], 1, 1)
+        multiply_streams(rows, kernel, bias, out, shape, start, end, kind, shape[1], 1, 1)
     elif shape[0] == 2:
-        multiply_streams(rows, kernel, bias, out, shape, start, end, shape[1], 1, 2)
+        multiply_streams(rows, kernel, bias, out, shape, start, end, kind, shape[1], 1, 2)
     else:
-        multiply_streams(rows, kernel, bias, out, shape, start, end, DEPTH, SIDE, SIDE)
+        multiply_streams(rows, kernel, bias, out, shape, start, end, kind, DEPTH, side, side)
 
 
 @njit(inline="always")
-def multiply_streams(rows, kernel, bias, out, shape, start, end, most, wide, many):
+def multiply_streams(rows, kernel, bias, out, shape, start, end, kind, most, wide, many):
     """Multiplies `many` rows by `wide` columns at a time, `most` elements of each at once;
     otherwise like `multiply_few`."""
     depth, height, turns = shape[1], min(shape[1], most), -(-shape[0] // many)
-    left, lanes, sums = prepared(rows, shape, height, many)
+    left, lanes, sums = prepared(rows, shape, height, many, kind)
     for first in range(start, end, PAIR):
         for top in range(0, depth, height):
             after = first * depth + top + height
@@ -260,32 +282,44 @@ def multiply_streams(rows, kernel, bias, out, shape, start, end, most, wide, man
 
 
 @njit(inline="always")
-def multiply_few_packed(rows, kernel, length, bias, out, shape, start, end, bits):
-    """Does what `multiply_few` does, for packed kernel weights, unpacking `SIDE` of their rows at a
-    time; kernel, length and bits are those of `matmul_blocked.multiply_columns`."""
-    depth, height, turns = shape[1], min(shape[1], DEPTH), -(-shape[0] // SIDE)
-    left, lanes, sums = prepared(rows, shape, height, SIDE)
-    plain = aligned(SIDE * height, np.uint16, 2)
-    for first in range(start, end, PAIR):
-        for top in range(0, depth, height):
-            steps = min(height, depth - top) // STEP
-            for column in range(0, PAIR, SIDE):
-                unpack(kernel, first + column, top, depth, length, steps, plain, height, bits)
-                part = (top, steps, column)
-                multiply_part(left, plain, 0, height, lanes, part, turns, 0, 0, SIDE, SIDE)
-        give_sums(lanes, sums, bias, out, shape, first, SIDE, SIDE)
+def multiply_few_packed(rows, kernel, length, bias, out, shape, start, end, bits, kind, side):
+    """Does what `multiply_few` does, for packed kernel weights; kernel, length and bits are those
+    of `matmul_blocked.multiply_columns`."""
+    packed = (kernel, length)
+    if shape[0] == 1:
+        multiply_unpacked(rows, packed, bias, out, shape, start, end, bits, kind, side, 1)
+    else:
+        multiply_unpacked(rows, packed, bias, out, shape, start, end, bits, kind, side, side)
 
 
 @njit(inline="always")
-def prepared(rows, shape, height, many):
+def multiply_unpacked(rows, packed, bias, out, shape, start, end, bits, kind, wide, many):
+    """Multiplies `many` rows at a time by `wide` rows of packed kernel weights, which are unpacked
+    before."""
+    kernel, length = packed
+    depth, height, turns = shape[1], min(shape[1], DEPTH), -(-shape[0] // many)
+    left, lanes, sums = prepared(rows, shape, height, many, kind)
+    plain = aligned(wide * height, kind)
+    for first in range(start, end, PAIR):
+        for top in range(0, depth, height):
+            steps = min(height, depth - top) // STEP
+            for column in range(0, PAIR, wide):
+                unpack(kernel, first + column, top, depth, length, steps, plain, height, bits, wide)
+                part = (top, steps, column)
+                multiply_part(left, plain, 0, height, lanes, part, turns, 0, 0, wide, many)
+        give_sums(lanes, sums, bias, out, shape, first, wide, many)
+
+
+@njit(inline="always")
+def prepared(rows, shape, height, many, kind):
     """Returns the rows in the layout of `dots`, and memory for the sums of `PAIR` columns.
 
-    The three arrays: left, bfloat16 as bits, with `height` elements of all rows before the next
+    The three arrays: left, of type `kind`, with `height` elements of all rows before the next
     `height`; the lanes of the sums, fp32; and the sums as `give_rows` takes them, fp32.
     """
     count, depth, _ = shape
     turns = -(-count // many)
-    left = aligned(turns * many * depth, np.uint16, 2)
+    left = aligned(turns * many * depth, kind)
     if count % many:
         left[:] = 0
     for row in range(count):
@@ -293,7 +327,7 @@ def prepared(rows, shape, height, many):
             steps = min(height, depth - top) // STEP
             first = (top * turns + row // many * steps * STEP) * many + row % many * STEP
             lay(rows, row * depth + top, steps, left, first, many * STEP)
-    lanes = aligned(PAIR * turns * many * LANES, np.float32, 4)
+    lanes = aligned(PAIR * turns * many * LANES, np.float32)
     return left, lanes, np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
 
 

@@ -7,12 +7,13 @@ together.
 
     take_rows(rows, begin, pitch, count, steps, panel)
         copies `count` rows of 32 * steps elements, at most `PAIR` rows, into the tiles of a panel,
-        [step][2][16][32]
+        [step][2][16][32]; into a panel of fp32, elements at even indices before those at odd ones
     take_columns(kernel, column, top, pitch, length, steps, packed, at, bits)
         copies `PAIR` rows of the kernel weights, from row `column` and element `top` on, into tiles
-        for the right operand. kernel: a tuple, of the matrix or, with less than 16 bits, of packed
-        codes, scales and minima, grouped along its rows, of which a plane has `length` (see
-        `layers/quantization.py`); bits is a compile-time constant
+        for the right operand; into tiles of fp32, rows are not interleaved. kernel: a tuple, of the
+        matrix or, with less than 16 bits, of packed codes, scales and minima, grouped along its
+        rows, of which a plane has `length` (see `layers/quantization.py`); bits is a compile-time
+        constant
     give_rows(sums, pairs, bias, first, out, begin, pitch, count, is_aligned)
         writes `count` rows of sums, [pair][2][2][16][16], plus bias, fp32, to out, rounded if out
         is bfloat16; past the caches if out begins with a cache line
@@ -91,8 +92,29 @@ def _take_rows(
     with tiles.loop(count) as (row, _), tiles.loop(steps) as (step, _):
         source = tiles.at(begin, (row, pitch), (step, STEP))
         found = builder.load(tiles.place(rows, source, WORDS), align=2)
-        target = tiles.at((row, STEP), (step, 2 * TILE))
-        builder.store(found, tiles.place(panel, target, WORDS), align=2)
+        store_words(tiles, found, panel, tiles.at((row, STEP), (step, 2 * TILE)))
+
+
+def halves_of(tiles: Tiles, words: Any) -> list[Any]:
+    """Returns the elements at even and at odd indices of a vector of bfloat16, as fp32."""
+    builder = tiles.builder
+    even = builder.shl(words, filled(WORDS, 16))
+    odd = builder.and_(words, filled(WORDS, UPPER))
+    return [builder.bitcast(half, FLOATS) for half in (even, odd)]
+
+
+def is_wide(array: Any) -> bool:
+    """Returns whether an array's elements are fp32."""
+    return bool(array.data.type.pointee == FLOAT)
+
+
+def store_words(tiles: Tiles, words: Any, array: Any, at: Any) -> None:
+    """Stores a vector of bfloat16 from an element on; in an array of fp32, its even elements and
+    then its odd ones."""
+    parts = halves_of(tiles, words) if is_wide(array) else [words]
+    for number, part in enumerate(parts):
+        place = tiles.place(array, tiles.at(at, number * LANES), part.type)
+        tiles.builder.store(part, place, align=2)
 
 
 def _turned(tiles: Tiles, rows: list[Any]) -> list[Any]:
@@ -183,23 +205,18 @@ class PackedKernel(PlainKernel):
             found.append(builder.or_(low, builder.and_(halves[1], filled(WORDS, UPPER))))
         return found
 
-    def _halves(self, array: Any, index: Any) -> tuple[Any, Any]:
+    def _halves(self, array: Any, index: Any) -> list[Any]:
         """Returns the bfloat16 elements at even and at odd indices, as fp32."""
-        builder = self._tiles.builder
-        words = builder.load(self._tiles.place(array, index, WORDS), align=2)
-        even = builder.shl(words, filled(WORDS, 16))
-        odd = builder.and_(words, filled(WORDS, UPPER))
-        return builder.bitcast(even, FLOATS), builder.bitcast(odd, FLOATS)
+        place = self._tiles.place(array, index, WORDS)
+        return halves_of(self._tiles, self._tiles.builder.load(place, align=2))
 
 
 def store_columns(tiles: Tiles, kernel: PlainKernel, steps: Any, packed: Any, at: Any) -> None:
-    builder = tiles.builder
     # Goes step by step within a tile: cache lines of packed rows hold two steps' elements.
     with tiles.loop(2) as (tile, _), tiles.loop(steps) as (step, _):
         target = tiles.at(at, (step, 2 * TILE), (tile, TILE))
         for row, found in enumerate(_turned(tiles, kernel.rows(tile, step))):
-            place = tiles.place(packed, tiles.at(target, row * STEP), WORDS)
-            builder.store(found, place, align=2)
+            store_words(tiles, found, packed, tiles.at(target, row * STEP))
 
 
 def _rounded(tiles: Tiles, found: Any) -> Any:
@@ -228,7 +245,6 @@ def _give_rows(
     is_aligned: Any,
 ) -> None:
     builder, lanes = tiles.builder, tiles.index(LANES)
-    is_wide = out.data.type.pointee == FLOAT
     past = builder.module.add_metadata([ir.Constant(INT, 1)])
     all_ = ir.Constant(ir.VectorType(INT, PAIR), list(range(PAIR)))
     with tiles.loop(count) as (row, _):
@@ -242,7 +258,7 @@ def _give_rows(
                 added = tiles.at(first, (pair, PAIR), j * LANES)
                 added = builder.load(tiles.place(bias, added, FLOATS), align=4)
                 found = builder.fadd(found, added)
-                halves.append(found if is_wide else _rounded(tiles, found))
+                halves.append(found if is_wide(out) else _rounded(tiles, found))
             line = builder.shuffle_vector(*halves, all_)
             target = tiles.at(begin, (row, pitch), (pair, PAIR))
             place = tiles.place(out, target, line.type)
