@@ -9,11 +9,14 @@ import numpy as np
 
 from flexgen_jax.engine.feed import Source
 from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.engine.sampling import adjusting_arrays
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.policy.loop import fewer_rows
 from flexgen_jax.policy.plan import BatchShape, BlockPlan
 from flexgen_jax.policy.policy import GREEDY
 from flexgen_jax.policy.schedule import PREFIX
+
+Adjustments = Callable[[Sequence[EncodedRequest]], Sequence[Mapping[int, tuple[float, float]]]]
 
 FEWEST = 4
 """Others enter beside a run's batches when there are rows for this fraction of a batch."""
@@ -49,9 +52,11 @@ class Waiting:
         source: Source[EncodedRequest],
         make: Callable[[Sequence[EncodedRequest], int], Batch],
         prefix: tuple[int, ...] = (),
+        adjustments: Adjustments = lambda requests: (),
     ) -> None:
         """make: makes a batch of its requests, with that many rows; prefix: the tokens with which
-        all of them begin."""
+        all of them begin; adjustments: what changes the logits of requests, see
+        `Generation.adjustments`."""
         self._plan, self._source, self._make = plan, source, make
         self._requests: list[EncodedRequest] = []
         self._numbers = count()
@@ -60,6 +65,7 @@ class Waiting:
         self.left: list[EncodedRequest] = []
         self.entered = 0
         self._prefix, self._has_prefix = prefix, False
+        self._adjustments = adjustments
 
     @property
     def batches(self) -> Mapping[int, Batch]:
@@ -111,13 +117,12 @@ class Waiting:
     def _plan_fits(self, request: EncodedRequest) -> bool:
         """Returns whether a request is no longer than what was planned for."""
         shape = self._plan.shape
-        is_sampled = request.params.is_sampled
         is_short = len(request.own_ids) <= max(shape.prompt_lens)
         return (
             is_short
             and request.prefix == self._prefix
             and request.max_tokens <= shape.gen_len
-            and not (is_sampled and shape.head == GREEDY)
+            and (request.params.is_plain or shape.head != GREEDY)
         )
 
     def _next(self, most: int, going: Collection[int]) -> Sequence[EncodedRequest]:
@@ -140,6 +145,16 @@ class Waiting:
         self._batches[batch] = self._batches[batch].taken(rows)
         members = self.members[batch]
         self.members[batch] = [members[row] for row in rows if row < len(members)]
+
+    def adjusted(self, batch: int) -> tuple[np.ndarray, ...]:
+        """Returns the arguments of `layers.sampling.adjust` for a batch's next tokens, or ()."""
+        members = self.members[batch]
+        if not any(request.params.is_adjusted for request in members):
+            return ()
+        padding: list[Mapping[int, tuple[float, float]]] = [{}] * (
+            self._batches[batch].size - len(members)
+        )
+        return adjusting_arrays([*self._adjustments(members), *padding])
 
     def leave(self, batch: int) -> None:
         """Forgets a batch."""

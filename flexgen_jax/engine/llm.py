@@ -41,7 +41,7 @@ from flexgen_jax.engine.requests import (
     room_for,
     shared_tokens,
 )
-from flexgen_jax.engine.sampling import SamplingParams, sampling_arrays
+from flexgen_jax.engine.sampling import MOST_LOGPROBS, SamplingParams, sampling_arrays
 from flexgen_jax.engine.session import Session
 from flexgen_jax.errors import (
     UserError,
@@ -63,6 +63,9 @@ Prompts = str | Sequence[str]
 
 FIRST_READ = 16
 """Requests of a stream that are read before it is known how many run together."""
+
+LOGPROBS = (0, 5, MOST_LOGPROBS)
+"""Programs return one of these numbers of log-probabilities for a token."""
 
 UNKNOWN = 256
 """Requests for which a stream is planned as long as it has not ended."""
@@ -347,10 +350,14 @@ class LLM:
         before = collector.num_tokens
         plan = session.open_plan()
         is_scoring = isinstance(collector, Scoring)
-        waiting = Waiting(plan, incoming, partial(self._batch, is_scoring), prefix)
+        make = partial(self._batch, is_scoring)
+        if isinstance(collector, Generation):
+            waiting = Waiting(plan, incoming, make, prefix, collector.adjustments)
+        else:
+            waiting = Waiting(plan, incoming, make, prefix)
         session.start()
 
-        def on_result(step: Step, result: np.ndarray) -> Sequence[int]:
+        def on_result(step: Step, result: Any) -> Sequence[int]:
             return collector.receive(waiting.members[step.batch], step.token, result)
 
         with self._progress.generating(collector.progress) as tick:
@@ -374,8 +381,12 @@ class LLM:
             targets = np.concatenate([ids[:, 1:], ids[:, :1]], axis=1)
             return Batch(ids, first_valid, targets=targets, most=most)
         params = [r.params for r in members] + [SamplingParams()] * fill
-        indices = [r.index for r in members] + [0] * fill
-        return Batch(ids, first_valid, sampling_arrays(params, indices), most=most)
+        places = [r.draws_from for r in members] + [0] * fill
+        starts = [r.continued for r in members] + [0] * fill
+        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        logprobs = next((n for n in LOGPROBS if n >= max(wanted)), None) if wanted else None
+        sampling = sampling_arrays(params, places, starts)
+        return Batch(ids, first_valid, sampling, most=most, logprobs=logprobs)
 
     def warm_up(self, prompt_len: int, gen_len: int, num_sequences: int) -> None:
         """Places the weights and compiles all programs that a greedy run of this shape needs."""
@@ -523,6 +534,7 @@ class LLM:
         for index, (text, row, choice) in enumerate(zip(texts, ids, params, strict=True)):
             if choice.stop and self._model.tokenizer is None:
                 raise UserError("stop strings need a tokenizer, and this model has none")
+            check_ids([token for token, _ in choice.biases], index, self.config)
             most, chosen = room_for(row, choice, self.config), self.resolved(choice)
             requests.append(
                 EncodedRequest(index, tuple(row), chosen, most, id=str(index), prompt=text)
@@ -550,7 +562,7 @@ class LLM:
         lengths = [padded_length(len(request.own_ids), most) for request in requests]
         mean = -(-sum(lengths) // len(lengths))
         head = SCORE if isinstance(collector, Scoring) else GREEDY
-        if any(request.params.is_sampled for request in requests):
+        if not all(request.params.is_plain for request in requests):
             head = SAMPLE
         found = Workload(
             prompt_len=max(lengths),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,13 +24,21 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """A token's natural log-probability, and the likeliest tokens' ids and log-probabilities."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """The continuation of one prompt.
 
     text: "" if the model has no tokenizer; token_ids: the new tokens, including an end token;
     finish_reason: "stop" for an end token or a stop string, "length" for the limit of tokens,
     "cancelled" by `LLM.cancel`, "error" where the request was impossible; error says why; id: the
-    request's.
+    request's; logprobs: those of its tokens, if it asked for them.
     """
 
     prompt: str | None
@@ -40,6 +48,7 @@ class RequestOutput:
     finish_reason: FinishReason
     id: str = ""
     error: str | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 OnToken = Callable[[str, int], object]
@@ -59,10 +68,12 @@ class ScoreOutput:
 
 @dataclass
 class _Sequence:
-    """A request that is not finished. shown: number of tokens that `on_token` has had."""
+    """A request that is not finished. ids: the text's tokens; logprobs: those of this run's tokens;
+    shown: number of tokens that `on_token` has had."""
 
     request: EncodedRequest
-    ids: list[int] = field(default_factory=list)
+    ids: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     shown: int = 0
 
 
@@ -92,16 +103,44 @@ class Generation:
     def begin(self, requests: Sequence[EncodedRequest]) -> None:
         """Takes in requests that will be run."""
         for request in requests:
-            self._sequences[request.index] = _Sequence(request)
+            made = list(request.made_ids)
+            self._sequences[request.index] = _Sequence(request, made, shown=len(made))
             self._ids.add(request.id)
 
-    def receive(self, requests: Sequence[EncodedRequest], token: int, ids: np.ndarray) -> list[int]:
-        """Takes a token of each request of a batch, int32 [batch, 1]; returns the rows of those
-        that are not finished. token: the number of the token."""
-        for request, found in zip(requests, ids[:, 0], strict=False):
-            if request.index in self._sequences:
-                self._append(self._sequences[request.index], int(found))
+    def receive(self, requests: Sequence[EncodedRequest], token: int, result: Any) -> list[int]:
+        """Takes a token of each request of a batch, int32 [batch, 1], or this with its
+        `layers.sampling.log_probabilities`; returns the rows of those that are not finished. token:
+        the number of the token."""
+        ids, *logprobs = result if isinstance(result, tuple) else (result,)
+        for row, (request, found) in enumerate(zip(requests, ids[:, 0], strict=False)):
+            sequence = self._sequences.get(request.index)
+            if sequence is None:
+                continue
+            if logprobs and request.params.logprobs is not None:
+                chosen, top_ids, top = (x[row] for x in logprobs)
+                pairs = zip(top_ids.tolist(), top.tolist(), strict=True)
+                most = request.params.logprobs
+                sequence.logprobs.append(TokenLogprob(float(chosen), tuple(pairs)[:most]))
+            self._append(sequence, int(found))
         return [row for row, r in enumerate(requests) if r.index in self._sequences]
+
+    def adjustments(
+        self, requests: Sequence[EncodedRequest]
+    ) -> list[dict[int, tuple[float, float]]]:
+        """Returns what changes each request's logits for its next token; see
+        `SamplingParams.adjustments`."""
+        found = []
+        for request in requests:
+            sequence = self._sequences.get(request.index)
+            ids = [] if sequence is None else sequence.ids
+            found.append(request.params.adjustments(request.given_ids, ids, self._eos_ids))
+        return found
+
+    def unfinished(self) -> Iterator[tuple[str, list[int], list[TokenLogprob]]]:
+        """Yields the id, the text's tokens and this run's log-probabilities of each request that is
+        not finished."""
+        for sequence in self._sequences.values():
+            yield sequence.request.id, sequence.ids, sequence.logprobs
 
     def _append(self, sequence: _Sequence, token: int) -> None:
         request, params = sequence.request, sequence.request.params
@@ -114,7 +153,7 @@ class Generation:
             self._finish(sequence, "stop")
         elif params.stop and (text := self._until_stop(sequence)) is not None:
             self._finish(sequence, "stop", text)
-        elif len(sequence.ids) >= request.max_tokens:
+        elif len(sequence.ids) >= request.continued + request.max_tokens:
             self._finish(sequence, "length")
         elif request.id in self._cancelled:
             self._finish(sequence, "cancelled")
@@ -126,15 +165,16 @@ class Generation:
         self._cancelled.discard(request.id)
         self._finished.add(len(sequence.ids))
         if self.texts is not None:
-            self.texts[request] = len(sequence.ids)
+            self.texts[request] = len(sequence.ids) - request.continued
             self.texts = self.texts if len(self.texts) <= REMEMBERED else None
         output = RequestOutput(
             prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_ids),
+            prompt_token_ids=list(request.given_ids),
             text=self._decode(sequence.ids) if text is None else text,
             token_ids=sequence.ids,
             finish_reason=reason,
             id=request.id,
+            logprobs=None if request.params.logprobs is None else sequence.logprobs,
         )
         self._on_output(request, output)
 
@@ -159,8 +199,10 @@ class Generation:
     def restart(self) -> list[EncodedRequest]:
         """Returns the requests that are not finished, and drops what was collected for them."""
         for sequence in self._sequences.values():
-            self.num_tokens -= len(sequence.ids)
-            sequence.ids.clear()
+            made = sequence.request.made_ids
+            self.num_tokens -= len(sequence.ids) - len(made)
+            sequence.ids[:] = made
+            sequence.logprobs.clear()
         return [sequence.request for _, sequence in sorted(self._sequences.items())]
 
     def progress(self) -> Amount:
@@ -169,7 +211,8 @@ class Generation:
         expected = self._finished.mean_tokens
         left = 0.0
         for sequence in self._sequences.values():
-            most, made = sequence.request.max_tokens, len(sequence.ids)
+            request = sequence.request
+            most, made = request.max_tokens, len(sequence.ids) - request.continued
             typical = most if expected is None else min(most, max(expected, 1.3 * made))
             left += max(0.0, typical - made)
         return Amount(self.num_tokens, self.num_tokens + round(left), self._finished.count)
@@ -226,7 +269,7 @@ class Admitted:
             if isinstance(found, RequestOutput):
                 self._ready.append(found)
             elif self._generation.has(found.id):
-                twice = Request(found.id, found.prompt, found.prompt_ids)
+                twice = Request(found.id, found.prompt, found.given_ids)
                 self._ready.append(failed(twice, f"id {found.id!r} is that of another request"))
             else:
                 self._generation.begin([found])

@@ -25,6 +25,8 @@ class Request:
     prompt: a text, or else prompt_token_ids: its token ids. prefix: the text, or the token ids,
     with which this prompt begins like others: instructions, or examples. Where it does, the KV
     cache of these tokens is computed and kept once for all of them; it changes no result.
+    continued: tokens of the text that an earlier run has made; the text goes on after them. place:
+    a number that random draws follow from, with the seed; None is the request's place among all.
     """
 
     id: str
@@ -32,16 +34,19 @@ class Request:
     prompt_token_ids: Sequence[int] | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     prefix: Prefix | None = None
+    continued: Sequence[int] = ()
+    place: int | None = None
 
 
 @dataclass(frozen=True)
 class EncodedRequest:
     """One sequence to continue.
 
-    index: its place among the requests of a call, from which its random draws follow; max_tokens:
-    the new tokens that its parameters ask for, limited by the room in the model's context; forced:
-    tokens to continue it with, in order to score them; id, prompt: as given; prefix_len: how many
-    of the prompt's first tokens are a prefix that other requests share.
+    index: its place among the requests of a call; max_tokens: the new tokens that its parameters
+    ask for, limited by the room in the model's context; forced: tokens to continue it with, in
+    order to score them; id, prompt: as given; prefix_len: how many of the prompt's first tokens are
+    a prefix that other requests share; continued: how many of its last tokens are of the text, made
+    by an earlier run; place: what its random draws follow from, None for the index.
     """
 
     index: int
@@ -52,6 +57,22 @@ class EncodedRequest:
     id: str = ""
     prompt: str | None = None
     prefix_len: int = 0
+    continued: int = 0
+    place: int | None = None
+
+    @property
+    def draws_from(self) -> int:
+        return self.index if self.place is None else self.place
+
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        """The prompt without what an earlier run has made of the text."""
+        return self.prompt_ids[: len(self.prompt_ids) - self.continued]
+
+    @property
+    def made_ids(self) -> tuple[int, ...]:
+        """What an earlier run has made of the text."""
+        return self.prompt_ids[len(self.prompt_ids) - self.continued :]
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -124,20 +145,23 @@ def encoder(
             ids = tokenizer.encode(request.prompt)
         else:
             ids = [int(token) for token in request.prompt_token_ids or ()]
-        for token in ids:
+        made = [int(token) for token in request.continued]
+        for token in [*ids, *made, *(token for token, _ in params.biases)]:
             if not 0 <= token < config.vocab_size:
                 raise UserError(f"token id {token}; the vocabulary has {config.vocab_size}")
         if not 1 <= len(ids) < config.max_positions:
             raise UserError(
                 f"the prompt has {len(ids)} tokens; the model takes 1 to {config.max_positions - 1}"
             )
-        most = room_for(ids, params, config)
+        most = room_for(ids, params, config) - len(made)
+        if most < 1:
+            raise UserError(f"{len(made)} tokens to continue leave no room for a new one")
         prefix = known.get(request.prefix) if isinstance(request.prefix, str) else request.prefix
         if prefix is None and isinstance(request.prefix, str) and tokenizer is not None:
             known.clear()
             prefix = known[request.prefix] = tokenizer.encode(request.prefix)
         shared = shared_tokens(ids, prefix or ()) if shares else 0
-        named = (str(request.id), request.prompt, shared)
-        return EncodedRequest(index, tuple(ids), params, most, (), *named)
+        named = (str(request.id), request.prompt, shared, len(made), request.place)
+        return EncodedRequest(index, (*ids, *made), params, most, (), *named)
 
     return encode

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flexgen_jax.layers.sampling import Choice
 from flexgen_jax.machine.limits import storage_read_bytes
 from flexgen_jax.models.checkpoint import WeightSource
 from flexgen_jax.models.config import ModelConfig
@@ -106,7 +107,7 @@ class Session:
         for batch, rows in enumerate(shape.batch_sizes):
             prompt, generated = cache.prompt[batch], cache.generated[batch]
             self._compile_prefill(plan, batch, rows)
-            programs.head(rows, True)
+            programs.head(rows, Choice(is_greedy=True))
             for count, tail in enumerate(generated):
                 programs.embed(rows, 1)
                 self._compile_decode(plan, batch, rows, len(prompt) + count)

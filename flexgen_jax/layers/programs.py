@@ -24,7 +24,7 @@ from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble, dequantize, quantize_as
 from flexgen_jax.layers.rotary import Rows
-from flexgen_jax.layers.sampling import greedy, sample
+from flexgen_jax.layers.sampling import Choice, adjust, greedy, log_probabilities, sample
 from flexgen_jax.layers.sparse_attention import Ranked, attend_ranked, rank
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.parts import AttentionSpec, ExpertsSpec
@@ -329,11 +329,16 @@ def _finish(layer: DecoderLayer) -> Callable[..., Any]:
     return finish
 
 
-def _head(module: Head, is_greedy: bool) -> Callable[..., Any]:
-    def head(weights: Weights, hidden: jax.Array, checks: jax.Array, *sampling: jax.Array) -> Any:
+def _head(module: Head, choice: Choice) -> Callable[..., Any]:
+    def head(weights: Weights, hidden: jax.Array, checks: jax.Array, *args: jax.Array) -> Any:
         logits = _apply(module, weights, hidden[:, -1])
-        ids = greedy(logits) if is_greedy else sample(logits, *sampling)
-        return ids[:, None], _checked(checks, jnp.isfinite(logits).all())
+        changed = adjust(logits, *args[-3:]) if choice.adjusted else logits
+        sampling = args[:-3] if choice.adjusted else args
+        ids = greedy(changed) if choice.is_greedy else sample(changed, *sampling)
+        checks = _checked(checks, jnp.isfinite(logits).all())
+        if choice.logprobs is None:
+            return ids[:, None], checks
+        return (ids[:, None], *log_probabilities(logits, ids, choice.logprobs)), checks
 
     return head
 
@@ -576,11 +581,15 @@ class _Lowering:
         args = (self._hidden(batch, tokens), _int(2), _int(batch, tokens))
         return jax.jit(_score(self._head)).lower(self._weights(self._spec.head), *args)
 
-    def head(self, batch: int, is_greedy: bool) -> jax.stages.Lowered:
-        keys = jax.ShapeDtypeStruct((batch, 2), jnp.uint32)
-        sampling = () if is_greedy else (_float(batch), _int(batch), _float(batch), keys, _int())
-        args = (self._weights(self._spec.head), self._hidden(batch, 1), _int(2), *sampling)
-        return jax.jit(_head(self._head, is_greedy)).lower(*args)
+    def head(self, batch: int, choice: Choice) -> jax.stages.Lowered:
+        args: tuple[Any, ...] = (self._weights(self._spec.head), self._hidden(batch, 1), _int(2))
+        if not choice.is_greedy:
+            keys, row, number = jax.ShapeDtypeStruct((batch, 2), jnp.uint32), _float(batch), _int()
+            args = (*args, row, _int(batch), row, row, keys, _int(batch), number)
+        if choice.adjusted:
+            some = (batch, choice.adjusted)
+            args = (*args, _int(*some), _float(*some), _float(*some))
+        return jax.jit(_head(self._head, choice)).lower(*args)
 
 
 def _experts(layer: LayerSpec) -> ExpertsSpec:
@@ -767,10 +776,11 @@ class Programs:
         """Seals a full tail: (tail) -> the block as the cache keeps it."""
         return self._of("seal", layer, batch, tail)
 
-    def head(self, batch: int, is_greedy: bool) -> jax.stages.Compiled:
-        """Chooses tokens: (weights, hidden [batch, 1, hidden], checks, and unless `is_greedy` the
-        further arguments of `sample`) -> ids [batch, 1], checks."""
-        return self._get("head", batch, is_greedy)
+    def head(self, batch: int, choice: Choice) -> jax.stages.Compiled:
+        """Chooses tokens: (weights, hidden [batch, 1, hidden], checks, unless the choice is greedy
+        the further arguments of `sample`, and if some logits are adjusted those of `adjust`) -> ids
+        [batch, 1], checks; with log-probabilities, the ids come with `log_probabilities`."""
+        return self._get("head", batch, choice)
 
     def score(self, batch: int, tokens: int) -> jax.stages.Compiled:
         """Scores tokens: (weights, hidden, checks, targets [batch, token]) -> log-probabilities

@@ -1,9 +1,54 @@
-"""Choice of token ids from logits: greedy, or random with temperature, top-k and top-p."""
+"""Choice of token ids from logits: greedy, or random with temperature, top-k, top-p and min-p,
+after penalties and biases of single tokens."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+
+class Choice(NamedTuple):
+    """What a program for the choice of tokens does.
+
+    is_greedy: whether all rows are greedy; adjusted: the most logits of a row that `adjust`
+    changes, 0 without; logprobs: the likeliest tokens of which log-probabilities are returned
+    beside the chosen one's, None without.
+    """
+
+    is_greedy: bool
+    adjusted: int = 0
+    logprobs: int | None = None
+
+
+def adjust(logits: jax.Array, ids: jax.Array, factor: jax.Array, added: jax.Array) -> jax.Array:
+    """Changes some logits of each row.
+
+    A logit above 0 is divided by its factor and any other multiplied by it (CTRL, section 4.1:
+    a factor above 1 makes the token less likely); then `added` is added to it.
+
+    logits: fp32 [batch, vocabulary]; ids: int32 [batch, some], distinct in a row, those outside of
+    the vocabulary do nothing; factor, added: fp32 [batch, some].
+    """
+    rows = jnp.arange(logits.shape[0])[:, None]
+    found = logits.at[rows, ids].get(mode="fill", fill_value=0.0)
+    found = jnp.where(found > 0, found / factor, found * factor) + added
+    return logits.at[rows, ids].set(found, mode="drop")
+
+
+def log_probabilities(
+    logits: jax.Array, ids: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the log-probabilities of tokens, fp32 [batch], and the ids and log-probabilities of
+    the `count` likeliest ones, int32 and fp32 [batch, count].
+
+    logits: fp32 [batch, vocabulary]; ids: int32 [batch].
+    """
+    found = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(found, ids[:, None], axis=1)[:, 0]
+    best, best_ids = jax.lax.top_k(found, min(count, found.shape[-1]))
+    return chosen, best_ids.astype(jnp.int32), best
 
 
 def greedy(logits: jax.Array) -> jax.Array:
@@ -14,11 +59,12 @@ def greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def keep_top(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Replaces the logits that top-k, and then top-p, leave out by -inf.
+def keep_top(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Replaces the logits that top-k, then top-p, and then min-p, leave out by -inf.
 
     logits: fp32 [batch, vocabulary], divided by the temperature; top_k: int32 [batch], 0 for
-    all; top_p: fp32 [batch], 1 for all. The most likely token always stays.
+    all; top_p: fp32 [batch], 1 for all; min_p: fp32 [batch], the least probability relative to the
+    likeliest token's, 0 for all. The most likely token always stays.
     """
     order = jnp.argsort(-logits, axis=-1)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
@@ -27,6 +73,7 @@ def keep_top(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
     dropped = (before >= top_p[:, None]) & (top_p[:, None] < 1)
+    dropped |= probability < min_p[:, None] * probability[:, :1]
     ranked = jnp.where(dropped & (rank > 0), -jnp.inf, ranked)
     inverse = jnp.argsort(order, axis=-1)
     return jnp.take_along_axis(ranked, inverse, axis=-1)
@@ -37,21 +84,23 @@ def sample(
     temperature: jax.Array,
     top_k: jax.Array,
     top_p: jax.Array,
+    min_p: jax.Array,
     keys: jax.Array,
+    start: jax.Array,
     token: jax.Array,
 ) -> jax.Array:
     """Draws one token id per row, int32 [batch].
 
-    logits: fp32 [batch, vocabulary]; temperature, top_p: fp32 [batch]; top_k: int32 [batch]; keys:
-    uint32 [batch, 2], a random key for each request; token: int32 [], the index of the token that
-    is generated. A row of temperature 0 is greedy. The draw depends on a row's own key and token
-    alone, not on its neighbours.
+    logits: fp32 [batch, vocabulary]; temperature, top_p, min_p: fp32 [batch]; top_k: int32 [batch];
+    keys: uint32 [batch, 2], a random key for each request; start: int32 [batch], how many tokens of
+    each text an earlier run has made; token: int32 [], how many this run has. A row of temperature
+    0 is greedy. The draw depends on a row's own key and token alone, not on its neighbours.
     """
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    kept = keep_top(scaled, top_k, top_p)
+    kept = keep_top(scaled, top_k, top_p, min_p)
 
-    def draw(key: jax.Array, row: jax.Array) -> jax.Array:
-        return jax.random.categorical(jax.random.fold_in(key, token), row)
+    def draw(key: jax.Array, place: jax.Array, row: jax.Array) -> jax.Array:
+        return jax.random.categorical(jax.random.fold_in(key, place), row)
 
-    drawn = jax.vmap(draw)(keys, kept).astype(jnp.int32)
+    drawn = jax.vmap(draw)(keys, start + token, kept).astype(jnp.int32)
     return jnp.where(temperature > 0, drawn, greedy(logits))

@@ -15,6 +15,7 @@ import numpy as np
 from flexgen_jax.errors import UserError
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.layers.sampling import Choice
 from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.offload.activations import Activations
 from flexgen_jax.offload.allocator import trim_heap
@@ -50,7 +51,8 @@ class Batch:
     first real token; sampling: the arguments of `layers.sampling.sample` except the logits and the
     token, or () for greedy decoding; targets: int32 [batch, token] to score the prompt against,
     instead of generating; forced: int32 [batch, generated token] to score and to continue with;
-    most: int32 [batch], the tokens of each prompt and the most that follow.
+    most: int32 [batch], the tokens of each prompt and the most that follow; logprobs: how many
+    tokens are returned with log-probabilities beside the chosen one, None without any.
     """
 
     ids: np.ndarray
@@ -59,6 +61,7 @@ class Batch:
     targets: np.ndarray | None = None
     forced: np.ndarray | None = None
     most: np.ndarray | None = None
+    logprobs: int | None = None
 
     @property
     def size(self) -> int:
@@ -74,6 +77,7 @@ class Batch:
             None if self.targets is None else self.targets[index],
             None if self.forced is None else self.forced[index],
             None if self.most is None else self.most[index],
+            self.logprobs,
         )
 
     @property
@@ -101,9 +105,10 @@ class Computed:
     appended: bool = False
 
 
-OnResult = Callable[[Step, np.ndarray], Sequence[int] | None]
-"""Receives a step and the head's result for it (ids [batch, 1] or log-probabilities [batch,
-token]); returns the rows that need more tokens, None for all."""
+OnResult = Callable[[Step, Any], Sequence[int] | None]
+"""Receives a step and the head's result for it: ids [batch, 1], these with `log_probabilities`, or
+the log-probabilities [batch, token] of what is scored. Returns the rows that need more tokens, None
+for all."""
 
 
 class Source(Arrivals, Protocol):
@@ -116,6 +121,10 @@ class Source(Arrivals, Protocol):
     def keep(self, batch: int, rows: Sequence[int]) -> None:
         """Leaves a batch with these rows, in this order."""
 
+    def adjusted(self, batch: int) -> tuple[np.ndarray, ...]:
+        """Returns what a batch's next tokens are chosen by: arguments of `layers.sampling.adjust`,
+        or ()."""
+
 
 class AllThere(Planned):
     """The batches of a plan, as a source; see `Source`."""
@@ -127,6 +136,9 @@ class AllThere(Planned):
     @property
     def batches(self) -> Mapping[int, Batch]:
         return self._batches
+
+    def adjusted(self, batch: int) -> tuple[np.ndarray, ...]:
+        return ()
 
     def keep(self, batch: int, rows: Sequence[int]) -> None:
         self._batches[batch] = self._batches[batch].taken(rows)
@@ -547,9 +559,13 @@ class BlockRun:
             sampling = self._sampling[step.batch]
             if sampling:
                 sampling = (*sampling, self._device.memories.numbers(step.token))
-            result, checks = programs.head(batch.size, not sampling)(*args, *sampling)
-            self._ids[step.batch] = result
-        for found in (result, checks):
+            # By now all of the batch's tokens before this one are known here.
+            adjusted = self._source.adjusted(step.batch)
+            most = adjusted[0].shape[1] if adjusted else 0
+            choice = Choice(not sampling, most, batch.logprobs)
+            result, checks = programs.head(batch.size, choice)(*args, *sampling, *adjusted)
+            self._ids[step.batch] = result if batch.logprobs is None else result[0]
+        for found in jax.tree.leaves((result, checks)):
             found.copy_to_host_async()
         return Computed(checks, result=result)
 
@@ -568,7 +584,7 @@ class BlockRun:
             )
         if not is_head:
             return None
-        left = self._on_result(step, np.asarray(computed.result))
+        left = self._on_result(step, jax.tree.map(np.asarray, computed.result))
         if left is None:
             return None
         self._left[step.batch] = left

@@ -260,7 +260,12 @@ LOGIT = st.floats(-5, 5, width=32, allow_subnormal=False)
     top_p=st.floats(0.05, 1.0),
 )
 def test_keep_top(logits: np.ndarray, top_k: int, top_p: float) -> None:
-    found = keep_top(logits[None], np.array([top_k], np.int32), np.array([top_p], np.float32))
+    found = keep_top(
+        logits[None],
+        np.array([top_k], np.int32),
+        np.array([top_p], np.float32),
+        np.zeros(1, np.float32),
+    )
     kept = set(np.flatnonzero(np.isfinite(np.asarray(found)[0])))
     order = np.argsort(-logits)
     allowed = order[:top_k] if top_k else order
@@ -279,7 +284,8 @@ def test_sample_follows_the_distribution_and_the_row_alone() -> None:
 
     def draw(count: int) -> np.ndarray:
         ones = np.ones(count, np.float32)
-        arguments = (ones, np.zeros(count, np.int32), ones, keys[:count], np.int32(3))
+        none, start = np.zeros(count, np.int32), np.full(count, 2, np.int32)
+        arguments = (ones, none, ones, 0 * ones, keys[:count], start, np.int32(1))
         return np.asarray(sample(np.tile(logits, (count, 1)), *arguments))
 
     drawn = draw(rows)

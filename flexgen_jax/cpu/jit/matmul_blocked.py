@@ -76,8 +76,8 @@ def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits, b
     rows: bfloat16 [count, depth] as bits; kernel, length: kernel weights [columns, depth], as
     `take_columns` takes them, with depth a multiple of `STEP`; bias: fp32 [columns]; out: [count,
     columns], bfloat16 or fp32. All arrays are flat. shape: (count, depth, columns). kind: type of
-    the tiles, np.float32 for the unit of fp32 vectors, else np.uint16. bits (of the kernel weights),
-    by_amx and kind are compile-time constants.
+    the tiles, np.float32 for the unit of fp32 vectors, else np.uint16. bits (of the kernel
+    weights), by_amx and kind are compile-time constants.
     """
     count, depth, columns = shape
     item = np.empty(0, kind).itemsize
