@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "offload": {"models", "layers", "policy", "cpu"},
     "machine": {"models", "layers", "policy", "cpu", "offload"},
     "engine": {"models", "layers", "policy", "cpu", "offload", "machine"},
-    "cli": {"models", "layers", "policy", "cpu", "offload", "machine", "engine"},
+    "jobs": {"engine"},
+    "cli": {"models", "layers", "policy", "cpu", "offload", "machine", "engine", "jobs"},
 }
 PUBLIC = {"__init__", "__main__"}
 """These two hand on the public names and the command line, and nothing imports them."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from flexgen_jax.cli.batch import Terminated, batch
 from flexgen_jax.cli.bench import bench
 from flexgen_jax.cli.convert import convert
 from flexgen_jax.cli.generate import generate
@@ -32,11 +33,11 @@ class Commands(click.Group):
         except (UserError, OSError, MemoryError) as error:
             click.echo(f"flexgen-jax: {error or type(error).__name__}", err=True)
             sys.exit(2)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             click.echo(
                 "flexgen-jax: interrupted; texts in --output are kept, weights too", err=True
             )
-            sys.exit(130)
+            sys.exit(143 if isinstance(error, Terminated) else 130)
 
 
 @click.group(cls=Commands)
@@ -52,5 +53,5 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
 
 
-for command in (bench, convert, generate, models, plan, profile):
+for command in (batch, bench, convert, generate, models, plan, profile):
     main.add_command(command)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +36,7 @@ from flexgen_jax.engine.outputs import (
     RequestOutput,
     ScoreOutput,
     Scoring,
+    TokenLogprob,
     failed,
 )
 from flexgen_jax.engine.planner import Planner
@@ -114,6 +123,7 @@ class LLM:
         self._session: Session | None = None
         self._texts: Mapping[EncodedRequest, int] | None = {}
         self._running: Generation | Scoring | None = None
+        self._latest: Generation | None = None
         self._finalizer: Any = None
 
     def generate(
@@ -154,19 +164,33 @@ class LLM:
         and the results are those of `generate`; a result's prompt is the conversation as text.
         Raises `UserError` if the model's folder has no template.
         """
-        chat, tokenizer = self._model.chat, self._model.tokenizer
-        if chat is None or tokenizer is None:
-            raise UserError("this model has no chat template: its weights are random")
         if not messages:
             raise UserError("the list of messages is empty")
         many = [messages] if isinstance(messages[0], Mapping) else messages
-        texts: list[str | None] = []
-        ids = []
-        for conversation in many:
-            text = chat.render(cast("Sequence[Message]", conversation))
-            texts.append(text)
-            ids.append(tokenizer.encode(text, is_whole=True))
+        found = [self.chat_prompt(cast("Sequence[Message]", one)) for one in many]
+        texts, ids = [text for text, _ in found], [ids for _, ids in found]
         return self._continued(texts, ids, sampling_params, skip, on_output, on_token, None)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        """Returns a conversation as the model's chat template writes it, and its token ids; raises
+        `UserError` if the model's folder has no template, or if it refuses the messages."""
+        chat, tokenizer = self._model.chat, self._model.tokenizer
+        if chat is None or tokenizer is None:
+            raise UserError("this model has no chat template: its weights are random")
+        text = chat.render(messages)
+        return text, tokenizer.encode(text, is_whole=True)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of token ids, without special tokens; "" if the model has no
+        tokenizer."""
+        tokenizer = self._model.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(token_ids)
+
+    def unfinished(self) -> list[tuple[str, list[int], list[TokenLogprob]]]:
+        """Returns the id, the tokens so far and their log-probabilities, if asked for, of each
+        request that is not finished: of the run under way, or of the last one as it ended. For
+        `on_token`, and for what comes after an interruption."""
+        return list(self._latest.unfinished()) if self._latest is not None else []
 
     def _continued(
         self,
@@ -211,7 +235,7 @@ class LLM:
 
     def stream(
         self, requests: Iterable[Request], on_token: OnToken | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Continues requests as they come, and yields each result when it is finished.
 
         requests: an iterable, which may have no end. A thread reads it, no further ahead than the
@@ -295,6 +319,7 @@ class LLM:
             raise UserError("this LLM is running already: finish or close its stream first")
         workload = None
         self._running = collector
+        self._latest = collector if isinstance(collector, Generation) else None
         try:
             while incoming.wait():
                 requests = incoming.take(FIRST_READ)
@@ -412,6 +437,11 @@ class LLM:
                 f"{wish.temperature:g}, top_k {wish.top_k}, top_p {wish.top_p:g}"
             )
         return params.with_defaults(self._model.sampling)
+
+    @property
+    def name(self) -> str:
+        """The model's name: its folder's, or that of a known shape."""
+        return self._model.name
 
     @property
     def fingerprint(self) -> str:

@@ -1,0 +1,110 @@
+"""`flexgen-jax batch`: a file of requests in, a file of results out."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
+from flexgen_jax.cli.json_files import check_json, json_option, write_json
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end (SIGTERM)."""
+
+
+@click.command()
+@click.option(
+    "-i",
+    "--input",
+    "source",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Requests, a line of JSON each: OpenAI's batch format for /v1/completions and "
+    '/v1/chat/completions, or {"id": "1", "prompt": "...", "max_tokens": 64}.',
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Results, a line each, in the order in which they are finished. If FILE is there already, "
+    "the job goes on where it was broken off.",
+)
+@click.option("--ordered", is_flag=True, help="Put the results into the input's order at the end.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Begin N requests at most.")
+@click.option(
+    "--journal-interval",
+    type=click.FloatRange(0.1),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Keep unfinished texts so often; a job that is killed loses no more work than that.",
+)
+@click.option(
+    "--chat-tokens",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="New tokens of a conversation that does not say how many.",
+)
+@click.option(
+    "--progress-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Say in FILE how far the job is, as JSON, every two seconds.",
+)
+@json_option
+@model_options
+@policy_options
+def batch(
+    source: Path,
+    output: Path,
+    ordered: bool,
+    limit: int | None,
+    journal_interval: float,
+    chat_tokens: int,
+    progress_file: Path | None,
+    json_file: Path | None,
+    **flags: Any,
+) -> None:
+    """Run a file of requests.
+
+    A line that cannot be run has a record that says why. A job that was killed, or ran out of disk
+    space, goes on with the same command; every line has exactly one record in the end.
+    """
+    from flexgen_jax.jobs.job import Job, JobOptions
+
+    check_json(json_file)
+    check_json(progress_file, "--progress-file")
+    options = JobOptions(
+        source=source,
+        results=output,
+        seed=flags["seed"],
+        chat_tokens=chat_tokens,
+        limit=limit,
+        journal_s=journal_interval,
+        is_ordered=ordered,
+        progress_file=progress_file,
+    )
+    signal.signal(signal.SIGTERM, _end)
+    with open_llm(engine_options(flags, default_batches=64)) as llm:
+        summary = Job(llm, options).run()
+        report = llm.report() if summary.tokens else {}
+    write_json(json_file, {"summary": vars(summary), "report": report})
+    errors = f", {summary.errors} of them errors" if summary.errors else ""
+    click.echo(
+        f"{summary.finished} of {summary.total} requests are in {output}{errors}; "
+        f"{summary.tokens} tokens in {summary.seconds:.1f} s, "
+        f"{summary.tokens / max(summary.seconds, 1e-9):.1f} token/s",
+        err=True,
+    )
+
+
+def _end(_number: int, _frame: object) -> NoReturn:
+    raise Terminated

@@ -1,0 +1,1 @@
+"""Jobs: a file of requests in, a file of results out, over hours and interruptions."""

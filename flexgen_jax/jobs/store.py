@@ -1,0 +1,248 @@
+"""Files of a job: results, which are only added to; a journal of unfinished texts; and a manifest
+of what the job depends on. Whatever moment a job is killed at, they are valid."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from flexgen_jax.errors import UserError
+
+SYNC_S = 1.0
+"""Results are forced to the disk together, when the oldest of them has waited for so long."""
+
+
+class Disk:
+    """The operations by which a job changes files; tests replace them by ones that fail."""
+
+    def write(self, file: IO[bytes], content: bytes) -> int:
+        """Writes some of the content; returns how many bytes."""
+        return file.write(content)
+
+    def sync(self, file: IO[bytes]) -> None:
+        os.fsync(file.fileno())
+
+    def replace(self, old: Path, new: Path) -> None:
+        os.replace(old, new)
+
+    def write_all(self, file: IO[bytes], content: bytes) -> None:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self.write(file, bytes(rest)) :]
+
+    def write_whole(self, path: Path, content: bytes) -> None:
+        """Replaces a file's content: all of it, or, if that fails, nothing."""
+        part = path.with_name(path.name + ".part")
+        try:
+            with open(part, "wb", buffering=0) as file:
+                self.write_all(file, content)
+                self.sync(file)
+            self.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def beside(path: Path, what: str) -> Path:
+    """Returns the path of a file that belongs to a file of results."""
+    return path.with_name(f"{path.name}.{what}")
+
+
+class Results:
+    """A file of records, a line of JSON each, of which each has its line in the input as "line".
+
+    May be used from several threads. finished: whether a line of the input has its record, as a
+    byte; done: the number of records.
+    """
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self._path, self._disk, self._lock = path, disk, threading.Lock()
+        self._finished, self.done = bytearray(), 0
+        self._waits_since: float | None = None
+        try:
+            self._file: IO[bytes] = open(path, "a+b", buffering=0)  # noqa: SIM115 - see `close`
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from None
+        try:
+            self._lock_file()
+            self._take_up()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def has(self, line: int) -> bool:
+        return line < len(self._finished) and bool(self._finished[line])
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Adds a record; raises `UserError` if it cannot be written, and leaves the file as it
+        was."""
+        content = json.dumps(record).encode() + b"\n"
+        with self._lock:
+            before = os.fstat(self._file.fileno()).st_size
+            try:
+                self._disk.write_all(self._file, content)
+                self._sync(time.monotonic())
+            except OSError as error:
+                os.truncate(self._file.fileno(), before)
+                raise self._failed(error) from None
+            self._mark(record["line"])
+
+    def sync(self) -> None:
+        """Forces what is written to the disk, if that is due."""
+        with self._lock:
+            try:
+                self._sync(time.monotonic())
+            except OSError as error:
+                raise self._failed(error) from None
+
+    def close(self) -> None:
+        try:
+            self._disk.sync(self._file)
+        except OSError as error:
+            raise self._failed(error) from None
+        finally:
+            self._file.close()
+
+    def put_in_order(self) -> None:
+        """Rewrites the file in the order of the input's lines."""
+        places: list[tuple[int, int, int]] = []
+        at = 0
+        self._file.seek(0)
+        with open(self._path, "rb") as file:
+            for content in file:
+                places.append((json.loads(content)["line"], at, len(content)))
+                at += len(content)
+            part = beside(self._path, "part")
+            try:
+                with open(part, "wb", buffering=0) as ordered:
+                    for _, at, size in sorted(places):
+                        file.seek(at)
+                        self._disk.write_all(ordered, file.read(size))
+                    self._disk.sync(ordered)
+                self._disk.replace(part, self._path)
+            except OSError as error:
+                part.unlink(missing_ok=True)
+                raise self._failed(error) from None
+
+    def _sync(self, now: float) -> None:
+        if self._waits_since is None:
+            self._waits_since = now
+        elif now - self._waits_since >= SYNC_S:
+            self._disk.sync(self._file)
+            self._waits_since = None
+
+    def _mark(self, line: int) -> None:
+        if line >= len(self._finished):
+            self._finished.extend(bytes(line + 1 - len(self._finished)))
+        self._finished[line] = 1
+        self.done += 1
+
+    def _failed(self, error: OSError) -> UserError:
+        return UserError(
+            f"cannot write {self._path}: {error.strerror}; what is in it is kept, and once it can "
+            "be written the same command goes on"
+        )
+
+    def _lock_file(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{self._path} is being written by another job; choose another file"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def _take_up(self) -> None:
+        """Finds the records that there are, and cuts off a line that was not written whole."""
+        whole = 0
+        with open(self._path, "rb") as file:
+            for number, content in enumerate(file, 1):
+                if not content.endswith(b"\n"):
+                    break
+                try:
+                    line = json.loads(content)["line"]
+                    self._mark(int(line))
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    raise UserError(
+                        f"{self._path}, line {number}, is no record of a job; choose another file"
+                    ) from None
+                whole += len(content)
+        os.truncate(self._path, whole)
+
+
+class Journal:
+    """The texts that were not finished when a job was broken off: for each line of the input and
+    choice of it, what `State.kept` makes. It is written as a whole, beside the results."""
+
+    def __init__(self, results: Path, disk: Disk) -> None:
+        self._path, self._disk = beside(results, "journal"), disk
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Returns what was kept by line; nothing if there is no journal."""
+        try:
+            raw = json.loads(self._path.read_bytes())
+            return {int(line): dict(kept) for line, kept in raw.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"cannot read the journal {self._path}: {error}; delete it, and unfinished texts "
+                "begin anew"
+            ) from None
+
+    def write(self, kept: Mapping[int, Any]) -> None:
+        try:
+            self._disk.write_whole(self._path, json.dumps(kept).encode())
+        except OSError as error:
+            raise UserError(
+                f"cannot write the journal {self._path}: {error.strerror}; results are kept, and "
+                "once it can be written the same command goes on"
+            ) from None
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class Manifest:
+    """What a job's results depend on, by name; a job is taken up only if it is the same."""
+
+    def __init__(self, results: Path, disk: Disk) -> None:
+        self._results, self._path, self._disk = results, beside(results, "manifest"), disk
+
+    def check(self, content: Mapping[str, Any], is_new: bool) -> None:
+        """Writes the manifest of a new job; raises `UserError` if an old one differs, and says in
+        what."""
+        if is_new:
+            try:
+                self._disk.write_whole(self._path, json.dumps(content, indent=2).encode() + b"\n")
+            except OSError as error:
+                raise UserError(f"cannot write {self._path}: {error.strerror}") from None
+            return
+        try:
+            old = json.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            old = None
+        if not isinstance(old, dict):
+            raise UserError(
+                f"{self._results} has results, but its manifest {self._path} cannot be read; "
+                "choose another file"
+            )
+        differs = [name for name in {*old, *content} if old.get(name) != content.get(name)]
+        if differs:
+            what = ", ".join(f"the {name}" for name in sorted(differs))
+            raise UserError(
+                f"{self._results} is of another job: {what} differ; choose another file, or give "
+                "what that job was given"
+            )
