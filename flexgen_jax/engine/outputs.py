@@ -143,22 +143,35 @@ class Generation:
             yield sequence.request.id, sequence.ids, sequence.logprobs
 
     def _append(self, sequence: _Sequence, token: int) -> None:
-        request, params = sequence.request, sequence.request.params
+        request = sequence.request
         sequence.ids.append(token)
         self.num_tokens += 1
         if self._on_token is not None and len(sequence.ids) > sequence.shown:
             sequence.shown += 1
             self._on_token(request.id, token)
-        if token in self._eos_ids and not params.ignore_eos:
-            self._finish(sequence, "stop")
-        elif params.stop and (text := self._until_stop(sequence)) is not None:
-            self._finish(sequence, "stop", text)
-        elif len(sequence.ids) >= request.continued + request.max_tokens:
-            self._finish(sequence, "length")
-        elif request.id in self._cancelled:
-            self._finish(sequence, "cancelled")
+        result = self._ended(sequence)
+        if result is None and request.id in self._cancelled:
+            result = self._result(sequence, "cancelled")
+        if result is not None:
+            self._finish(sequence, result)
 
-    def _finish(self, sequence: _Sequence, reason: FinishReason, text: str | None = None) -> None:
+    def _ended(self, sequence: _Sequence) -> RequestOutput | None:
+        """Returns a request's result if its last token ends it."""
+        request, params = sequence.request, sequence.request.params
+        if sequence.ids[-1] in self._eos_ids and not params.ignore_eos:
+            return self._result(sequence, "stop")
+        if params.stop and (text := self._until_stop(sequence)) is not None:
+            return self._result(sequence, "stop", text)
+        if len(sequence.ids) >= request.continued + request.max_tokens:
+            return self._result(sequence, "length")
+        return None
+
+    def ended(self, request: EncodedRequest) -> RequestOutput | None:
+        """Returns the result of a request that an earlier run has made to its end."""
+        made = list(request.made_ids)
+        return self._ended(_Sequence(request, made)) if made else None
+
+    def _finish(self, sequence: _Sequence, result: RequestOutput) -> None:
         request = sequence.request
         del self._sequences[request.index]
         self._ids.discard(request.id)
@@ -167,7 +180,13 @@ class Generation:
         if self.texts is not None:
             self.texts[request] = len(sequence.ids) - request.continued
             self.texts = self.texts if len(self.texts) <= REMEMBERED else None
-        output = RequestOutput(
+        self._on_output(request, result)
+
+    def _result(
+        self, sequence: _Sequence, reason: FinishReason, text: str | None = None
+    ) -> RequestOutput:
+        request = sequence.request
+        return RequestOutput(
             prompt=request.prompt,
             prompt_token_ids=list(request.given_ids),
             text=self._decode(sequence.ids) if text is None else text,
@@ -176,7 +195,6 @@ class Generation:
             id=request.id,
             logprobs=None if request.params.logprobs is None else sequence.logprobs,
         )
-        self._on_output(request, output)
 
     def cancel(self, request_id: str) -> None:
         """Finishes a request with its next token; may be called from any thread."""
@@ -271,6 +289,8 @@ class Admitted:
             elif self._generation.has(found.id):
                 twice = Request(found.id, found.prompt, found.given_ids)
                 self._ready.append(failed(twice, f"id {found.id!r} is that of another request"))
+            elif (result := self._generation.ended(found)) is not None:
+                self._ready.append(result)
             else:
                 self._generation.begin([found])
                 taken.append(found)

@@ -154,8 +154,6 @@ def encoder(
                 f"the prompt has {len(ids)} tokens; the model takes 1 to {config.max_positions - 1}"
             )
         most = room_for(ids, params, config) - len(made)
-        if most < 1:
-            raise UserError(f"{len(made)} tokens to continue leave no room for a new one")
         prefix = known.get(request.prefix) if isinstance(request.prefix, str) else request.prefix
         if prefix is None and isinstance(request.prefix, str) and tokenizer is not None:
             known.clear()

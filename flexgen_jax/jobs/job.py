@@ -108,7 +108,7 @@ class Job:
         self._names: set[bytes] = set()
         self._prefix: Prefix | None = None
         self._journal = Journal(options.results, self._disk)
-        self._summary = Summary(self._facts.lines)
+        self.summary = Summary(self._facts.lines)
         self._journal_due = self._report_due = 0.0
 
     def run(self) -> Summary:
@@ -122,10 +122,10 @@ class Job:
             self._journal.remove()
             if self._options.is_ordered:
                 self._results.put_in_order()
-            self._summary.finished = self._results.done
-        self._summary.seconds = time.monotonic() - started
+            self.summary.finished = self._results.done
+        self.summary.seconds = time.monotonic() - started
         self._report(force=True)
-        return self._summary
+        return self.summary
 
     def _depends_on(self) -> dict[str, Any]:
         return {
@@ -200,7 +200,7 @@ class Job:
 
     def _fail(self, number: int, error: LineError) -> None:
         self._results.add(failure(number, error, self._facts.digest))
-        self._summary.errors += 1
+        self.summary.errors += 1
 
     def _asked(self, line: Line) -> list[Request]:
         """Returns a line's requests, less those that the journal has as finished."""
@@ -228,7 +228,7 @@ class Job:
             else:
                 state.earlier[choice] = logprobs
                 requests.append(request)
-            self._summary.taken_up += len(request.continued)
+            self.summary.taken_up += len(request.continued)
         self._states[line.number] = state
         if not requests:
             self._give(state)
@@ -245,7 +245,7 @@ class Job:
     # Results
 
     def _on_token(self, _id: str, _token: int) -> None:
-        self._summary.tokens += 1
+        self.summary.tokens += 1
         now = time.monotonic()
         if now >= self._journal_due:
             self._write_journal()
@@ -312,9 +312,9 @@ class Job:
         content = {
             "requests": self._facts.lines,
             "finished": self._results.done,
-            "errors": self._summary.errors,
-            "tokens": self._summary.tokens,
-            "token_s": self._summary.tokens / seconds,
+            "errors": self.summary.errors,
+            "tokens": self.summary.tokens,
+            "token_s": self.summary.tokens / seconds,
         }
         part = path.with_name(path.name + ".part")
         part.write_text(json.dumps(content) + "\n")

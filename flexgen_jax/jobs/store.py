@@ -243,6 +243,6 @@ class Manifest:
         if differs:
             what = ", ".join(f"the {name}" for name in sorted(differs))
             raise UserError(
-                f"{self._results} is of another job: {what} differ; choose another file, or give "
+                f"{self._results} is of a job that differs in {what}; choose another file, or give "
                 "what that job was given"
             )
