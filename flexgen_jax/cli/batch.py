@@ -104,6 +104,21 @@ def batch(
         f"{summary.tokens / max(summary.seconds, 1e-9):.1f} token/s",
         err=True,
     )
+    if report:
+        click.echo(f"flexgen-jax: {account(report)}", err=True)
+
+
+def account(report: dict[str, Any]) -> str:
+    """Returns a line on what the engine's last run did, from `LLM.report`."""
+    share = report["prompt_tokens"] / max(report["padded_prompt_tokens"], 1)
+    moved = ", ".join(
+        f"{name.replace('_', ' ')} {count / 1e9:.2f} GB" for name, count in report["bytes"].items()
+    )
+    predicted = report["predicted"]
+    times = f"{report['total_s']:.1f} s"
+    if predicted is not None:
+        times += f", predicted {predicted['total_s']:.1f} s"
+    return f"{times}; {share:.0%} of the prompts' batches was no padding; moved: {moved}"
 
 
 def _end(_number: int, _frame: object) -> NoReturn:

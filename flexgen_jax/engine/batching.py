@@ -43,7 +43,8 @@ class Waiting:
     """Requests that wait for their batches to enter: the source of a run.
 
     Those of similar length go together. members: the requests of the batches that are there, by
-    number; left: requests that are longer than what was planned for; entered: how many were taken.
+    number; left: requests that are longer than what was planned for; entered: how many were taken;
+    prompt_tokens, padded_tokens: of all batches that entered, without and with padding.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Waiting:
         self._batches: dict[int, Batch] = {}
         self.members: dict[int, Sequence[EncodedRequest]] = {}
         self.left: list[EncodedRequest] = []
-        self.entered = 0
+        self.entered = self.prompt_tokens = self.padded_tokens = 0
         self._prefix, self._has_prefix = prefix, False
         self._adjustments = adjustments
 
@@ -92,6 +93,8 @@ class Waiting:
             batch, number = self._make(group, len(groups[0])), next(self._numbers)
             self._batches[number], self.members[number] = batch, group
             tokens = max(request.max_tokens for request in group)
+            self.prompt_tokens += sum(len(request.own_ids) for request in group)
+            self.padded_tokens += batch.size * batch.prompt_len
             is_scored = batch.targets is not None
             entered[number] = BatchShape(batch.size, batch.prompt_len, tokens, is_scored)
         if entered:

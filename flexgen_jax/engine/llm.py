@@ -388,7 +388,8 @@ class LLM:
         with self._progress.generating(collector.progress) as tick:
             yield from session.run(plan, waiting, on_result, tick)
         incoming.put_back(waiting.unfinished())
-        session.finish(waiting.entered, collector.num_tokens - before)
+        padding = (waiting.prompt_tokens, waiting.padded_tokens)
+        session.finish(waiting.entered, collector.num_tokens - before, padding)
         self._planner.observe(*session.disk_reads())
 
     def _batch(self, is_scoring: bool, members: Sequence[EncodedRequest], rows: int) -> Batch:

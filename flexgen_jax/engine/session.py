@@ -211,8 +211,9 @@ class Session:
             yield from block.run()
         self._guessed = block.guessed
 
-    def finish(self, num_sequences: int, num_tokens: int) -> None:
-        """Ends a run's measurements and keeps the report."""
+    def finish(self, num_sequences: int, num_tokens: int, padding: tuple[int, int]) -> None:
+        """Ends a run's measurements and keeps the report. padding: the prompts' tokens, without and
+        with those that fill up batches."""
         workload = self.workload
         total = sum(self._phases.values())
         decoded = max(num_tokens - num_sequences, 0)
@@ -226,6 +227,8 @@ class Session:
             "gen_len": workload.gen_len,
             "num_sequences": num_sequences,
             "num_tokens": num_tokens,
+            "prompt_tokens": padding[0],
+            "padded_prompt_tokens": padding[1],
             "init_s": self._init_s,
             "compile_s": self._device.programs.compile_s + self._kernels_s,
             **self._phases,

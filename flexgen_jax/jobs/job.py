@@ -109,12 +109,14 @@ class Job:
         self._prefix: Prefix | None = None
         self._journal = Journal(options.results, self._disk)
         self.summary = Summary(self._facts.lines)
-        self._journal_due = self._report_due = 0.0
+        self._began = self._journal_due = self._report_due = 0.0
+        self._done_before = 0
 
     def run(self) -> Summary:
-        started = time.monotonic()
-        self._journal_due = started + self._options.journal_s
+        self._began = time.monotonic()
+        self._journal_due = self._began + self._options.journal_s
         with closing(Results(self._options.results, self._disk)) as self._results:
+            self._done_before = self._results.done
             manifest = Manifest(self._options.results, self._disk)
             self._kept = self._journal.read()
             manifest.check(self._depends_on(), not (self._results.done or self._kept))
@@ -123,7 +125,7 @@ class Job:
             if self._options.is_ordered:
                 self._results.put_in_order()
             self.summary.finished = self._results.done
-        self.summary.seconds = time.monotonic() - started
+        self.summary.seconds = time.monotonic() - self._began
         self._report(force=True)
         return self.summary
 
@@ -305,16 +307,16 @@ class Job:
         if path is None or (now < self._report_due and not force):
             self._report_due = max(self._report_due, now + REPORT_S)
             return
-        if not self._report_due:
-            self._began = now
         self._report_due = now + REPORT_S
-        seconds = max(now - self._began, 1e-9)
+        seconds, done = now - self._began, self._results.done
+        each = seconds / max(done - self._done_before, 1)
         content = {
             "requests": self._facts.lines,
-            "finished": self._results.done,
+            "finished": done,
             "errors": self.summary.errors,
             "tokens": self.summary.tokens,
-            "token_s": self.summary.tokens / seconds,
+            "token_s": self.summary.tokens / max(seconds, 1e-9),
+            "eta_s": each * (self._facts.lines - done) if done > self._done_before else None,
         }
         part = path.with_name(path.name + ".part")
         part.write_text(json.dumps(content) + "\n")
