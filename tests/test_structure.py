@@ -27,7 +27,18 @@ MAY_IMPORT = {
     "machine": {"models", "layers", "policy", "cpu", "offload"},
     "engine": {"models", "layers", "policy", "cpu", "offload", "machine"},
     "jobs": {"engine"},
-    "cli": {"models", "layers", "policy", "cpu", "offload", "machine", "engine", "jobs"},
+    "evaluation": {"engine"},
+    "cli": {
+        "models",
+        "layers",
+        "policy",
+        "cpu",
+        "offload",
+        "machine",
+        "engine",
+        "jobs",
+        "evaluation",
+    },
 }
 PUBLIC = {"__init__", "__main__"}
 """These two hand on the public names and the command line, and nothing imports them."""

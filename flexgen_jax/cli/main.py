@@ -12,6 +12,7 @@ import click
 from flexgen_jax.cli.batch import Terminated, batch
 from flexgen_jax.cli.bench import bench
 from flexgen_jax.cli.convert import convert
+from flexgen_jax.cli.eval import evaluate
 from flexgen_jax.cli.generate import generate
 from flexgen_jax.cli.models import models
 from flexgen_jax.cli.plan import plan
@@ -53,5 +54,5 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
 
 
-for command in (batch, bench, convert, generate, models, plan, profile):
+for command in (batch, bench, convert, evaluate, generate, models, plan, profile):
     main.add_command(command)

@@ -33,6 +33,7 @@ from flexgen_jax.engine.outputs import (
     OnFinished,
     OnOutput,
     OnToken,
+    PairScore,
     RequestOutput,
     ScoreOutput,
     Scoring,
@@ -69,6 +70,8 @@ from flexgen_jax.policy.schedule import Step
 from flexgen_jax.progress import Progress
 
 Prompts = str | Sequence[str]
+Text = str | Sequence[int]
+"""A text, or its token ids."""
 
 FIRST_READ = 16
 """Requests of a stream that are read before it is known how many run together."""
@@ -180,6 +183,13 @@ class LLM:
         text = chat.render(messages)
         return text, tokenizer.encode(text, is_whole=True)
 
+    def encode(self, text: str) -> list[int]:
+        """Returns a text's token ids as of a prompt, with the special tokens that the model's
+        folder asks for; raises `UserError` if the model has no tokenizer."""
+        if self._model.tokenizer is None:
+            raise UserError("texts need a tokenizer, and this model has none")
+        return self._model.tokenizer.encode(text)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens; "" if the model has no
         tokenizer."""
@@ -289,19 +299,65 @@ class LLM:
             before it through the KV cache; slower, and shows what a quantized cache costs.
         """
         given, ids = self._inputs(texts, prompt_token_ids)
-        check_lengths(ids, 0, self.config)
         params, requests = SamplingParams(max_tokens=1), []
         for index, row in enumerate(ids):
-            if through_cache and len(row) > 1:
-                forced = tuple(row[1:])
-                requests.append(EncodedRequest(index, (row[0],), params, len(forced), forced))
-            else:
-                requests.append(EncodedRequest(index, tuple(row), params, 1))
+            first, rest = tuple(row[:1]), tuple(row[1:])
+            if through_cache and rest:
+                requests.append(EncodedRequest(index, first, params, len(rest), rest))
+            else:  # the last token is scored, but nothing follows it
+                before = tuple(row[:-1]) or first
+                requests.append(EncodedRequest(index, before, params, 1, scored=rest))
+        check_lengths([[*r.prompt_ids, *r.forced[1:]] for r in requests], 0, self.config)
         scoring = Scoring()
         scoring.begin(requests)
         for _ in self._serve(Incoming(Listed(requests)), scoring):
             pass
         return scoring.outputs(given)
+
+    def score_pairs(
+        self,
+        contexts: Sequence[str] | Sequence[Sequence[int]],
+        continuations: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        through_cache: bool = False,
+    ) -> list[PairScore]:
+        """Returns what each continuation is worth after its context, for choices among answers.
+
+        contexts, continuations: texts, or token ids, of equal number. As texts, a pair is encoded
+            together, and spaces at the context's end count as the continuation's. Tokens at the
+            beginning of a context that do not fit into the model's are left out.
+        through_cache: as in `score`.
+
+        Raises `UserError` for an empty continuation or one that does not fit by itself.
+        """
+        if len(contexts) != len(continuations):
+            raise UserError(f"{len(contexts)} contexts, but {len(continuations)} continuations")
+        rows, lengths = [], []
+        for context, continuation in zip(contexts, continuations, strict=True):
+            row, count = self._pair(cast("Text", context), cast("Text", continuation))
+            most = self.config.max_positions + (not through_cache)
+            if not 1 <= count < most:
+                raise UserError(
+                    f"a continuation has {count} tokens; after a context the model takes 1 to "
+                    f"{most - 1}"
+                )
+            rows.append(row[-most:])
+            lengths.append(count)
+        scores = self.score(prompt_token_ids=rows, through_cache=through_cache) if rows else []
+        return [
+            PairScore(x.token_ids[-count:], x.logprobs[-count:], all(x.greedy[-count:]))
+            for x, count in zip(scores, lengths, strict=True)
+        ]
+
+    def _pair(self, context: Text, continuation: Text) -> tuple[list[int], int]:
+        """Returns the tokens of a context and its continuation, and how many the latter has."""
+        if not isinstance(context, str) or not isinstance(continuation, str):
+            return [*map(int, context), *map(int, continuation)], len(continuation)
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            raise UserError("texts need a tokenizer, and this model has none")
+        whole = tokenizer.encode(context + continuation)
+        return whole, len(whole) - len(tokenizer.encode(context.rstrip(" ")))
 
     def _serve(
         self,
@@ -404,7 +460,10 @@ class LLM:
                 forced[row, : len(request.forced)] = request.forced
             return Batch(ids, first_valid, forced=forced, most=most)
         if is_scoring:
-            targets = np.concatenate([ids[:, 1:], ids[:, :1]], axis=1)
+            targets = np.zeros_like(ids)
+            for row, request in enumerate(members):
+                if request.scored:
+                    targets[row, -len(request.scored) :] = request.scored
             return Batch(ids, first_valid, targets=targets, most=most)
         params = [r.params for r in members] + [SamplingParams()] * fill
         places = [r.draws_from for r in members] + [0] * fill

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 from typing import Any, Literal
 
 import numpy as np
@@ -59,11 +60,27 @@ OnOutput = Callable[[int, RequestOutput], object]
 @dataclass(frozen=True)
 class ScoreOutput:
     """Natural log-probabilities of a text's tokens, each given the tokens before it; the first
-    token has none."""
+    token has none. greedy: whether each of these would have been the greedy choice."""
 
     text: str | None
     token_ids: list[int]
     logprobs: list[float]
+    greedy: list[bool]
+
+
+@dataclass(frozen=True)
+class PairScore:
+    """What a continuation is worth after its context: its tokens, their natural log-probabilities,
+    and whether all of them are the greedy choices."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    is_greedy: bool
+
+    @property
+    def total(self) -> float:
+        """The continuation's log-probability."""
+        return fsum(self.logprobs)
 
 
 @dataclass
@@ -302,6 +319,7 @@ class Scoring:
 
     def __init__(self) -> None:
         self._logprobs: dict[int, list[float]] = defaultdict(list)
+        self._greedy: dict[int, list[bool]] = defaultdict(list)
         self._requests: list[EncodedRequest] = []
 
     def begin(self, requests: Sequence[EncodedRequest]) -> None:
@@ -314,21 +332,21 @@ class Scoring:
 
     def progress(self) -> Amount:
         """Returns how many tokens are scored."""
-        total = sum(max(len(r.prompt_ids) - 1, len(r.forced)) for r in self._requests)
+        total = sum(len(r.scored) + len(r.forced) for r in self._requests)
         return Amount(self.num_tokens, total, len(self._logprobs))
 
     def receive(
-        self, requests: Sequence[EncodedRequest], token: int, logprobs: np.ndarray
+        self, requests: Sequence[EncodedRequest], token: int, found: tuple[np.ndarray, np.ndarray]
     ) -> list[int]:
-        """Takes the log-probabilities of a batch's tokens, fp32 [batch, token]; returns the rows
-        of requests that are not finished. token: the number of the forced token."""
+        """Takes the log-probabilities of a batch's tokens, fp32 [batch, token], and whether they
+        are greedy choices; returns the rows of requests that are not finished. token: the number
+        of the forced token."""
         for row, request in enumerate(requests):
-            if token < len(request.forced):
-                self._logprobs[request.index].append(float(logprobs[row, 0]))
-            elif not request.forced:
-                # Position t predicts token t + 1, so the last position scores nothing.
-                count = len(request.prompt_ids)
-                self._logprobs[request.index] = [float(x) for x in logprobs[row, -count:-1]]
+            logprobs, greedy = (x[row] for x in found)
+            count = 1 if token < len(request.forced) else len(request.scored)
+            if count:
+                self._logprobs[request.index] += logprobs[-count:].tolist()
+                self._greedy[request.index] += greedy[-count:].tolist()
         return [row for row, r in enumerate(requests) if token + 1 < len(r.forced)]
 
     def restart(self) -> list[EncodedRequest]:
@@ -336,14 +354,20 @@ class Scoring:
         left = [
             r
             for r in self._requests
-            if len(self._logprobs[r.index]) < max(len(r.prompt_ids) - 1, len(r.forced))
+            if len(self._logprobs[r.index]) < len(r.scored) + len(r.forced)
         ]
         for request in left:
             self._logprobs.pop(request.index)
+            self._greedy.pop(request.index, None)
         return left
 
     def outputs(self, texts: Sequence[str | None]) -> list[ScoreOutput]:
         return [
-            ScoreOutput(text, [*request.prompt_ids, *request.forced], self._logprobs[request.index])
+            ScoreOutput(
+                text,
+                [*request.prompt_ids, *request.scored[-1:], *request.forced],
+                self._logprobs[request.index],
+                self._greedy[request.index],
+            )
             for text, request in zip(texts, self._requests, strict=True)
         ]

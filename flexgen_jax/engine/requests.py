@@ -44,7 +44,8 @@ class EncodedRequest:
 
     index: its place among the requests of a call; max_tokens: the new tokens that its parameters
     ask for, limited by the room in the model's context; forced: tokens to continue it with, in
-    order to score them; id, prompt: as given; prefix_len: how many of the prompt's first tokens are
+    order to score them; scored: the tokens after each of the prompt's, if these are to be scored;
+    id, prompt: as given; prefix_len: how many of the prompt's first tokens are
     a prefix that other requests share; continued: how many of its last tokens are of the text, made
     by an earlier run; place: what its random draws follow from, None for the index.
     """
@@ -59,6 +60,7 @@ class EncodedRequest:
     prefix_len: int = 0
     continued: int = 0
     place: int | None = None
+    scored: tuple[int, ...] = ()
 
     @property
     def draws_from(self) -> int:

@@ -345,17 +345,18 @@ def _head(module: Head, choice: Choice) -> Callable[..., Any]:
 
 def _score(module: Head) -> Callable[..., Any]:
     def score(weights: Weights, hidden: jax.Array, checks: jax.Array, targets: jax.Array) -> Any:
-        """Returns each target's log-probability, fp32 [batch, token], and the checks."""
+        """Returns each target's log-probability, fp32 [batch, token], whether it is the greedy
+        choice, and the checks."""
 
-        def some(rows: jax.Array, wanted: jax.Array) -> jax.Array:
+        def some(rows: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
             logits = _apply(module, weights, rows)
             found = jnp.take_along_axis(jax.nn.log_softmax(logits), wanted[:, None], axis=1)
-            return found[:, 0]
+            return found[:, 0], greedy(logits) == wanted
 
         rows = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
-        logprobs = _in_groups(some, min(module.kernels.sizes.scored_rows, targets.size), *rows)
-        is_finite = jnp.isfinite(logprobs).all()
-        return logprobs.reshape(targets.shape), _checked(checks, is_finite)
+        found = _in_groups(some, min(module.kernels.sizes.scored_rows, targets.size), *rows)
+        is_finite = jnp.isfinite(found[0]).all()
+        return tuple(x.reshape(targets.shape) for x in found), _checked(checks, is_finite)
 
     return score
 
@@ -783,8 +784,8 @@ class Programs:
         return self._get("head", batch, choice)
 
     def score(self, batch: int, tokens: int) -> jax.stages.Compiled:
-        """Scores tokens: (weights, hidden, checks, targets [batch, token]) -> log-probabilities
-        [batch, token], checks."""
+        """Scores tokens: (weights, hidden, checks, targets [batch, token]) -> (log-probabilities,
+        whether they are the greedy choices, each [batch, token]), checks."""
         return self._get("score", batch, tokens)
 
     @property

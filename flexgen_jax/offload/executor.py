@@ -107,8 +107,8 @@ class Computed:
 
 OnResult = Callable[[Step, Any], Sequence[int] | None]
 """Receives a step and the head's result for it: ids [batch, 1], these with `log_probabilities`, or
-the log-probabilities [batch, token] of what is scored. Returns the rows that need more tokens, None
-for all."""
+of what is scored the log-probabilities and whether they are greedy choices, both [batch, token].
+Returns the rows that need more tokens, None for all."""
 
 
 class Source(Arrivals, Protocol):

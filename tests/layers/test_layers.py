@@ -237,7 +237,7 @@ def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> No
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     targets = RNG.integers(0, config.vocab_size, (batch, tokens)).astype(np.int32)
     program = Programs(config, Formats(dtype), XLA).score(batch, tokens)
-    found, checks = program(weights, hidden, PASSED, targets)
+    (found, is_greedy), checks = program(weights, hidden, PASSED, targets)
     known = {path: np.asarray(x, np.float64) for path, x in weights.items()}
     x = np.asarray(hidden, np.float64)
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm.eps)
@@ -247,6 +247,8 @@ def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> No
     close = 1e-4 if dtype == "float32" else 0.1
     assert checks.tolist() == [4, 0] and found.shape == (batch, tokens)
     np.testing.assert_allclose(found, expected, close, close)
+    if dtype == "float32":
+        np.testing.assert_array_equal(is_greedy, probability.argmax(-1) == targets)
 
 
 # XLA treats subnormal numbers as zero, so they would tie with zero.

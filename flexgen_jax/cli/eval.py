@@ -1,0 +1,118 @@
+"""`flexgen-jax eval`: how good a model is, by perplexity or by tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
+from flexgen_jax.cli.json_files import check_json, json_option, write_json
+from flexgen_jax.errors import UserError
+
+
+@click.group("eval")
+def evaluate() -> None:
+    """Measure a model's quality, under any placement and number of bits."""
+
+
+@evaluate.command()
+@click.option(
+    "--file",
+    "source",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="The text.",
+)
+@click.option(
+    "--window",
+    type=int,
+    metavar="TOKENS",
+    help="Tokens that are seen together. Default: the model's context, and one that is only "
+    "scored.",
+)
+@click.option(
+    "--stride",
+    type=int,
+    metavar="TOKENS",
+    help="Distance of windows; every token is scored once, with WINDOW - STRIDE or more before it. "
+    "Default: half of the window.",
+)
+@json_option
+@model_options
+@policy_options
+def perplexity(
+    source: Path, window: int | None, stride: int | None, json_file: Path | None, **flags: Any
+) -> None:
+    """Measure the perplexity of a text, in windows that slide over it."""
+    from flexgen_jax.engine.files import read_text
+    from flexgen_jax.evaluation.perplexity import perplexity
+
+    check_json(json_file)
+    text = read_text(source, "--file")
+    with open_llm(engine_options(flags, default_batches=64)) as llm:
+        found = perplexity(llm, llm.encode(text), window, stride)
+        report = llm.report()
+    click.echo(f"perplexity {found.value:.4f} over {found.tokens} tokens")
+    write_json(
+        json_file,
+        {"perplexity": found.value, "tokens": found.tokens, "report": report},
+    )
+
+
+@evaluate.command("lm-eval")
+@click.option("--tasks", required=True, help="Names of tasks, separated by commas.")
+@click.option(
+    "--include-path",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Look for tasks there, too.",
+)
+@click.option("--num-fewshot", type=int, metavar="N", help="Examples before each question.")
+@click.option("--limit", type=float, metavar="N", help="Use N documents of each task only.")
+@click.option(
+    "--use-cache",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Keep answers there; an evaluation that was broken off goes on with them.",
+)
+@click.option("--chat", is_flag=True, help="Ask by the model's chat template.")
+@json_option
+@model_options
+@policy_options
+def lm_eval(
+    tasks: str,
+    include_path: Path | None,
+    num_fewshot: int | None,
+    limit: float | None,
+    use_cache: Path | None,
+    chat: bool,
+    json_file: Path | None,
+    **flags: Any,
+) -> None:
+    """Run tasks of EleutherAI's lm-evaluation-harness (pip install 'flexgen-jax[eval]')."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+
+        from flexgen_jax.evaluation.harness import FlexGenLM
+    except ImportError as error:
+        raise UserError(
+            f"this needs the evaluation harness: {error}; pip install 'flexgen-jax[eval]'"
+        ) from None
+    check_json(json_file)
+    with open_llm(engine_options(flags, default_batches=64)) as llm:
+        found = simple_evaluate(
+            model=FlexGenLM(llm),
+            tasks=[name.strip() for name in tasks.split(",")],
+            task_manager=TaskManager(include_path=str(include_path) if include_path else None),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            use_cache=str(use_cache) if use_cache else None,
+            apply_chat_template=chat,
+        )
+    click.echo(make_table(found))
+    write_json(json_file, {"results": found["results"]})

@@ -1,0 +1,1 @@
+"""Evaluation of models: perplexity, and tasks of EleutherAI's lm-evaluation-harness."""

@@ -1,0 +1,138 @@
+"""Tasks of lm-evaluation-harness: the metrics are those of its own `hf` model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexgen_jax import LLM, Policy, UserError
+
+lm_eval = pytest.importorskip("lm_eval")
+TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
+pytest.importorskip("torch")
+
+CHOICE = """
+task: choose
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/choose.json}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: "{{{{choices}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+ROLLING = """
+task: rolling
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/rolling.json}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: word_perplexity}}, {{metric: bits_per_byte}}]
+"""
+UNTIL = """
+task: until
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/choose.json}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{target}}}}"
+generation_kwargs: {{until: ["e"], max_gen_toks: 12, do_sample: false}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Local tasks with random texts."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rng = np.random.default_rng(0)
+    letters = np.array(list("abcdefgh ijklmno"))
+
+    def text(count: int) -> str:
+        return "".join(rng.choice(letters, count)).strip() or "a"
+
+    questions = [
+        {
+            "question": text(int(rng.integers(3, 60))),
+            "choices": [text(int(rng.integers(1, 9))) for _ in range(3)],
+            "answer": int(rng.integers(3)),
+            "target": text(3),
+        }
+        for _ in range(20)
+    ]
+    (folder / "choose.json").write_text(json.dumps(questions))
+    texts = [{"text": text(n)} for n in (5, 60, 96, 97, 250)]
+    (folder / "rolling.json").write_text(json.dumps(texts))
+    for name, content in (("choose", CHOICE), ("rolling", ROLLING), ("until", UNTIL)):
+        (folder / f"{name}.yaml").write_text(content.format(folder=folder))
+    return folder
+
+
+def evaluated(model: Any, tasks: Path, **options: Any) -> dict[str, Any]:
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        model=model,
+        tasks=["choose", "rolling", "until"],
+        task_manager=manager,
+        bootstrap_iters=0,
+        log_samples=True,
+        **options,
+    )
+    return {
+        "results": found["results"],
+        "answers": {
+            name: [sample["filtered_resps"] for sample in samples]
+            for name, samples in found["samples"].items()
+        },
+    }
+
+
+def test_metrics_are_those_of_the_harness_s_own_model(
+    checkpoint: Callable[..., Path], tasks: Path, tmp_path: Path
+) -> None:
+    from flexgen_jax.evaluation.harness import FlexGenLM
+
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint(), folder)
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "</s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+    arguments = f"pretrained={folder},dtype=float32"
+    theirs = evaluated("hf", tasks, model_args=arguments + ",device=cpu,batch_size=1")
+    with LLM(folder, dtype="float32", policy=Policy(batch_size=4)) as llm:
+        ours = evaluated(FlexGenLM(llm), tasks, use_cache=str(tmp_path / "cache"))
+        made = llm.report()
+        again = evaluated(FlexGenLM(llm), tasks, use_cache=str(tmp_path / "cache"))
+        assert llm.report() == made  # all answers were kept
+    assert ours["answers"]["until"] == theirs["answers"]["until"]
+    for name, metrics in theirs["results"].items():
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+        assert numbers
+        for key, value in numbers.items():
+            assert ours["results"][name][key] == pytest.approx(value, rel=1e-3), (name, key)
+            assert again["results"][name][key] == pytest.approx(value, rel=1e-3), (name, key)
+
+
+def test_it_is_registered_by_name(checkpoint: Callable[..., Path], tasks: Path) -> None:
+    from flexgen_jax.evaluation import harness
+
+    arguments = f"model={checkpoint()},dtype=float32"
+    made = (
+        pytest.importorskip("lm_eval.api.registry")
+        .get_model("flexgen-jax")
+        .create_from_arg_string(arguments)
+    )
+    assert isinstance(made, harness.FlexGenLM)
+    assert made.max_length == 96
+    with pytest.raises(UserError, match="not supported"):
+        made._params({"num_beams": 4})
+    made.llm.close()

@@ -1,0 +1,131 @@
+"""Scores of continuations and perplexity of long texts, against NumPy and transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_jax import LLM, Policy, UserError
+from flexgen_jax.cli.main import main
+from flexgen_jax.evaluation.perplexity import perplexity, windows
+from tests.helpers.models import PLACEMENTS
+from tests.helpers.numpy_opt import NumpyOpt, reference
+
+TEXT = [2, *np.random.default_rng(5).integers(4, 96, 250).tolist()]
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Callable[..., Path]) -> Iterator[LLM]:
+    with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=4)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> NumpyOpt:
+    return reference(checkpoint())
+
+
+@given(st.integers(2, 40), st.data(), st.integers(0, 100))
+def test_every_token_but_the_first_is_scored_once(size: int, data: st.DataObject, n: int) -> None:
+    stride = data.draw(st.integers(1, size - 1))
+    scored = []
+    for window, count in windows(range(n), size, stride):
+        assert window == list(range(window[0], window[0] + len(window))) and len(window) <= size
+        assert count < len(window)
+        if window[0]:
+            assert len(window) - count >= size - stride
+        scored += window[-count:]
+    assert scored == list(range(1, n))
+
+
+@pytest.mark.parametrize(("size", "stride"), [(97, None), (97, 1), (40, 13), (16, 15)])
+def test_perplexity_is_that_of_numpy(
+    llm: LLM, model: NumpyOpt, size: int, stride: int | None
+) -> None:
+    text = TEXT[: 30 + size]
+    step, logprobs, end = stride or size // 2, [], 1
+    for begin in range(0, len(text), step):
+        last = min(begin + size, len(text))
+        if last > end:
+            logprobs += model.logprobs(text[begin:last])[end - last :].tolist()
+        end = last
+    assert len(logprobs) == len(text) - 1
+    result = perplexity(llm, text, size, stride)
+    assert result.tokens == len(text) - 1
+    assert result.value == pytest.approx(math.exp(-np.mean(logprobs)), rel=1e-4)
+
+
+@pytest.mark.parametrize("through_cache", [False, True])
+@pytest.mark.parametrize("percent", PLACEMENTS[1::2])
+def test_continuations_are_scored_after_their_contexts(
+    checkpoint: Callable[..., Path],
+    model: NumpyOpt,
+    percent: tuple[float, ...],
+    through_cache: bool,
+    tmp_path: Path,
+) -> None:
+    policy = Policy.from_percent(*percent, batch_size=3)
+    contexts = [TEXT[:5], TEXT[:5], TEXT[3:40], TEXT[:93], TEXT[:200]]
+    continuations = [TEXT[5:8], TEXT[50:51], TEXT[40:44], TEXT[93:97], TEXT[200:210]]
+    pairs = list(zip(contexts, continuations, strict=True))
+    with LLM(checkpoint(), dtype="float32", policy=policy, offload_dir=tmp_path) as llm:
+        found = llm.score_pairs(contexts, continuations, through_cache=through_cache)
+    for (context, continuation), score in zip(pairs, found, strict=True):
+        row = [*context, *continuation][-97 + through_cache :]
+        expected = model.logprobs(row)[-len(continuation) :]
+        np.testing.assert_allclose(score.logprobs, expected, rtol=1e-4, atol=1e-4)
+        assert score.token_ids == continuation
+        assert score.total == pytest.approx(sum(expected), abs=1e-3)
+        assert not score.is_greedy
+
+
+def test_greedy_continuations_are_known(llm: LLM, model: NumpyOpt) -> None:
+    context = TEXT[:9]
+    greedy = model.greedy(context, 5)
+    other = [*greedy[:-1], (greedy[-1] + 1) % 96]
+    found = llm.score_pairs([context] * 2, [greedy, other])
+    assert [score.is_greedy for score in found] == [True, False]
+    assert llm.score_pairs([], []) == []
+
+
+def test_texts_are_encoded_together(llm: LLM) -> None:
+    whole, context = llm.encode("the end of it"), llm.encode("the end")
+    for left, right in (("the end", " of it"), ("the end ", "of it")):
+        (score,) = llm.score_pairs([left], [right])
+        assert score.token_ids == whole[len(context) :]
+
+
+@pytest.mark.parametrize(
+    ("contexts", "continuations", "said"),
+    [
+        ([[5]], [], "1 contexts, but 0"),
+        ([[5]], [[]], "has 0 tokens"),
+        ([[5]], [[5] * 97], "has 97 tokens"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(
+    llm: LLM, contexts: list[list[int]], continuations: list[list[int]], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        llm.score_pairs(contexts, continuations)
+
+
+def test_the_command_says_the_perplexity(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("It is a long text. " * 12)
+    flags = ["--model", str(checkpoint()), "--dtype", "float32", "--batch-size", "2"]
+    command = ["eval", "perplexity", "--file", str(text), "--stride", "40", *flags]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=2)) as llm:
+        expected = perplexity(llm, llm.encode(text.read_text()), None, 40)
+    assert result.stdout == f"perplexity {expected.value:.4f} over {expected.tokens} tokens\n"
+    result = CliRunner().invoke(main, [*command, "--window", "200"])
+    assert result.exit_code == 2 and "from 2 to 97" in result.stderr
