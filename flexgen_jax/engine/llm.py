@@ -42,11 +42,13 @@ from flexgen_jax.engine.outputs import (
 )
 from flexgen_jax.engine.planner import Planner
 from flexgen_jax.engine.requests import (
+    LEAST_PREFIX,
     EncodedRequest,
     Prefix,
     Request,
     check_ids,
     check_lengths,
+    common_length,
     encoder,
     room_for,
     shared_tokens,
@@ -299,14 +301,26 @@ class LLM:
             before it through the KV cache; slower, and shows what a quantized cache costs.
         """
         given, ids = self._inputs(texts, prompt_token_ids)
+        return self._scored(given, ids, through_cache, 0)
+
+    def _scored(
+        self,
+        given: Sequence[str | None],
+        ids: Sequence[Sequence[int]],
+        through_cache: bool,
+        prefix: int,
+    ) -> list[ScoreOutput]:
+        """Scores texts' tokens; see `score`. prefix: how many of the first tokens all have alike,
+        which are computed once and not scored."""
         params, requests = SamplingParams(max_tokens=1), []
         for index, row in enumerate(ids):
             first, rest = tuple(row[:1]), tuple(row[1:])
             if through_cache and rest:
                 requests.append(EncodedRequest(index, first, params, len(rest), rest))
             else:  # the last token is scored, but nothing follows it
-                before = tuple(row[:-1]) or first
-                requests.append(EncodedRequest(index, before, params, 1, scored=rest))
+                before, scored = tuple(row[:-1]) or first, rest[prefix:]
+                request = EncodedRequest(index, before, params, 1, (), "", None, prefix)
+                requests.append(replace(request, scored=scored))
         check_lengths([[*r.prompt_ids, *r.forced[1:]] for r in requests], 0, self.config)
         scoring = Scoring()
         scoring.begin(requests)
@@ -328,7 +342,8 @@ class LLM:
             beginning of a context that do not fit into the model's are left out.
         through_cache: as in `score`.
 
-        Raises `UserError` for an empty continuation or one that does not fit by itself.
+        What all contexts begin with, such as examples, is computed once. Raises `UserError` for an
+        empty continuation or one that does not fit by itself.
         """
         if len(contexts) != len(continuations):
             raise UserError(f"{len(contexts)} contexts, but {len(continuations)} continuations")
@@ -343,7 +358,14 @@ class LLM:
                 )
             rows.append(row[-most:])
             lengths.append(count)
-        scores = self.score(prompt_token_ids=rows, through_cache=through_cache) if rows else []
+        if not rows:
+            return []
+        ids = self._inputs(None, rows)[1]
+        own = min(len(row) - count for row, count in zip(ids, lengths, strict=True))
+        prefix = min(common_length(ids), own - 1)
+        if through_cache or len(ids) < 2 or prefix < LEAST_PREFIX or not self._shares:
+            prefix = 0
+        scores = self._scored([None] * len(ids), ids, through_cache, prefix)
         return [
             PairScore(x.token_ids[-count:], x.logprobs[-count:], all(x.greedy[-count:]))
             for x, count in zip(scores, lengths, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.errors import PromptError, UserError
@@ -94,6 +95,13 @@ def shared_tokens(prompt: Sequence[int], prefix: Sequence[int]) -> int:
     count = min(len(prefix), len(prompt)) - 1
     is_whole = count >= LEAST_PREFIX and count == len(prefix) - 1
     return count if is_whole and list(prompt[:count]) == list(prefix[:count]) else 0
+
+
+def common_length(rows: Sequence[Any]) -> int:
+    """Returns how many elements all of some sequences begin with; there is at least one of them."""
+    one, other = min(rows), max(rows)  # all others are between these two
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def check_ids(ids: Sequence[int], index: int, config: ModelConfig) -> None:

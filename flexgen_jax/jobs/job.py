@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
-from flexgen_jax.engine.requests import LEAST_PREFIX, Prefix, Request
+from flexgen_jax.engine.requests import LEAST_PREFIX, Prefix, Request, common_length
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.lines import MOST_CHOICES, Line, LineError, read_line
@@ -73,8 +73,8 @@ class InputFacts(NamedTuple):
 class Summary:
     """What a run of a job did.
 
-    total: lines of the input; finished: those that have a record; errors: those of this run that
-    could not be run; tokens: new tokens of this run; taken_up: tokens that the journal had.
+    total: lines of the input; finished: those that have a record; errors: those of them that could
+    not be run; tokens: new tokens of this run; taken_up: tokens that the journal had.
     """
 
     total: int
@@ -125,6 +125,7 @@ class Job:
             if self._options.is_ordered:
                 self._results.put_in_order()
             self.summary.finished = self._results.done
+            self.summary.errors = self._results.errors
         self.summary.seconds = time.monotonic() - self._began
         self._report(force=True)
         return self.summary
@@ -202,7 +203,6 @@ class Job:
 
     def _fail(self, number: int, error: LineError) -> None:
         self._results.add(failure(number, error, self._facts.digest))
-        self.summary.errors += 1
 
     def _asked(self, line: Line) -> list[Request]:
         """Returns a line's requests, less those that the journal has as finished."""
@@ -313,7 +313,7 @@ class Job:
         content = {
             "requests": self._facts.lines,
             "finished": done,
-            "errors": self.summary.errors,
+            "errors": self._results.errors,
             "tokens": self.summary.tokens,
             "token_s": self.summary.tokens / max(seconds, 1e-9),
             "eta_s": each * (self._facts.lines - done) if done > self._done_before else None,
@@ -340,17 +340,10 @@ def _shared(window: Sequence[Request]) -> Prefix:
     if len(window) < 2 or (texts and ids):
         return ""
     if texts:
-        first = min(texts)
-        count = _alike(first, max(texts))  # all others are between these two
-        return first[:count] if count >= LEAST_COMMON else ""
-    count = _alike(min(ids), max(ids))
+        count = common_length(texts)
+        return texts[0][:count] if count >= LEAST_COMMON else ""
+    count = common_length(ids)
     return ids[0][:count] if count >= LEAST_PREFIX else ""
-
-
-def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Returns how many elements two sequences have alike at their beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _length(request: Request) -> int:

@@ -63,12 +63,12 @@ class Results:
     """A file of records, a line of JSON each, of which each has its line in the input as "line".
 
     May be used from several threads. finished: whether a line of the input has its record, as a
-    byte; done: the number of records.
+    byte; done: the number of records; errors: of those that say why a line could not be run.
     """
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self._path, self._disk, self._lock = path, disk, threading.Lock()
-        self._finished, self.done = bytearray(), 0
+        self._finished, self.done, self.errors = bytearray(), 0, 0
         self._waits_since: float | None = None
         try:
             self._file: IO[bytes] = open(path, "a+b", buffering=0)  # noqa: SIM115 - see `close`
@@ -96,7 +96,7 @@ class Results:
             except OSError as error:
                 os.truncate(self._file.fileno(), before)
                 raise self._failed(error) from None
-            self._mark(record["line"])
+            self._mark(record)
 
     def sync(self) -> None:
         """Forces what is written to the disk, if that is due."""
@@ -142,11 +142,13 @@ class Results:
             self._disk.sync(self._file)
             self._waits_since = None
 
-    def _mark(self, line: int) -> None:
+    def _mark(self, record: Mapping[str, Any]) -> None:
+        line = int(record["line"])
         if line >= len(self._finished):
             self._finished.extend(bytes(line + 1 - len(self._finished)))
         self._finished[line] = 1
         self.done += 1
+        self.errors += record["error"] is not None
 
     def _failed(self, error: OSError) -> UserError:
         return UserError(
@@ -172,8 +174,7 @@ class Results:
                 if not content.endswith(b"\n"):
                     break
                 try:
-                    line = json.loads(content)["line"]
-                    self._mark(int(line))
+                    self._mark(json.loads(content))
                 except (ValueError, KeyError, TypeError, RecursionError):
                     raise UserError(
                         f"{self._path}, line {number}, is no record of a job; choose another file"

@@ -86,6 +86,17 @@ def test_continuations_are_scored_after_their_contexts(
         assert not score.is_greedy
 
 
+def test_what_contexts_begin_with_is_computed_once(llm: LLM, model: NumpyOpt) -> None:
+    contexts = [[*TEXT[:20], *TEXT[n : n + n % 7 + 1]] for n in range(30, 38)]
+    continuations = [TEXT[n : n + 1 + n % 4] for n in range(50, 58)]
+    for share in (8, 2):
+        found = llm.score_pairs(contexts[:share], continuations[:share])
+        assert llm.report()["prompt_tokens"] < sum(map(len, contexts[:share]))
+        for context, continuation, score in zip(contexts, continuations, found, strict=False):
+            expected = model.logprobs([*context, *continuation])[-len(continuation) :]
+            np.testing.assert_allclose(score.logprobs, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_greedy_continuations_are_known(llm: LLM, model: NumpyOpt) -> None:
     context = TEXT[:9]
     greedy = model.greedy(context, 5)

@@ -153,7 +153,7 @@ def test_a_job_that_is_cut_goes_on(
     rng, jobs = random.Random(seed), list[Job]()
     options = JobOptions(source, source.with_name("out.jsonl"), journal_s=0)
     while True:
-        disk = CutDisk(rng.randrange(1, 120), Cut())
+        disk = CutDisk(rng.randrange(1, 300), Cut())
         jobs.append(Job(llm, options, disk))
         try:
             jobs[-1].run()
