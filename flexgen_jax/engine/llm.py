@@ -400,6 +400,7 @@ class LLM:
         self._latest = collector if isinstance(collector, Generation) else None
         try:
             while incoming.wait():
+                allow(1)  # no more than these while it is planned for them
                 requests = incoming.take(FIRST_READ)
                 if not requests:
                     yield  # all that came was impossible

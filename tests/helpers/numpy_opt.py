@@ -98,7 +98,7 @@ class NumpyOpt:
 
     def logprobs(self, ids: list[int]) -> np.ndarray:
         """Returns the log-probability of every token but the first, given those before it."""
-        logits = self.logits(ids[:-1])
+        logits = self.logits(ids[:-1] or ids)  # the last one only is scored
         logits = logits - logits.max(-1, keepdims=True)
         table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         return table[np.arange(len(ids) - 1), ids[1:]]
