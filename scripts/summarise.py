@@ -90,16 +90,17 @@ def main() -> None:
     with LLM(args.model, progress=True) as llm:
         while texts:
             made = summarised(llm, args.output, level, texts, args.tokens)
-            whole |= {name: parts[0] for name, parts in made.items() if len(parts) == 1}
-            texts = {
-                name: pieces("\n\n".join(parts), args.characters)
-                for name, parts in made.items()
-                if len(parts) > 1
-            }
-            level += 1
+            before, level = texts, level + 1
+            joined = {name: "\n\n".join(filter(None, parts)) for name, parts in made.items()}
+            texts = {name: pieces(text, args.characters) for name, text in joined.items()}
+            # A text is done when one piece has made it, or when its summaries are no fewer.
+            done = [n for n in before if len(before[n]) == 1 or len(texts[n]) >= len(before[n])]
+            whole |= {name: joined[name] for name in done}
+            texts = {name: parts for name, parts in texts.items() if name not in done and parts}
     for name, summary in whole.items():
         (args.output / name).write_text(summary + "\n", encoding="utf-8")
-    print(f"{len(whole)} summaries are in {args.output}")
+    empty = [name for name in whole if not whole[name]]
+    print(f"{len(whole)} summaries are in {args.output}, {len(empty)} of them empty")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from flexgen_jax.engine.requests import (
     EncodedRequest,
     Prefix,
     Request,
+    check_biases,
     check_ids,
     check_lengths,
     common_length,
@@ -63,6 +64,7 @@ from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.profiles import read_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.chat import Message
+from flexgen_jax.models.defaults import SamplingDefaults
 from flexgen_jax.models.loading import open_model, resolve_dtype
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.metrics import Metrics
@@ -129,6 +131,7 @@ class LLM:
         self._texts: Mapping[EncodedRequest, int] | None = {}
         self._running: Generation | Scoring | None = None
         self._latest: Generation | None = None
+        self._ready: deque[RequestOutput] = deque()
         self._finalizer: Any = None
 
     def generate(
@@ -185,24 +188,39 @@ class LLM:
         text = chat.render(messages)
         return text, tokenizer.encode(text, is_whole=True)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, is_whole: bool = False) -> list[int]:
         """Returns a text's token ids as of a prompt, with the special tokens that the model's
-        folder asks for; raises `UserError` if the model has no tokenizer."""
+        folder asks for, unless the text `is_whole` and has its own; raises `UserError` if the model
+        has no tokenizer."""
         if self._model.tokenizer is None:
             raise UserError("texts need a tokenizer, and this model has none")
-        return self._model.tokenizer.encode(text)
+        return self._model.tokenizer.encode(text, is_whole)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of token ids, without special tokens; "" if the model has no
-        tokenizer."""
+    def piece(self, token_id: int) -> bytes:
+        """Returns the bytes that a token stands for within a text; b"" without a tokenizer."""
         tokenizer = self._model.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(token_ids)
+        return b"" if tokenizer is None else tokenizer.piece(token_id)
+
+    @property
+    def chat_fingerprint(self) -> str | None:
+        """Differs for models that write conversations differently."""
+        return None if self._model.chat is None else self._model.chat.fingerprint
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """What the model's folder wants of sampling where a request says nothing."""
+        return self._model.sampling
 
     def unfinished(self) -> list[tuple[str, list[int], list[TokenLogprob]]]:
         """Returns the id, the tokens so far and their log-probabilities, if asked for, of each
         request that is not finished: of the run under way, or of the last one as it ended. For
         `on_token`, and for what comes after an interruption."""
         return list(self._latest.unfinished()) if self._latest is not None else []
+
+    def untaken(self) -> list[RequestOutput]:
+        """Returns the results of the stream under way, or of the last one, that are finished and
+        were not yielded; see `unfinished`."""
+        return list(self._ready)
 
     def _continued(
         self,
@@ -257,7 +275,7 @@ class LLM:
         An impossible request yields a result whose `error` says why. Closing the generator frees
         what is under way.
         """
-        ready: deque[RequestOutput] = deque()
+        ready = self._ready = deque[RequestOutput]()
         generation = self._generation(lambda _, result: ready.append(result), on_token)
         encode = encoder(self.config, self._model.tokenizer, self._shares, self.resolved)
         feed = Feed(requests, partial(_encoded, encode), FIRST_READ)
@@ -351,6 +369,8 @@ class LLM:
         for context, continuation in zip(contexts, continuations, strict=True):
             row, count = self._pair(cast("Text", context), cast("Text", continuation))
             most = self.config.max_positions + (not through_cache)
+            if len(row) == count:
+                raise UserError("a context has no token; give it the model's beginning token")
             if not 1 <= count < most:
                 raise UserError(
                     f"a continuation has {count} tokens; after a context the model takes 1 to "
@@ -647,7 +667,7 @@ class LLM:
         for index, (text, row, choice) in enumerate(zip(texts, ids, params, strict=True)):
             if choice.stop and self._model.tokenizer is None:
                 raise UserError("stop strings need a tokenizer, and this model has none")
-            check_ids([token for token, _ in choice.biases], index, self.config)
+            check_biases(choice, self.config)
             most, chosen = room_for(row, choice, self.config), self.resolved(choice)
             requests.append(
                 EncodedRequest(index, tuple(row), chosen, most, id=str(index), prompt=text)

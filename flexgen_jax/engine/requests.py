@@ -114,6 +114,15 @@ def check_ids(ids: Sequence[int], index: int, config: ModelConfig) -> None:
         )
 
 
+def check_biases(params: SamplingParams, config: ModelConfig) -> None:
+    """Raises `UserError` for a bias of a token that the vocabulary has not."""
+    for token, _ in params.biases:
+        if token >= config.vocab_size:
+            raise UserError(
+                f"logit_bias has token id {token}; the vocabulary has {config.vocab_size}"
+            )
+
+
 def check_lengths(rows: Sequence[Sequence[int]], new: int, config: ModelConfig) -> None:
     """Raises `PromptError` for prompts that are empty or leave no room for `new` new tokens."""
     most = config.max_positions - new
@@ -156,7 +165,8 @@ def encoder(
         else:
             ids = [int(token) for token in request.prompt_token_ids or ()]
         made = [int(token) for token in request.continued]
-        for token in [*ids, *made, *(token for token, _ in params.biases)]:
+        check_biases(params, config)
+        for token in [*ids, *made]:
             if not 0 <= token < config.vocab_size:
                 raise UserError(f"token id {token}; the vocabulary has {config.vocab_size}")
         if not 1 <= len(ids) < config.max_positions:

@@ -74,7 +74,7 @@ class SamplingParams:
         _check_integer("min_tokens", self.min_tokens, 0)
         _check_integer("seed", self.seed, None)
         if self.top_k is not None:
-            _check_integer("top_k", self.top_k, 0)
+            _check_integer("top_k", self.top_k, 0, 2**31 - 1)
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
         for name, (low, high) in LIMITS.items():

@@ -64,7 +64,14 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
     def tokenizer_name(self) -> str:
         return self.llm.name
 
-    def tok_encode(self, string: str, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """A text that has its beginning token, as chat templates write it, gets no other."""
+        whole, begin = self.llm.encode(string, is_whole=True), self.llm.encode("")
+        has_begin = bool(begin) and whole[: len(begin)] == begin
+        if add_special_tokens is False or has_begin:
+            return whole
         return self.llm.encode(string)
 
     def apply_chat_template(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
 from flexgen_jax.jobs.lines import Line, LineError
 
-Decode = Callable[[Sequence[int]], str]
+Piece = Callable[[int], bytes]
+"""Returns the bytes that a token stands for."""
 
 
 def failure(number: int, error: LineError, job: str) -> dict[str, Any]:
@@ -27,10 +29,9 @@ def failure(number: int, error: LineError, job: str) -> dict[str, Any]:
 
 
 def answer(
-    line: Line, results: Sequence[RequestOutput], model: str, job: str, decode: Decode
+    line: Line, results: Sequence[RequestOutput], model: str, job: str, piece: Piece
 ) -> dict[str, Any]:
-    """Returns the record of a line's results, one for each of its choices. decode: makes text of
-    token ids."""
+    """Returns the record of a line's results, one for each of its choices."""
     usage = _usage(line, results)
     if line.form == "plain":
         return _plain(line, results, usage)
@@ -41,7 +42,7 @@ def answer(
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": line.model or model,
-        "choices": [choose(n, result, decode) for n, result in enumerate(results)],
+        "choices": [choose(n, result, piece) for n, result in enumerate(results)],
         "usage": usage,
     }
     request_id = _name("req", job, line.number)
@@ -82,28 +83,40 @@ def _plain(line: Line, results: Sequence[RequestOutput], usage: dict[str, int]) 
     return {"id": line.name, "line": line.number, **found, "usage": usage, "error": None}
 
 
-def _completion_choice(index: int, result: RequestOutput, decode: Decode) -> dict[str, Any]:
+def _completion_choice(index: int, result: RequestOutput, piece: Piece) -> dict[str, Any]:
     choice = {"index": index, "text": result.text, "finish_reason": result.finish_reason}
     if result.logprobs is None:
         return {**choice, "logprobs": None}
-    tokens = [decode([token]) for token in result.token_ids]
-    offsets = [sum(map(len, tokens[:n])) for n in range(len(tokens))]
+    tokens = [_text(token, piece) for token in result.token_ids]
     found = {
         "tokens": tokens,
         "token_logprobs": [x.logprob for x in result.logprobs],
         "top_logprobs": [
-            {decode([token]): logprob for token, logprob in x.top} for x in result.logprobs
+            _by_text(token, x, piece)
+            for token, x in zip(result.token_ids, result.logprobs, strict=True)
         ],
-        "text_offset": offsets,
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
     }
     return {**choice, "logprobs": found}
 
 
-def _chat_choice(index: int, result: RequestOutput, decode: Decode) -> dict[str, Any]:
+def _by_text(token: int, found: TokenLogprob, piece: Piece) -> dict[str, float]:
+    """Returns log-probabilities by text, the likeliest first; the token's own is among them."""
+    texts: dict[str, float] = {}
+    for other, logprob in (*found.top, (token, found.logprob)):
+        texts.setdefault(_text(other, piece), logprob)
+    return texts
+
+
+def _text(token: int, piece: Piece) -> str:
+    return piece(token).decode(errors="replace")
+
+
+def _chat_choice(index: int, result: RequestOutput, piece: Piece) -> dict[str, Any]:
     logprobs = None
     if result.logprobs is not None:
         pairs = zip(result.token_ids, result.logprobs, strict=True)
-        content = [_chat_token(token, x, decode) for token, x in pairs]
+        content = [_chat_token(token, x, piece) for token, x in pairs]
         logprobs = {"content": content, "refusal": None}
     return {
         "index": index,
@@ -113,11 +126,12 @@ def _chat_choice(index: int, result: RequestOutput, decode: Decode) -> dict[str,
     }
 
 
-def _chat_token(token: int, found: TokenLogprob, decode: Decode) -> dict[str, Any]:
-    top = [_token(other, logprob, decode) for other, logprob in found.top]
-    return {**_token(token, found.logprob, decode), "top_logprobs": top}
+def _chat_token(token: int, found: TokenLogprob, piece: Piece) -> dict[str, Any]:
+    top = [_token(other, logprob, piece) for other, logprob in found.top]
+    return {**_token(token, found.logprob, piece), "top_logprobs": top}
 
 
-def _token(token: int, logprob: float, decode: Decode) -> dict[str, Any]:
-    text = decode([token])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _token(token: int, logprob: float, piece: Piece) -> dict[str, Any]:
+    found = piece(token)
+    text = found.decode(errors="replace")
+    return {"token": text, "logprob": logprob, "bytes": list(found)}

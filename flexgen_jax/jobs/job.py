@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
 from flexgen_jax.engine.requests import LEAST_PREFIX, Prefix, Request, common_length
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, failure
-from flexgen_jax.jobs.lines import MOST_CHOICES, Line, LineError, read_line
+from flexgen_jax.jobs.lines import MOST_CHOICES, Line, LineError, line_name, read_line
 from flexgen_jax.jobs.store import Disk, Journal, Manifest, Results
 
 WINDOW = 512
@@ -27,6 +27,10 @@ LEAST_COMMON = 4 * LEAST_PREFIX
 
 REPORT_S = 2.0
 """Seconds between two versions of the progress file."""
+
+
+Prompt = tuple[str | None, Sequence[int] | None]
+"""A text or token ids; of a conversation both."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +119,19 @@ class Job:
     def run(self) -> Summary:
         self._began = time.monotonic()
         self._journal_due = self._began + self._options.journal_s
+        manifest = Manifest(self._options.results, self._disk)
+        manifest.check_ownership()
         with closing(Results(self._options.results, self._disk)) as self._results:
             self._done_before = self._results.done
-            manifest = Manifest(self._options.results, self._disk)
             self._kept = self._journal.read()
             manifest.check(self._depends_on(), not (self._results.done or self._kept))
             self._continue()
-            self._journal.remove()
+            self._results.sync(is_due=True)
+            left = self._left()
+            if left:  # that `limit` did not let begin
+                self._journal.write(left)
+            else:
+                self._journal.remove()
             if self._options.is_ordered:
                 self._results.put_in_order()
             self.summary.finished = self._results.done
@@ -136,6 +146,8 @@ class Job:
             "model": self._llm.fingerprint,
             "seed": self._options.seed,
             "tokens of conversations": self._options.chat_tokens,
+            "chat template": self._llm.chat_fingerprint,
+            "sampling defaults": str(self._llm.sampling_defaults),
         }
 
     def _continue(self) -> None:
@@ -146,6 +158,10 @@ class Job:
                 for result in stream:
                     self._take(result)
                     self._results.sync()
+            except UserError:  # of a full disk, for which the journal may be too large, too
+                with suppress(UserError):
+                    self._write_journal()
+                raise
             except BaseException:
                 self._write_journal()
                 raise
@@ -158,10 +174,11 @@ class Job:
         window: list[Request] = []
         for line in self._lines():
             try:
-                window += self._asked(line)
+                prompts = self._prompts(line)
             except UserError as error:
-                is_plain = line.form == "plain"
-                self._fail(line.number, LineError(str(error), line.name, is_plain))
+                self._fail(line.number, LineError(str(error), line.name, line.form == "plain"))
+            else:
+                window += self._asked(line, prompts)
             if len(window) >= WINDOW:
                 yield from self._sorted(window)
                 window = []
@@ -174,7 +191,7 @@ class Job:
                 if not content.strip():
                     continue
                 if self._results.has(number):
-                    self._remember(_name_in(content))
+                    self._remember(line_name(content))
                     continue
                 if begun == self._options.limit:
                     return
@@ -187,7 +204,7 @@ class Job:
                             f"{line.name!r} is an earlier line's id", line.name, is_plain
                         )
                 except LineError as error:
-                    self._remember(error.name)
+                    self._remember(line_name(content))
                     self._fail(number, error)
                 else:
                     yield line
@@ -204,13 +221,15 @@ class Job:
     def _fail(self, number: int, error: LineError) -> None:
         self._results.add(failure(number, error, self._facts.digest))
 
-    def _asked(self, line: Line) -> list[Request]:
-        """Returns a line's requests, less those that the journal has as finished."""
-        prompts: Sequence[tuple[str | None, Sequence[int] | None]]
+    def _prompts(self, line: Line) -> list[Prompt]:
+        """Returns a line's prompts; raises `UserError` for a conversation that the model's chat
+        template cannot write."""
         if line.messages is not None:
-            prompts = [self._llm.chat_prompt(line.messages)]
-        else:
-            prompts = [(p, None) if isinstance(p, str) else (None, p) for p in line.prompts]
+            return [self._llm.chat_prompt(line.messages)]
+        return [(p, None) if isinstance(p, str) else (None, p) for p in line.prompts]
+
+    def _asked(self, line: Line, prompts: Sequence[Prompt]) -> list[Request]:
+        """Returns a line's requests, less those that the journal has as finished."""
         state = State(line)
         requests = []
         for choice in range(line.choices):
@@ -267,29 +286,39 @@ class Job:
             self._fail(number, LineError(result.error, state.line.name, is_plain))
             del self._states[number]
             return
-        if result.logprobs is not None:
-            result = replace(result, logprobs=[*state.earlier[choice], *result.logprobs])
-        state.done[choice] = result
+        state.done[choice] = self._whole(result)
         if len(state.done) == state.line.choices:
             self._give(state)
 
+    def _whole(self, result: RequestOutput) -> RequestOutput:
+        """Returns a result with the log-probabilities of what an earlier run has made of it."""
+        if result.logprobs is None:
+            return result
+        number, choice = map(int, result.id.split("."))
+        earlier = self._states[number].earlier[choice]
+        return replace(result, logprobs=[*earlier, *result.logprobs])
+
+    def _left(self) -> dict[int, dict[str, Any]]:
+        """Returns what the last journal has of lines without a record."""
+        return {line: dict(x) for line, x in self._kept.items() if not self._results.has(line)}
+
     def _give(self, state: State) -> None:
         results = [state.done[choice] for choice in range(state.line.choices)]
-        made = answer(state.line, results, self._llm.name, self._facts.digest, self._llm.decode)
+        made = answer(state.line, results, self._llm.name, self._facts.digest, self._llm.piece)
         self._results.add(made)
         del self._states[state.line.number]
 
     def _write_journal(self) -> None:
         """Keeps what there is of all lines that have no record, those included that the engine has
         not begun again."""
-        kept: dict[int, dict[str, Any]] = {
-            line: texts for line, texts in self._kept.items() if not self._results.has(line)
-        }
+        kept = self._left()
+        for result in self._llm.untaken():
+            number, choice = map(int, result.id.split("."))
+            if number in self._states and result.error is None:
+                kept.setdefault(number, {})[str(choice)] = _done(self._whole(result))
         for number, state in list(self._states.items()):
             for choice, result in state.done.items():
-                own = {"tokens": result.token_ids, "text": result.text}
-                own |= {"finish_reason": result.finish_reason, "prompt": result.prompt_token_ids}
-                kept.setdefault(number, {})[str(choice)] = own | _logprobs(result.logprobs or [])
+                kept.setdefault(number, {})[str(choice)] = _done(result)
         for name, tokens, logprobs in self._llm.unfinished():
             number, choice = map(int, name.split("."))
             if number in self._states and tokens:
@@ -319,18 +348,9 @@ class Job:
             "eta_s": each * (self._facts.lines - done) if done > self._done_before else None,
         }
         part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(content) + "\n")
-        part.replace(path)
-
-
-def _name_in(content: bytes) -> str | None:
-    """Returns the id of a line, if it has one."""
-    try:
-        raw = json.loads(content)
-        name = raw.get("custom_id" if "custom_id" in raw or "body" in raw else "id")
-    except (ValueError, AttributeError, TypeError, RecursionError):
-        return None
-    return name if isinstance(name, str) else None
+        with suppress(OSError):  # which is no reason to end a job
+            part.write_text(json.dumps(content) + "\n")
+            part.replace(path)
 
 
 def _shared(window: Sequence[Request]) -> Prefix:
@@ -350,6 +370,13 @@ def _length(request: Request) -> int:
     if request.prompt is not None:
         return len(request.prompt)
     return 4 * len(request.prompt_token_ids or ())  # a token has about four characters
+
+
+def _done(result: RequestOutput) -> dict[str, Any]:
+    """Returns what the journal keeps of a finished choice; see `_finished`."""
+    own = {"tokens": result.token_ids, "text": result.text}
+    own |= {"finish_reason": result.finish_reason, "prompt": result.prompt_token_ids}
+    return own | _logprobs(result.logprobs or [])
 
 
 def _logprobs(found: Sequence[TokenLogprob]) -> dict[str, Any]:

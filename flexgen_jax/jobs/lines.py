@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -36,7 +36,6 @@ MEANINGLESS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none",),
     "functions": ([],),
     "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
 }
 """Fields that may be null or one of these; another value asks for what this engine does not do."""
 
@@ -56,7 +55,7 @@ class Line:
 
     number: its place in the file, from 1; name: its id; prompts: texts, or token ids; messages: a
     conversation in their place; count: texts for each prompt; has_seed: whether it names a seed;
-    model: the name in its body; top_logprobs: as asked for, None without log-probabilities.
+    model: the name in its body.
     """
 
     number: int
@@ -82,8 +81,7 @@ def read_line(content: bytes, number: int, chat_tokens: int, seed: int) -> Line:
     without one.
     """
     raw = _object(content)
-    is_openai = "custom_id" in raw or "body" in raw
-    name = raw.get("custom_id" if is_openai else "id")
+    is_openai, name = _named(raw)
     known = name if isinstance(name, str) else None
     try:
         if not isinstance(name, str) or not name:
@@ -91,11 +89,27 @@ def read_line(content: bytes, number: int, chat_tokens: int, seed: int) -> Line:
             raise LineError(f'"{which}" must be a text that is not empty, not {name!r}')
         if is_openai:
             return _from_openai(raw, name, number, chat_tokens, seed)
-        return _from_plain(raw, name, number, seed)
+        return _from_plain(raw, name, number, chat_tokens, seed)
     except LineError as error:
         raise LineError(str(error), known, not is_openai) from None
     except (ValueError, TypeError, OverflowError) as error:  # of `SamplingParams`
         raise LineError(str(error), known, not is_openai) from None
+
+
+def line_name(content: bytes) -> str | None:
+    """Returns a line's id as `read_line` finds it, also if it refuses the line; None if there is
+    none."""
+    try:
+        name = _named(_object(content))[1]
+    except LineError:
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _named(raw: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Returns whether a line is of OpenAI's format, and its id."""
+    is_openai = "custom_id" in raw or "body" in raw
+    return is_openai, raw.get("custom_id" if is_openai else "id")
 
 
 def _object(content: bytes) -> dict[str, Any]:
@@ -127,7 +141,7 @@ def _from_openai(raw: dict[str, Any], name: str, number: int, tokens: int, seed:
     given = {key: value for key, value in body.items() if value is not None}
     form = URLS[url]
     for key, allowed in MEANINGLESS.items():
-        if key != "logit_bias" and key in given and given.pop(key) not in allowed:
+        if key in given and given.pop(key) not in allowed:
             raise LineError(f'"{key}" is not supported by this engine but as null')
     for key in IGNORED - {"model"}:
         given.pop(key, None)
@@ -161,7 +175,7 @@ def _take_chat(given: dict[str, Any], wanted: dict[str, Any], tokens: int) -> An
     return (), _messages(given.pop("messages", None))
 
 
-def _from_plain(raw: dict[str, Any], name: str, number: int, seed: int) -> Line:
+def _from_plain(raw: dict[str, Any], name: str, number: int, tokens: int, seed: int) -> Line:
     given = {key: value for key, value in raw.items() if value is not None and key != "id"}
     sources = [key for key in ("prompt", "prompt_token_ids", "messages") if key in given]
     if len(sources) != 1:
@@ -179,6 +193,8 @@ def _from_plain(raw: dict[str, Any], name: str, number: int, seed: int) -> Line:
         raise LineError(f'"{sources[0]}" must be {kind}')
     own = ("max_tokens", "logprobs")
     wanted: dict[str, Any] = {key: given.pop(key) for key in own if key in given}
+    if messages is not None:
+        wanted.setdefault("max_tokens", tokens)
     return _line(given, wanted, (number, name, "plain", prompts, messages), seed, None)
 
 
@@ -275,7 +291,3 @@ def _is_whole(value: Any) -> bool:
 
 def _are_ids(found: Any) -> bool:
     return isinstance(found, list) and bool(found) and all(map(_is_whole, found))
-
-
-Render = Callable[[Sequence[Mapping[str, Any]]], tuple[str, list[int]]]
-"""Writes a conversation as text and as token ids, by the model's chat template."""

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import IO, Any
 
@@ -98,11 +99,11 @@ class Results:
                 raise self._failed(error) from None
             self._mark(record)
 
-    def sync(self) -> None:
-        """Forces what is written to the disk, if that is due."""
+    def sync(self, is_due: bool = False) -> None:
+        """Forces what is written to the disk, if that is due, or said to be."""
         with self._lock:
             try:
-                self._sync(time.monotonic())
+                self._sync(inf if is_due else time.monotonic())
             except OSError as error:
                 raise self._failed(error) from None
 
@@ -136,9 +137,9 @@ class Results:
                 raise self._failed(error) from None
 
     def _sync(self, now: float) -> None:
-        if self._waits_since is None:
+        if self._waits_since is None and now < inf:
             self._waits_since = now
-        elif now - self._waits_since >= SYNC_S:
+        elif self._waits_since is not None and now - self._waits_since >= SYNC_S:
             self._disk.sync(self._file)
             self._waits_since = None
 
@@ -185,7 +186,8 @@ class Results:
 
 class Journal:
     """The texts that were not finished when a job was broken off: for each line of the input and
-    choice of it, what `State.kept` makes. It is written as a whole, beside the results."""
+    choice of it, its tokens, and if it is finished its result. It is written as a whole, beside the
+    results."""
 
     def __init__(self, results: Path, disk: Disk) -> None:
         self._path, self._disk = beside(results, "journal"), disk
@@ -221,6 +223,15 @@ class Manifest:
 
     def __init__(self, results: Path, disk: Disk) -> None:
         self._results, self._path, self._disk = results, beside(results, "manifest"), disk
+
+    def check_ownership(self) -> None:
+        """Raises `UserError` for a file of something else, before it is touched."""
+        has_content = self._results.is_file() and self._results.stat().st_size > 0
+        if has_content and not self._path.is_file():
+            raise UserError(
+                f"{self._results} is there already, without the manifest {self._path.name} of a "
+                "job; choose another file"
+            )
 
     def check(self, content: Mapping[str, Any], is_new: bool) -> None:
         """Writes the manifest of a new job; raises `UserError` if an old one differs, and says in

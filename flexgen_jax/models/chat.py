@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flexgen_jax.models.checkpoint import CheckpointError, read_json
+from flexgen_jax.models.checkpoint import CheckpointError, digest, read_json
 
 Message = Mapping[str, Any]
 """A message: {"role": "user", "content": "..."}."""
@@ -23,6 +23,11 @@ class ChatTemplate:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._source, self._tokens = _read(folder)
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs for templates that write conversations differently."""
+        return digest(self._source, sorted(self._tokens.items()))
 
     def render(self, messages: Sequence[Message]) -> str:
         """Returns a conversation as text, up to where the assistant's next message begins.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers import Tokenizer as FastTokenizer
@@ -22,6 +26,7 @@ class Tokenizer:
         self._tokenizer = _load(folder)
         self._special = _special_ids(folder, self._tokenizer)
         self._bos_id = bos_id if _wants_bos(folder) else None
+        self._is_by_bytes = '"ByteLevel"' in json.dumps(self._description["decoder"])
 
     @property
     def fingerprint(self) -> str:
@@ -46,6 +51,34 @@ class Tokenizer:
         """Returns the text of token ids, without special tokens."""
         kept = [int(i) for i in ids if int(i) not in self._special]
         return str(self._tokenizer.decode(kept, skip_special_tokens=True))
+
+    @cached_property
+    def _description(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._tokenizer.to_str())
+        return found
+
+    def piece(self, token_id: int) -> bytes:
+        """Returns the bytes that a token stands for within a text, a part of a character
+        perhaps."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_by_bytes and all(char in _BYTES for char in token):
+            return bytes(_BYTES[char] for char in token)
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        return str(token).replace("\u2581", " ").encode()
+
+
+def _bytes_of_gpt2() -> dict[str, int]:
+    """Returns the byte for which each character stands in vocabularies of bytes: printable ones
+    for themselves, the others for characters from 256 on, as GPT-2 has it."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+_BYTES = _bytes_of_gpt2()
 
 
 def _load(folder: Path) -> FastTokenizer:

@@ -118,6 +118,7 @@ def test_texts_are_encoded_together(llm: LLM) -> None:
     [
         ([[5]], [], "1 contexts, but 0"),
         ([[5]], [[]], "has 0 tokens"),
+        ([[]], [[5]], "a context has no token"),
         ([[5]], [[5] * 97], "has 97 tokens"),
     ],
 )

@@ -206,12 +206,14 @@ def test_a_job_of_something_else_is_refused(llm: LLM, source: Path) -> None:
     other = LLM(policy=Policy(batch_size=3, weight_bits=4))
     with other, pytest.raises(UserError, match="the model"):
         run(other, source)
-    source.with_name("out.jsonl.manifest").unlink()
-    with pytest.raises(UserError, match="manifest"):
-        run(llm, source)
     source.with_name("out.jsonl").write_text("something\n")
     with pytest.raises(UserError, match="no record of a job"):
         run(llm, source)
+    source.with_name("out.jsonl.manifest").unlink()
+    source.with_name("out.jsonl").write_text("no end")
+    with pytest.raises(UserError, match="without the manifest"):
+        run(llm, source)
+    assert source.with_name("out.jsonl").read_text() == "no end"
 
 
 def test_a_limit_reads_no_further(llm: LLM, source: Path) -> None:
@@ -219,6 +221,29 @@ def test_a_limit_reads_no_further(llm: LLM, source: Path) -> None:
     assert records(source).keys() == {1, 2, 3}
     assert run(llm, source, is_ordered=True).finished == len(LINES)
     assert list(records(source)) == list(range(1, 9))
+
+
+def test_what_a_limit_leaves_stays_in_the_journal(llm: LLM, source: Path) -> None:
+    lines = [completion(n, max_tokens=60) for n in range(3)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(Cut):
+        run(llm, source, CutDisk(150, Cut()), journal_s=0)
+    kept = json.loads(source.with_name("out.jsonl.journal").read_text())
+    run(llm, source, limit=1)
+    left = json.loads(source.with_name("out.jsonl.journal").read_text())
+    assert left.keys() < kept.keys() and left.keys()
+    assert run(llm, source).taken_up > 0
+    assert not source.with_name("out.jsonl.journal").exists()
+
+
+def test_refused_ids_are_refused_again(llm: LLM, source: Path) -> None:
+    lines = ['{"id": "\\ud800", "prompt": "x"}', '{"id": "a", "temperature": NaN}']
+    lines += ['{"id": "b", "prompt": "x", "top_k": 3000000000, "temperature": 1}']
+    lines += [json.dumps({"id": "a", "prompt": "It is", "max_tokens": 2})]
+    source.write_text("\n".join(lines))
+    assert run(llm, source, limit=3).errors == 3
+    assert run(llm, source).errors == 3
+    assert records(source)[4]["error"] is None
 
 
 def test_bad_lines_have_records_and_good_ones_results(llm: LLM, source: Path) -> None:

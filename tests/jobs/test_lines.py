@@ -59,6 +59,8 @@ def test_defaults_are_those_of_each_form() -> None:
     assert (line.params.max_tokens, line.form) == (99, "chat")
     line = read({"id": "b", "prompt": "x"})
     assert (line.params.max_tokens, line.params.temperature) == (32, None)
+    line = read({"id": "b", "messages": [{"role": "user", "content": "x"}]})
+    assert line.params.max_tokens == 99
 
 
 def test_what_is_given_is_taken() -> None:
