@@ -67,11 +67,13 @@ def tile_units(kind: str = "bf16") -> tuple[str, ...]:
     return units + ("avx512",) * (flags >= FOR_PAIRS) + ("fma",) * (flags >= FOR_FLOATS)
 
 
+@lru_cache
 def multiplies_pairs() -> bool:
     """Returns whether AVX-512 has dot products of bfloat16 pairs."""
     return _flags() >= FOR_PAIRS
 
 
+@lru_cache
 def has_wide_vectors() -> bool:
     """Returns whether a vector has 512 bits, and there are 32 of them; else 256, and 16."""
     return "avx512f" in _flags()

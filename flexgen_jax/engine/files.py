@@ -10,7 +10,7 @@ import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.errors import UserError
@@ -72,6 +72,17 @@ def as_json(result: RequestOutput) -> dict[str, Any]:
     return {name: getattr(result, name) for name in RESULT}
 
 
+def lock(file: IO[bytes], held: str) -> None:
+    """Locks a file until it is closed, where its file system has locks; raises `UserError`, which
+    says `held`, if another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{held}; choose another file") from None
+    except OSError:
+        pass  # a file system without locks
+
+
 class OutputFile:
     """A file of finished texts as lines of JSON; each line is in the file before the next text is
     made.
@@ -90,7 +101,7 @@ class OutputFile:
             raise UserError(f"cannot write --output {path}: {error.strerror}") from None
         try:
             if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                self._lock()
+                lock(self._file, f"--output {path} is being written by another run")
                 self._take_up()
         except BaseException:
             self.close()
@@ -117,16 +128,6 @@ class OutputFile:
     def results(self) -> list[dict[str, Any]]:
         """Returns all texts in the file, in the prompts' order, with the fields of `as_json`."""
         return [content for _, content in sorted(self.finished.items())]
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"--output {self._path} is being written by another run; choose another file"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
 
     def _take_up(self) -> None:
         self._file.seek(0)

@@ -337,8 +337,9 @@ class LLM:
                 requests.append(EncodedRequest(index, first, params, len(rest), rest))
             else:  # the last token is scored, but nothing follows it
                 before, scored = tuple(row[:-1]) or first, rest[prefix:]
-                request = EncodedRequest(index, before, params, 1, (), "", None, prefix)
-                requests.append(replace(request, scored=scored))
+                requests.append(
+                    EncodedRequest(index, before, params, 1, prefix_len=prefix, scored=scored)
+                )
         check_lengths([[*r.prompt_ids, *r.forced[1:]] for r in requests], 0, self.config)
         scoring = Scoring()
         scoring.begin(requests)
@@ -360,8 +361,8 @@ class LLM:
             beginning of a context that do not fit into the model's are left out.
         through_cache: as in `score`.
 
-        What all contexts begin with, such as examples, is computed once. Raises `UserError` for an
-        empty continuation or one that does not fit by itself.
+        What all contexts begin with, such as examples, is computed once. Raises `UserError` for a
+        context without a token, and for a continuation without one or that does not fit by itself.
         """
         if len(contexts) != len(continuations):
             raise UserError(f"{len(contexts)} contexts, but {len(continuations)} continuations")
@@ -395,11 +396,8 @@ class LLM:
         """Returns the tokens of a context and its continuation, and how many the latter has."""
         if not isinstance(context, str) or not isinstance(continuation, str):
             return [*map(int, context), *map(int, continuation)], len(continuation)
-        tokenizer = self._model.tokenizer
-        if tokenizer is None:
-            raise UserError("texts need a tokenizer, and this model has none")
-        whole = tokenizer.encode(context + continuation)
-        return whole, len(whole) - len(tokenizer.encode(context.rstrip(" ")))
+        whole = self.encode(context + continuation)
+        return whole, len(whole) - len(self.encode(context.rstrip(" ")))
 
     def _serve(
         self,
@@ -512,7 +510,7 @@ class LLM:
         places = [r.draws_from for r in members] + [0] * fill
         starts = [r.continued for r in members] + [0] * fill
         wanted = [p.logprobs for p in params if p.logprobs is not None]
-        logprobs = next((n for n in LOGPROBS if n >= max(wanted)), None) if wanted else None
+        logprobs = next(n for n in LOGPROBS if n >= max(wanted)) if wanted else None
         sampling = sampling_arrays(params, places, starts)
         return Batch(ids, first_valid, sampling, most=most, logprobs=logprobs)
 

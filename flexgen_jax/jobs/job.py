@@ -176,7 +176,7 @@ class Job:
             try:
                 prompts = self._prompts(line)
             except UserError as error:
-                self._fail(line.number, LineError(str(error), line.name, line.form == "plain"))
+                self._fail(line.number, line.error(str(error)))
             else:
                 window += self._asked(line, prompts)
             if len(window) >= WINDOW:
@@ -199,10 +199,7 @@ class Job:
                 try:
                     line = read_line(content, number, self._options.chat_tokens, self._options.seed)
                     if not self._remember(line.name):
-                        is_plain = line.form == "plain"
-                        raise LineError(
-                            f"{line.name!r} is an earlier line's id", line.name, is_plain
-                        )
+                        raise line.error(f"{line.name!r} is an earlier line's id")
                 except LineError as error:
                     self._remember(line_name(content))
                     self._fail(number, error)
@@ -282,8 +279,7 @@ class Job:
         if state is None:
             return  # another choice of this line was impossible
         if result.error is not None:
-            is_plain = state.line.form == "plain"
-            self._fail(number, LineError(result.error, state.line.name, is_plain))
+            self._fail(number, state.line.error(result.error))
             del self._states[number]
             return
         state.done[choice] = self._whole(result)

@@ -73,6 +73,10 @@ class Line:
         """How many texts it asks for."""
         return self.count * max(1, len(self.prompts))
 
+    def error(self, message: str) -> LineError:
+        """Returns the error of this line that says `message`."""
+        return LineError(message, self.name, self.form == "plain")
+
 
 def read_line(content: bytes, number: int, chat_tokens: int, seed: int) -> Line:
     """Returns what a line asks for; raises `LineError`, which says what is wrong with it.

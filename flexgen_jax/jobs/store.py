@@ -3,16 +3,16 @@ of what the job depends on. Whatever moment a job is killed at, they are valid."
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from pathlib import Path
 from typing import IO, Any
 
+from flexgen_jax.engine.files import lock
 from flexgen_jax.errors import UserError
 
 SYNC_S = 1.0
@@ -37,12 +37,13 @@ class Disk:
         while rest:
             rest = rest[self.write(file, bytes(rest)) :]
 
-    def write_whole(self, path: Path, content: bytes) -> None:
-        """Replaces a file's content: all of it, or, if that fails, nothing."""
-        part = path.with_name(path.name + ".part")
+    def write_whole(self, path: Path, content: Iterable[bytes]) -> None:
+        """Replaces a file's content, given in parts: all of it, or, if that fails, nothing."""
+        part = beside(path, "part")
         try:
             with open(part, "wb", buffering=0) as file:
-                self.write_all(file, content)
+                for some in content:
+                    self.write_all(file, some)
                 self.sync(file)
             self.replace(part, path)
         except BaseException:
@@ -76,7 +77,7 @@ class Results:
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
         try:
-            self._lock_file()
+            lock(self._file, f"{path} is being written by another job")
             self._take_up()
         except BaseException:
             self._file.close()
@@ -119,21 +120,19 @@ class Results:
         """Rewrites the file in the order of the input's lines."""
         places: list[tuple[int, int, int]] = []
         at = 0
-        self._file.seek(0)
         with open(self._path, "rb") as file:
             for content in file:
                 places.append((json.loads(content)["line"], at, len(content)))
                 at += len(content)
-            part = beside(self._path, "part")
+
+            def ordered() -> Iterator[bytes]:
+                for _, begin, size in sorted(places):
+                    file.seek(begin)
+                    yield file.read(size)
+
             try:
-                with open(part, "wb", buffering=0) as ordered:
-                    for _, at, size in sorted(places):
-                        file.seek(at)
-                        self._disk.write_all(ordered, file.read(size))
-                    self._disk.sync(ordered)
-                self._disk.replace(part, self._path)
+                self._disk.write_whole(self._path, ordered())
             except OSError as error:
-                part.unlink(missing_ok=True)
                 raise self._failed(error) from None
 
     def _sync(self, now: float) -> None:
@@ -156,16 +155,6 @@ class Results:
             f"cannot write {self._path}: {error.strerror}; what is in it is kept, and once it can "
             "be written the same command goes on"
         )
-
-    def _lock_file(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{self._path} is being written by another job; choose another file"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
 
     def _take_up(self) -> None:
         """Finds the records that there are, and cuts off a line that was not written whole."""
@@ -207,7 +196,7 @@ class Journal:
 
     def write(self, kept: Mapping[int, Any]) -> None:
         try:
-            self._disk.write_whole(self._path, json.dumps(kept).encode())
+            self._disk.write_whole(self._path, [json.dumps(kept).encode()])
         except OSError as error:
             raise UserError(
                 f"cannot write the journal {self._path}: {error.strerror}; results are kept, and "
@@ -238,7 +227,7 @@ class Manifest:
         what."""
         if is_new:
             try:
-                self._disk.write_whole(self._path, json.dumps(content, indent=2).encode() + b"\n")
+                self._disk.write_whole(self._path, [json.dumps(content, indent=2).encode() + b"\n"])
             except OSError as error:
                 raise UserError(f"cannot write {self._path}: {error.strerror}") from None
             return

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers import Tokenizer as FastTokenizer
@@ -26,7 +25,6 @@ class Tokenizer:
         self._tokenizer = _load(folder)
         self._special = _special_ids(folder, self._tokenizer)
         self._bos_id = bos_id if _wants_bos(folder) else None
-        self._is_by_bytes = '"ByteLevel"' in json.dumps(self._description["decoder"])
 
     @property
     def fingerprint(self) -> str:
@@ -53,9 +51,9 @@ class Tokenizer:
         return str(self._tokenizer.decode(kept, skip_special_tokens=True))
 
     @cached_property
-    def _description(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._tokenizer.to_str())
-        return found
+    def _is_by_bytes(self) -> bool:
+        """Whether the vocabulary is of bytes; to find it takes long for a large one."""
+        return '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
 
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes that a token stands for within a text, a part of a character

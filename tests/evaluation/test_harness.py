@@ -17,38 +17,28 @@ lm_eval = pytest.importorskip("lm_eval")
 TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
 pytest.importorskip("torch")
 
-CHOICE = """
-task: choose
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/choose.json}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-doc_to_choice: "{{{{choices}}}}"
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-ROLLING = """
-task: rolling
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/rolling.json}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list: [{{metric: word_perplexity}}, {{metric: bits_per_byte}}]
-"""
-UNTIL = """
-task: until
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/choose.json}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{target}}}}"
-generation_kwargs: {{until: ["e"], max_gen_toks: 12, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
+TASKS: dict[str, dict[str, Any]] = {
+    "choose": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "doc_to_choice": "{{choices}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "until": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{target}}",
+        "generation_kwargs": {"until": ["e"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +60,14 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         for _ in range(20)
     ]
-    (folder / "choose.json").write_text(json.dumps(questions))
     texts = [{"text": text(n)} for n in (5, 60, 96, 97, 250)]
-    (folder / "rolling.json").write_text(json.dumps(texts))
-    for name, content in (("choose", CHOICE), ("rolling", ROLLING), ("until", UNTIL)):
-        (folder / f"{name}.yaml").write_text(content.format(folder=folder))
+    for name, own in TASKS.items():
+        data = folder / f"{name}.json"
+        data.write_text(json.dumps(texts if name == "rolling" else questions))
+        files = {"data_files": {"test": str(data)}}
+        where = {"dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
+        # JSON is YAML, too.
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **where, **own}))
     return folder
 
 
@@ -82,7 +75,7 @@ def evaluated(model: Any, tasks: Path, **options: Any) -> dict[str, Any]:
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     found = lm_eval.simple_evaluate(
         model=model,
-        tasks=["choose", "rolling", "until"],
+        tasks=list(TASKS),
         task_manager=manager,
         bootstrap_iters=0,
         log_samples=True,
