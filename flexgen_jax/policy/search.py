@@ -285,16 +285,22 @@ class Placed(NamedTuple):
     needed: dict[Tier, int]
 
 
-def placed(problem: Problem, candidate: Candidate) -> Placed | None:
+Peaks = dict[Policy, dict[Tier, int]]
+"""The peaks of policies in bytes by tier, exact unless they are beyond the budgets."""
+
+
+def placed(problem: Problem, candidate: Candidate, known: Peaks) -> Placed | None:
     """Returns the plan of a candidate with rounded fractions and exact peaks within the budgets.
 
     If the peaks exceed the budgets, the linear program is solved again with smaller ones. Returns
-    None if that finds no policy.
+    None if that finds no policy. known: peaks that were found before; others are added.
     """
     budgets = problem.budgets
     for _ in range(8):
         plan = problem.plan(_rounded(candidate.policy, candidate.solution))
-        needed = peak_bytes(plan, problem.budgets.shortfalls)
+        if plan.policy not in known:
+            known[plan.policy] = peak_bytes(plan, problem.budgets.shortfalls)
+        needed = known[plan.policy]
         if not problem.budgets.shortfalls(needed):
             return Placed(plan, needed)
         budgets = _reduced(budgets, problem.budgets, needed)
@@ -434,8 +440,9 @@ def _search_once(problem: Problem) -> list[Plan]:
     """Searches for the rates of the problem's profile."""
     plans: list[Plan] = []
     looked_at: set[Policy] = set()
+    known: Peaks = {}
     for candidate in _shortlist(problem, candidates(problem)):
-        found = placed(problem, candidate)
+        found = placed(problem, candidate, known)
         if found is None or found.plan.policy in looked_at:
             continue
         looked_at.add(found.plan.policy)
