@@ -15,6 +15,7 @@ from flexgen_jax.policy.loop import fewer_rows
 from flexgen_jax.policy.plan import BatchShape, BlockPlan
 from flexgen_jax.policy.policy import GREEDY
 from flexgen_jax.policy.schedule import PREFIX
+from flexgen_jax.policy.segments import left_out
 
 Adjustments = Callable[[Sequence[EncodedRequest]], Sequence[Mapping[int, tuple[float, float]]]]
 
@@ -44,7 +45,8 @@ class Waiting:
 
     Those of similar length go together. members: the requests of the batches that are there, by
     number; left: requests that are longer than what was planned for; entered: how many were taken;
-    prompt_tokens, padded_tokens: of all batches that entered, without and with padding.
+    prompt_tokens, padded_tokens: of all batches that entered, without and with the padding that is
+    computed.
     """
 
     def __init__(
@@ -94,11 +96,14 @@ class Waiting:
             self._batches[number], self.members[number] = batch, group
             tokens = max(request.max_tokens for request in group)
             self.prompt_tokens += sum(len(request.own_ids) for request in group)
-            self.padded_tokens += batch.size * batch.prompt_len
             is_scored = batch.targets is not None
             entered[number] = BatchShape(batch.size, batch.prompt_len, tokens, is_scored)
         if entered:
             self._plan.enter(entered, is_first=not going)
+        for number in entered:
+            batch = self._batches[number]
+            segments = self._plan.segments(number, batch.first_valid.tolist())
+            self.padded_tokens += batch.size * batch.prompt_len - left_out(segments)
         return {number: self._plan.tokens(number) for number in entered}
 
     def _enter_prefix(self) -> Mapping[int, Sequence[int]]:

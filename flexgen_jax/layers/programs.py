@@ -20,6 +20,7 @@ from flexgen_jax.layers.attention import Partial, first_seen, merge
 from flexgen_jax.layers.decoder import DecoderLayer, KVBlock, Tail, append
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.experts import Router, add_expert
+from flexgen_jax.layers.groups import Segment, in_groups, in_segments
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble, dequantize, quantize_as
@@ -62,18 +63,25 @@ def _prefill(
     attention: AttentionSpec,
     cuts: tuple[int, ...],
     only_last: bool,
+    segments: tuple[Segment, ...],
 ) -> Callable[..., Any]:
     sizes = layer.kernels.sizes
 
-    def some(weights: Weights, before: jax.Array, hidden: jax.Array, *each: jax.Array) -> Any:
-        """Prefills some sequences.
+    def some(
+        weights: Weights, before: jax.Array, skipped: int, hidden: jax.Array, *each: jax.Array
+    ) -> Any:
+        """Prefills some sequences, whose first `skipped` tokens are padding, with zeros for these.
 
         Returns their hidden states, the stored leaves of their KV blocks, and whether each
         sequence's hidden states are finite, which is checked while they are in the CPU's cache.
         """
+        first_valid, most = each
+        rows = _rows(before, (first_valid - skipped, most))
         hidden, (key, value) = _apply(
-            layer, weights, hidden, _rows(before, each), only_last=only_last, method="prefill"
+            layer, weights, hidden[:, skipped:], rows, only_last=only_last, method="prefill"
         )
+        hidden = hidden if only_last else _padded(hidden, skipped, axis=1)
+        key, value = (_padded(x, skipped, axis=2) for x in (key, value))
         blocks, start = [], 0
         for length in cuts:
             part = (slice(None), slice(None), slice(start, start + length))
@@ -84,9 +92,12 @@ def _prefill(
 
     def prefill(weights: Weights, hidden: jax.Array, checks: jax.Array, rows: Rows) -> Any:
         batch, tokens, _ = hidden.shape
-        size = sizes.prefill_sequences(batch, tokens, formats.weight_bits)
-        each = (rows.first_valid, rows.most)
-        found = _in_groups(partial(some, weights, rows.before), size, hidden, *each)
+
+        def at_once(rows: int, skipped: int) -> int:
+            return sizes.prefill_sequences(rows, tokens - skipped, formats.weight_bits)
+
+        compute, each = partial(some, weights, rows.before), (rows.first_valid, rows.most)
+        found = in_segments(compute, segments or [(batch, 0)], at_once, hidden, *each)
         hidden, leaves, is_finite = found
         blocks = []
         for length, sides in zip(cuts, leaves, strict=True):
@@ -95,6 +106,11 @@ def _prefill(
         return hidden, tuple(blocks), _checked(checks, is_finite.all())
 
     return prefill
+
+
+def _padded(x: jax.Array, tokens: int, axis: int) -> jax.Array:
+    """Returns an array with zeros for so many tokens before it."""
+    return jnp.pad(x, [(tokens * (n == axis), 0) for n in range(x.ndim)]) if tokens else x
 
 
 def _project_chunk(
@@ -110,7 +126,7 @@ def _project_chunk(
 
         size = layer.kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
         each = (rows.first_valid, rows.most)
-        query, partial, sides = _in_groups(some, size, hidden, *each)
+        query, partial, sides = in_groups(some, size, hidden, *each)
         storage = formats.kv(attention.kv_shape(batch, tokens))
         return query, partial, tuple(assemble(storage, side) for side in sides)
 
@@ -162,7 +178,7 @@ def _attend_prefix(
             return out, lse.reshape(heads, rows, tokens).swapaxes(0, 1)
 
         together = kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
-        found: Partial = _in_groups(some, together, query)
+        found: Partial = in_groups(some, together, query)
         return found
 
     return attend_prefix
@@ -179,48 +195,10 @@ def _finish_chunk(layer: DecoderLayer, formats: Formats) -> Callable[..., Any]:
 
         batch, tokens, _ = hidden.shape
         size = layer.kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
-        hidden, is_finite = _in_groups(some, size, hidden, *jax.tree.leaves(partials))
+        hidden, is_finite = in_groups(some, size, hidden, *jax.tree.leaves(partials))
         return hidden, _checked(checks, is_finite.all())
 
     return finish
-
-
-def _in_groups(compute: Callable[..., Any], size: int, *arrays: jax.Array) -> Any:
-    """Applies `compute` to `size` rows at a time, one group after the other; joins the results."""
-    count, rest = divmod(arrays[0].shape[0], size)
-    if count == 1 and not rest:
-        return compute(*arrays)
-    cut = count * size
-    groups = [_as_bits(x[:cut].reshape(count, size, *x.shape[1:])) for x in arrays]
-    kinds = jax.eval_shape(compute, *(x[:size] for x in arrays))
-
-    def one(group: list[jax.Array]) -> Any:
-        found = compute(*map(_from_bits, group, arrays))
-        return jax.tree.map(_as_bits, found)
-
-    # As integers, since XLA's CPU backend copies 16-bit floats to and from joined arrays by way of
-    # fp32.
-    found = jax.tree.map(_from_bits, jax.lax.map(one, groups), kinds)
-    found = jax.tree.map(lambda x: x.reshape(cut, *x.shape[2:]), found)
-    if not rest:
-        return found
-    last = compute(*(x[cut:] for x in arrays))
-    return jax.tree.map(lambda first, second: jnp.concatenate([first, second]), found, last)
-
-
-def _as_bits(x: jax.Array) -> jax.Array:
-    """Returns an array of 16-bit floats as uint16, and any other array unchanged."""
-    if x.dtype.itemsize != 2:
-        return x
-    bits: jax.Array = jax.lax.bitcast_convert_type(x, jnp.uint16)
-    return bits
-
-
-def _from_bits(x: jax.Array, like: Any) -> jax.Array:
-    if x.dtype == like.dtype:
-        return x
-    floats: jax.Array = jax.lax.bitcast_convert_type(x, like.dtype)
-    return floats
 
 
 def _seal(formats: Formats, block: KVBlock) -> KVBlock:
@@ -354,7 +332,7 @@ def _score(module: Head) -> Callable[..., Any]:
             return found[:, 0], greedy(logits) == wanted
 
         rows = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
-        found = _in_groups(some, min(module.kernels.sizes.scored_rows, targets.size), *rows)
+        found = in_groups(some, min(module.kernels.sizes.scored_rows, targets.size), *rows)
         is_finite = jnp.isfinite(found[0]).all()
         return tuple(x.reshape(targets.shape) for x in found), _checked(checks, is_finite)
 
@@ -440,10 +418,16 @@ class _Lowering:
         return jax.jit(_embed(module)).lower(*args)
 
     def prefill(
-        self, layer: int, batch: int, cuts: tuple[int, ...], only_last: bool
+        self,
+        layer: int,
+        batch: int,
+        cuts: tuple[int, ...],
+        only_last: bool,
+        segments: tuple[Segment, ...],
     ) -> jax.stages.Lowered:
         attention, weights = self._attention(layer), self._weights(self._spec.layers[layer])
-        program = _prefill(self._decoder(layer), self.formats, attention, cuts, only_last)
+        how = (cuts, only_last, segments)
+        program = _prefill(self._decoder(layer), self.formats, attention, *how)
         hidden = self._hidden(batch, sum(cuts))
         return jax.jit(program).lower(weights, hidden, _int(2), _batch(batch))
 
@@ -651,15 +635,20 @@ class Programs:
         return self._get("embed", batch, tokens)
 
     def prefill(
-        self, layer: LayerSpec, batch: int, cuts: tuple[int, ...], only_last: bool = False
+        self,
+        layer: LayerSpec,
+        batch: int,
+        cuts: tuple[int, ...],
+        only_last: bool = False,
+        segments: tuple[Segment, ...] = (),
     ) -> jax.stages.Compiled:
         """Prefills a decoder layer: (weights, hidden, checks, rows) -> hidden, blocks,
         checks.
 
         Hidden states are those of all tokens, or with `only_last` of the last one. The KV blocks
-        have `cuts` tokens.
+        have `cuts` tokens. segments: padding to leave out; by default none.
         """
-        return self._of("prefill", layer, batch, cuts, only_last)
+        return self._of("prefill", layer, batch, cuts, only_last, segments)
 
     def project_chunk(
         self, layer: LayerSpec, batch: int, tokens: int, asked: int

@@ -34,6 +34,7 @@ from flexgen_jax.policy.placement import CacheKey
 from flexgen_jax.policy.plan import BlockPlan, CachedPart, HiddenPart, Layout, WeightsPart
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Head, Tier
 from flexgen_jax.policy.schedule import PREFIX, Arrivals, Step
+from flexgen_jax.policy.segments import Segment
 
 TRIM_S = 10.0
 """Seconds between trims of the heap, which take a while."""
@@ -177,6 +178,7 @@ class BlockRun:
         self._cache = KVCache(plan, device, folder)
         self._activations = Activations(device.memories, folder)
         self._placed: dict[int, Rows] = {}
+        self._segments: dict[int, tuple[Segment, ...]] = {}
         self._sampling: dict[int, tuple[jax.Array, ...]] = {}
         self._ids: dict[int, Any] = {}
         self._checks: dict[int, jax.Array] = {}
@@ -226,7 +228,7 @@ class BlockRun:
         self._activations.leave(batch)
         by_batch: tuple[dict[int, Any], ...]
         by_batch = (self._placed, self._sampling, self._ids, self._checks, self._left)
-        for known in (*by_batch, self._rows):
+        for known in (*by_batch, self._rows, self._segments):
             known.pop(batch, None)
         for moment in [moment for moment in self._moments if moment[0] == batch]:
             del self._moments[moment]
@@ -362,6 +364,8 @@ class BlockRun:
         batch, span = self._batches[step.batch], self._plan.span(step.token, step.batch)
         if not span.start:
             self._put_constants(step.batch)
+            padding = batch.first_valid.tolist()
+            self._segments[step.batch] = self._plan.segments(step.batch, padding)
         if step.token > 0:
             ids = self._ids[step.batch]
         else:
@@ -411,7 +415,8 @@ class BlockRun:
         cuts = self._plan.cache.prompt[step.batch][made.start : made.stop]
         only_last = self._plan.only_last(step.layer, step.batch)
         layer = self._layers[step.layer]
-        program = self._layer_programs.prefill(layer, batch.size, cuts, only_last)
+        segments = self._segments[step.batch]
+        program = self._layer_programs.prefill(layer, batch.size, cuts, only_last, segments)
         before, placed = self._checks[step.batch], self._placed[step.batch]
         hidden, blocks, checks = program(weights, hidden, before, placed)
         return Computed(checks, hidden, blocks)

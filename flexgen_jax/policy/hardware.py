@@ -93,6 +93,8 @@ class KernelSizes:
     part_bytes: bytes of a kernel that are unpacked and multiplied together.
     unpacks_layers: whether a layer's weights in fewer bits are unpacked as a whole, once for all
         batches of a visit, if there are several.
+    worth_compiling: multiplications with padding that take longer than it takes to compile the
+        program without them.
     """
 
     prefill_rows: int = 1024
@@ -101,11 +103,12 @@ class KernelSizes:
     score_bytes: int = 16 << 20
     part_bytes: int = 16 << 20
     unpacks_layers: bool = False
+    worth_compiling: int = 100 * 10**9
 
     @classmethod
     def of_gpu(cls) -> KernelSizes:
         """Returns amounts that keep a GPU's multiprocessors busy."""
-        return cls(4096, 4096, 4096, 256 << 20, 1 << 40, unpacks_layers=True)
+        return cls(4096, 4096, 4096, 256 << 20, 1 << 40, True, worth_compiling=200 * 10**12)
 
     def prefill_sequences(self, batch: int, tokens: int, weight_bits: int) -> int:
         """Returns the number of a batch's sequences that prefill takes through a layer together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from flexgen_jax.policy.policy import (
     prompt_chunks,
 )
 from flexgen_jax.policy.schedule import PREFIX, Step
+from flexgen_jax.policy.segments import Segment, segments_of
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,17 @@ class BlockPlan:
         if batch.scores_prompt:
             return (batch.prompt_len,)
         return prompt_chunks(batch.prompt_len, self.policy.prefill_chunk)
+
+    def segments(self, batch: int, padding: Sequence[int]) -> tuple[Segment, ...]:
+        """Returns the segments in which a batch's prompts are computed, () if as a whole, as chunks
+        are; padding: the tokens before each row's prompt."""
+        shape = self.batches[batch]
+        if len(self.chunks(shape)) > 1 or self.shape.prefix:
+            return ()
+        multiplied = sum(layer.large_size for layer in self.spec.decoders if not layer.experts)
+        worth = self.sizes.worth_compiling // max(1, multiplied)
+        how = (shape.rows, shape.prompt_len, self.formats.weight_bits)
+        return segments_of(padding, worth, self.sizes.prefill_sequences(*how))
 
     def tokens(self, batch: int) -> range:
         """Returns the tokens of a batch's steps; see `Step`."""

@@ -32,6 +32,13 @@ from tests.helpers.models import BASE, VARIANTS
 RNG = np.random.default_rng(0)
 
 
+def segments_with(rows: int, skipped: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Segments of so many rows together, as many for each, the last the rest."""
+    each = rows // max(1, len(skipped))
+    rest = rows - each * (len(skipped) - 1)
+    return tuple((each if n < len(skipped) - 1 else rest, n_) for n, n_ in enumerate(skipped))
+
+
 def softmax(x: np.ndarray) -> np.ndarray:
     x = np.exp(x - x.max(-1, keepdims=True))
     return x / x.sum(-1, keepdims=True)
@@ -133,16 +140,24 @@ def test_spec_is_what_the_modules_declare(variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "kind"),
+    ("batch", "segments", "kind"),
     covering(
         [20, 16],
+        [(), (0, 13), (0, 3, 1, 30)],
         [("float32", 16), ("float32", 4), ("bfloat16", 16), ("float16", 16)],
-        together=1,
+        together=2,
     ),
 )
-def test_sequences_prefilled_in_groups_are_as_alone(batch: int, kind: tuple[str, int]) -> None:
+def test_sequences_prefilled_in_groups_are_as_alone(
+    batch: int, segments: tuple[int, ...], kind: tuple[str, int]
+) -> None:
+    """In groups that take all tokens, and in segments whose rows leave out some or all padding.
+
+    segments: tokens that are left out of each; it has as many rows as others, the last the rest.
+    """
     dtype, cache_bits = kind
     config, tokens = read_config(BASE | {"max_position_embeddings": 160}), 128
+    how = segments_with(batch, segments)
     assert XLA.sizes.prefill_sequences(batch, tokens, 16) == 8
     formats, close = Formats(dtype, 16, cache_bits), 2e-4 if dtype == "float32" else 5e-2
     programs, cuts = Programs(config, formats, XLA), (100, 28)
@@ -150,27 +165,41 @@ def test_sequences_prefilled_in_groups_are_as_alone(batch: int, kind: tuple[str,
     weights = {t.path: jnp.asarray(normal(*t.shape) / 4, dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     first = np.arange(batch, dtype=np.int32) * 3
+    start = 0
+    for count, skipped in how:  # rows have no less padding than is left out of their segment
+        first[start : start + count] += skipped
+        start += count
     rows = Rows.of(first, tokens)
-    whole, blocks, checks = programs.prefill(layer, batch, cuts)(weights, hidden, PASSED, rows)
+    prefill = programs.prefill(layer, batch, cuts, segments=how)
+    whole, blocks, checks = prefill(weights, hidden, PASSED, rows)
     assert checks.tolist() == [4, 0] and whole.shape == hidden.shape
     shapes = [side.shape for block in blocks for side in block]
     assert shapes == [layer.attention.kv_shape(batch, n) for n in (100, 100, 28, 28)]
     for row in range(batch):
         one = slice(row, row + 1)
-        mine = Rows.of(first[one], tokens)
-        alone, parts, _ = programs.prefill(layer, 1, cuts)(weights, hidden[one], PASSED, mine)
+        its_rows = Rows.of(first[one], tokens)
+        alone, parts, _ = programs.prefill(layer, 1, cuts)(weights, hidden[one], PASSED, its_rows)
         sides = (np.asarray(x[:, first[row] :], np.float32) for x in (whole[one], alone))
         np.testing.assert_allclose(*sides, close, close)
-        leaves = zip(jax.tree.leaves(blocks), jax.tree.leaves(parts), strict=True)
-        for leaf, part in leaves:
-            if leaf.dtype == dtype:
-                pair = (np.asarray(x, np.float32) for x in (leaf[one], part))
-                np.testing.assert_allclose(*pair, close, close)
-            else:  # codes, scales and minima: a few may differ because of rounding
-                assert np.mean(np.asarray(leaf[one]) == np.asarray(part)) > 0.99
+        for start, block, part in zip((0, 100), blocks, parts, strict=True):
+            valid = slice(max(0, first[row] - start), None)
+            for leaves in zip(jax.tree.leaves(block), jax.tree.leaves(part), strict=True):
+                leaf, mine = (
+                    np.asarray(x[at, :, valid]) for x, at in zip(leaves, (row, 0), strict=True)
+                )
+                if leaf.dtype == dtype:
+                    pair = (x.astype(np.float32) for x in (leaf, mine))
+                    np.testing.assert_allclose(*pair, close, close)
+                else:  # codes, scales and minima: a few may differ because of rounding
+                    assert leaf.size == 0 or np.mean(leaf == mine) > 0.99
+    last = programs.prefill(layer, batch, cuts, only_last=True, segments=how)
+    ends = (
+        np.asarray(x[:, -1], np.float32) for x in (last(weights, hidden, PASSED, rows)[0], whole)
+    )
+    np.testing.assert_allclose(*ends, close, close)
     for row in (0, batch - 1):
         spoilt = hidden.at[row, tokens - 1, 0].set(np.nan)
-        checks = programs.prefill(layer, batch, cuts)(weights, spoilt, PASSED, rows)[2]
+        checks = prefill(weights, spoilt, PASSED, rows)[2]
         assert checks.tolist() == [4, 4]
 
 

@@ -253,14 +253,23 @@ def test_workspace_has_room_for_the_logits(head: Head, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("ffn", "rows", "tokens"), [(4096, 8, 128), (64, 2, 512)])
+@pytest.mark.parametrize(
+    ("ffn", "rows", "tokens", "segments"),
+    [
+        (4096, 8, 128, ()),
+        (64, 2, 512, ()),
+        (64, 16, 512, ((4, 0), (8, 48), (4, 256))),
+        (1024, 64, 128, ((60, 16), (4, 96))),
+    ],
+)
 def test_workspace_has_room_for_xlas_temporaries(
-    ffn: int, rows: int, tokens: int, dtype: str
+    ffn: int, rows: int, tokens: int, segments: tuple[tuple[int, int], ...], dtype: str
 ) -> None:
     config = read_config(BASE | {"ffn_dim": ffn, "max_position_embeddings": 512})
     formats = Formats(dtype)
     layer = model_spec(config).decoders[0]
-    said = Programs(config, formats, XLA_ON_CPU).prefill(layer, rows, (tokens,)).memory_analysis()
+    programs = Programs(config, formats, XLA_ON_CPU)
+    said = programs.prefill(layer, rows, (tokens,), segments=segments).memory_analysis()
     counted = workspace_bytes(config, formats, KernelSizes(), rows, tokens)
     assert said.temp_size_in_bytes <= counted
 
