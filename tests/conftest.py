@@ -61,6 +61,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(line)
 
 
+@pytest.fixture(scope="module")
+def compiled_quickly() -> Iterator[None]:
+    """XLA optimizes no code, which takes a third less time: for tests of what is computed where and
+    when. Those of layers, kernels and transfers are compiled as for users."""
+    from flexgen_jax.cpu.backend import CpuKernels
+
+    def options(kernels: Any, formats: Any) -> dict[str, Any]:
+        return {**(real(kernels, formats) or {}), "xla_backend_optimization_level": 0}
+
+    real = CpuKernels.compiler_options
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuKernels, "compiler_options", options)
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a variant's tiny checkpoint, written once."""

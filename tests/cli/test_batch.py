@@ -12,6 +12,8 @@ from flexgen_jax.cli.batch import Terminated
 from flexgen_jax.cli.main import main
 from flexgen_jax.jobs.job import Job
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 def command(folder: Path, *more: str) -> list[str]:
     (folder / "in.jsonl").write_text('{"id": "a", "prompt": "It is", "max_tokens": 3}\nno\n')

@@ -18,6 +18,8 @@ from flexgen_jax import LLM, Policy, SamplingParams
 from tests.helpers.families import NEW_TOKENS, VARIANTS, Reference
 from tests.helpers.models import prompts
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 WAYS: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
     ((30, 40, 20, 50, 0, 100), {"attention": "host", "prefill_chunk": 7}),

@@ -23,6 +23,8 @@ from tests.helpers.models import (
 )
 from tests.helpers.numpy_opt import reference
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 
 

@@ -16,6 +16,8 @@ from flexgen_jax import LLM, Policy, SamplingParams, UserError
 from flexgen_jax.jobs.job import Job, JobOptions, Summary
 from flexgen_jax.jobs.store import Disk
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 TEXTS = ["The people of the United States", "It is", "In the year", "We have", "The debt"]
 
 

@@ -13,6 +13,8 @@ from tests.helpers.cases import pairwise
 from tests.helpers.models import PROMPT_LENGTHS, prompts
 from tests.helpers.numpy_opt import reference
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 PLACEMENTS = [
     (100, 0, 100, 0, 100, 0),
     (0, 100, 0, 100, 0, 100),
