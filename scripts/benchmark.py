@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmark_report import markdown
 from benchmark_suites import Case, Ours, narrowed, suites
@@ -58,15 +58,27 @@ TRIES = 3
 """A machine too busy to be measured is measured again, at most this many times in all."""
 
 
+class Way(NamedTuple):
+    """One way to run the reference: see the flags of `benchmark_torch.py`."""
+
+    offload: str
+    batch: int
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        return f"{self.offload}, {self.dtype}, batch {self.batch}"
+
+
 class Bench:
     """The runs of one suite, which end up in one file."""
 
     def __init__(self, args: argparse.Namespace, gpu_memory: int | None) -> None:
         self.folder: Path = args.folder
         self.repeat: int = args.repeat
-        self.known: tuple[str, int] | None = args.reference
+        self.known: Way | None = args.reference
         self.gpu_memory = gpu_memory
         self.dtype = "bfloat16" if gpu_memory is None else "float16"
+        self.dtypes = ("bfloat16", "float32") if gpu_memory is None else ("float16",)
         self.keep_profile: bool = args.keep_profile and self._profile_file.exists()
         self.profiled_at = 0.0
         self.profiles: list[HardwareProfile] = []
@@ -108,36 +120,42 @@ class Bench:
                 if ours == case.ours[0] and chosen is None and "failed" not in row:
                     chosen = row["policy"]
             if best is not None:
-                keep(self.reference(case, *best) | {"round": round_})
+                keep(self.reference(case, best) | {"round": round_})
 
     def _write_checkpoint(self, case: Case) -> bool:
         """Writes the reference's checkpoint; returns false if the case has no reference or there is
         no room."""
         if not case.offloads:
             return False
-        write = [*self._reference_command(case, "none", 1), "--write-only"]
+        write = [*self._reference_command(case, Way("none", 1)), "--write-only"]
         if subprocess.run(write).returncode == 0:
             return True
         print(f"{case.name}: no reference, its checkpoint could not be written", flush=True)
         shutil.rmtree(self.folder / case.model.replace("/", "--"), ignore_errors=True)
         return False
 
-    def _best_reference(self, case: Case, keep: Any) -> tuple[str, int] | None:
-        """Returns the offload and the batch of the reference's highest throughput."""
-        if case.is_batch_fixed:
-            return case.offloads[0], case.batch
-        if self.known is not None:
+    def _best_reference(self, case: Case, keep: Any) -> Way | None:
+        """Returns the reference's way of the highest throughput. Its dtype is the one that is
+        faster at the first batch, for processors differ in what they multiply well."""
+        if self.known is not None and not case.is_batch_fixed:
             return self.known
-        found: dict[tuple[str, int], float] = {}
-        for offload in case.offloads:
+        found: dict[Way, float] = {}
 
-            def run(batch: int, offload: str = offload) -> float:
-                row = self.reference(case, offload, batch)
+        def run(way: Way) -> float:
+            if way not in found:
+                row = self.reference(case, way)
                 keep(row | {"round": "search"})
-                return float(row.get("generation_throughput", 0.0))
+                found[way] = float(row.get("generation_throughput", 0.0))
+            return found[way]
 
-            found |= {(offload, batch): speed for batch, speed in search(run, case.batch).items()}
-        best = max(found, key=lambda key: found[key], default=None)
+        for offload in case.offloads:
+            first = [Way(offload, case.batch, dtype) for dtype in self.dtypes]
+            dtype = max(first, key=run).dtype
+            if not case.is_batch_fixed:
+                search(
+                    lambda batch, how=(offload, dtype): run(Way(how[0], batch, how[1])), case.batch
+                )
+        best = max(found, key=lambda way: found[way], default=None)
         return best if best is not None and found[best] > 0 else None
 
     def ours(self, case: Case, ours: Ours, chosen: dict[str, Any] | None) -> dict[str, Any]:
@@ -176,14 +194,14 @@ class Bench:
         name += Policy(weight_bits=bits).formats(self.dtype).suffix
         return read_rate(self.folder / "offload" / "weights" / name)
 
-    def reference(self, case: Case, offload: str, batch: int) -> dict[str, Any]:
+    def reference(self, case: Case, way: Way) -> dict[str, Any]:
         """Runs the PyTorch reference once; returns its row."""
-        name = f"reference, {offload}, batch {batch}"
-        return self._measured(case, name, self._reference_command(case, offload, batch))
+        return self._measured(case, f"reference, {way}", self._reference_command(case, way))
 
-    def _reference_command(self, case: Case, offload: str, batch: int) -> list[str]:
+    def _reference_command(self, case: Case, way: Way) -> list[str]:
         command = [sys.executable, str(HERE / "benchmark_torch.py"), *self._shape(case)]
-        command += ["--offload", offload, "--batch-size", str(batch), "--folder", str(self.folder)]
+        command += ["--offload", way.offload, "--batch-size", str(way.batch)]
+        command += ["--dtype", way.dtype, "--folder", str(self.folder)]
         if case.on_gpu:
             return [*command, "--device", "cuda", "--device-memory", str(case.limit)]
         # The rest of the limit is for Python, PyTorch, the KV cache and temporaries.
@@ -308,10 +326,10 @@ def find_gpu(suite: str) -> int | None:
     return nbytes or None
 
 
-def known_best(text: str) -> tuple[str, int]:
-    """Parses `disk:16` as an offload and a batch; raises `ValueError`."""
-    offload, batch = text.split(":")
-    return offload, int(batch)
+def known_best(text: str) -> Way:
+    """Parses `disk:16` or `disk:16:float32` as a way; raises `ValueError`."""
+    offload, batch, *dtype = text.split(":")
+    return Way(offload, int(batch), *dtype)
 
 
 def main() -> None:
@@ -330,7 +348,7 @@ def main() -> None:
     parser.add_argument(
         "--reference",
         type=known_best,
-        metavar="OFFLOAD:BATCH",
+        metavar="OFFLOAD:BATCH[:DTYPE]",
         help="Its best way, e.g. disk:16, where a run before has found it; saves the search.",
     )
     parser.add_argument(

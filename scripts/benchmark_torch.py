@@ -3,8 +3,8 @@
     python scripts/benchmark_torch.py --model facebook/opt-1.3b --offload disk --batch-size 32 \
         --prompt-len 128 --gen-len 32 --folder /ssd/reference --json reference.json
 
-The model has random bf16 weights (fp16 on a GPU), written once to --folder as an ordinary
-checkpoint, and is loaded the way its users do. --offload:
+The model has random weights, written once in bf16 to --folder as an ordinary checkpoint, and is
+loaded the way its users do. --offload:
 
   none    everything on the device
   cpu     decoder layers in RAM, computed on the GPU
@@ -61,8 +61,7 @@ def write_checkpoint(name: str, folder: Path) -> Path:
 def load(path: Path, args: argparse.Namespace) -> Any:
     """Loads the model, placed as --offload says; the embeddings stay where the layers are
     computed."""
-    dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
-    options: dict[str, Any] = {"dtype": dtype}
+    options: dict[str, Any] = {"dtype": getattr(torch, args.dtype)}
     if args.offload == "zero":
         return with_deepspeed(AutoModelForCausalLM.from_pretrained(path, **options))
     home: int | str = 0 if args.device == "cuda" else "cpu"
@@ -112,6 +111,8 @@ def main() -> None:
     choices = ["none", "cpu", "disk", "auto", "zero"]
     parser.add_argument("--offload", choices=choices, default="disk")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    dtypes = ["bfloat16", "float32", "float16"]
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="To compute in.")
     parser.add_argument("--device-memory", type=int, help="Bytes of the GPU that may be used.")
     parser.add_argument("--host-memory", type=int, help="Bytes of weights in RAM for auto.")
     parser.add_argument("--batch-size", type=int, default=32)
@@ -153,6 +154,7 @@ def main() -> None:
     report = {
         "model": args.model,
         "offload": args.offload,
+        "dtype": args.dtype,
         "batch_size": args.batch_size,
         "prompt_len": args.prompt_len,
         "gen_len": args.gen_len,

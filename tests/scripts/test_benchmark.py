@@ -23,7 +23,7 @@ def fake_bench(speeds: dict[str, float], repeat: int) -> Any:
 
     bench = object.__new__(Bench)
     bench.folder, bench.repeat, bench.known, bench.dtype = Path(), repeat, None, "bfloat16"
-    bench.gpu_memory = None
+    bench.gpu_memory, bench.dtypes = None, ("bfloat16", "float32")
     bench.keep_profile, bench.profiles = True, [None]
 
     def measured(case: Any, name: str, command: list[str], _settings: Any = None) -> dict[str, Any]:
@@ -47,24 +47,31 @@ def test_reference_is_doubled_until_it_fails_or_slows(monkeypatch: pytest.Monkey
     monkeypatch.setattr(benchmark.Bench, "_write_checkpoint", lambda self, case: True)
     case = Case("c", "m", 8, 8, 10**9, (Ours("a"), Ours("b")), ("disk", "auto"), 2)
     speeds = {"ours, a": 6.0, "ours, b": 9.0}
-    speeds["reference, auto, batch 3"] = 2.5
+    speeds["reference, auto, float32, batch 3"] = 2.5
     for batch, disk, auto in ((2, 1.0, 2.0), (4, 3.0, 0.0), (8, 2.5, 0.0), (16, 2.0, 0.0)):
-        speeds |= {f"reference, disk, batch {batch}": disk}
-        speeds |= {f"reference, auto, batch {batch}": auto}
+        speeds |= {f"reference, disk, bfloat16, batch {batch}": disk}
+        speeds |= {f"reference, auto, float32, batch {batch}": auto}
+    speeds |= {"reference, disk, float32, batch 2": 0.5, "reference, auto, bfloat16, batch 2": 1.5}
     rows: list[dict[str, Any]] = []
     fake_bench(speeds, 2).case(case, rows.append)
-    best = "reference, disk, batch 4"
-    tried = [f"reference, disk, batch {n}" for n in (2, 4, 8, 16)]
-    tried += [f"reference, auto, batch {n}" for n in (2, 4, 3)]
+    best = "reference, disk, bfloat16, batch 4"
+    tried = ["disk, bfloat16, batch 2", "disk, float32, batch 2"]  # the better one goes on
+    tried += [f"disk, bfloat16, batch {n}" for n in (4, 8, 16)]
+    tried += ["auto, bfloat16, batch 2", "auto, float32, batch 2"]
+    tried = [
+        f"reference, {way}" for way in (*tried, *(f"auto, float32, batch {n}" for n in (4, 3)))
+    ]
     assert [row["name"] for row in rows] == [*tried, *["ours, a", "ours, b", best] * 2]
     table = benchmark.markdown(rows)
     assert "| ours, b | 9.00 | 9.00 to 9.00 | 3.00 | 50 % | disk read |  |" in table
-    assert "auto, batch 4: timed out" in table
+    assert "auto, float32, batch 4: timed out" in table
 
     bench = fake_bench(speeds, 1)
-    bench.known, rows = benchmark.known_best("auto:2"), []
+    bench.known, rows = benchmark.known_best("auto:2:float32"), []
     bench.case(case, rows.append)
-    assert [row["name"] for row in rows] == ["ours, a", "ours, b", "reference, auto, batch 2"]
+    known = "reference, auto, float32, batch 2"
+    assert [row["name"] for row in rows] == ["ours, a", "ours, b", known]
+    assert benchmark.known_best("disk:16") == ("disk", 16, "bfloat16")
 
 
 @pytest.mark.usefixtures("scripts")
