@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 
@@ -17,7 +18,19 @@ from flexgen_jax.policy.policy import GREEDY
 from flexgen_jax.policy.schedule import PREFIX
 from flexgen_jax.policy.segments import left_out
 
-Adjustments = Callable[[Sequence[EncodedRequest]], Sequence[Mapping[int, tuple[float, float]]]]
+
+class Choices(Protocol):
+    """What the next tokens of requests are chosen by."""
+
+    def adjustments(
+        self, requests: Sequence[EncodedRequest]
+    ) -> Sequence[Mapping[int, tuple[float, float]]]:
+        """Returns what changes each request's logits; see `SamplingParams.adjustments`."""
+
+    def allowed(self, requests: Sequence[EncodedRequest]) -> Sequence[np.ndarray | None]:
+        """Returns which tokens may come next in each request, see `Matcher.allowed`; None if all
+        may."""
+
 
 FEWEST = 4
 """Others enter beside a run's batches when there are rows for this fraction of a batch."""
@@ -55,11 +68,10 @@ class Waiting:
         source: Source[EncodedRequest],
         make: Callable[[Sequence[EncodedRequest], int], Batch],
         prefix: tuple[int, ...] = (),
-        adjustments: Adjustments = lambda requests: (),
+        choices: Choices | None = None,
     ) -> None:
         """make: makes a batch of its requests, with that many rows; prefix: the tokens with which
-        all of them begin; adjustments: what changes the logits of requests, see
-        `Generation.adjustments`."""
+        all of them begin; choices: what tokens are chosen by, None where none is."""
         self._plan, self._source, self._make = plan, source, make
         self._requests: list[EncodedRequest] = []
         self._numbers = count()
@@ -68,7 +80,7 @@ class Waiting:
         self.left: list[EncodedRequest] = []
         self.entered = self.prompt_tokens = self.padded_tokens = 0
         self._prefix, self._has_prefix = prefix, False
-        self._adjustments = adjustments
+        self._choices = choices
 
     @property
     def batches(self) -> Mapping[int, Batch]:
@@ -157,12 +169,28 @@ class Waiting:
     def adjusted(self, batch: int) -> tuple[np.ndarray, ...]:
         """Returns the arguments of `layers.sampling.adjust` for a batch's next tokens, or ()."""
         members = self.members[batch]
-        if not any(request.params.is_adjusted for request in members):
+        if self._choices is None or not any(r.params.is_adjusted for r in members):
             return ()
         padding: list[Mapping[int, tuple[float, float]]] = [{}] * (
             self._batches[batch].size - len(members)
         )
-        return adjusting_arrays([*self._adjustments(members), *padding])
+        return adjusting_arrays([*self._choices.adjustments(members), *padding])
+
+    def allowed(self, batch: int) -> np.ndarray | None:
+        """Returns which tokens may come next in a batch, uint32 [batch, vocabulary / 32], or
+        None."""
+        members = self.members[batch]
+        if self._choices is None or all(r.params.schema is None for r in members):
+            return None
+        masks = self._choices.allowed(members)
+        words = next((mask.size for mask in masks if mask is not None), None)
+        if words is None:
+            return None
+        found = np.full((self._batches[batch].size, words), ~np.uint32(0))
+        for row, mask in enumerate(masks):
+            if mask is not None:
+                found[row] = mask
+        return found
 
     def leave(self, batch: int) -> None:
         """Forgets a batch."""

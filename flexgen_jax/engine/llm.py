@@ -25,6 +25,7 @@ import numpy as np
 from flexgen_jax.cpu import kernels_of_device
 from flexgen_jax.engine.batching import Waiting, pad_prompts, padded_length
 from flexgen_jax.engine.feed import Feed, Incoming, Listed
+from flexgen_jax.engine.grammar import Grammars
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
 from flexgen_jax.engine.outputs import (
@@ -46,9 +47,9 @@ from flexgen_jax.engine.requests import (
     EncodedRequest,
     Prefix,
     Request,
-    check_biases,
     check_ids,
     check_lengths,
+    check_params,
     common_length,
     encoder,
     room_for,
@@ -102,6 +103,10 @@ class LLM:
         on_cpu = start_jax(host_memory)
         self._model = open_model(asked.model, asked.dummy_weights, asked.seed)
         self.config = self._model.config
+        self._grammars: Grammars | None = None
+        if self._model.tokenizer is not None:
+            vocabulary = (self.config.vocab_size, self.config.eos_ids)
+            self._grammars = Grammars(self._model.tokenizer, *vocabulary)
         self.dtype = resolve_dtype(asked.dtype, self.config, on_cpu)
         self._progress = Progress(asked.progress)
         unified = on_cpu if asked.unified is None else asked.unified
@@ -277,7 +282,9 @@ class LLM:
         """
         ready = self._ready = deque[RequestOutput]()
         generation = self._generation(lambda _, result: ready.append(result), on_token)
-        encode = encoder(self.config, self._model.tokenizer, self._shares, self.resolved)
+        encode = encoder(
+            self.config, self._model.tokenizer, self._shares, self.resolved, self._grammars
+        )
         feed = Feed(requests, partial(_encoded, encode), FIRST_READ)
         incoming = Incoming(Admitted(feed, generation, ready))
         try:
@@ -304,7 +311,7 @@ class LLM:
 
     def _generation(self, on_output: OnFinished, on_token: OnToken | None = None) -> Generation:
         tokenizer, ends = self._model.tokenizer, self.config.eos_ids
-        return Generation(tokenizer, ends, on_output, on_token)
+        return Generation(tokenizer, ends, on_output, on_token, self._grammars)
 
     def score(
         self,
@@ -473,10 +480,8 @@ class LLM:
         plan = session.open_plan()
         is_scoring = isinstance(collector, Scoring)
         make = partial(self._batch, is_scoring)
-        if isinstance(collector, Generation):
-            waiting = Waiting(plan, incoming, make, prefix, collector.adjustments)
-        else:
-            waiting = Waiting(plan, incoming, make, prefix)
+        choices = collector if isinstance(collector, Generation) else None
+        waiting = Waiting(plan, incoming, make, prefix, choices)
         session.start()
 
         def on_result(step: Step, result: Any) -> Sequence[int]:
@@ -663,9 +668,7 @@ class LLM:
         check_lengths(ids, 1, self.config)
         requests = []
         for index, (text, row, choice) in enumerate(zip(texts, ids, params, strict=True)):
-            if choice.stop and self._model.tokenizer is None:
-                raise UserError("stop strings need a tokenizer, and this model has none")
-            check_biases(choice, self.config)
+            check_params(choice, self.config, self._grammars)
             most, chosen = room_for(row, choice, self.config), self.resolved(choice)
             requests.append(
                 EncodedRequest(index, tuple(row), chosen, most, id=str(index), prompt=text)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import fsum
 from typing import Any, Literal
 
 import numpy as np
 
 from flexgen_jax.engine.feed import Source
+from flexgen_jax.engine.grammar import Grammars, Matcher
 from flexgen_jax.engine.requests import EncodedRequest, Request
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.progress import Amount
@@ -86,19 +87,21 @@ class PairScore:
 @dataclass
 class _Sequence:
     """A request that is not finished. ids: the text's tokens; logprobs: those of this run's tokens;
-    shown: number of tokens that `on_token` has had."""
+    shown: number of tokens that `on_token` has had; matcher: what may come next, None for all."""
 
     request: EncodedRequest
     ids: list[int]
     logprobs: list[TokenLogprob] = field(default_factory=list)
     shown: int = 0
+    matcher: Matcher | None = None
 
 
 class Generation:
     """Collects the tokens of requests until they are finished.
 
     on_output: called with a request and its result when it is finished; on_token: with the
-    request's id and a token. texts: the tokens of finished requests, None if there are many.
+    request's id and a token; grammars: makes what texts of a schema are held to. texts: the tokens
+    of finished requests, None if there are many.
     """
 
     def __init__(
@@ -107,7 +110,9 @@ class Generation:
         eos_ids: tuple[int, ...],
         on_output: OnFinished,
         on_token: OnToken | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        self._grammars = grammars
         self._tokenizer, self._eos_ids = tokenizer, eos_ids
         self._on_output, self._on_token = on_output, on_token
         self._sequences: dict[int, _Sequence] = {}
@@ -121,8 +126,15 @@ class Generation:
         """Takes in requests that will be run."""
         for request in requests:
             made = list(request.made_ids)
-            self._sequences[request.index] = _Sequence(request, made, shown=len(made))
+            matcher = self._matcher(request)
+            sequence = _Sequence(request, made, shown=len(made), matcher=matcher)
+            self._sequences[request.index] = sequence
             self._ids.add(request.id)
+
+    def _matcher(self, request: EncodedRequest) -> Matcher | None:
+        if request.params.schema is None or self._grammars is None:
+            return None
+        return self._grammars.matcher(request.params.schema, request.made_ids)
 
     def receive(self, requests: Sequence[EncodedRequest], token: int, result: Any) -> list[int]:
         """Takes a token of each request of a batch, int32 [batch, 1], or this with its
@@ -153,6 +165,15 @@ class Generation:
             found.append(request.params.adjustments(request.given_ids, ids, self._eos_ids))
         return found
 
+    def allowed(self, requests: Sequence[EncodedRequest]) -> list[np.ndarray | None]:
+        """Returns which tokens may come next in each request; None if all may."""
+        found: list[np.ndarray | None] = []
+        for request in requests:
+            sequence = self._sequences.get(request.index)
+            matcher = None if sequence is None else sequence.matcher
+            found.append(None if matcher is None else matcher.allowed())
+        return found
+
     def unfinished(self) -> Iterator[tuple[str, list[int], list[TokenLogprob]]]:
         """Yields the id, the text's tokens and this run's log-probabilities of each request that is
         not finished."""
@@ -162,6 +183,8 @@ class Generation:
     def _append(self, sequence: _Sequence, token: int) -> None:
         request = sequence.request
         sequence.ids.append(token)
+        if sequence.matcher is not None:
+            sequence.matcher.take(token)
         self.num_tokens += 1
         if self._on_token is not None and len(sequence.ids) > sequence.shown:
             sequence.shown += 1
@@ -177,6 +200,11 @@ class Generation:
         request, params = sequence.request, sequence.request.params
         if sequence.ids[-1] in self._eos_ids and not params.ignore_eos:
             return self._result(sequence, "stop")
+        if sequence.matcher is not None and sequence.matcher.error is not None:
+            why = f"the JSON schema could not be followed: {sequence.matcher.error}"
+            return replace(self._result(sequence, "error"), error=why)
+        if sequence.matcher is not None and sequence.matcher.is_done:
+            return self._result(sequence, "stop")
         if params.stop and (text := self._until_stop(sequence)) is not None:
             return self._result(sequence, "stop", text)
         if len(sequence.ids) >= request.continued + request.max_tokens:
@@ -186,7 +214,8 @@ class Generation:
     def ended(self, request: EncodedRequest) -> RequestOutput | None:
         """Returns the result of a request that an earlier run has made to its end."""
         made = list(request.made_ids)
-        return self._ended(_Sequence(request, made)) if made else None
+        matcher = self._matcher(request)
+        return self._ended(_Sequence(request, made, matcher=matcher)) if made else None
 
     def _finish(self, sequence: _Sequence, result: RequestOutput) -> None:
         request = sequence.request
@@ -238,6 +267,7 @@ class Generation:
             self.num_tokens -= len(sequence.ids) - len(made)
             sequence.ids[:] = made
             sequence.logprobs.clear()
+            sequence.matcher = self._matcher(sequence.request)
         return [sequence.request for _, sequence in sorted(self._sequences.items())]
 
     def progress(self) -> Amount:

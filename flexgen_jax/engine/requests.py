@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flexgen_jax.engine.grammar import Grammars
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.errors import PromptError, UserError
 from flexgen_jax.models.config import ModelConfig
@@ -114,8 +115,14 @@ def check_ids(ids: Sequence[int], index: int, config: ModelConfig) -> None:
         )
 
 
-def check_biases(params: SamplingParams, config: ModelConfig) -> None:
-    """Raises `UserError` for a bias of a token that the vocabulary has not."""
+def check_params(params: SamplingParams, config: ModelConfig, grammars: Grammars | None) -> None:
+    """Raises `UserError` for parameters that this model cannot follow: a bias of a token that the
+    vocabulary has not, a schema that is wrong, or texts where it has no tokenizer. grammars: None
+    without a tokenizer."""
+    if params.schema is not None and grammars is not None:
+        grammars.check(params.schema)
+    if grammars is None and (params.stop or params.schema is not None):
+        raise UserError("stop strings and JSON need a tokenizer, and this model has none")
     for token, _ in params.biases:
         if token >= config.vocab_size:
             raise UserError(
@@ -145,11 +152,13 @@ def encoder(
     tokenizer: Tokenizer | None,
     shares: bool,
     resolved: Callable[[SamplingParams], SamplingParams],
+    grammars: Grammars | None,
 ) -> Callable[[Request, int], EncodedRequest]:
     """Returns a function that checks and encodes a request, given its index; it raises `UserError`
     for an impossible one.
 
-    shares: whether requests share a prefix; resolved: sets the parameters that a request does not.
+    shares: whether requests share a prefix; resolved: sets the parameters that a request does not;
+    grammars: see `check_params`.
     """
     known: dict[str, list[int]] = {}
 
@@ -158,14 +167,14 @@ def encoder(
             raise UserError("give either prompt or prompt_token_ids")
         params = resolved(request.sampling_params)
         has_text = request.prompt is not None or isinstance(request.prefix, str)
-        if tokenizer is None and (has_text or params.stop):
-            raise UserError("texts and stop strings need a tokenizer, and this model has none")
+        if tokenizer is None and has_text:
+            raise UserError("texts need a tokenizer, and this model has none")
         if request.prompt is not None and tokenizer is not None:
             ids = tokenizer.encode(request.prompt)
         else:
             ids = [int(token) for token in request.prompt_token_ids or ()]
         made = [int(token) for token in request.continued]
-        check_biases(params, config)
+        check_params(params, config, grammars)
         for token in [*ids, *made]:
             if not 0 <= token < config.vocab_size:
                 raise UserError(f"token id {token}; the vocabulary has {config.vocab_size}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flexgen_jax.engine.grammar import schema_text
 from flexgen_jax.models.defaults import SamplingDefaults
 
 MOST_LOGPROBS = 20
@@ -44,6 +45,8 @@ class SamplingParams:
     to the logits of single tokens, by id; presence_penalty is taken off those of tokens in the
     text, frequency_penalty as often as they are in it; in this order. logprobs: returns each
     token's log-probability, before all of these, with those of so many likeliest tokens.
+    json_schema: the text is JSON of this schema, which is an object, or JSON text; `max_tokens` may
+    still cut it off.
 
     Raises `ValueError` that names the parameter.
     """
@@ -62,6 +65,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -70,6 +74,10 @@ class SamplingParams:
         given = self.logit_bias
         pairs = given.items() if isinstance(given, Mapping) else given
         object.__setattr__(self, "logit_bias", tuple(sorted((i, bias) for i, bias in pairs)))
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", schema_text(self.json_schema))
+            if self.min_tokens or self.ignore_eos:
+                raise ValueError("json_schema says where a text ends: no min_tokens or ignore_eos")
         _check_integer("max_tokens", self.max_tokens, 1)
         _check_integer("min_tokens", self.min_tokens, 0)
         _check_integer("seed", self.seed, None)
@@ -91,6 +99,12 @@ class SamplingParams:
                 raise ValueError(f"logit_bias must be from -100 to 100, not {bias!r}")
 
     @property
+    def schema(self) -> str | None:
+        """`json_schema` as JSON."""
+        assert self.json_schema is None or isinstance(self.json_schema, str), "made so before"
+        return self.json_schema
+
+    @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Pairs of `logit_bias`."""
         assert isinstance(self.logit_bias, tuple), "made so at the beginning"
@@ -110,7 +124,8 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether the likeliest tokens are taken, and nothing more is asked for."""
-        return not (self.is_sampled or self.is_adjusted or self.logprobs is not None)
+        asks = self.logprobs is not None or self.json_schema is not None
+        return not (self.is_sampled or self.is_adjusted or asks)
 
     def with_defaults(self, defaults: SamplingDefaults) -> SamplingParams:
         """Returns parameters that are all set. Who sets the temperature chooses without the

@@ -20,7 +20,7 @@ DEFAULT_TOKENS = 16
 """New tokens of a completion that does not say how many, as in OpenAI's API."""
 
 SHARED = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
-OWN = ("top_k", "min_p", "min_tokens", "repetition_penalty", "ignore_eos")
+OWN = ("top_k", "min_p", "min_tokens", "repetition_penalty", "ignore_eos", "json_schema")
 """Parameters that all forms take as they are: those that OpenAI's API has, too, and others."""
 
 IGNORED = {"model", "user", "metadata", "store", "service_tier", "safety_identifier"}
@@ -35,7 +35,6 @@ MEANINGLESS: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
-    "response_format": ({"type": "text"},),
 }
 """Fields that may be null or one of these; another value asks for what this engine does not do."""
 
@@ -149,6 +148,9 @@ def _from_openai(raw: dict[str, Any], name: str, number: int, tokens: int, seed:
             raise LineError(f'"{key}" is not supported by this engine but as null')
     for key in IGNORED - {"model"}:
         given.pop(key, None)
+    schema = _schema(given.pop("response_format", {"type": "text"}))
+    if schema is not None:
+        given["json_schema"] = schema
     model = given.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise LineError(f'"model" must be a text, not {model!r}')
@@ -228,6 +230,22 @@ def _line(
     params = SamplingParams(stop=stop, **wanted)
     has_seed = "seed" in given
     return Line(number, name, form, prompts, messages, params, count, has_seed, model)
+
+
+def _schema(found: Any) -> Any:
+    """Returns the JSON schema of a `response_format`, None for any text."""
+    kind = found.get("type") if isinstance(found, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    named = found.get("json_schema") if kind == "json_schema" else None
+    if isinstance(named, dict) and isinstance(named.get("schema"), dict):
+        return named["schema"]
+    raise LineError(
+        '"response_format" must be {"type": "text"}, {"type": "json_object"} or {"type": '
+        f'"json_schema", "json_schema": {{"schema": ...}}}}, not {found!r}'
+    )
 
 
 def _know(given: Mapping[str, Any], known: set[str]) -> None:

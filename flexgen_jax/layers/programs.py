@@ -25,7 +25,14 @@ from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble, dequantize, quantize_as
 from flexgen_jax.layers.rotary import Rows
-from flexgen_jax.layers.sampling import Choice, adjust, greedy, log_probabilities, sample
+from flexgen_jax.layers.sampling import (
+    Choice,
+    adjust,
+    greedy,
+    log_probabilities,
+    only_allowed,
+    sample,
+)
 from flexgen_jax.layers.sparse_attention import Ranked, attend_ranked, rank
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.parts import AttentionSpec, ExpertsSpec
@@ -310,7 +317,12 @@ def _finish(layer: DecoderLayer) -> Callable[..., Any]:
 def _head(module: Head, choice: Choice) -> Callable[..., Any]:
     def head(weights: Weights, hidden: jax.Array, checks: jax.Array, *args: jax.Array) -> Any:
         logits = _apply(module, weights, hidden[:, -1])
-        changed = adjust(logits, *args[-3:]) if choice.adjusted else logits
+        changed = logits
+        if choice.is_masked:
+            *args, allowed = args  # type: ignore[assignment]
+            changed = only_allowed(changed, allowed)
+        if choice.adjusted:
+            changed = adjust(changed, *args[-3:])
         sampling = args[:-3] if choice.adjusted else args
         ids = greedy(changed) if choice.is_greedy else sample(changed, *sampling)
         checks = _checked(checks, jnp.isfinite(logits).all())
@@ -574,6 +586,9 @@ class _Lowering:
         if choice.adjusted:
             some = (batch, choice.adjusted)
             args = (*args, _int(*some), _float(*some), _float(*some))
+        if choice.is_masked:
+            words = -(-self.config.vocab_size // 32)
+            args = (*args, jax.ShapeDtypeStruct((batch, words), jnp.uint32))
         return jax.jit(_head(self._head, choice)).lower(*args)
 
 
@@ -768,8 +783,9 @@ class Programs:
 
     def head(self, batch: int, choice: Choice) -> jax.stages.Compiled:
         """Chooses tokens: (weights, hidden [batch, 1, hidden], checks, unless the choice is greedy
-        the further arguments of `sample`, and if some logits are adjusted those of `adjust`) -> ids
-        [batch, 1], checks; with log-probabilities, the ids come with `log_probabilities`."""
+        the further arguments of `sample`, if some logits are adjusted those of `adjust`, if only
+        some tokens are allowed that of `only_allowed`) -> ids [batch, 1], checks; with
+        log-probabilities, the ids come with `log_probabilities`."""
         return self._get("head", batch, choice)
 
     def score(self, batch: int, tokens: int) -> jax.stages.Compiled:

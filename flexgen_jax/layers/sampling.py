@@ -14,12 +14,24 @@ class Choice(NamedTuple):
 
     is_greedy: whether all rows are greedy; adjusted: the most logits of a row that `adjust`
     changes, 0 without; logprobs: the likeliest tokens of which log-probabilities are returned
-    beside the chosen one's, None without.
+    beside the chosen one's, None without; is_masked: whether only some tokens are allowed.
     """
 
     is_greedy: bool
     adjusted: int = 0
     logprobs: int | None = None
+    is_masked: bool = False
+
+
+def only_allowed(logits: jax.Array, allowed: jax.Array) -> jax.Array:
+    """Replaces logits of tokens that are not allowed by -inf.
+
+    logits: fp32 [batch, vocabulary]; allowed: uint32 [batch, vocabulary / 32, rounded up], a bit
+    for each token, the lowest first.
+    """
+    batch, vocabulary = logits.shape
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return jnp.where(bits.reshape(batch, -1)[:, :vocabulary] > 0, logits, -jnp.inf)
 
 
 def adjust(logits: jax.Array, ids: jax.Array, factor: jax.Array, added: jax.Array) -> jax.Array:

@@ -18,19 +18,20 @@ class Tokenizer:
     """A tokenizer of the `tokenizers` library.
 
     A prompt gets the special tokens that the model's folder asks for: by the post-processor of
-    tokenizer.json, or by `add_bos_token` for GPT-2's two files.
+    tokenizer.json, or by `add_bos_token` for GPT-2's two files. special_ids: those of tokens that
+    stand for no text.
     """
 
     def __init__(self, folder: Path, bos_id: int | None) -> None:
         self._tokenizer = _load(folder)
-        self._special = _special_ids(folder, self._tokenizer)
+        self.special_ids = _special_ids(folder, self._tokenizer)
         self._bos_id = bos_id if _wants_bos(folder) else None
 
     @property
     def fingerprint(self) -> str:
         """Name of this tokenizer, different from those of tokenizers that encode or decode
         differently."""
-        return digest(self._tokenizer.to_str(), self._bos_id, sorted(self._special))
+        return digest(self._tokenizer.to_str(), self._bos_id, sorted(self.special_ids))
 
     def encode(self, text: str, is_whole: bool = False) -> list[int]:
         """Returns the prompt's token ids; raises `CheckpointError` for text that is not Unicode.
@@ -47,7 +48,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens."""
-        kept = [int(i) for i in ids if int(i) not in self._special]
+        kept = [int(i) for i in ids if int(i) not in self.special_ids]
         return str(self._tokenizer.decode(kept, skip_special_tokens=True))
 
     @cached_property

@@ -126,6 +126,10 @@ class Source(Arrivals, Protocol):
         """Returns what a batch's next tokens are chosen by: arguments of `layers.sampling.adjust`,
         or ()."""
 
+    def allowed(self, batch: int) -> np.ndarray | None:
+        """Returns which tokens may come next in a batch, see `layers.sampling.only_allowed`; None
+        if all may."""
+
 
 class AllThere(Planned):
     """The batches of a plan, as a source; see `Source`."""
@@ -140,6 +144,9 @@ class AllThere(Planned):
 
     def adjusted(self, batch: int) -> tuple[np.ndarray, ...]:
         return ()
+
+    def allowed(self, batch: int) -> np.ndarray | None:
+        return None
 
     def keep(self, batch: int, rows: Sequence[int]) -> None:
         self._batches[batch] = self._batches[batch].taken(rows)
@@ -567,8 +574,10 @@ class BlockRun:
             # By now all of the batch's tokens before this one are known here.
             adjusted = self._source.adjusted(step.batch)
             most = adjusted[0].shape[1] if adjusted else 0
-            choice = Choice(not sampling, most, batch.logprobs)
-            result, checks = programs.head(batch.size, choice)(*args, *sampling, *adjusted)
+            allowed = self._source.allowed(step.batch)
+            choice = Choice(not sampling, most, batch.logprobs, allowed is not None)
+            masks = () if allowed is None else (allowed,)
+            result, checks = programs.head(batch.size, choice)(*args, *sampling, *adjusted, *masks)
             self._ids[step.batch] = result if batch.logprobs is None else result[0]
         for found in jax.tree.leaves((result, checks)):
             found.copy_to_host_async()

@@ -10,7 +10,7 @@ from scipy.special import log_softmax
 
 from flexgen_jax import LLM, SamplingParams
 from flexgen_jax.engine.sampling import adjusting_arrays
-from flexgen_jax.layers.sampling import adjust, keep_top, log_probabilities
+from flexgen_jax.layers.sampling import adjust, keep_top, log_probabilities, only_allowed
 from tests.helpers.arrays import anew
 
 VOCABULARY = 50
@@ -139,3 +139,12 @@ def test_requests_that_differ_in_all_of_them_run_together() -> None:
                 assert [x.logprob for x in found] == pytest.approx(expected, abs=1e-4)
                 assert all(len(x.top) == params.logprobs for x in found)
             assert text in (alone.prompt or "")
+
+
+@given(st.lists(st.booleans(), min_size=VOCABULARY, max_size=VOCABULARY))
+def test_only_allowed_tokens_keep_their_logits(allowed: list[bool]) -> None:
+    found = logits(2, 0)
+    bits = np.packbits([*allowed, *[True] * 14], bitorder="little").view(np.uint32)
+    masked = np.asarray(anew(only_allowed)(found, np.stack([bits, ~np.zeros(2, np.uint32)])))
+    np.testing.assert_array_equal(masked[0], np.where(allowed, found[0], -np.inf))
+    np.testing.assert_array_equal(masked[1], found[1])

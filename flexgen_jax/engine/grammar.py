@@ -1,0 +1,128 @@
+"""Texts that are JSON of a schema: which tokens may come next, by the llguidance library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from flexgen_jax.errors import UserError
+from flexgen_jax.models.tokenizer import Tokenizer
+
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON is spelt: on one line, since small models may write blanks without end."""
+
+
+class Matcher:
+    """A text so far, and what may come next. It is done when nothing may.
+
+    The library does not raise: with a text that breaks the rules, or a schema that is too complex
+    for it, a matcher is in error from then on.
+    """
+
+    def __init__(self, matcher: Any, made: Sequence[int], vocab_size: int) -> None:
+        self._matcher, self._words = matcher, -(-vocab_size // 32)
+        for token in made:
+            self.take(token)
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong, if something did."""
+        return first_line_of(self._matcher) if self._matcher.is_error() else None
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def take(self, token: int) -> None:
+        """Appends a token to the text."""
+        self._matcher.consume_token(token)
+
+    def allowed(self) -> np.ndarray:
+        """Returns which tokens may come next: bits of uint32 [vocabulary / 32, rounded up], the
+        lowest bit first; all after an error."""
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]
+        return np.full(self._words, ~np.uint32(0)) if self.error else mask
+
+
+def first_line_of(matcher: Any) -> str:
+    """Returns what went wrong with the library's matcher, without the state that follows."""
+    return str(matcher.get_error()).partition("\n")[0]
+
+
+class Grammars:
+    """Makes the matchers of a model's texts."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
+        self._compiled = lru_cache(maxsize=256)(self._compile)
+
+    def check(self, schema: str) -> None:
+        """Raises `UserError` for a schema that `matcher` refuses."""
+        self._compiled(schema)
+
+    def matcher(self, schema: str, made: Sequence[int]) -> Matcher:
+        """Returns the matcher of a text that has the tokens `made`. schema: a JSON schema, itself
+        as JSON. Raises `UserError` for one that is wrong or asks for what is not supported."""
+        return Matcher(self._compiled(schema).deep_copy(), made, self._vocab_size)
+
+    def _compile(self, schema: str) -> Any:
+        library = _library()
+        grammar = library.LLMatcher.grammar_from_json_schema(schema, COMPACT)
+        matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise UserError(f"json_schema cannot be used: {first_line_of(matcher)}")
+        return matcher
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        library = _library()
+        wrapper = library.TokenizerWrapper(
+            _Pieces(self._tokenizer, self._vocab_size, self._eos_ids)
+        )
+        return library.LLTokenizer(
+            wrapper, self._vocab_size, self._eos_ids, library.LLTokenizer.json_slices()
+        )
+
+
+class _Pieces:
+    """A tokenizer as the library wants it: the bytes of each token."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        pieces = [tokenizer.piece(token) for token in range(vocab_size)]
+        special = {*tokenizer.special_ids, *eos_ids}
+        self.tokens = [
+            f"<|{token}|>".encode() if token in special or not piece else piece
+            for token, piece in enumerate(pieces)
+        ]
+        self.special_token_ids = [t for t, piece in enumerate(pieces) if t in special or not piece]
+        self.eos_token_id, self.bos_token_id = eos_ids[0], None
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, is_whole=True)
+
+
+def schema_text(schema: Mapping[str, Any] | str) -> str:
+    """Returns a JSON schema as JSON text; raises `ValueError` for what is no JSON object."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"json_schema is not JSON: {error}") from None
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"json_schema must be an object, not {schema!r}")
+    return json.dumps(schema)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UserError(
+            "json_schema needs llguidance, which is not installed: pip install 'flexgen-jax[json]'"
+        ) from None
+    return llguidance

@@ -1,0 +1,108 @@
+"""Texts that are JSON of a schema."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from flexgen_jax import LLM, Policy, Request, SamplingParams
+from flexgen_jax.errors import UserError
+
+pytest.importorskip("llguidance")
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 9},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PERSON, LIST = SCHEMA, {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}
+PROMPTS = ["The man is called", "Once upon a time", "Anna is", "It was in the year"]
+
+
+def is_person(text: str) -> bool:
+    found = json.loads(text)
+    return (
+        list(found) == ["name", "age", "tags"]
+        and len(found["name"]) <= 9
+        and type(found["age"]) is int
+        and 0 <= found["age"] <= 150
+        and len(found["tags"]) <= 2
+        and set(found["tags"]) <= {"red", "green"}
+    )
+
+
+def is_list(text: str) -> bool:
+    found = json.loads(text)
+    return 2 <= len(found) <= 4 and all(type(x) is bool for x in found)
+
+
+def params(schema: Any, temperature: float, seed: int = 0) -> SamplingParams:
+    return SamplingParams(80, temperature=temperature, seed=seed, json_schema=schema)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    policy = Policy(batch_size=4, num_batches=2, kv_block_tokens=8)
+    with LLM(dtype="float32", policy=policy) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("schema", "is_right"), [(PERSON, is_person), (LIST, is_list)])
+def test_texts_are_of_the_schema(llm: LLM, schema: Any, is_right: Callable[[str], bool]) -> None:
+    """Greedy or drawn, also where every token is about as likely as any other."""
+    prompts = PROMPTS * 3
+    asked = [params(schema, 2.0 * (n % 3), n) for n in range(len(prompts))]
+    results = llm.generate(prompts, asked)
+    assert all(result.finish_reason == "stop" and is_right(result.text) for result in results)
+    assert len({result.text for result in results}) > 4
+
+
+def test_other_requests_beside_them_are_as_alone(llm: LLM) -> None:
+    free = SamplingParams(20, temperature=1.0, seed=3, logprobs=2)
+    mixed = [free, params(PERSON, 1.0), free, params(json.dumps(LIST), 0.0)]
+    results = llm.generate(PROMPTS, mixed)
+    alone = llm.generate(PROMPTS, free)
+    for row in (0, 2):
+        assert results[row].token_ids == alone[row].token_ids
+    assert is_person(results[1].text) and is_list(results[3].text)
+
+
+def test_a_text_goes_on_where_an_earlier_run_has_left_it(llm: LLM) -> None:
+    asked = Request("a", PROMPTS[0], sampling_params=params(PERSON, 1.0), place=5)
+    (whole,) = llm.stream([asked])
+    for cut in (1, 9, len(whole.token_ids) - 1, len(whole.token_ids)):
+        made = tuple(whole.token_ids[:cut])
+        request = Request("a", PROMPTS[0], None, asked.sampling_params, None, made, 5)
+        (found,) = llm.stream([request])
+        assert (found.token_ids, found.finish_reason) == (whole.token_ids, "stop")
+
+
+def test_a_text_that_breaks_the_rules_is_an_error(llm: LLM) -> None:
+    made = tuple(llm.encode("no JSON"))
+    request = Request("a", PROMPTS[0], sampling_params=params(PERSON, 0.0), continued=made)
+    (found,) = llm.stream([request])
+    assert found.finish_reason == "error"
+    assert found.error is not None and "doesn't satisfy the grammar" in found.error
+
+
+def test_what_cannot_be_followed_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="json_schema cannot be used: Invalid type: nonsense"):
+        llm.generate(PROMPTS[:1], params({"type": "nonsense"}, 0.0))
+    with pytest.raises(ValueError, match="json_schema is not JSON"):
+        params("{", 0.0)
+    with pytest.raises(ValueError, match="json_schema must be an object, not 3"):
+        params("3", 0.0)
+    with pytest.raises(ValueError, match="no min_tokens or ignore_eos"):
+        SamplingParams(json_schema=LIST, ignore_eos=True)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UserError, match=r"pip install 'flexgen-jax\[json\]'"):
+        llm.generate(PROMPTS[:1], params({"type": "number"}, 0.0))
