@@ -55,6 +55,12 @@ def model_options(command: Command) -> Command:
             click.option("--host-memory", metavar="SIZE", help="RAM to use, e.g. 64GB."),
             click.option("--disk-space", metavar="SIZE", help="Disk space to use, e.g. 1TB."),
             click.option(
+                "--write-limit",
+                metavar="SIZE",
+                help="What may be written to the disk a day, e.g. 200GB: writing wears an SSD. "
+                "Plans that write more are not chosen, and refused if they are given.",
+            ),
+            click.option(
                 "--offload-dir",
                 type=click.Path(path_type=Path),
                 help="Folder on a fast disk for what does not fit; default: "

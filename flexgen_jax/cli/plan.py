@@ -28,6 +28,7 @@ from flexgen_jax.policy.search import (
     frontier,
     search,
 )
+from flexgen_jax.units import parse_bytes
 
 if TYPE_CHECKING:
     from flexgen_jax.progress import Progress
@@ -121,7 +122,15 @@ def make_problem(
             )
     base = replace(Policy(), **options.changes)
     return Problem(
-        config, kind, profile, found, profile.unified, workload, base=base, choices=choices
+        config,
+        kind,
+        profile,
+        found,
+        profile.unified,
+        workload,
+        base=base,
+        choices=choices,
+        write_limit=parse_bytes(options.write_limit),
     )
 
 
@@ -131,11 +140,18 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
         missing = problem.budgets.shortfalls(problem.peak(given))
         if missing:
             raise UserError(f"the policy does not fit: {missing[0]}")
-        return [evaluate(problem, given)]
+        plan = evaluate(problem, given)
+        if problem.write_limit is not None and plan.written_a_day > problem.write_limit:
+            raise UserError(
+                f"the policy writes {plan.written_a_day / 1e9:.3g} GB a day to the disk, more than "
+                "--write-limit allows"
+            )
+        return [plan]
     plans = search(problem)
     if plans:
         return plans
-    anything = search(replace(problem, max_latency=None, min_throughput=None))
+    free = replace(problem, max_latency=None, min_throughput=None, write_limit=None)
+    anything = search(free)
     if not anything:
         raise UserError(
             f"{problem.config.num_layers} layers of hidden size {problem.config.hidden_size} do "
@@ -144,7 +160,8 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
     best = anything[0]
     raise UserError(
         f"no plan meets these limits; without them the best makes {best.throughput:.3g} token/s in "
-        f"blocks of {best.latency_s:.0f} s; relax --max-latency or --min-throughput"
+        f"blocks of {best.latency_s:.0f} s, and writes {best.written_a_day / 1e9:.3g} GB a day; "
+        "relax --max-latency, --min-throughput or --write-limit"
     )
 
 
@@ -224,6 +241,7 @@ def _described(plan: Plan) -> dict[str, Any]:
         "binding": plan.binding,
         "busy_s": plan.busy_s,
         "peak_bytes": plan.peak_bytes,
+        "written_bytes_a_day": plan.written_a_day,
     }
 
 
@@ -260,6 +278,8 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
             f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in busy.items()
         ),
     ]
+    if plan.written:
+        lines.append(f"written to the disk: {plan.written_a_day / 1e9:.3g} GB a day of such work")
     states = model_spec(problem.config).hidden_bytes(plan.policy.batch_size, 1, problem.dtype)
     if plan.policy.activations.device < 1 and stays_on_device(1, states):
         lines.append(

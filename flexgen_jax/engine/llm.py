@@ -73,6 +73,7 @@ from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
 from flexgen_jax.policy.schedule import Step
 from flexgen_jax.progress import Progress
+from flexgen_jax.units import parse_bytes
 
 Prompts = str | Sequence[str]
 Text = str | Sequence[int]
@@ -127,6 +128,7 @@ class LLM:
             unified=unified,
             sizes=kernels_of_device().sizes,
             progress=self._progress,
+            write_limit=parse_bytes(asked.write_limit),
             profile=read_profile(asked.hardware) if asked.hardware is not None else None,
         )
         self._trace = Trace(Path(asked.trace)) if asked.trace is not None else None

@@ -28,6 +28,8 @@ class EngineOptions:
     attention, attention_sparsity, prefill_chunk: see `Policy`. Of these six, None is what the
         policy says.
     device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is what is there.
+    write_limit: bytes that a plan may write to the disk a day, since that wears an SSD; None is
+        without a limit. Weights, which are stored once, do not count.
     offload_dir: where the disk tier lies, and what later runs use again; None is the user's cache.
     dummy_weights: random weights of a known shape, in place of a checkpoint's.
     seed: of random weights; sampling has the seeds of `SamplingParams`.
@@ -51,6 +53,7 @@ class EngineOptions:
     device_memory: str | int | None = None
     host_memory: str | int | None = None
     disk_space: str | int | None = None
+    write_limit: str | int | None = None
     offload_dir: str | Path | None = None
     dummy_weights: bool = False
     seed: int = 0

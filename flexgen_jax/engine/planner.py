@@ -37,7 +37,8 @@ repeated."""
 class Planner:
     """The limits and the policy of one model; with `is_auto`, placements and batches are searched.
 
-    profile: of the machine to plan for; None is this machine's, measured if it is worth it.
+    write_limit: bytes that may be written to the disk a day, None for no limit; profile: of the
+    machine to plan for; None is this machine's, measured if it is worth it.
     """
 
     config: ModelConfig
@@ -52,6 +53,7 @@ class Planner:
     unified: bool
     sizes: KernelSizes
     progress: Progress
+    write_limit: int | None = None
     profile: HardwareProfile | None = None
     _plan: Plan | None = field(default=None, init=False)
     _budgets: Budgets | None = field(default=None, init=False)
@@ -83,6 +85,8 @@ class Planner:
         that fits."""
         if not self.is_auto:
             self._check(self._fitter(workload), self.policy)
+            if self.write_limit is not None:
+                self._check_writes(evaluate(self.problem(workload), self.policy))
             return self.policy
         best = self._best(workload)
         self._plan = self._staying(self.problem(workload), best)
@@ -105,6 +109,7 @@ class Planner:
             plans = search(self.problem(workload))
         if not plans:
             plans = [evaluate(self.problem(workload), self._fitted(workload))]
+            self._check_writes(plans[0])
         return plans[0]
 
     def _measure(self) -> None:
@@ -130,7 +135,7 @@ class Planner:
         ):
             if not self.budgets.shortfalls(problem.peak(policy)):
                 plan = evaluate(problem, policy)
-                if plan.total_s <= STAY * best.total_s:
+                if problem.is_met(plan) and plan.total_s <= STAY * best.total_s:
                     return plan
         return best
 
@@ -154,6 +159,7 @@ class Planner:
             workload=workload,
             base=self.policy,
             choices=Choices.keeping(self.policy),
+            write_limit=self.write_limit,
         )
 
     def _known_profile(self) -> HardwareProfile:
@@ -226,6 +232,14 @@ class Planner:
 
     def _fitter(self, workload: Workload) -> Fitter:
         return Fitter(self.config, self.dtype, workload, self.budgets, self.unified, self.sizes)
+
+    def _check_writes(self, plan: Plan) -> None:
+        if self.write_limit is not None and plan.written_a_day > self.write_limit:
+            raise BudgetError(
+                f"the plan writes {plan.written_a_day / 1e9:.3g} GB a day to the disk, and "
+                f"--write-limit allows {self.write_limit / 1e9:.3g} GB; raise it, move the KV "
+                "cache and the activations out of that tier, or use --cache-bits 4"
+            )
 
     def _check(self, fitter: Fitter, policy: Policy) -> None:
         missing = self.budgets.shortfalls(fitter.needed(policy))

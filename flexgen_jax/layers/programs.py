@@ -42,6 +42,10 @@ from flexgen_jax.models.storage import Storage
 Weights = Mapping[str, Kept]
 """A layer's tensors by path, e.g. "attention.q.kernel"."""
 
+MOST = 256
+"""Programs that are kept, those used last. On a CPU each takes about a hundred mappings of memory,
+at most 250, and Linux gives a process 65,530: one that has used them up crashes."""
+
 
 def _apply(module: Any, weights: Weights, *args: Any, **options: Any) -> Any:
     """Calls a module with a layer's tensors as its parameters."""
@@ -364,16 +368,13 @@ def _float(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-@lru_cache(maxsize=512)
-def _compile(
-    config: ModelConfig, formats: Formats, kernels: Kernels, kind: str, *shape: Any
-) -> jax.stages.Compiled:
-    lower = getattr(_Lowering(config, formats, kernels), kind)
-    lowered: jax.stages.Lowered = lower(*shape)
-    return lowered.compile(compiler_options=kernels.compiler_options(formats))
+@lru_cache(maxsize=MOST)
+def _compile(model: _Lowering, kind: str, *shape: Any) -> jax.stages.Compiled:
+    lowered: jax.stages.Lowered = getattr(model, kind)(*shape)
+    return lowered.compile(compiler_options=model.kernels.compiler_options(model.formats))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared in every step: `_lowering` makes one of a kind
 class _Lowering:
     """Traces each kind of program for its abstract arguments.
 
@@ -592,6 +593,9 @@ class _Lowering:
         return jax.jit(_head(self._head, choice)).lower(*args)
 
 
+_lowering = lru_cache(maxsize=64)(_Lowering)
+
+
 def _experts(layer: LayerSpec) -> ExpertsSpec:
     assert layer.experts is not None, "the layer has experts"
     return layer.experts
@@ -614,19 +618,19 @@ class Programs:
 
     def __init__(self, config: ModelConfig, formats: Formats, kernels: Kernels) -> None:
         self.kernels = kernels
-        self._model = (config, formats, kernels)
+        self._model = _lowering(config, formats, kernels)
         self._alike = model_spec(config).alike
-        self._found: dict[Any, jax.stages.Compiled] = {}
+        self._needed: dict[tuple[str, tuple[Any, ...]], int] = {}
         self._compile_s = 0.0
 
     @cached_property
     def plain(self) -> Programs:
         """The programs for decoder layers whose weights `unpack` has unpacked; these, if none are
         packed."""
-        config, formats, kernels = self._model
-        if formats.weight_bits == 16:
+        model = self._model
+        if model.formats.weight_bits == 16:
             return self
-        return Programs(config, replace(formats, weight_bits=16), kernels)
+        return Programs(model.config, replace(model.formats, weight_bits=16), model.kernels)
 
     @property
     def compile_s(self) -> float:
@@ -634,12 +638,12 @@ class Programs:
         return sum(programs._compile_s for programs in {self, self.plain})
 
     def _get(self, kind: str, *shape: Any) -> jax.stages.Compiled:
-        program = self._found.get((kind, shape))
-        if program is None:
-            started = time.perf_counter()
-            program = _compile(*self._model, kind, *shape)
+        before, started = _compile.cache_info().misses, time.perf_counter()
+        program = _compile(self._model, kind, *shape)
+        if _compile.cache_info().misses != before:
             self._compile_s += time.perf_counter() - started
-            self._found[kind, shape] = program
+        if (kind, shape) not in self._needed:
+            self._needed[kind, shape] = _workspace_of(program)
         return program
 
     def _of(self, kind: str, layer: LayerSpec, *shape: Any) -> jax.stages.Compiled:
@@ -797,11 +801,13 @@ class Programs:
     def workspace(self) -> int:
         """Bytes of temporaries and results of the program that needs most, of those compiled, with
         `plain`."""
-        compiled = [x for programs in {self, self.plain} for x in programs._found.values()]
-        stats = [program.memory_analysis() for program in compiled]
-        sizes = [
-            int(s.temp_size_in_bytes + s.output_size_in_bytes - s.alias_size_in_bytes)
-            for s in stats
-            if s
-        ]
-        return max(sizes, default=0)
+        known = [x for programs in {self, self.plain} for x in programs._needed.values()]
+        return max(known, default=0)
+
+
+def _workspace_of(program: jax.stages.Compiled) -> int:
+    """Returns the bytes of a program's temporaries and results."""
+    said = program.memory_analysis()
+    if said is None:
+        return 0
+    return int(said.temp_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes)

@@ -303,7 +303,7 @@ class BlockTerms:
     prefill, decode: for one decoder layer, and when decoding for one token, by resource (the
     paper's ctog, gtoc, dtoc and ctod under the names of `TRANSFERS`, and comp). T_pre and T_gen are
     at least as long as each of them. ends: seconds of embedding and head, for all tokens.
-    sequences: number of sequences in the block.
+    sequences: number of sequences in the block; written: bytes that a block writes to the disk.
     """
 
     prefill: dict[str, Linear]
@@ -312,6 +312,7 @@ class BlockTerms:
     tokens: int
     ends: float
     sequences: int
+    written: Linear
 
     def total_s(self, prefill: float, decode: float) -> float:
         """Returns a block's seconds (the paper's T) from those of one layer, T_pre and T_gen."""
@@ -335,13 +336,16 @@ def block_terms(costs: Costs, workload: Workload, unified: bool) -> BlockTerms:
     layers = len(costs.spec.decoders)
     formed = rows * (workload.prompt_len if workload.scores_prompts else 1)
     ends = workload.gen_len * batches * (costs.head_s(formed) + 2 * costs.hw.step_s)
+    prefill, decode = _prefill(costs, workload), _decode(costs, workload)
+    written = decode.moved["disk_write"] * (workload.gen_len - 1) + prefill.moved["disk_write"]
     return BlockTerms(
-        prefill=_combine(costs, _prefill(costs, workload), unified, is_prefill=True),
-        decode=_combine(costs, _decode(costs, workload), unified, is_prefill=False),
+        prefill=_combine(costs, prefill, unified, is_prefill=True),
+        decode=_combine(costs, decode, unified, is_prefill=False),
         layers=layers,
         tokens=workload.gen_len,
         ends=ends,
         sequences=rows * batches,
+        written=written * layers,
     )
 
 

@@ -102,10 +102,12 @@ def solve(
     memory: Mapping[Tier, Linear],
     budgets: Budgets,
     max_latency: float | None = None,
+    max_written: float | None = None,
 ) -> Solution | None:
     """Returns the fractions with the least total time within the budgets; None if nothing fits.
 
-    Variables: the nine fractions, T_pre and T_gen. max_latency: seconds of a whole block.
+    Variables: the nine fractions, T_pre and T_gen. max_latency: seconds of a whole block;
+    max_written: bytes that it may write to the disk.
     """
     from scipy.optimize import linprog
 
@@ -127,6 +129,8 @@ def solve(
             at_most(memory[tier], limit, {}, 1e9)
     if budgets.shared is not None:
         at_most(memory["device"] + memory["host"], budgets.shared, {}, 1e9)
+    if max_written is not None:
+        at_most(terms.written, max_written, {}, 1e9)
     steps = terms.layers * (terms.tokens - 1)
     if max_latency is not None:
         whole = {"T_pre": float(terms.layers), "T_gen": float(steps)}

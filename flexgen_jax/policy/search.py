@@ -56,6 +56,12 @@ GRAIN = 1000
 """Fractions are rounded to multiples of 1 / GRAIN."""
 
 
+DAY_S = 86_400
+
+LEAN = 0.9
+"""The share of a limit of written bytes that the linear program may use: the simulator decides."""
+
+
 @dataclass(frozen=True)
 class Choices:
     """Values that the search may choose from, in the order of preference."""
@@ -92,7 +98,8 @@ class Plan:
     block_sequences, num_sequences: sequences of one block, and of the workload; prefill_s,
     decode_s, total_s: seconds of all blocks of the workload; latency_s: seconds of one block;
     throughput: generated or scored tokens per second; peak_bytes: computed, by tier; busy_s:
-    seconds by resource; binding: the resource that is busy for the longest time in a block.
+    seconds by resource; binding: the resource that is busy for the longest time in a block;
+    written: bytes that are written to the disk, but for weights that are stored once.
     """
 
     policy: Policy
@@ -105,10 +112,16 @@ class Plan:
     peak_bytes: dict[Tier, int]
     busy_s: dict[str, float]
     binding: str
+    written: int = 0
 
     @property
     def total_s(self) -> float:
         return self.prefill_s + self.decode_s
+
+    @property
+    def written_a_day(self) -> float:
+        """Bytes that are written to the disk in a day of such work."""
+        return self.written / self.total_s * DAY_S
 
 
 @dataclass(frozen=True)
@@ -129,6 +142,7 @@ class Problem:
     base: a policy with everything that is not searched: schedule, overlap.
     max_latency: seconds that a block may take.
     min_throughput: token/s that are enough; the search then looks for the lowest latency.
+    write_limit: bytes that may be written to the disk a day, which wears it.
     """
 
     config: ModelConfig
@@ -141,6 +155,7 @@ class Problem:
     choices: Choices = field(default_factory=Choices)
     max_latency: float | None = None
     min_throughput: float | None = None
+    write_limit: int | None = None
 
     def costs(self, policy: Policy) -> Costs:
         return Costs(self.config, self.dtype, policy, self.hw)
@@ -157,6 +172,12 @@ class Problem:
 
     def peak(self, policy: Policy) -> dict[Tier, int]:
         return peak_bytes(self.plan(policy))
+
+    def is_met(self, plan: Plan) -> bool:
+        """Returns whether a plan keeps the limits of latency, throughput and writes."""
+        is_soon = self.max_latency is None or plan.latency_s <= self.max_latency
+        is_lean = self.write_limit is None or plan.written_a_day <= self.write_limit
+        return is_soon and is_lean and plan.throughput >= (self.min_throughput or 0.0)
 
 
 def policies(problem: Problem) -> Iterator[Policy]:
@@ -190,7 +211,13 @@ def solved(problem: Problem, policy: Policy, budgets: Budgets | None = None) -> 
     workload = problem.of_block(policy)
     terms = block_terms(costs, workload.typical, problem.unified)
     memory = memory_terms(costs, workload, problem.unified)
-    found = solve(terms, memory, budgets or problem.budgets, problem.max_latency)
+    limits = (terms, memory, budgets or problem.budgets, problem.max_latency)
+    found = solve(*limits)
+    if found is not None and problem.write_limit is not None:
+        # In the time of this solution; any that writes less takes no less.
+        allowed = LEAN * problem.write_limit * found.total_s / DAY_S
+        if terms.written.at(found.fractions) > allowed:
+            found = solve(*limits, allowed)
     if found is None:
         return None
     wanted = problem.workload.num_sequences or terms.sequences
@@ -390,6 +417,7 @@ def _plan(
         peak_bytes=needed,
         busy_s={name: sum(block.busy_s[name] for block in blocks) for name in blocks[0].busy_s},
         binding=blocks[0].binding,
+        written=sum(block.bytes.get("disk_write", 0) for block in blocks),
     )
 
 
@@ -431,7 +459,7 @@ def _search(problem: Problem) -> list[Plan]:
             [plan.throughput, *(evaluate(other, policy).throughput for other in others)]
         )
         for policy, plan in found.items()
-        if _meets_limits(problem, plan)
+        if problem.is_met(plan)
     }
     return _ranked(problem, [found[policy] for policy in scores], scores)
 
@@ -447,7 +475,7 @@ def _search_once(problem: Problem) -> list[Plan]:
             continue
         looked_at.add(found.plan.policy)
         plan = _evaluated(problem, found)
-        plans += [plan] if _meets_limits(problem, plan) else []
+        plans += [plan] if problem.is_met(plan) else []
         if len(plans) == CHECKED or len(looked_at) == 4 * CHECKED:
             break
     return _ranked(problem, plans, {plan.policy: plan.throughput for plan in plans})
@@ -468,11 +496,6 @@ def _ranked(problem: Problem, plans: list[Plan], scores: Mapping[Policy, float])
     near = [plan for plan in ordered if scores[plan.policy] >= enough]
     near.sort(key=lambda plan: plan.block_sequences)
     return near + [plan for plan in ordered if plan not in near]
-
-
-def _meets_limits(problem: Problem, plan: Plan) -> bool:
-    is_soon = problem.max_latency is None or plan.latency_s <= problem.max_latency
-    return is_soon and plan.throughput >= (problem.min_throughput or 0.0)
 
 
 def _shortlist(problem: Problem, found: list[Candidate]) -> list[Candidate]:

@@ -335,6 +335,20 @@ def test_a_busy_machines_profile_is_not_kept(
     assert ("varied by 40 %" in capsys.readouterr().err) is not is_kept
 
 
+def test_a_policy_that_writes_too_much_is_refused(
+    checkpoint: Callable[[], Path], tmp_path: Path
+) -> None:
+    policy = Policy.from_percent(100, 0, 0, 0, 0, 0, batch_size=4, num_batches=2, kv_block_tokens=4)
+    options: dict[str, Any] = {"policy": policy, "offload_dir": tmp_path, "dtype": "float32"}
+    with (
+        LLM(checkpoint(), write_limit="1MB", **options) as llm,
+        pytest.raises(UserError, match=r"writes .* GB a day .* --write-limit allows 0\.001 GB"),
+    ):
+        tokens(llm)
+    with LLM(checkpoint(), write_limit="1000TB", **options) as llm:
+        assert len(tokens(llm)) == len(prompts())
+
+
 def test_a_misspelt_machine_is_found_at_once(checkpoint: Callable[[], Path]) -> None:
     with pytest.raises(UserError, match="abacus"):
         LLM(checkpoint(), hardware="abacus")

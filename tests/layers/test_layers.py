@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 import hypothesis.extra.numpy as hnp
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from flexgen_jax.cpu import attention
 from flexgen_jax.cpu.backend import CPU_TUNING
+from flexgen_jax.layers import programs
 from flexgen_jax.layers.attention import attend, causal_attention, merge
 from flexgen_jax.layers.decoder import DecoderLayer
 from flexgen_jax.layers.embedding import Embedding, Head
@@ -26,7 +30,7 @@ from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.hardware import KernelSizes
 from tests.helpers.cases import covering
-from tests.helpers.kernels import CPU, XLA
+from tests.helpers.kernels import CPU, XLA, XLA_ON_CPU
 from tests.helpers.models import BASE, VARIANTS
 
 RNG = np.random.default_rng(0)
@@ -322,3 +326,23 @@ def test_sample_follows_the_distribution_and_the_row_alone() -> None:
     drawn = draw(rows)
     np.testing.assert_allclose(np.bincount(drawn) / rows, [0.1, 0.2, 0.7], atol=0.03)
     np.testing.assert_array_equal(drawn[:5], draw(5))
+
+
+@pytest.mark.cpu_device
+def test_programs_that_are_dropped_give_their_memory_back() -> None:
+    """Each has some hundred mappings, of which a process may have 65,530."""
+
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    programs._compile.cache_clear()
+    gc.collect()
+    before = mappings()
+    found = Programs(read_config(BASE), Formats("float32"), XLA_ON_CPU)
+    for rows in (1, 2, 3):
+        found.prefill(model_spec(read_config(BASE)).decoders[0], rows, (16,))
+    made = mappings() - before
+    assert 3 * 20 < made < 3 * 400
+    programs._compile.cache_clear()
+    gc.collect()
+    assert mappings() - before < made / 4

@@ -94,10 +94,12 @@ class Counted:
         kinds: dict[int, str] = {}
         compiled, call = programs._compile, jax.stages.Compiled.__call__
 
-        def compile_(config: Any, formats: Any, kernels: Any, kind: str, *shape: Any) -> Any:
-            found = compiled(config, formats, kernels, kind, *shape)
+        def compile_(model: Any, kind: str, *shape: Any) -> Any:
+            found = compiled(model, kind, *shape)
             kinds[id(found)] = kind
             return found
+
+        compile_.cache_info = compiled.cache_info  # type: ignore[attr-defined]
 
         def counted(found: jax.stages.Compiled, *args: Any) -> Any:
             self.calls[kinds[id(found)]] += 1

@@ -131,6 +131,18 @@ def test_limits_are_kept() -> None:
     assert search(replace(free, max_latency=0.001)) == []
 
 
+def test_no_more_is_written_to_the_disk_than_allowed() -> None:
+    """A plan that keeps KV cache on disk gives way to one that writes less, down to nothing."""
+    free = problem("facebook/opt-30b", budgets=Budgets(14 * GB, 40 * GB, 900 * GB))
+    fastest = search(free)[0]
+    assert fastest.written_a_day > 1e12
+    for share in (0.3, 0.0):
+        limit = int(share * fastest.written_a_day)
+        plans = search(replace(free, write_limit=limit))
+        assert plans and all(plan.written_a_day <= limit for plan in plans)
+        assert plans[0].throughput < fastest.throughput
+
+
 @pytest.mark.slow
 def test_compression_is_chosen_only_where_allowed() -> None:
     asked = problem("facebook/opt-175b", workload=Workload(512, 32, 0))
