@@ -11,6 +11,7 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
+    MutableSequence,
     Sequence,
 )
 from dataclasses import replace
@@ -41,16 +42,15 @@ from flexgen_jax.engine.outputs import (
     TokenLogprob,
     failed,
 )
+from flexgen_jax.engine.pairs import Context, Split
 from flexgen_jax.engine.planner import Planner
 from flexgen_jax.engine.requests import (
-    LEAST_PREFIX,
     EncodedRequest,
     Prefix,
     Request,
     check_ids,
     check_lengths,
     check_params,
-    common_length,
     encoder,
     room_for,
     shared_tokens,
@@ -67,6 +67,7 @@ from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.chat import Message
 from flexgen_jax.models.defaults import SamplingDefaults
 from flexgen_jax.models.loading import open_model, resolve_dtype
+from flexgen_jax.models.spec import model_spec
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.trace import Trace
@@ -305,6 +306,14 @@ class LLM:
         sequence, and a window begins elsewhere in each."""
         return not (self._planner.policy.is_sparse or self.config.has_windows)
 
+    @property
+    def _branches(self) -> bool:
+        """Whether a row may have several continuations: not with frequencies that depend on a
+        sequence's length either."""
+        layers = model_spec(self.config).decoders
+        kinds = {x.attention.rotary.kind for x in layers if x.attention.rotary is not None}
+        return self._shares and "longrope" not in kinds
+
     def cancel(self, request_id: str) -> None:
         """Ends a request with the tokens that it has, from `on_token` or another thread; its result
         says "cancelled". In `generate`, its id is the prompt's index as a text."""
@@ -350,6 +359,11 @@ class LLM:
                     EncodedRequest(index, before, params, 1, prefix_len=prefix, scored=scored)
                 )
         check_lengths([[*r.prompt_ids, *r.forced[1:]] for r in requests], 0, self.config)
+        return self._score_requests(requests, given)
+
+    def _score_requests(
+        self, requests: Sequence[EncodedRequest], given: Sequence[str | None]
+    ) -> list[ScoreOutput]:
         scoring = Scoring()
         scoring.begin(requests)
         for _ in self._serve(Incoming(Listed(requests)), scoring):
@@ -370,7 +384,8 @@ class LLM:
             beginning of a context that do not fit into the model's are left out.
         through_cache: as in `score`.
 
-        What all contexts begin with, such as examples, is computed once. Raises `UserError` for a
+        What all contexts begin with, such as examples, is computed once, or else the context that
+        several continuations have. Raises `UserError` for a
         context without a token, and for a continuation without one or that does not fit by itself.
         """
         if len(contexts) != len(continuations):
@@ -391,15 +406,31 @@ class LLM:
         if not rows:
             return []
         ids = self._inputs(None, rows)[1]
-        own = min(len(row) - count for row, count in zip(ids, lengths, strict=True))
-        prefix = min(common_length(ids), own - 1)
-        if through_cache or len(ids) < 2 or prefix < LEAST_PREFIX or not self._shares:
-            prefix = 0
-        scores = self._scored([None] * len(ids), ids, through_cache, prefix)
-        return [
-            PairScore(x.token_ids[-count:], x.logprobs[-count:], all(x.greedy[-count:]))
-            for x, count in zip(scores, lengths, strict=True)
-        ]
+        can_share = self._branches and not through_cache
+        split = Split.of(ids, lengths, self.config.max_positions if can_share else None)
+        scores: list[PairScore | None] = [None] * len(ids)
+        alone = [ids[number] for number in split.alone]
+        found = self._scored([None] * len(alone), alone, through_cache, split.prefix)
+        for number, score in zip(split.alone, found, strict=True):
+            tokens = ids[number][-lengths[number] :]
+            scores[number] = PairScore.of(tokens, score.logprobs, score.greedy)
+        for alike in split.branched.values():
+            self._score_branches(alike, scores)
+        return cast("list[PairScore]", scores)
+
+    def _score_branches(
+        self, contexts: Sequence[Context], scores: MutableSequence[PairScore | None]
+    ) -> None:
+        """Scores the continuations of contexts that have equally many, of about equal length."""
+        requests = [c.encoded(n, self.config.pad_id) for n, c in enumerate(contexts)]
+        found = self._score_requests(requests, [None] * len(requests))
+        for context, score in zip(contexts, found, strict=True):
+            start = 0
+            for number, tokens in zip(context.numbers, context.continuations, strict=True):
+                stop = start + len(tokens)
+                part = slice(start, stop)
+                scores[number] = PairScore.of(tokens, score.logprobs[part], score.greedy[part])
+                start = stop
 
     def _pair(self, context: Text, continuation: Text) -> tuple[list[int], int]:
         """Returns the tokens of a context and its continuation, and how many the latter has."""
@@ -508,11 +539,12 @@ class LLM:
                 forced[row, : len(request.forced)] = request.forced
             return Batch(ids, first_valid, forced=forced, most=most)
         if is_scoring:
-            targets = np.zeros_like(ids)
+            branches = members[0].branches
+            targets = np.zeros((rows, branches.total if branches else ids.shape[1]), np.int32)
             for row, request in enumerate(members):
                 if request.scored:
-                    targets[row, -len(request.scored) :] = request.scored
-            return Batch(ids, first_valid, targets=targets, most=most)
+                    targets[row, -len(request.scored) :] = np.maximum(request.scored, 0)
+            return Batch(ids, first_valid, targets=targets, most=most, branches=branches)
         params = [r.params for r in members] + [SamplingParams()] * fill
         places = [r.draws_from for r in members] + [0] * fill
         starts = [r.continued for r in members] + [0] * fill

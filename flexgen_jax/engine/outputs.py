@@ -12,7 +12,7 @@ import numpy as np
 
 from flexgen_jax.engine.feed import Source
 from flexgen_jax.engine.grammar import Grammars, Matcher
-from flexgen_jax.engine.requests import EncodedRequest, Request
+from flexgen_jax.engine.requests import NOTHING, EncodedRequest, Request
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.progress import Amount
 
@@ -77,6 +77,12 @@ class PairScore:
     token_ids: list[int]
     logprobs: list[float]
     is_greedy: bool
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], logprobs: list[float], greedy: list[bool]) -> PairScore:
+        """Returns the score of the last tokens of which there are log-probabilities."""
+        count = len(tokens)
+        return cls(list(tokens), logprobs[-count:], all(greedy[-count:]))
 
     @property
     def total(self) -> float:
@@ -344,6 +350,11 @@ class Admitted:
         return taken
 
 
+def _wanted(request: EncodedRequest) -> int:
+    """Returns how many of a request's tokens are to be scored."""
+    return len(request.forced) + sum(token != NOTHING for token in request.scored)
+
+
 class Scoring:
     """Collects log-probabilities of prompts, or of the tokens that are forced upon them."""
 
@@ -362,7 +373,7 @@ class Scoring:
 
     def progress(self) -> Amount:
         """Returns how many tokens are scored."""
-        total = sum(len(r.scored) + len(r.forced) for r in self._requests)
+        total = sum(map(_wanted, self._requests))
         return Amount(self.num_tokens, total, len(self._logprobs))
 
     def receive(
@@ -375,17 +386,15 @@ class Scoring:
             logprobs, greedy = (x[row] for x in found)
             count = 1 if token < len(request.forced) else len(request.scored)
             if count:
-                self._logprobs[request.index] += logprobs[-count:].tolist()
-                self._greedy[request.index] += greedy[-count:].tolist()
+                tokens = request.scored if token >= len(request.forced) else (0,)
+                kept = [n for n, target in enumerate(tokens, -count) if target != NOTHING]
+                self._logprobs[request.index] += logprobs[kept].tolist()
+                self._greedy[request.index] += greedy[kept].tolist()
         return [row for row, r in enumerate(requests) if token + 1 < len(r.forced)]
 
     def restart(self) -> list[EncodedRequest]:
         """Returns the requests that are not finished, and drops what was collected for them."""
-        left = [
-            r
-            for r in self._requests
-            if len(self._logprobs[r.index]) < len(r.scored) + len(r.forced)
-        ]
+        left = [r for r in self._requests if len(self._logprobs[r.index]) < _wanted(r)]
         for request in left:
             self._logprobs.pop(request.index)
             self._greedy.pop(request.index, None)

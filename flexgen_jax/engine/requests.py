@@ -9,6 +9,7 @@ from typing import Any
 from flexgen_jax.engine.grammar import Grammars
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.errors import PromptError, UserError
+from flexgen_jax.layers.rotary import Branches
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.tokenizer import Tokenizer
 
@@ -40,6 +41,10 @@ class Request:
     place: int | None = None
 
 
+NOTHING = -1
+"""In place of a token where none is scored."""
+
+
 @dataclass(frozen=True)
 class EncodedRequest:
     """One sequence to continue.
@@ -49,7 +54,9 @@ class EncodedRequest:
     order to score them; scored: the tokens after each of the prompt's, if these are to be scored;
     id, prompt: as given; prefix_len: how many of the prompt's first tokens are
     a prefix that other requests share; continued: how many of its last tokens are of the text, made
-    by an earlier run; place: what its random draws follow from, None for the index.
+    by an earlier run; place: what its random draws follow from, None for the index; branches: what
+    the prompt ends with, in which case `scored` has the tokens after each of theirs, and `NOTHING`
+    after padding.
     """
 
     index: int
@@ -63,6 +70,7 @@ class EncodedRequest:
     continued: int = 0
     place: int | None = None
     scored: tuple[int, ...] = ()
+    branches: Branches | None = None
 
     @property
     def draws_from(self) -> int:

@@ -24,7 +24,7 @@ from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.norm import Norm
 from flexgen_jax.layers.quantization import Kept
-from flexgen_jax.layers.rotary import Rows, angles, rotate
+from flexgen_jax.layers.rotary import Branches, Rows, angles, rotate
 from flexgen_jax.layers.sparse_attention import attend_top
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.parts import AttentionSpec, LayerParts, MLPSpec
@@ -44,6 +44,14 @@ def append(tail: Tail, new: Tail, at: jax.Array) -> Tail:
         for into, x in zip(tail, new, strict=True)
     )
     return key, value
+
+
+def _apart(x: jax.Array, branches: Branches) -> jax.Array:
+    """Returns the branches of each row as rows: [batch, head, branches x token, element] as
+    [batch x branches, head, token, element]."""
+    batch, heads, _, size = x.shape
+    split = x.reshape(batch, heads, branches.count, branches.tokens, size)
+    return split.swapaxes(1, 2).reshape(-1, heads, branches.tokens, size)
 
 
 class SelfAttention(nn.Module):
@@ -75,6 +83,32 @@ class SelfAttention(nn.Module):
         args = (query, key, value, rows.first_valid)
         out, block = self.kernels.prefill_attention(*args, spec)
         return self.out(out.reshape(*x.shape[:2], -1)), block
+
+    def prefill_branches(
+        self, x: jax.Array, rows: Rows, branches: Branches
+    ) -> tuple[jax.Array, KVPair]:
+        """Attends within contexts and within their branches, x: [batch, token, hidden]; each branch
+        sees its context and itself alone. The result is that of `prefill`."""
+        start, spec, (batch, tokens, _) = jnp.int32(0), self.spec, x.shape
+        query = self._query(x, start, rows)
+        key, value = self._key_value(x, start, rows)
+        own = tokens - branches.total
+        first = jnp.minimum(rows.first_valid, own - 1)  # one is computed where there is none
+        mine = (query[:, :own], key[:, :own], value[:, :own])
+        out, block = self.kernels.prefill_attention(*mine, first, spec)
+        q, k, v = (side[:, own:].swapaxes(1, 2) for side in (query, key, value))
+        # All branches attend to the context as one, each to itself as a row of its own.
+        far = self.kernels.chunk_attention(q, *block, rows.first_valid, jnp.int32(own), spec)
+        rows_of_branches = (_apart(q, branches), _apart(k, branches), _apart(v, branches))
+        none = jnp.zeros(batch * branches.count, jnp.int32)
+        near = self.kernels.chunk_attention(*rows_of_branches, none, jnp.int32(0), spec)
+        far = (_apart(far[0], branches), _apart(far[1][..., None], branches)[..., 0])
+        merged = join_heads(merge([near, far])[0].astype(self.dtype))
+        out = out.reshape(batch, own, -1)
+        out = jnp.concatenate([out, merged.reshape(batch, branches.total, -1)], axis=1)
+        both = zip(block, (k, v), strict=True)
+        key, value = (jnp.concatenate(sides, axis=2) for sides in both)
+        return self.out(out), (key, value)
 
     def prefill_last(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, KVPair]:
         """Attends with only the last token of a prompt x, [batch, token, hidden].
@@ -179,18 +213,24 @@ class DecoderLayer(nn.Module):
             self.mlp_result_norm = Norm(config.norm, self.dtype)
 
     def prefill(
-        self, hidden: jax.Array, rows: Rows, only_last: bool = False
+        self,
+        hidden: jax.Array,
+        rows: Rows,
+        only_last: bool = False,
+        branches: Branches | None = None,
     ) -> tuple[jax.Array, KVBlock]:
         """Runs a prompt's hidden states, [batch, token, hidden], through the layer.
 
         Returns the new hidden states, and the prompt's keys and values. With `only_last`, hidden
         states are those of the last token, [batch, 1, hidden], which is all that is used of the
-        last layer; keys and values are those of all tokens.
+        last layer; keys and values are those of all tokens. branches: what the rows end with.
         """
         x = self._attention_input(hidden)
         if only_last:
             out, block = self.attention.prefill_last(x, rows)
             hidden = hidden[:, -1:]
+        elif branches is not None:
+            out, block = self.attention.prefill_branches(x, rows, branches)
         else:
             out, block = self.attention.prefill(x, rows)
         return self._after_attention(hidden, out), block

@@ -24,7 +24,7 @@ from flexgen_jax.layers.groups import Segment, in_groups, in_segments
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble, dequantize, quantize_as
-from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.layers.rotary import Branches, Rows
 from flexgen_jax.layers.sampling import (
     Choice,
     adjust,
@@ -53,8 +53,10 @@ def _apply(module: Any, weights: Weights, *args: Any, **options: Any) -> Any:
     return module.apply(variables, *args, **options)
 
 
-def _embed(module: Embedding) -> Callable[..., Any]:
+def _embed(module: Embedding, branches: Branches | None) -> Callable[..., Any]:
     def embed(weights: Weights, ids: jax.Array, start: jax.Array, rows: Rows) -> Any:
+        if branches is not None:
+            rows = rows._replace(columns=jnp.asarray(branches.columns(ids.shape[1])))
         hidden = _apply(module, weights, ids, start, rows)
         return hidden, _checked(jnp.zeros(2, jnp.int32), jnp.isfinite(hidden).all())
 
@@ -75,6 +77,7 @@ def _prefill(
     cuts: tuple[int, ...],
     only_last: bool,
     segments: tuple[Segment, ...],
+    branches: Branches | None,
 ) -> Callable[..., Any]:
     sizes = layer.kernels.sizes
 
@@ -87,10 +90,11 @@ def _prefill(
         sequence's hidden states are finite, which is checked while they are in the CPU's cache.
         """
         first_valid, most = each
-        rows = _rows(before, (first_valid - skipped, most))
-        hidden, (key, value) = _apply(
-            layer, weights, hidden[:, skipped:], rows, only_last=only_last, method="prefill"
-        )
+        rows, hidden = _rows(before, (first_valid - skipped, most)), hidden[:, skipped:]
+        if branches is not None:
+            rows = rows._replace(columns=jnp.asarray(branches.columns(hidden.shape[1])))
+        how = {"only_last": only_last, "branches": branches}
+        hidden, (key, value) = _apply(layer, weights, hidden, rows, **how, method="prefill")
         hidden = hidden if only_last else _padded(hidden, skipped, axis=1)
         key, value = (_padded(x, skipped, axis=2) for x in (key, value))
         blocks, start = [], 0
@@ -339,8 +343,9 @@ def _head(module: Head, choice: Choice) -> Callable[..., Any]:
 
 def _score(module: Head) -> Callable[..., Any]:
     def score(weights: Weights, hidden: jax.Array, checks: jax.Array, targets: jax.Array) -> Any:
-        """Returns each target's log-probability, fp32 [batch, token], whether it is the greedy
-        choice, and the checks."""
+        """Returns the log-probability of each target, fp32 [batch, token], whether it is the greedy
+        choice, and the checks. Targets are those of the last tokens."""
+        hidden = hidden[:, -targets.shape[1] :]
 
         def some(rows: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
             logits = _apply(module, weights, rows)
@@ -425,10 +430,10 @@ class _Lowering:
     def _query(self, layer: int, batch: int) -> jax.ShapeDtypeStruct:
         return self._array(*self._attention(layer).query_shape(batch))
 
-    def embed(self, batch: int, tokens: int) -> jax.stages.Lowered:
+    def embed(self, batch: int, tokens: int, branches: Branches | None) -> jax.stages.Lowered:
         module = Embedding(self.config, self.kernels, self._dtype)
         args = (self._weights(self._spec.embedding), _int(batch, tokens), _int(), _batch(batch))
-        return jax.jit(_embed(module)).lower(*args)
+        return jax.jit(_embed(module, branches)).lower(*args)
 
     def prefill(
         self,
@@ -437,9 +442,10 @@ class _Lowering:
         cuts: tuple[int, ...],
         only_last: bool,
         segments: tuple[Segment, ...],
+        branches: Branches | None,
     ) -> jax.stages.Lowered:
         attention, weights = self._attention(layer), self._weights(self._spec.layers[layer])
-        how = (cuts, only_last, segments)
+        how = (cuts, only_last, segments, branches)
         program = _prefill(self._decoder(layer), self.formats, attention, *how)
         hidden = self._hidden(batch, sum(cuts))
         return jax.jit(program).lower(weights, hidden, _int(2), _batch(batch))
@@ -575,8 +581,8 @@ class _Lowering:
     def seal(self, layer: int, batch: int, tail: int) -> jax.stages.Lowered:
         return jax.jit(partial(_seal, self.formats)).lower(self._tail(layer, batch, tail))
 
-    def score(self, batch: int, tokens: int) -> jax.stages.Lowered:
-        args = (self._hidden(batch, tokens), _int(2), _int(batch, tokens))
+    def score(self, batch: int, tokens: int, scored: int) -> jax.stages.Lowered:
+        args = (self._hidden(batch, tokens), _int(2), _int(batch, scored))
         return jax.jit(_score(self._head)).lower(self._weights(self._spec.head), *args)
 
     def head(self, batch: int, choice: Choice) -> jax.stages.Lowered:
@@ -649,9 +655,12 @@ class Programs:
     def _of(self, kind: str, layer: LayerSpec, *shape: Any) -> jax.stages.Compiled:
         return self._get(kind, self._alike[layer.index], *shape)
 
-    def embed(self, batch: int, tokens: int) -> jax.stages.Compiled:
-        """Embeds tokens: (weights, ids [batch, token], start, rows) -> hidden, checks."""
-        return self._get("embed", batch, tokens)
+    def embed(
+        self, batch: int, tokens: int, branches: Branches | None = None
+    ) -> jax.stages.Compiled:
+        """Embeds tokens: (weights, ids [batch, token], start, rows) -> hidden, checks. branches:
+        what the rows end with."""
+        return self._get("embed", batch, tokens, branches)
 
     def prefill(
         self,
@@ -660,14 +669,16 @@ class Programs:
         cuts: tuple[int, ...],
         only_last: bool = False,
         segments: tuple[Segment, ...] = (),
+        branches: Branches | None = None,
     ) -> jax.stages.Compiled:
         """Prefills a decoder layer: (weights, hidden, checks, rows) -> hidden, blocks,
         checks.
 
         Hidden states are those of all tokens, or with `only_last` of the last one. The KV blocks
-        have `cuts` tokens. segments: padding to leave out; by default none.
+        have `cuts` tokens. segments: padding to leave out; by default none; branches: what the rows
+        end with.
         """
-        return self._of("prefill", layer, batch, cuts, only_last, segments)
+        return self._of("prefill", layer, batch, cuts, only_last, segments, branches)
 
     def project_chunk(
         self, layer: LayerSpec, batch: int, tokens: int, asked: int
@@ -792,10 +803,11 @@ class Programs:
         log-probabilities, the ids come with `log_probabilities`."""
         return self._get("head", batch, choice)
 
-    def score(self, batch: int, tokens: int) -> jax.stages.Compiled:
-        """Scores tokens: (weights, hidden, checks, targets [batch, token]) -> (log-probabilities,
-        whether they are the greedy choices, each [batch, token]), checks."""
-        return self._get("score", batch, tokens)
+    def score(self, batch: int, tokens: int, scored: int) -> jax.stages.Compiled:
+        """Scores the last `scored` of a batch's tokens: (weights, hidden, checks, targets [batch,
+        scored]) -> (log-probabilities, whether they are the greedy choices, each [batch, scored]),
+        checks."""
+        return self._get("score", batch, tokens, scored)
 
     @property
     def workspace(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil, floor, log, pi
 from typing import Any, NamedTuple
 
@@ -12,17 +13,39 @@ import numpy as np
 from flexgen_jax.models.parts import Rotary
 
 
+@dataclass(frozen=True)
+class Branches:
+    """Continuations of one context in one row: at its end there are `count` branches of `tokens`
+    tokens each, with padding after shorter ones. Each goes on where the context ends."""
+
+    count: int
+    tokens: int
+
+    @property
+    def total(self) -> int:
+        """Tokens of all branches."""
+        return self.count * self.tokens
+
+    def columns(self, tokens: int) -> np.ndarray:
+        """Returns how far each of a row's tokens is from the row's first column in its own
+        sequence, int32 [token]."""
+        context = tokens - self.total
+        each = np.tile(context + np.arange(self.tokens), self.count)
+        return np.concatenate([np.arange(context), each]).astype(np.int32)
+
+
 class Rows(NamedTuple):
     """Where the sequences of a batch are: arrays of NumPy or of JAX, or their shapes.
 
     first_valid: int32 [batch], the index of each sequence's first real token; before: int32 [], the
     number of tokens of a prefix before all of them; most: int32 [batch], the most tokens that each
-    sequence may have in the end, with the prefix.
+    sequence may have in the end, with the prefix; columns: see `Branches`, None without.
     """
 
     first_valid: Any
     before: Any
     most: Any
+    columns: Any = None
 
     @classmethod
     def of(
@@ -41,7 +64,7 @@ class Rows(NamedTuple):
     def positions(self, start: jax.Array, tokens: int) -> jax.Array:
         """Returns the positions of `tokens` tokens from index `start` on, int32 [batch, token];
         padding has positions below those of a sequence."""
-        column = start + jnp.arange(tokens)
+        column = start + jnp.arange(tokens) if self.columns is None else self.columns
         found: jax.Array = self.before + column[None, :] - self.first_valid[:, None]
         return found
 

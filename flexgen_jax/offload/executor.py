@@ -14,7 +14,7 @@ import numpy as np
 
 from flexgen_jax.errors import UserError
 from flexgen_jax.layers.decoder import KVBlock
-from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.layers.rotary import Branches, Rows
 from flexgen_jax.layers.sampling import Choice
 from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.offload.activations import Activations
@@ -53,7 +53,8 @@ class Batch:
     token, or () for greedy decoding; targets: int32 [batch, token] to score the prompt against,
     instead of generating; forced: int32 [batch, generated token] to score and to continue with;
     most: int32 [batch], the tokens of each prompt and the most that follow; logprobs: how many
-    tokens are returned with log-probabilities beside the chosen one, None without any.
+    tokens are returned with log-probabilities beside the chosen one, None without any; branches:
+    what each row ends with, whose tokens alone are scored then.
     """
 
     ids: np.ndarray
@@ -63,6 +64,7 @@ class Batch:
     forced: np.ndarray | None = None
     most: np.ndarray | None = None
     logprobs: int | None = None
+    branches: Branches | None = None
 
     @property
     def size(self) -> int:
@@ -79,6 +81,7 @@ class Batch:
             None if self.forced is None else self.forced[index],
             None if self.most is None else self.most[index],
             self.logprobs,
+            self.branches,
         )
 
     @property
@@ -377,7 +380,7 @@ class BlockRun:
             ids = self._ids[step.batch]
         else:
             ids = batch.ids[:, span.start : span.start + span.tokens]
-        program = self._device.programs.embed(batch.size, span.tokens)
+        program = self._device.programs.embed(batch.size, span.tokens, batch.branches)
         start = self._device.memories.numbers(span.start)
         hidden, checks = program(weights, ids, start, self._placed[step.batch])
         if 0 < step.token + 1 < self._plan.batches[step.batch].gen_len:
@@ -390,7 +393,7 @@ class BlockRun:
         constant, given = self._device.memories.constant, self._batches[batch]
         before = 0 if batch == PREFIX else self._plan.shape.prefix
         rows = Rows.of(given.first_valid, given.prompt_len, before, given.most)
-        self._placed[batch] = Rows(*map(constant, rows))
+        self._placed[batch] = jax.tree.map(constant, rows)
         self._sampling[batch] = tuple(map(constant, given.sampling))
 
     def shrink(self, step: Step, rows: int) -> None:
@@ -423,7 +426,8 @@ class BlockRun:
         only_last = self._plan.only_last(step.layer, step.batch)
         layer = self._layers[step.layer]
         segments = self._segments[step.batch]
-        program = self._layer_programs.prefill(layer, batch.size, cuts, only_last, segments)
+        how = (cuts, only_last, segments, batch.branches)
+        program = self._layer_programs.prefill(layer, batch.size, *how)
         before, placed = self._checks[step.batch], self._placed[step.batch]
         hidden, blocks, checks = program(weights, hidden, before, placed)
         return Computed(checks, hidden, blocks)
@@ -565,7 +569,8 @@ class BlockRun:
             else:
                 assert batch.forced is not None
                 target = batch.forced[:, step.token : step.token + 1]
-            result, checks = programs.score(batch.size, target.shape[1])(*args, target)
+            shape = (batch.size, hidden.shape[1], target.shape[1])
+            result, checks = programs.score(*shape)(*args, target)
             self._ids[step.batch] = target[:, -1:]  # for a step that may still be dispatched
         else:
             sampling = self._sampling[step.batch]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,11 @@ from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, UserError
 from flexgen_jax.cli.main import main
+from flexgen_jax.engine.pairs import Split
+from flexgen_jax.engine.requests import NOTHING
 from flexgen_jax.evaluation.perplexity import perplexity, windows
 from tests.helpers.models import PLACEMENTS
+from tests.helpers.numpy_llama import LLAMA, MIXTRAL, write
 from tests.helpers.numpy_opt import NumpyOpt, reference
 
 TEXT = [2, *np.random.default_rng(5).integers(4, 96, 250).tolist()]
@@ -95,6 +99,66 @@ def test_what_contexts_begin_with_is_computed_once(llm: LLM, model: NumpyOpt) ->
         for context, continuation, score in zip(contexts, continuations, found, strict=False):
             expected = model.logprobs([*context, *continuation])[-len(continuation) :]
             np.testing.assert_allclose(score.logprobs, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("raw", [LLAMA, MIXTRAL], ids=["llama", "mixtral"])
+@pytest.mark.parametrize("percent", PLACEMENTS[1::2])
+def test_a_context_is_computed_once_for_its_continuations(
+    raw: dict[str, Any], percent: tuple[float, ...], tmp_path: Path
+) -> None:
+    """Contexts of several lengths with two or three continuations each, of one to nine tokens, and
+    one with a continuation alone."""
+    rng = np.random.default_rng(0)
+    model = write(tmp_path / "m", raw)
+    contexts, continuations = [], []
+    for tokens, counts in (
+        (20, (1, 3, 8)),
+        (31, (2, 8, 5)),
+        (50, (9, 2)),
+        (25, (4,)),
+        (9, (3, 2, 1)),
+    ):
+        context = rng.integers(3, 96, tokens).tolist()
+        contexts += [context] * len(counts)
+        continuations += [rng.integers(3, 96, n).tolist() for n in counts]
+    order = rng.permutation(len(contexts))
+    contexts, continuations = ([x[n] for n in order] for x in (contexts, continuations))
+    rows = [[*left, *right] for left, right in zip(contexts, continuations, strict=True)]
+    split = Split.of(rows, [*map(len, continuations)], 96)
+    assert (len(split.branched), len(split.alone)) == (2, 4)  # one context is too short
+    policy = Policy.from_percent(*percent, batch_size=2)
+    with LLM(tmp_path / "m", dtype="float32", policy=policy, offload_dir=tmp_path / "o") as llm:
+        found = llm.score_pairs(contexts, continuations)
+    for context, continuation, score in zip(contexts, continuations, found, strict=True):
+        expected = model.logprobs([*context, *continuation])[-len(continuation) :]
+        np.testing.assert_allclose(score.logprobs, expected, rtol=1e-4, atol=1e-4)
+        assert score.token_ids == continuation
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(2, 60), st.integers(1, 20)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(50, 200),
+)
+def test_every_pair_is_computed_once(pairs: list[tuple[int, int, int]], most: int) -> None:
+    rows = [[kind] * context + [50 + n] * count for n, (kind, context, count) in enumerate(pairs)]
+    lengths = [count for _, _, count in pairs]
+    split = Split.of(rows, lengths, most)
+    contexts = [context for found in split.branched.values() for context in found]
+    numbers = [*split.alone, *(n for context in contexts for n in context.numbers)]
+    assert sorted(numbers) == list(range(len(rows)))
+    for branches, found in split.branched.items():
+        for context in found:
+            request = context.encoded(0, 1)
+            assert len(request.prompt_ids) == context.computed <= most
+            assert len(request.scored) == branches.total == request.branches.total  # type: ignore[union-attr]
+            wanted = [t for n in context.numbers for t in rows[n][-lengths[n] :]]
+            assert [token for token in request.scored if token != NOTHING] == wanted
+    alone = sum(len(rows[n]) - split.prefix for n in split.alone) + split.prefix
+    assert alone + sum(context.computed for context in contexts) <= sum(map(len, rows))
 
 
 def test_greedy_continuations_are_known(llm: LLM, model: NumpyOpt) -> None:

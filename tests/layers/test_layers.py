@@ -269,7 +269,7 @@ def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> No
     weights = {t.path: jnp.asarray(normal(*t.shape), dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     targets = RNG.integers(0, config.vocab_size, (batch, tokens)).astype(np.int32)
-    program = Programs(config, Formats(dtype), XLA).score(batch, tokens)
+    program = Programs(config, Formats(dtype), XLA).score(batch, tokens, tokens)
     (found, is_greedy), checks = program(weights, hidden, PASSED, targets)
     known = {path: np.asarray(x, np.float64) for path, x in weights.items()}
     x = np.asarray(hidden, np.float64)

@@ -1,0 +1,104 @@
+"""Pairs of contexts and continuations to score: what contexts share is computed once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexgen_jax.engine.requests import LEAST_PREFIX, NOTHING, EncodedRequest, common_length
+from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.layers.rotary import Branches
+
+LEAST_BRANCH = 8
+"""Branches are padded to a power of two, this or more, so that few shapes are compiled."""
+
+Row = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Context:
+    """A context, and the numbers and tokens of the continuations that it has."""
+
+    tokens: tuple[int, ...]
+    numbers: tuple[int, ...]
+    continuations: tuple[tuple[int, ...], ...]
+
+    @property
+    def branches(self) -> Branches:
+        """The room that its continuations need as branches of one row."""
+        longest = max(map(len, self.continuations))
+        return Branches(len(self.numbers), max(LEAST_BRANCH, 1 << (longest - 1).bit_length()))
+
+    @property
+    def computed(self) -> int:
+        """Tokens that are computed of it and its branches."""
+        return len(self.tokens) - 1 + self.branches.total
+
+    @property
+    def apart(self) -> int:
+        """Tokens that are computed if each continuation has a row of its own."""
+        return sum(len(self.tokens) + len(row) - 1 for row in self.continuations)
+
+    def encoded(self, index: int, pad_id: int) -> EncodedRequest:
+        """Returns the request that scores all continuations. Each branch begins with the context's
+        last token, whose successor is the continuation's first one."""
+        ids, scored, branches = list(self.tokens[:-1]), list[int](), self.branches
+        for row in self.continuations:
+            rest = branches.tokens - len(row)
+            ids += [self.tokens[-1], *row[:-1], *[pad_id] * rest]
+            scored += [*row, *[NOTHING] * rest]
+        params, wanted = SamplingParams(max_tokens=1), tuple(scored)
+        return EncodedRequest(index, tuple(ids), params, 1, scored=wanted, branches=branches)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How pairs are computed: those in `alone` as rows of their own, whose first `prefix` tokens
+    are computed once for all, the others as branches of their contexts."""
+
+    alone: tuple[int, ...]
+    prefix: int
+    branched: dict[Branches, list[Context]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], lengths: Sequence[int], most: int | None) -> Split:
+        """Chooses between what all contexts begin with and each context by itself, whichever leaves
+        fewer tokens to compute.
+
+        rows: contexts with their continuations; lengths: tokens of the latter; most: tokens of a
+        row with branches, None where nothing can be shared.
+        """
+        everything = tuple(range(len(rows)))
+        if most is None or len(rows) < 2:
+            return cls(everything, 0, {})
+        own = min(len(row) - count for row, count in zip(rows, lengths, strict=True))
+        prefix = min(common_length(rows), own - 1)
+        prefix = prefix if prefix >= LEAST_PREFIX else 0
+        left = sum(map(len, rows)) - prefix * (len(rows) - 1)
+        contexts = [
+            found
+            for found in _contexts(rows, lengths)
+            if len(found.numbers) > 1
+            and len(found.tokens) > found.branches.tokens
+            and found.computed <= min(most, found.apart)
+        ]
+        saved = sum(found.apart - found.computed for found in contexts)
+        if not contexts or left <= sum(map(len, rows)) - saved:
+            return cls(everything, prefix, {})
+        branched = defaultdict(list)
+        for found in contexts:
+            branched[found.branches].append(found)
+        shared = {number for found in contexts for number in found.numbers}
+        return cls(tuple(n for n in everything if n not in shared), 0, dict(branched))
+
+
+def _contexts(rows: Sequence[Row], lengths: Sequence[int]) -> list[Context]:
+    """Returns the contexts that pairs have, each with all of its continuations."""
+    numbers = defaultdict(list)
+    for number, (row, count) in enumerate(zip(rows, lengths, strict=True)):
+        numbers[tuple(row[:-count])].append(number)
+    return [
+        Context(context, tuple(found), tuple(tuple(rows[n][-lengths[n] :]) for n in found))
+        for context, found in numbers.items()
+    ]
