@@ -67,8 +67,8 @@ def compiled_quickly() -> Iterator[None]:
     when. Those of layers, kernels and transfers are compiled as for users."""
     from flexgen_jax.cpu.backend import CpuKernels
 
-    def options(kernels: Any, formats: Any) -> dict[str, Any]:
-        return {**(real(kernels, formats) or {}), "xla_backend_optimization_level": 0}
+    def options(kernels: Any, formats: Any, is_lone: bool = False) -> dict[str, Any]:
+        return {**(real(kernels, formats, is_lone) or {}), "xla_backend_optimization_level": 0}
 
     real = CpuKernels.compiler_options
     with pytest.MonkeyPatch.context() as patch:

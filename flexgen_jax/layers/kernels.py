@@ -119,8 +119,11 @@ class Kernels(Protocol):
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         """Returns `x @ table.T`, fp32 [..., vocabulary]; x: [..., in]; table: [vocabulary, in]."""
 
-    def compiler_options(self, formats: Formats) -> dict[str, str | bool] | None:
-        """Returns XLA's options for programs with these kernels, None for its defaults."""
+    def compiler_options(
+        self, formats: Formats, is_lone: bool = False
+    ) -> dict[str, str | bool] | None:
+        """Returns XLA's options for programs with these kernels, None for its defaults. is_lone:
+        whether the program's products have one row, the token of one sequence."""
 
 
 @dataclass(frozen=True)
@@ -184,5 +187,7 @@ class XlaKernels:
     def _part_bytes(self, x: jax.Array, kernel: Kept) -> int:
         return self.sizes.unpacked_bytes(x.size // x.shape[-1], kernel.shape[0])
 
-    def compiler_options(self, formats: Formats) -> dict[str, str | bool] | None:
+    def compiler_options(
+        self, formats: Formats, is_lone: bool = False
+    ) -> dict[str, str | bool] | None:
         return None

@@ -42,6 +42,10 @@ from flexgen_jax.models.storage import Storage
 Weights = Mapping[str, Kept]
 """A layer's tensors by path, e.g. "attention.q.kernel"."""
 
+OF_ONE_TOKEN = ("decode", "project", "finish")
+"""Programs of a layer for one token of each sequence; their shapes begin with the layer and the
+number of sequences."""
+
 MOST = 256
 """Programs that are kept, those used last. On a CPU each takes about a hundred mappings of memory,
 at most 250, and Linux gives a process 65,530: one that has used them up crashes."""
@@ -376,7 +380,8 @@ def _float(*shape: int) -> jax.ShapeDtypeStruct:
 @lru_cache(maxsize=MOST)
 def _compile(model: _Lowering, kind: str, *shape: Any) -> jax.stages.Compiled:
     lowered: jax.stages.Lowered = getattr(model, kind)(*shape)
-    return lowered.compile(compiler_options=model.kernels.compiler_options(model.formats))
+    is_lone = kind in OF_ONE_TOKEN and shape[1] == 1
+    return lowered.compile(compiler_options=model.kernels.compiler_options(model.formats, is_lone))
 
 
 @dataclass(frozen=True, eq=False)  # compared in every step: `_lowering` makes one of a kind
