@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import (
     Callable,
     Container,
@@ -51,6 +51,7 @@ from flexgen_jax.engine.requests import (
     check_ids,
     check_lengths,
     check_params,
+    copies,
     encoder,
     room_for,
     shared_tokens,
@@ -159,7 +160,8 @@ class LLM:
             of the others do not change.
         on_output: called with a prompt's index and its result as soon as it is finished, which is
             long before the last one is; an exception that it raises ends the run.
-        on_token: called with a prompt's index as a text, and each of its tokens.
+        on_token: called with a prompt's index as a text, or "index.number" for further texts of the
+            same prompt, and each of its tokens.
         prefix: as in `Request`, with which all prompts begin.
         """
         texts, ids = self._inputs(prompts, prompt_token_ids)
@@ -242,13 +244,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues encoded prompts; see `generate`."""
         encoded = self._requests(texts, ids, sampling_params)
-        requests = self._sharing([r for r in encoded if r.index not in skip], prefix)
+        asked = [copy for r in encoded if r.index not in skip for copy in copies(r, len(ids))]
+        requests = self._sharing(asked, prefix)
+        made: defaultdict[int, dict[int, RequestOutput]] = defaultdict(dict)
         found: dict[int, RequestOutput] = {}
 
         def finish(request: EncodedRequest, result: RequestOutput) -> None:
-            found[request.index] = result
-            if on_output is not None:
-                on_output(request.index, result)
+            index = request.index % len(ids)
+            texts = made[index]
+            texts[request.index] = result
+            if len(texts) == request.params.n:
+                first, *others = (text for _, text in sorted(texts.items()))
+                found[index] = replace(first, others=tuple(others))
+                if on_output is not None:
+                    on_output(index, found[index])
 
         generation = self._generation(finish, on_token)
         generation.begin(requests)

@@ -40,7 +40,8 @@ class RequestOutput:
     text: "" if the model has no tokenizer; token_ids: the new tokens, including an end token;
     finish_reason: "stop" for an end token or a stop string, "length" for the limit of tokens,
     "cancelled" by `LLM.cancel`, "error" where the request was impossible; error says why; id: the
-    request's; logprobs: those of its tokens, if it asked for them.
+    request's; logprobs: those of its tokens, if it asked for them; others: the results of further
+    texts, if it asked for several.
     """
 
     prompt: str | None
@@ -51,6 +52,7 @@ class RequestOutput:
     id: str = ""
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None
+    others: tuple[RequestOutput, ...] = ()
 
 
 OnToken = Callable[[str, int], object]

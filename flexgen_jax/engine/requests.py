@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flexgen_jax.engine.grammar import Grammars
@@ -96,6 +96,25 @@ class EncodedRequest:
         return self.prompt_ids[self.prefix_len :]
 
 
+def copies(request: EncodedRequest, count: int) -> list[EncodedRequest]:
+    """Returns a request as often as it asks for texts; count: the number of all requests. The first
+    one is itself, the indices of the others are larger by multiples of `count`, and their draws
+    follow from these numbers."""
+    others = range(1, request.params.n)
+    return [
+        request,
+        *(
+            replace(
+                request,
+                index=request.index + n * count,
+                id=f"{request.id}.{n}",
+                place=request.draws_from + (n << 32),
+            )
+            for n in others
+        ),
+    ]
+
+
 def shared_tokens(prompt: Sequence[int], prefix: Sequence[int]) -> int:
     """Returns how many tokens of a prefix a prompt shares, at least one short of the prompt.
 
@@ -183,6 +202,8 @@ def encoder(
             ids = [int(token) for token in request.prompt_token_ids or ()]
         made = [int(token) for token in request.continued]
         check_params(params, config, grammars)
+        if params.n > 1:
+            raise UserError("n is for generate and chat; give a stream the request n times")
         for token in [*ids, *made]:
             if not 0 <= token < config.vocab_size:
                 raise UserError(f"token id {token}; the vocabulary has {config.vocab_size}")

@@ -45,6 +45,7 @@ class SamplingParams:
     to the logits of single tokens, by id; presence_penalty is taken off those of tokens in the
     text, frequency_penalty as often as they are in it; in this order. logprobs: returns each
     token's log-probability, before all of these, with those of so many likeliest tokens.
+    n: how many texts are made of the prompt, in `LLM.generate` and `LLM.chat`.
     json_schema: the text is JSON of this schema, which is an object, or JSON text; `max_tokens` may
     still cut it off.
 
@@ -66,6 +67,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -78,6 +80,7 @@ class SamplingParams:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
             if self.min_tokens or self.ignore_eos:
                 raise ValueError("json_schema says where a text ends: no min_tokens or ignore_eos")
+        _check_integer("n", self.n, 1)
         _check_integer("max_tokens", self.max_tokens, 1)
         _check_integer("min_tokens", self.min_tokens, 0)
         _check_integer("seed", self.seed, None)

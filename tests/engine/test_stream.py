@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -57,6 +59,28 @@ def test_sampled_texts_depend_on_their_place_alone(llm: LLM) -> None:
     expected = [r.token_ids for r in llm.generate(texts, params)]
     found = {r.id: r.token_ids for r in llm.stream(request(n, **options) for n in range(9))}
     assert [found[f"r{n}"] for n in range(9)] == expected
+
+
+def test_a_prompt_may_have_several_texts(llm: LLM) -> None:
+    """The first is that of a call for one; all differ, and are the same in every call."""
+    drawn, greedy = (
+        SamplingParams(8, temperature=1.0, seed=4, n=3),
+        SamplingParams(8, temperature=0),
+    )
+    asked = TEXTS[:3]
+    tokens: Counter[str] = Counter()
+    mixed = llm.generate(
+        asked, [drawn, greedy, drawn], on_token=lambda name, _: tokens.update([name])
+    )
+    one = llm.generate(asked, [replace(drawn, n=1), greedy, replace(drawn, n=1)])
+    assert [result.token_ids for result in mixed] == [result.token_ids for result in one]
+    assert [len(result.others) for result in mixed] == [2, 0, 2]
+    texts = [tuple(x.token_ids) for r in (mixed[0], mixed[2]) for x in (r, *r.others)]
+    assert len(set(texts)) == 6
+    assert llm.generate(asked, drawn)[2] == mixed[2]
+    assert {"0", "0.1", "0.2", "1", "2", "2.1", "2.2"} == set(tokens)
+    (refused,) = llm.stream([Request("a", asked[0], sampling_params=drawn)])
+    assert refused.error is not None and "n is for generate and chat" in refused.error
 
 
 def test_impossible_requests_have_an_error_and_the_others_go_on(llm: LLM) -> None:
