@@ -10,7 +10,13 @@ import numpy as np
 
 from flexgen_jax.engine.feed import Source
 from flexgen_jax.engine.requests import EncodedRequest
-from flexgen_jax.engine.sampling import adjusting_arrays
+from flexgen_jax.engine.sampling import (
+    MOST_LOGPROBS,
+    SamplingParams,
+    adjusting_arrays,
+    sampling_arrays,
+)
+from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.policy.loop import fewer_rows
 from flexgen_jax.policy.plan import BatchShape, BlockPlan
@@ -34,6 +40,9 @@ class Choices(Protocol):
 
 FEWEST = 4
 """Others enter beside a run's batches when there are rows for this fraction of a batch."""
+
+LOGPROBS = (0, 5, MOST_LOGPROBS)
+"""Programs return one of these numbers of log-probabilities for a token."""
 
 LENGTH_BUCKET = 16
 """Prompts are padded to a multiple of this, so that few shapes are compiled."""
@@ -225,3 +234,31 @@ def pad_prompts(
         first_valid[row] = tokens - len(request.own_ids)
         ids[row, first_valid[row] :] = request.own_ids
     return ids, first_valid
+
+
+def made_batch(
+    config: ModelConfig, is_scoring: bool, members: Sequence[EncodedRequest], rows: int
+) -> Batch:
+    """Returns what is computed of some requests, with `rows` rows."""
+    ids, first_valid = pad_prompts(members, rows, config.pad_id, config.max_positions)
+    fill = rows - len(members)
+    most = np.array([len(r.prompt_ids) + r.max_tokens for r in members] + [1] * fill, np.int32)
+    if any(request.forced for request in members):
+        forced = np.zeros((rows, max(r.max_tokens for r in members)), np.int32)
+        for row, request in enumerate(members):
+            forced[row, : len(request.forced)] = request.forced
+        return Batch(ids, first_valid, forced=forced, most=most)
+    if is_scoring:
+        branches = members[0].branches
+        targets = np.zeros((rows, branches.total if branches else ids.shape[1]), np.int32)
+        for row, request in enumerate(members):
+            if request.scored:
+                targets[row, -len(request.scored) :] = np.maximum(request.scored, 0)
+        return Batch(ids, first_valid, targets=targets, most=most, branches=branches)
+    params = [r.params for r in members] + [SamplingParams()] * fill
+    places = [r.draws_from for r in members] + [0] * fill
+    starts = [r.continued for r in members] + [0] * fill
+    wanted = [p.logprobs for p in params if p.logprobs is not None]
+    logprobs = next(n for n in LOGPROBS if n >= max(wanted)) if wanted else None
+    sampling = sampling_arrays(params, places, starts)
+    return Batch(ids, first_valid, sampling, most=most, logprobs=logprobs)

@@ -21,10 +21,9 @@ from types import TracebackType
 from typing import Any, cast
 
 import jax
-import numpy as np
 
 from flexgen_jax.cpu import kernels_of_device
-from flexgen_jax.engine.batching import Waiting, pad_prompts, padded_length
+from flexgen_jax.engine.batching import Waiting, made_batch, padded_length
 from flexgen_jax.engine.feed import Feed, Incoming, Listed
 from flexgen_jax.engine.grammar import Grammars
 from flexgen_jax.engine.options import EngineOptions
@@ -35,10 +34,7 @@ from flexgen_jax.engine.outputs import (
     OnFinished,
     OnOutput,
     OnToken,
-    PairScore,
     RequestOutput,
-    ScoreOutput,
-    Scoring,
     TokenLogprob,
     failed,
 )
@@ -56,7 +52,8 @@ from flexgen_jax.engine.requests import (
     room_for,
     shared_tokens,
 )
-from flexgen_jax.engine.sampling import MOST_LOGPROBS, SamplingParams, sampling_arrays
+from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.engine.scoring import PairScore, ScoreOutput, Scoring
 from flexgen_jax.engine.session import Session
 from flexgen_jax.errors import (
     UserError,
@@ -69,7 +66,6 @@ from flexgen_jax.models.chat import Message
 from flexgen_jax.models.defaults import SamplingDefaults
 from flexgen_jax.models.loading import open_model, resolve_dtype
 from flexgen_jax.models.spec import model_spec
-from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
@@ -83,9 +79,6 @@ Text = str | Sequence[int]
 
 FIRST_READ = 16
 """Requests of a stream that are read before it is known how many run together."""
-
-LOGPROBS = (0, 5, MOST_LOGPROBS)
-"""Programs return one of these numbers of log-probabilities for a token."""
 
 UNKNOWN = 256
 """Requests for which a stream is planned as long as it has not ended."""
@@ -521,7 +514,7 @@ class LLM:
         before = collector.num_tokens
         plan = session.open_plan()
         is_scoring = isinstance(collector, Scoring)
-        make = partial(self._batch, is_scoring)
+        make = partial(made_batch, self.config, is_scoring)
         choices = collector if isinstance(collector, Generation) else None
         waiting = Waiting(plan, incoming, make, prefix, choices)
         session.start()
@@ -535,32 +528,6 @@ class LLM:
         padding = (waiting.prompt_tokens, waiting.padded_tokens)
         session.finish(waiting.entered, collector.num_tokens - before, padding)
         self._planner.observe(*session.disk_reads())
-
-    def _batch(self, is_scoring: bool, members: Sequence[EncodedRequest], rows: int) -> Batch:
-        """Returns what is computed of some requests, with `rows` rows."""
-        config = self.config
-        ids, first_valid = pad_prompts(members, rows, config.pad_id, config.max_positions)
-        fill = rows - len(members)
-        most = np.array([len(r.prompt_ids) + r.max_tokens for r in members] + [1] * fill, np.int32)
-        if any(request.forced for request in members):
-            forced = np.zeros((rows, max(r.max_tokens for r in members)), np.int32)
-            for row, request in enumerate(members):
-                forced[row, : len(request.forced)] = request.forced
-            return Batch(ids, first_valid, forced=forced, most=most)
-        if is_scoring:
-            branches = members[0].branches
-            targets = np.zeros((rows, branches.total if branches else ids.shape[1]), np.int32)
-            for row, request in enumerate(members):
-                if request.scored:
-                    targets[row, -len(request.scored) :] = np.maximum(request.scored, 0)
-            return Batch(ids, first_valid, targets=targets, most=most, branches=branches)
-        params = [r.params for r in members] + [SamplingParams()] * fill
-        places = [r.draws_from for r in members] + [0] * fill
-        starts = [r.continued for r in members] + [0] * fill
-        wanted = [p.logprobs for p in params if p.logprobs is not None]
-        logprobs = next(n for n in LOGPROBS if n >= max(wanted)) if wanted else None
-        sampling = sampling_arrays(params, places, starts)
-        return Batch(ids, first_valid, sampling, most=most, logprobs=logprobs)
 
     def warm_up(self, prompt_len: int, gen_len: int, num_sequences: int) -> None:
         """Places the weights and compiles all programs that a greedy run of this shape needs."""

@@ -1,18 +1,17 @@
-"""Collects the heads' results: token ids into finished sequences, or scores."""
+"""Collects the heads' token ids into finished texts."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import fsum
 from typing import Any, Literal
 
 import numpy as np
 
 from flexgen_jax.engine.feed import Source
 from flexgen_jax.engine.grammar import Grammars, Matcher
-from flexgen_jax.engine.requests import NOTHING, EncodedRequest, Request
+from flexgen_jax.engine.requests import EncodedRequest, Request
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.progress import Amount
 
@@ -58,38 +57,6 @@ class RequestOutput:
 OnToken = Callable[[str, int], object]
 OnFinished = Callable[[EncodedRequest, "RequestOutput"], object]
 OnOutput = Callable[[int, RequestOutput], object]
-
-
-@dataclass(frozen=True)
-class ScoreOutput:
-    """Natural log-probabilities of a text's tokens, each given the tokens before it; the first
-    token has none. greedy: whether each of these would have been the greedy choice."""
-
-    text: str | None
-    token_ids: list[int]
-    logprobs: list[float]
-    greedy: list[bool]
-
-
-@dataclass(frozen=True)
-class PairScore:
-    """What a continuation is worth after its context: its tokens, their natural log-probabilities,
-    and whether all of them are the greedy choices."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    is_greedy: bool
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], logprobs: list[float], greedy: list[bool]) -> PairScore:
-        """Returns the score of the last tokens of which there are log-probabilities."""
-        count = len(tokens)
-        return cls(list(tokens), logprobs[-count:], all(greedy[-count:]))
-
-    @property
-    def total(self) -> float:
-        """The continuation's log-probability."""
-        return fsum(self.logprobs)
 
 
 @dataclass
@@ -350,65 +317,3 @@ class Admitted:
                 self._generation.begin([found])
                 taken.append(found)
         return taken
-
-
-def _wanted(request: EncodedRequest) -> int:
-    """Returns how many of a request's tokens are to be scored."""
-    return len(request.forced) + sum(token != NOTHING for token in request.scored)
-
-
-class Scoring:
-    """Collects log-probabilities of prompts, or of the tokens that are forced upon them."""
-
-    def __init__(self) -> None:
-        self._logprobs: dict[int, list[float]] = defaultdict(list)
-        self._greedy: dict[int, list[bool]] = defaultdict(list)
-        self._requests: list[EncodedRequest] = []
-
-    def begin(self, requests: Sequence[EncodedRequest]) -> None:
-        """Takes in requests that will be run."""
-        self._requests = list(requests)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(logprobs) for logprobs in self._logprobs.values())
-
-    def progress(self) -> Amount:
-        """Returns how many tokens are scored."""
-        total = sum(map(_wanted, self._requests))
-        return Amount(self.num_tokens, total, len(self._logprobs))
-
-    def receive(
-        self, requests: Sequence[EncodedRequest], token: int, found: tuple[np.ndarray, np.ndarray]
-    ) -> list[int]:
-        """Takes the log-probabilities of a batch's tokens, fp32 [batch, token], and whether they
-        are greedy choices; returns the rows of requests that are not finished. token: the number
-        of the forced token."""
-        for row, request in enumerate(requests):
-            logprobs, greedy = (x[row] for x in found)
-            count = 1 if token < len(request.forced) else len(request.scored)
-            if count:
-                tokens = request.scored if token >= len(request.forced) else (0,)
-                kept = [n for n, target in enumerate(tokens, -count) if target != NOTHING]
-                self._logprobs[request.index] += logprobs[kept].tolist()
-                self._greedy[request.index] += greedy[kept].tolist()
-        return [row for row, r in enumerate(requests) if token + 1 < len(r.forced)]
-
-    def restart(self) -> list[EncodedRequest]:
-        """Returns the requests that are not finished, and drops what was collected for them."""
-        left = [r for r in self._requests if len(self._logprobs[r.index]) < _wanted(r)]
-        for request in left:
-            self._logprobs.pop(request.index)
-            self._greedy.pop(request.index, None)
-        return left
-
-    def outputs(self, texts: Sequence[str | None]) -> list[ScoreOutput]:
-        return [
-            ScoreOutput(
-                text,
-                [*request.prompt_ids, *request.scored[-1:], *request.forced],
-                self._logprobs[request.index],
-                self._greedy[request.index],
-            )
-            for text, request in zip(texts, self._requests, strict=True)
-        ]
