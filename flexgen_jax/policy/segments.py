@@ -24,16 +24,20 @@ class Segment(NamedTuple):
 def segments_of(padding: Sequence[int], worth: int, together: int = 1) -> tuple[Segment, ...]:
     """Divides a batch into segments; () if that leaves out nothing that is worth it.
 
-    padding: tokens of padding before each row's prompt; worth: how many of them, of all rows, a
-    further segment must leave out to be worth compiling; together: how many rows are computed at a
-    time, of which segments are made as far as that goes.
+    padding: tokens of padding before each row's prompt; worth: how many of them, of all rows, each
+    of several segments must leave out to be worth compiling, since other batches have other ones;
+    together: how many rows are computed at a time, of which segments are made as far as that goes.
     """
+
+    def gain(found: Sequence[Segment]) -> int:
+        return left_out(found) - worth * len(found) * (len(found) > 1)
+
     counts, count = [1], 2
     while count <= MOST:
         counts.append(count)
         count *= 2
     choices = [_divided(padding, count, together) for count in counts]
-    best = max(choices, key=lambda found: left_out(found) - worth * (len(found) - 1))
+    best = max(choices, key=gain)
     return best if left_out(best) else ()
 
 
