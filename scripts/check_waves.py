@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,18 @@ def run(asked: Sequence[Request], policy: Policy, unified: bool, seed: int) -> T
         return {r.id: r.token_ids for r in llm.stream(arriving(asked, seed))}
 
 
+def alone(asked: Sequence[Request], seed: int) -> Tokens:
+    """Runs each request by itself. All are continued as far as the longest, and then cut, so that
+    few shapes are compiled: a text depends on no limit but by its length."""
+    limits = {r.id: r.sampling_params.max_tokens for r in asked}
+    longest = max(limits.values())
+    as_long = [
+        replace(r, sampling_params=replace(r.sampling_params, max_tokens=longest)) for r in asked
+    ]
+    found = run(as_long, Policy(batch_size=1, kv_block_tokens=512), True, seed)
+    return {name: tokens[: limits[name]] for name, tokens in found.items()}
+
+
 def always_worth_it(padding: Sequence[int], worth: int, together: int) -> tuple[Segment, ...]:
     """Leaves out padding even where that takes less time than the compilation that it costs."""
     return segments_of(padding, 0, min(together, 4))
@@ -126,8 +139,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     asked = requests(args.requests, args.seed, args.longest)
-    alone = Policy(batch_size=1, kv_block_tokens=512)  # one open block, so that few shapes compile
-    expected = run(asked, alone, True, args.seed)
+    expected = alone(asked, args.seed)
     wrong = ties = 0
     chosen = combinations(args.pairwise)[: args.most]
     with LLM(dtype="float32", policy=Policy(batch_size=2)) as judge:
@@ -140,7 +152,7 @@ def main() -> None:
                 schedule=schedule,
                 overlap=overlap,
                 attention=attention,
-                kv_block_tokens=8,
+                kv_block_tokens=64 if args.requests > 100 else 8,
                 prefill_chunk=chunk,
             )
             divide = always_worth_it if leaves_out else segments_of
