@@ -4,11 +4,11 @@ often the last word of a passage is found.
     python scripts/accuracy.py --json docs/benchmarks/log/accuracy.json [MODEL ...]
 
 Without MODEL, the shipped one is measured, on its held-out text. For the perplexity, the text is
-cut into consecutive windows of the whole context, each with the beginning-of-text token first, as
-when the shipped model was trained. The passages, as in LAMBADA, are beginnings of paragraphs whose
-last word is among the words before it; a word is found if all of its tokens are greedy choices.
-Where the KV cache is quantized or attention is sparse, both are read token by token through the
-cache, as in a generation. For comparison, one row without either is read that way too.
+cut into consecutive windows of the whole context, each with the beginning-of-text token first where
+a model has one, as when the shipped model was trained. The passages, as in LAMBADA, are beginnings
+of paragraphs whose last word is among the words before it; a word is found if all of its tokens are
+greedy choices. Where the KV cache is quantized or attention is sparse, both are read token by token
+through the cache, as in a generation. For comparison, one row without either is read that way too.
 """
 
 from __future__ import annotations
@@ -63,12 +63,14 @@ Pair = tuple[str, str]
 
 
 def windows(model: str, text: str) -> list[list[int]]:
-    """Returns the text's tokens in windows of the context's length, each after the token that
-    begins a text; a short rest is left out."""
+    """Returns the text's tokens in windows of the context's length, each after the tokens that
+    begin a text, if there are any; a short rest is left out."""
     opened = open_model(model, dummy_weights=False, seed=0)
     assert opened.tokenizer is not None, "the model has a tokenizer"
-    (first, *ids), step = opened.tokenizer.encode(text), opened.config.max_positions - 1
-    return [[first, *ids[i : i + step]] for i in range(0, len(ids) - step + 1, step)]
+    begin = opened.tokenizer.encode("")
+    ids, step = opened.tokenizer.encode(text)[len(begin) :], opened.config.max_positions
+    step -= len(begin)
+    return [[*begin, *ids[i : i + step]] for i in range(0, len(ids) - step + 1, step)]
 
 
 def passages(text: str) -> list[Pair]:
@@ -149,6 +151,8 @@ def main() -> None:
     path = args.text or shipped_model() / "heldout.txt"
     text = path.read_text(encoding="utf-8")
     pairs = passages(text)[: args.windows]
+    if not pairs:
+        parser.error(f"{path} has no passage whose last word is among the words before it")
     runs: dict[str, list[dict[str, Any]]] = {}
     for model in args.models:
         ids = windows(model, text)[: args.windows]
@@ -159,8 +163,7 @@ def main() -> None:
     print(markdown(runs))
     if args.json:
         about = {"text": path.name, "passages": len(pairs)}
-        named = {Path(name).name: found for name, found in runs.items()}
-        args.json.write_text(json.dumps({**about, "runs": named}, indent=2) + "\n")
+        args.json.write_text(json.dumps({**about, "runs": runs}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

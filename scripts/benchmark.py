@@ -63,7 +63,11 @@ class Way(NamedTuple):
 
     offload: str
     batch: int
-    dtype: str = "bfloat16"
+    dtype: str = ""
+
+    def of(self, dtype: str) -> Way:
+        """Returns the way with this dtype, unless it has one."""
+        return self._replace(dtype=self.dtype or dtype)
 
     def __str__(self) -> str:
         return f"{self.offload}, {self.dtype}, batch {self.batch}"
@@ -75,10 +79,10 @@ class Bench:
     def __init__(self, args: argparse.Namespace, gpu_memory: int | None) -> None:
         self.folder: Path = args.folder
         self.repeat: int = args.repeat
-        self.known: Way | None = args.reference
         self.gpu_memory = gpu_memory
         self.dtype = "bfloat16" if gpu_memory is None else "float16"
         self.dtypes = ("bfloat16", "float32") if gpu_memory is None else ("float16",)
+        self.known: Way | None = args.reference and args.reference.of(self.dtypes[0])
         self.keep_profile: bool = args.keep_profile and self._profile_file.exists()
         self.profiled_at = 0.0
         self.profiles: list[HardwareProfile] = []
@@ -127,7 +131,8 @@ class Bench:
         no room."""
         if not case.offloads:
             return False
-        write = [*self._reference_command(case, Way("none", 1)), "--write-only"]
+        way = Way("none", 1, self.dtypes[0])
+        write = [*self._reference_command(case, way), "--write-only"]
         if subprocess.run(write).returncode == 0:
             return True
         print(f"{case.name}: no reference, its checkpoint could not be written", flush=True)
@@ -329,6 +334,8 @@ def find_gpu(suite: str) -> int | None:
 def known_best(text: str) -> Way:
     """Parses `disk:16` or `disk:16:float32` as a way; raises `ValueError`."""
     offload, batch, *dtype = text.split(":")
+    if dtype and dtype[0] not in ("bfloat16", "float32", "float16"):
+        raise ValueError(f"there is no dtype {dtype[0]!r}")
     return Way(offload, int(batch), *dtype)
 
 

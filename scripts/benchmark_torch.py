@@ -112,7 +112,9 @@ def main() -> None:
     parser.add_argument("--offload", choices=choices, default="disk")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     dtypes = ["bfloat16", "float32", "float16"]
-    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="To compute in.")
+    parser.add_argument(
+        "--dtype", choices=dtypes, help="To compute in; default: float16 on a GPU, else bfloat16."
+    )
     parser.add_argument("--device-memory", type=int, help="Bytes of the GPU that may be used.")
     parser.add_argument("--host-memory", type=int, help="Bytes of weights in RAM for auto.")
     parser.add_argument("--batch-size", type=int, default=32)
@@ -122,6 +124,7 @@ def main() -> None:
     parser.add_argument("--write-only", action="store_true", help="Only write the checkpoint.")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.dtype = args.dtype or ("float16" if args.device == "cuda" else "bfloat16")
     path = write_checkpoint(args.model, args.folder)
     if args.write_only:
         return

@@ -123,7 +123,7 @@ class Waiting:
             self._plan.enter(entered, is_first=not going)
         for number in entered:
             batch = self._batches[number]
-            segments = self._plan.segments(number, batch.first_valid.tolist())
+            segments = self._plan.segments(number, batch.padding)
             self.padded_tokens += batch.size * batch.prompt_len - left_out(segments)
         return {number: self._plan.tokens(number) for number in entered}
 

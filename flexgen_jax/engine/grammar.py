@@ -16,6 +16,10 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 """How JSON is spelt: on one line, since small models may write blanks without end."""
 
 
+class MissingLibraryError(UserError):
+    """The library is not installed: no fault of a request."""
+
+
 class Matcher:
     """A text so far, and what may come next. It is done when nothing may.
 
@@ -57,7 +61,8 @@ class Grammars:
     """Makes the matchers of a model's texts."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_ids = [token for token in eos_ids if token < vocab_size]
         self._compiled = lru_cache(maxsize=256)(self._compile)
 
     def check(self, schema: str) -> None:
@@ -71,7 +76,13 @@ class Grammars:
 
     def _compile(self, schema: str) -> Any:
         library = _library()
-        grammar = library.LLMatcher.grammar_from_json_schema(schema, COMPACT)
+        if not self._eos_ids:
+            raise UserError("json_schema needs an end token, and this model has none")
+        try:
+            grammar = library.LLMatcher.grammar_from_json_schema(schema, COMPACT)
+        except ValueError as error:
+            said = str(error).partition("\n")[0]
+            raise UserError(f"json_schema cannot be used: {said}") from None
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise UserError(f"json_schema cannot be used: {first_line_of(matcher)}")
@@ -111,18 +122,21 @@ def schema_text(schema: Mapping[str, Any] | str) -> str:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"json_schema is not JSON: {error}") from None
     if not isinstance(schema, Mapping):
         raise ValueError(f"json_schema must be an object, not {schema!r}")
-    return json.dumps(schema)
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"json_schema is not JSON: {error}") from None
 
 
 def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise UserError(
+        raise MissingLibraryError(
             "json_schema needs llguidance, which is not installed: pip install 'flexgen-jax[json]'"
         ) from None
     return llguidance

@@ -25,7 +25,7 @@ import jax
 from flexgen_jax.cpu import kernels_of_device
 from flexgen_jax.engine.batching import Waiting, made_batch, padded_length
 from flexgen_jax.engine.feed import Feed, Incoming, Listed
-from flexgen_jax.engine.grammar import Grammars
+from flexgen_jax.engine.grammar import Grammars, MissingLibraryError
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
 from flexgen_jax.engine.outputs import (
@@ -318,7 +318,7 @@ class LLM:
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with the tokens that it has, from `on_token` or another thread; its result
-        says "cancelled". In `generate`, its id is the prompt's index as a text."""
+        says "cancelled". In `generate`, its id is the one that `on_token` has."""
         if isinstance(self._running, Generation):
             self._running.cancel(request_id)
 
@@ -725,5 +725,7 @@ def _encoded(
     """Returns a request encoded, or the result of an impossible one."""
     try:
         return encode(request, index)
+    except MissingLibraryError:
+        raise
     except UserError as error:
         return failed(request, str(error))

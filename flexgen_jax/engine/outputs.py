@@ -173,11 +173,11 @@ class Generation:
     def _ended(self, sequence: _Sequence) -> RequestOutput | None:
         """Returns a request's result if its last token ends it."""
         request, params = sequence.request, sequence.request.params
-        if sequence.ids[-1] in self._eos_ids and not params.ignore_eos:
-            return self._result(sequence, "stop")
         if sequence.matcher is not None and sequence.matcher.error is not None:
             why = f"the JSON schema could not be followed: {sequence.matcher.error}"
             return replace(self._result(sequence, "error"), error=why)
+        if sequence.ids[-1] in self._eos_ids and not params.ignore_eos:
+            return self._result(sequence, "stop")
         if sequence.matcher is not None and sequence.matcher.is_done:
             return self._result(sequence, "stop")
         if params.stop and (text := self._until_stop(sequence)) is not None:

@@ -78,8 +78,9 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", tuple(sorted((i, bias) for i, bias in pairs)))
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
-            if self.min_tokens or self.ignore_eos:
-                raise ValueError("json_schema says where a text ends: no min_tokens or ignore_eos")
+            if self.min_tokens or self.ignore_eos or self.stop:
+                others = "min_tokens, ignore_eos or stop"
+                raise ValueError(f"json_schema says where a text ends: no {others}")
         _check_integer("n", self.n, 1)
         _check_integer("max_tokens", self.max_tokens, 1)
         _check_integer("min_tokens", self.min_tokens, 0)

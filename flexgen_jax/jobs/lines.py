@@ -150,6 +150,8 @@ def _from_openai(raw: dict[str, Any], name: str, number: int, tokens: int, seed:
         given.pop(key, None)
     schema = _schema(given.pop("response_format", {"type": "text"}))
     if schema is not None:
+        if "json_schema" in given:
+            raise LineError('give one of "response_format" and "json_schema"')
         given["json_schema"] = schema
     model = given.pop("model", None)
     if model is not None and not isinstance(model, str):

@@ -94,6 +94,18 @@ class Batch:
     def prompt_len(self) -> int:
         return int(self.ids.shape[1])
 
+    @property
+    def padding(self) -> list[int]:
+        """How many tokens before each row's prompt need not be computed. A row that is padding, of
+        one token, counts as the one before it."""
+        found: list[int] = []
+        most = np.full(self.size, 2) if self.most is None else self.most
+        ends = 1 + (0 if self.branches is None else self.branches.total)
+        for first, tokens in zip(self.first_valid.tolist(), most.tolist(), strict=True):
+            is_padding = tokens == 1 and found
+            found.append(found[-1] if is_padding else min(first, self.prompt_len - ends))
+        return found
+
 
 @dataclass
 class Computed:
@@ -374,8 +386,7 @@ class BlockRun:
         batch, span = self._batches[step.batch], self._plan.span(step.token, step.batch)
         if not span.start:
             self._put_constants(step.batch)
-            padding = batch.first_valid.tolist()
-            self._segments[step.batch] = self._plan.segments(step.batch, padding)
+            self._segments[step.batch] = self._plan.segments(step.batch, batch.padding)
         if step.token > 0:
             ids = self._ids[step.batch]
         else:

@@ -303,7 +303,8 @@ class BlockTerms:
     prefill, decode: for one decoder layer, and when decoding for one token, by resource (the
     paper's ctog, gtoc, dtoc and ctod under the names of `TRANSFERS`, and comp). T_pre and T_gen are
     at least as long as each of them. ends: seconds of embedding and head, for all tokens.
-    sequences: number of sequences in the block; written: bytes that a block writes to the disk.
+    sequences: number of sequences in the block; written: bytes that a block writes to the disk,
+    where the block of generated tokens that is open in the end is not.
     """
 
     prefill: dict[str, Linear]
@@ -337,7 +338,8 @@ def block_terms(costs: Costs, workload: Workload, unified: bool) -> BlockTerms:
     formed = rows * (workload.prompt_len if workload.scores_prompts else 1)
     ends = workload.gen_len * batches * (costs.head_s(formed) + 2 * costs.hw.step_s)
     prefill, decode = _prefill(costs, workload), _decode(costs, workload)
-    written = decode.moved["disk_write"] * (workload.gen_len - 1) + prefill.moved["disk_write"]
+    sealed = sum(generated_blocks(workload.gen_len, policy.kv_block_tokens)[:-1])
+    written = decode.moved["disk_write"] * sealed + prefill.moved["disk_write"]
     return BlockTerms(
         prefill=_combine(costs, prefill, unified, is_prefill=True),
         decode=_combine(costs, decode, unified, is_prefill=False),

@@ -112,7 +112,7 @@ class Plan:
     peak_bytes: dict[Tier, int]
     busy_s: dict[str, float]
     binding: str
-    written: int = 0
+    written: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -417,8 +417,17 @@ def _plan(
         peak_bytes=needed,
         busy_s={name: sum(block.busy_s[name] for block in blocks) for name in blocks[0].busy_s},
         binding=blocks[0].binding,
-        written=sum(block.bytes.get("disk_write", 0) for block in blocks),
+        written=_written(problem, policy) * wanted / sequences,
     )
+
+
+def _written(problem: Problem, policy: Policy) -> float:
+    """Returns the bytes that a whole block writes to the disk. The simulator does not know them: it
+    leaves out tokens in which blocks are sealed."""
+    work = problem.of_block(policy).typical
+    terms = block_terms(problem.costs(policy), work, problem.unified)
+    shares = (("w", policy.weights), ("c", policy.cache), ("h", policy.activations))
+    return terms.written.at({f"{name}d": placement.disk for name, placement in shares})
 
 
 def search(problem: Problem) -> list[Plan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
+from flexgen_jax.engine.grammar import Grammars
 from flexgen_jax.errors import UserError
 
 pytest.importorskip("llguidance")
@@ -43,6 +45,17 @@ def is_person(text: str) -> bool:
 def is_list(text: str) -> bool:
     found = json.loads(text)
     return 2 <= len(found) <= 4 and all(type(x) is bool for x in found)
+
+
+def is_json(text: str) -> bool:
+    return json.loads(text) is not None
+
+
+def deep(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "boolean"}
+    for _ in range(levels):
+        found = {"type": "array", "items": found}
+    return found
 
 
 def params(schema: Any, temperature: float, seed: int = 0) -> SamplingParams:
@@ -101,8 +114,21 @@ def test_what_cannot_be_followed_is_refused(llm: LLM, monkeypatch: pytest.Monkey
         params("{", 0.0)
     with pytest.raises(ValueError, match="json_schema must be an object, not 3"):
         params("3", 0.0)
-    with pytest.raises(ValueError, match="no min_tokens or ignore_eos"):
+    with pytest.raises(ValueError, match="no min_tokens, ignore_eos or stop"):
         SamplingParams(json_schema=LIST, ignore_eos=True)
+    for schema in ({"type": "integer", "minimum": 10**400}, {"enum": ["\ud800"]}, deep(400)):
+        bad = Request("a", PROMPTS[0], sampling_params=params(schema, 0.0))
+        good = Request("b", PROMPTS[0], sampling_params=params(LIST, 0.0))
+        first, second = llm.stream([bad, good])
+        assert first.error is not None or is_json(first.text)
+        assert is_list(second.text)
+    with pytest.raises(ValueError, match="json_schema is not JSON"):
+        params({"type": "integer", "minimum": math.inf}, 0.0)
+    ends = Grammars(llm._model.tokenizer, llm.config.vocab_size, ())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="needs an end token"):
+        ends.check(json.dumps(LIST))
     monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UserError, match=r"pip install"):  # it is no fault of the request
+        list(llm.stream([Request("a", PROMPTS[0], None, params({"type": "null"}, 0.0))]))
     with pytest.raises(UserError, match=r"pip install 'flexgen-jax\[json\]'"):
         llm.generate(PROMPTS[:1], params({"type": "number"}, 0.0))

@@ -97,6 +97,12 @@ def test_what_is_given_is_taken() -> None:
         (openai(prompt="x", stream=True), '"stream" is not supported'),
         (openai(prompt="x", response_format={"type": "xml"}), '"response_format" must be'),
         (openai(prompt="x", response_format={"type": "json_schema"}), '"response_format" must be'),
+        ({"id": "a", "prompt": "x", "json_schema": "[" * 200_000}, "json_schema is not JSON"),
+        ({"id": "a", "prompt": "x", "json_schema": {}, "stop": ","}, "no min_tokens, ignore_eos"),
+        (
+            openai(prompt="x", response_format={"type": "json_object"}, json_schema={}),
+            "give one of",
+        ),
         ({"id": "a", "prompt": "x", "json_schema": 3}, "json_schema must be an object"),
         ({"id": "a", "prompt": "x", "json_schema": {}, "min_tokens": 3}, "no min_tokens"),
         (openai(prompt="x", temperature="hot"), "temperature must be"),

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.layers.rotary import Branches
+from flexgen_jax.offload.executor import Batch
 from flexgen_jax.policy import plan
 from tests.helpers.models import prompts
 from tests.helpers.numpy_llama import LLAMA, MIXTRAL, write
@@ -62,3 +64,27 @@ def test_logits_and_tokens_are_numpys(
         np.testing.assert_allclose(score.logprobs, model.logprobs(ids), rtol=1e-4, atol=1e-5)
     assert max(compiled) > 2
     assert report["prompt_tokens"] <= report["padded_prompt_tokens"] < 8 * 80
+
+
+def test_contexts_with_branches_leave_out_padding_of_theirs_alone(
+    compiled: list[int], tmp_path: Path
+) -> None:
+    """Of seven contexts in two batches, one row is padding."""
+    model, rng = write(tmp_path / "m", LLAMA), np.random.default_rng(0)
+    contexts = [rng.integers(3, 96, n).tolist() for n in (70, 66, 40, 68, 41, 69, 39)]
+    asked = [(c, rng.integers(3, 96, 1 + n).tolist()) for c in contexts for n in range(3)]
+    policy = Policy(batch_size=4, num_batches=2)
+    with LLM(tmp_path / "m", dtype="float32", policy=policy) as llm:
+        found = llm.score_pairs(*map(list, zip(*asked, strict=True)))
+    for (context, continuation), score in zip(asked, found, strict=True):
+        expected = model.logprobs([*context, *continuation])[-len(continuation) :]
+        np.testing.assert_allclose(score.logprobs, expected, rtol=1e-4, atol=1e-4)
+    assert max(compiled) > 1
+
+
+def test_rows_that_are_padding_count_as_the_one_before_them() -> None:
+    ids, most = np.zeros((4, 32), np.int32), np.array([40, 40, 1, 1])
+    first = np.array([9, 3, 31, 31])
+    assert Batch(ids, first, most=most).padding == [9, 3, 3, 3]
+    assert Batch(ids, first).padding == [9, 3, 31, 31]
+    assert Batch(ids, first, branches=Branches(3, 8)).padding == [7, 3, 7, 7]

@@ -17,6 +17,7 @@ from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, Profil
 from flexgen_jax.policy.machines import MACHINES, known_machine
 from flexgen_jax.policy.policy import GREEDY, SCORE, Policy, Workload
 from flexgen_jax.policy.search import Choices, Problem, evaluate, frontier, search
+from flexgen_jax.policy.simulate import simulate
 from tests.helpers.cases import covering
 
 sys.path.append(str(Path(__file__).parent.parent.parent / "scripts"))
@@ -129,6 +130,15 @@ def test_limits_are_kept() -> None:
     assert enough[0].throughput >= 0.5 * fastest.throughput
     assert enough[0].latency_s < fastest.latency_s
     assert search(replace(free, max_latency=0.001)) == []
+
+
+@pytest.mark.parametrize("gen_len", [33, 36, 70])
+def test_what_is_written_is_what_the_loop_writes(gen_len: int) -> None:
+    """With every token simulated; a prediction leaves out most, and with them sealed blocks."""
+    policy = Policy.from_percent(100, 0, 0, 0, 0, 0, batch_size=4, num_batches=2)
+    asked = problem("facebook/opt-125m", workload=Workload(16, gen_len, 8))
+    found = simulate(asked.costs(policy), asked.plan(policy), frozenset(), 10**6)
+    assert evaluate(asked, policy).written == pytest.approx(found.bytes["disk_write"])
 
 
 def test_no_more_is_written_to_the_disk_than_allowed() -> None:

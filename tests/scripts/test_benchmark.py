@@ -71,7 +71,10 @@ def test_reference_is_doubled_until_it_fails_or_slows(monkeypatch: pytest.Monkey
     bench.case(case, rows.append)
     known = "reference, auto, float32, batch 2"
     assert [row["name"] for row in rows] == ["ours, a", "ours, b", known]
-    assert benchmark.known_best("disk:16") == ("disk", 16, "bfloat16")
+    assert benchmark.known_best("disk:16").of("float16") == ("disk", 16, "float16")
+    assert benchmark.known_best("disk:16:float32").of("float16") == ("disk", 16, "float32")
+    with pytest.raises(ValueError, match="there is no dtype 'fp32'"):
+        benchmark.known_best("disk:16:fp32")
 
 
 @pytest.mark.usefixtures("scripts")
