@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     content = "".join(json.dumps(line) + "\n" for line in lines(args.lines))
-    wrong = kills = 0
+    wrong = kills = runs = number = 0
     with tempfile.TemporaryDirectory() as name:
         whole = Path(name) / "whole"
         whole.mkdir()
@@ -107,13 +107,20 @@ def main() -> None:
         report = json.loads((whole / "report.json").read_text())["summary"]
         rate = report["tokens"] / report["seconds"]
         print(f"a whole job: {usual_s:.1f} s, {report['tokens']} tokens", flush=True)
-        for number in range(args.runs):
+        while runs < args.runs:
+            number += 1
             rng = random.Random(args.seed + number)  # noqa: S311 - no secret
             folder = Path(name) / str(number)
             folder.mkdir()
             (folder / "in.jsonl").write_text(content)
+            before = kills
             for _ in range(rng.randint(1, 2)):
-                kills += not run(folder, rng.uniform(0.1, 1.0) * usual_s)
+                started = time.monotonic()
+                is_whole = run(folder, rng.uniform(0.1, 1.0) * usual_s)
+                kills += not is_whole
+                if is_whole:  # the machine is less busy than it was
+                    usual_s = min(usual_s, time.monotonic() - started)
+            runs += kills > before
             run(folder)
             found = records(folder)
             bad = [line for line in expected if differs(found.get(line), expected[line])] + [
@@ -122,11 +129,11 @@ def main() -> None:
             wrong += bool(bad)
             summary = json.loads((folder / "report.json").read_text())["summary"]
             print(
-                f"{number + 1}: {'wrong ' + str(bad) if bad else 'right'}; the last run took up "
+                f"{runs}: {'wrong ' + str(bad) if bad else 'right'}; the last run took up "
                 f"{summary['taken_up']} tokens and made {summary['tokens']}",
                 flush=True,
             )
-    print(f"{args.runs} runs, {kills} kills: {wrong} wrong; {rate:.0f} token/s")
+    print(f"{runs} runs that were killed, {kills} kills: {wrong} wrong; {rate:.0f} token/s")
     sys.exit(wrong > 0)
 
 
