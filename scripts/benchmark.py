@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,7 +147,8 @@ class Bench:
             return self.known
         found: dict[Way, float] = {}
 
-        def run(way: Way) -> float:
+        def run(offload: str, batch: int, dtype: str) -> float:
+            way = Way(offload, batch, dtype)
             if way not in found:
                 row = self.reference(case, way)
                 keep(row | {"round": "search"})
@@ -154,12 +156,9 @@ class Bench:
             return found[way]
 
         for offload in case.offloads:
-            first = [Way(offload, case.batch, dtype) for dtype in self.dtypes]
-            dtype = max(first, key=run).dtype
+            dtype = max(self.dtypes, key=partial(run, offload, case.batch))
             if not case.is_batch_fixed:
-                search(
-                    lambda batch, how=(offload, dtype): run(Way(how[0], batch, how[1])), case.batch
-                )
+                search(partial(run, offload, dtype=dtype), case.batch)
         best = max(found, key=lambda way: found[way], default=None)
         return best if best is not None and found[best] > 0 else None
 

@@ -2,10 +2,10 @@
 
     pip install -e '.[train]' && python scripts/train_tiny_opt.py --out flexgen_jax/data/tiny_opt
 
-Takes under an hour on two CPU cores. With other sizes (`--hidden-size`, `--layers`) it makes a
-larger model, to compare with in docs/accuracy.md. Writes an ordinary Hugging Face folder
-(config.json, model.safetensors, tokenizer.json) and, beside it, heldout.txt (text the model has
-never seen) and training.json (how it was made, and its perplexity on that text).
+Takes under an hour on two CPU cores; a larger model (`--hidden-size`, `--layers`) takes longer.
+Writes an ordinary Hugging Face folder (config.json, model.safetensors, tokenizer.json) and, beside
+it, heldout.txt (text the model has never seen) and training.json (how it was made, and its
+perplexity on that text).
 """
 
 from __future__ import annotations

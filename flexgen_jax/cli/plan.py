@@ -141,11 +141,9 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
         if missing:
             raise UserError(f"the policy does not fit: {missing[0]}")
         plan = evaluate(problem, given)
-        if problem.write_limit is not None and plan.written_a_day > problem.write_limit:
-            raise UserError(
-                f"the policy writes {plan.written_a_day / 1e9:.3g} GB a day to the disk, more than "
-                "--write-limit allows"
-            )
+        excess = problem.excess_writes(plan)
+        if excess is not None:
+            raise UserError(excess)
         return [plan]
     plans = search(problem)
     if plans:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flexgen_jax.errors import UserError
+from flexgen_jax.errors import UserError, first_line
 from flexgen_jax.models.tokenizer import Tokenizer
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -35,7 +35,7 @@ class Matcher:
     @property
     def error(self) -> str | None:
         """What went wrong, if something did."""
-        return first_line_of(self._matcher) if self._matcher.is_error() else None
+        return _said(self._matcher) if self._matcher.is_error() else None
 
     @property
     def is_done(self) -> bool:
@@ -52,7 +52,7 @@ class Matcher:
         return np.full(self._words, ~np.uint32(0)) if self.error else mask
 
 
-def first_line_of(matcher: Any) -> str:
+def _said(matcher: Any) -> str:
     """Returns what went wrong with the library's matcher, without the state that follows."""
     return str(matcher.get_error()).partition("\n")[0]
 
@@ -81,11 +81,10 @@ class Grammars:
         try:
             grammar = library.LLMatcher.grammar_from_json_schema(schema, COMPACT)
         except ValueError as error:
-            said = str(error).partition("\n")[0]
-            raise UserError(f"json_schema cannot be used: {said}") from None
+            raise UserError(f"json_schema cannot be used: {first_line(error)}") from None
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise UserError(f"json_schema cannot be used: {first_line_of(matcher)}")
+            raise UserError(f"json_schema cannot be used: {_said(matcher)}")
         return matcher
 
     @cached_property

@@ -311,10 +311,10 @@ class LLM:
     @property
     def _branches(self) -> bool:
         """Whether a row may have several continuations: not with frequencies that depend on a
-        sequence's length either."""
+        sequence's length."""
         layers = model_spec(self.config).decoders
         kinds = {x.attention.rotary.kind for x in layers if x.attention.rotary is not None}
-        return self._shares and "longrope" not in kinds
+        return "longrope" not in kinds
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with the tokens that it has, from `on_token` or another thread; its result
@@ -387,8 +387,8 @@ class LLM:
         through_cache: as in `score`.
 
         What all contexts begin with, such as examples, is computed once, or else the context that
-        several continuations have. Raises `UserError` for a
-        context without a token, and for a continuation without one or that does not fit by itself.
+        several continuations have. Raises `UserError` for a context without a token, and for a
+        continuation without one or that does not fit by itself.
         """
         if len(contexts) != len(continuations):
             raise UserError(f"{len(contexts)} contexts, but {len(continuations)} continuations")
@@ -408,8 +408,8 @@ class LLM:
         if not rows:
             return []
         ids = self._inputs(None, rows)[1]
-        can_share = self._branches and not through_cache
-        split = Split.of(ids, lengths, self.config.max_positions if can_share else None)
+        most = self.config.max_positions if self._branches else 0
+        split = Split.of(ids, lengths, self._shares and not through_cache, most)
         scores: list[PairScore | None] = [None] * len(ids)
         alone = [ids[number] for number in split.alone]
         found = self._scored([None] * len(alone), alone, through_cache, split.prefix)

@@ -189,8 +189,9 @@ class Generation:
     def ended(self, request: EncodedRequest) -> RequestOutput | None:
         """Returns the result of a request that an earlier run has made to its end."""
         made = list(request.made_ids)
-        matcher = self._matcher(request)
-        return self._ended(_Sequence(request, made, matcher=matcher)) if made else None
+        if not made:
+            return None
+        return self._ended(_Sequence(request, made, matcher=self._matcher(request)))
 
     def _finish(self, sequence: _Sequence, result: RequestOutput) -> None:
         request = sequence.request

@@ -62,15 +62,15 @@ class Split:
     branched: dict[Branches, list[Context]]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], lengths: Sequence[int], most: int | None) -> Split:
+    def of(cls, rows: Sequence[Row], lengths: Sequence[int], shares: bool, most: int) -> Split:
         """Chooses between what all contexts begin with and each context by itself, whichever leaves
         fewer tokens to compute.
 
-        rows: contexts with their continuations; lengths: tokens of the latter; most: tokens of a
-        row with branches, None where nothing can be shared.
+        rows: contexts with their continuations; lengths: tokens of the latter; shares: whether
+        anything can be shared; most: tokens of a row with branches, 0 where there can be none.
         """
         everything = tuple(range(len(rows)))
-        if most is None or len(rows) < 2:
+        if not shares or len(rows) < 2:
             return cls(everything, 0, {})
         own = min(len(row) - count for row, count in zip(rows, lengths, strict=True))
         prefix = min(common_length(rows), own - 1)

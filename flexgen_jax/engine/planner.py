@@ -86,7 +86,8 @@ class Planner:
         if not self.is_auto:
             self._check(self._fitter(workload), self.policy)
             if self.write_limit is not None:
-                self._check_writes(evaluate(self.problem(workload), self.policy))
+                problem = self.problem(workload)
+                self._check_writes(problem, evaluate(problem, self.policy))
             return self.policy
         best = self._best(workload)
         self._plan = self._staying(self.problem(workload), best)
@@ -108,8 +109,9 @@ class Planner:
             self._measure()
             plans = search(self.problem(workload))
         if not plans:
-            plans = [evaluate(self.problem(workload), self._fitted(workload))]
-            self._check_writes(plans[0])
+            problem = self.problem(workload)
+            plans = [evaluate(problem, self._fitted(workload))]
+            self._check_writes(problem, plans[0])
         return plans[0]
 
     def _measure(self) -> None:
@@ -233,13 +235,10 @@ class Planner:
     def _fitter(self, workload: Workload) -> Fitter:
         return Fitter(self.config, self.dtype, workload, self.budgets, self.unified, self.sizes)
 
-    def _check_writes(self, plan: Plan) -> None:
-        if self.write_limit is not None and plan.written_a_day > self.write_limit:
-            raise BudgetError(
-                f"the plan writes {plan.written_a_day / 1e9:.3g} GB a day to the disk, and "
-                f"--write-limit allows {self.write_limit / 1e9:.3g} GB; raise it, move the KV "
-                "cache and the activations out of that tier, or use --cache-bits 4"
-            )
+    def _check_writes(self, problem: Problem, plan: Plan) -> None:
+        excess = problem.excess_writes(plan)
+        if excess is not None:
+            raise BudgetError(excess)
 
     def _check(self, fitter: Fitter, policy: Policy) -> None:
         missing = self.budgets.shortfalls(fitter.needed(policy))

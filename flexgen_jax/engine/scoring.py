@@ -79,10 +79,10 @@ class Scoring:
         of the forced token."""
         for row, request in enumerate(requests):
             logprobs, greedy = (x[row] for x in found)
-            count = 1 if token < len(request.forced) else len(request.scored)
-            if count:
-                tokens = request.scored if token >= len(request.forced) else (0,)
-                kept = [n for n, target in enumerate(tokens, -count) if target != NOTHING]
+            forced = request.forced[token : token + 1]
+            wanted = forced or request.scored
+            if wanted:
+                kept = [n for n, x in enumerate(wanted, -len(wanted)) if x != NOTHING]
                 self._logprobs[request.index] += logprobs[kept].tolist()
                 self._greedy[request.index] += greedy[kept].tolist()
         return [row for row, r in enumerate(requests) if token + 1 < len(r.forced)]

@@ -59,8 +59,7 @@ def _apply(module: Any, weights: Weights, *args: Any, **options: Any) -> Any:
 
 def _embed(module: Embedding, branches: Branches | None) -> Callable[..., Any]:
     def embed(weights: Weights, ids: jax.Array, start: jax.Array, rows: Rows) -> Any:
-        if branches is not None:
-            rows = rows._replace(columns=jnp.asarray(branches.columns(ids.shape[1])))
+        rows = rows.with_branches(branches, ids.shape[1])
         hidden = _apply(module, weights, ids, start, rows)
         return hidden, _checked(jnp.zeros(2, jnp.int32), jnp.isfinite(hidden).all())
 
@@ -93,10 +92,9 @@ def _prefill(
         Returns their hidden states, the stored leaves of their KV blocks, and whether each
         sequence's hidden states are finite, which is checked while they are in the CPU's cache.
         """
-        first_valid, most = each
-        rows, hidden = _rows(before, (first_valid - skipped, most)), hidden[:, skipped:]
-        if branches is not None:
-            rows = rows._replace(columns=jnp.asarray(branches.columns(hidden.shape[1])))
+        (first_valid, most), hidden = each, hidden[:, skipped:]
+        rows = _rows(before, (first_valid - skipped, most))
+        rows = rows.with_branches(branches, hidden.shape[1])
         how = {"only_last": only_last, "branches": branches}
         hidden, (key, value) = _apply(layer, weights, hidden, rows, **how, method="prefill")
         hidden = hidden if only_last else _padded(hidden, skipped, axis=1)

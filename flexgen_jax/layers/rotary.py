@@ -61,6 +61,12 @@ class Rows(NamedTuple):
         found = before + tokens - first if most is None else most
         return cls(first, np.int32(before), found.astype(np.int32))
 
+    def with_branches(self, branches: Branches | None, tokens: int) -> Rows:
+        """Returns these rows, of `tokens` tokens that end with branches, if there are any."""
+        if branches is None:
+            return self
+        return self._replace(columns=jnp.asarray(branches.columns(tokens)))
+
     def positions(self, start: jax.Array, tokens: int) -> jax.Array:
         """Returns the positions of `tokens` tokens from index `start` on, int32 [batch, token];
         padding has positions below those of a sequence."""

@@ -59,7 +59,8 @@ GRAIN = 1000
 DAY_S = 86_400
 
 LEAN = 0.9
-"""The share of a limit of written bytes that the linear program may use: the simulator decides."""
+"""The share of a limit of written bytes that the linear program may use, since the simulator may
+find less time for them."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Plan:
     peak_bytes: dict[Tier, int]
     busy_s: dict[str, float]
     binding: str
-    written: float = 0.0
+    written: float
 
     @property
     def total_s(self) -> float:
@@ -176,8 +177,18 @@ class Problem:
     def is_met(self, plan: Plan) -> bool:
         """Returns whether a plan keeps the limits of latency, throughput and writes."""
         is_soon = self.max_latency is None or plan.latency_s <= self.max_latency
-        is_lean = self.write_limit is None or plan.written_a_day <= self.write_limit
+        is_lean = self.excess_writes(plan) is None
         return is_soon and is_lean and plan.throughput >= (self.min_throughput or 0.0)
+
+    def excess_writes(self, plan: Plan) -> str | None:
+        """Returns a sentence for a plan that writes more than is allowed; None for any other."""
+        if self.write_limit is None or plan.written_a_day <= self.write_limit:
+            return None
+        return (
+            f"the plan writes {plan.written_a_day / 1e9:.3g} GB a day to the disk, and "
+            f"--write-limit allows {self.write_limit / 1e9:.3g} GB; raise it, move the KV cache "
+            "and the activations out of that tier, or use --cache-bits 4"
+        )
 
 
 def policies(problem: Problem) -> Iterator[Policy]:

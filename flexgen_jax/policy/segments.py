@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 MOST = 8
-"""Segments of a batch, of which each is compiled for itself."""
+"""Segments of a batch at most, a power of two; each is compiled for itself."""
 
 STEP = 16
 """Tokens that are left out are a multiple of this."""
@@ -32,11 +32,7 @@ def segments_of(padding: Sequence[int], worth: int, together: int = 1) -> tuple[
     def gain(found: Sequence[Segment]) -> int:
         return left_out(found) - worth * len(found) * (len(found) > 1)
 
-    counts, count = [1], 2
-    while count <= MOST:
-        counts.append(count)
-        count *= 2
-    choices = [_divided(padding, count, together) for count in counts]
+    choices = [_divided(padding, 1 << n, together) for n in range(MOST.bit_length())]
     best = max(choices, key=gain)
     return best if left_out(best) else ()
 

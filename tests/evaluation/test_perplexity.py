@@ -124,7 +124,7 @@ def test_a_context_is_computed_once_for_its_continuations(
     order = rng.permutation(len(contexts))
     contexts, continuations = ([x[n] for n in order] for x in (contexts, continuations))
     rows = [[*left, *right] for left, right in zip(contexts, continuations, strict=True)]
-    split = Split.of(rows, [*map(len, continuations)], 96)
+    split = Split.of(rows, [*map(len, continuations)], True, 96)
     assert (len(split.branched), len(split.alone)) == (2, 4)  # one context is too short
     policy = Policy.from_percent(*percent, batch_size=2)
     with LLM(tmp_path / "m", dtype="float32", policy=policy, offload_dir=tmp_path / "o") as llm:
@@ -146,7 +146,7 @@ def test_a_context_is_computed_once_for_its_continuations(
 def test_every_pair_is_computed_once(pairs: list[tuple[int, int, int]], most: int) -> None:
     rows = [[kind] * context + [50 + n] * count for n, (kind, context, count) in enumerate(pairs)]
     lengths = [count for _, _, count in pairs]
-    split = Split.of(rows, lengths, most)
+    split = Split.of(rows, lengths, True, most)
     contexts = [context for found in split.branched.values() for context in found]
     numbers = [*split.alone, *(n for context in contexts for n in context.numbers)]
     assert sorted(numbers) == list(range(len(rows)))
@@ -159,6 +159,12 @@ def test_every_pair_is_computed_once(pairs: list[tuple[int, int, int]], most: in
             assert [token for token in request.scored if token != NOTHING] == wanted
     alone = sum(len(rows[n]) - split.prefix for n in split.alone) + split.prefix
     assert alone + sum(context.computed for context in contexts) <= sum(map(len, rows))
+
+
+def test_a_beginning_is_shared_where_branches_are_not() -> None:
+    rows = [[*range(40), n] for n in range(3)]
+    assert Split.of(rows, [1] * 3, True, 0) == Split((0, 1, 2), 39, {})
+    assert Split.of(rows, [1] * 3, False, 96) == Split((0, 1, 2), 0, {})
 
 
 def test_greedy_continuations_are_known(llm: LLM, model: NumpyOpt) -> None:
