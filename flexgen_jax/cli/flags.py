@@ -199,7 +199,7 @@ def policy_options(command: Command) -> Command:
                 help="8: layers multiply integers of 8 bits, to which weights and hidden states "
                 "are rounded, all but the largest of the latter. Costs some quality. Made for "
                 "4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, where "
-                "prompts then take less time; elsewhere it is slower.",
+                "prompts and large batches then take less time; elsewhere they are slower.",
             ),
             click.option(
                 "--attention",

@@ -78,6 +78,7 @@ class CpuKernels(DeviceKernels):
     def matmul(
         self, x: jax.Array, kernel: Kept, bias: jax.Array | None, bits: int = 16
     ) -> jax.Array:
+        bits = bits if matmul.gains_by_rounding(x, kernel) else 16
         if bits == 8:
             found = matmul.matmul_int8(x, kernel, bias)
         else:

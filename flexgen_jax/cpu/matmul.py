@@ -33,6 +33,10 @@ MULTIPLE = 32
 FEW_ROWS = 64
 """Up to this many rows, a product takes little longer than reading its kernel weights."""
 
+FEW_ROUNDED = 8
+"""Up to this many rows, packed kernel weights are not rounded to integers: that would take longer
+than the product does without."""
+
 
 def matmul(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> jax.Array | None:
     """Computes `x @ kernel.T + bias` in `dtype`, x's own or fp32, or returns None; see
@@ -67,6 +71,12 @@ def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
     call = jax.ffi.ffi_call(target, out)
     product: jax.Array = call(*arguments, *jax.tree.leaves(kernel))
     return product.reshape(*x.shape[:-1], columns)
+
+
+def gains_by_rounding(x: jax.Array, kernel: Kept) -> bool:
+    """Returns whether a product of 8-bit integers takes less time than one of x's dtype."""
+    few = FEW_ROUNDED if isinstance(kernel, QuantizedArray) else FEW_ROWS
+    return x.size // x.shape[-1] > few
 
 
 def _rounded(target: str, rows: jax.Array) -> list[jax.Array]:

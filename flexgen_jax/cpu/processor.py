@@ -13,8 +13,8 @@ NUMBA_TARGETS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 """Environment variables that can make Numba compile for another processor, with fewer
 features."""
 
-FOR_PAIRS = {"avx512f", "avx512_bf16"}
-"""Flags of processors whose AVX-512 has dot products of bfloat16 pairs."""
+FOR_PAIRS = {"avx512f", "avx512bw", "avx512_bf16"}
+"""Flags of processors whose AVX-512 has dot products of bfloat16 pairs, and tables of words."""
 
 FOR_INTEGERS = {"avx512f", "avx512_vnni"}
 """Flags of processors whose AVX-512 has dot products of four 8-bit integers."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -13,6 +15,7 @@ from numba import njit
 
 from flexgen_jax.cpu import matmul, processor
 from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH
+from flexgen_jax.cpu.jit.matmul_packed import FOLDED, most_folded
 from flexgen_jax.cpu.jit.matmul_small_batch import MOST
 from flexgen_jax.cpu.jit.packing import PAIR, give_rows
 from flexgen_jax.cpu.matmul import FEW_ROWS
@@ -24,14 +27,16 @@ from flexgen_jax.cpu.processor import (
     tile_units,
 )
 from flexgen_jax.layers import programs
-from flexgen_jax.layers.quantization import dequantize, quantize, quantize_as
+from flexgen_jax.layers.quantization import QuantizedArray, dequantize, quantize, quantize_as
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.models.storage import GROUP_SIZE
 from tests.helpers.arrays import anew, numbers
 from tests.helpers.cases import covering
 from tests.helpers.kernels import CPU, XLA, XLA_ON_CPU
 from tests.helpers.models import BASE
+from tests.helpers.units import use_unit
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
 TARGET = "flexgen_jax_multiply_rows"
@@ -136,6 +141,10 @@ def test_product_is_the_formula(shape: tuple[int, int, int], has_bias: bool) -> 
 
 PACKED_SHAPES = [
     (1, 32, 64),
+    (1, 2 * FOLDED + 96, 192),
+    (2, FOLDED + 32, 1088),
+    (3, 96, 704),
+    (9, FOLDED // 2 + 64, 320),
     (40, 128, 320),
     (33, 320, 8 * COLUMNS),
     (5, 4 * DEPTH + 64, 320),
@@ -153,7 +162,48 @@ def test_quantized_kernels_are_unpacked(shape: tuple[int, int, int], bits: int) 
     target = f"{TARGET}_{bits}_{matmul.tile_unit()}"
     assert target in anew(CPU.matmul).lower(x, kernel, bias).as_text()
     found = anew(CPU.matmul)(x, kernel, bias)
-    assert_nearest(found, exact(x, dequantize(kernel), bias))
+    if rows > most_folded(str(matmul.tile_unit())):
+        assert_nearest(found, exact(x, dequantize(kernel), bias))
+    else:
+        assert_folded(found, x, kernel, bias)
+
+
+def levels_of(kernel: QuantizedArray) -> jax.Array:
+    """Returns the numbers that codes stand for, in fp32."""
+    return dequantize(replace(kernel, storage=replace(kernel.storage, dtype="float32")))
+
+
+def assert_folded(
+    found: jax.Array, x: jax.Array, kernel: QuantizedArray, bias: jax.Array | None
+) -> None:
+    """Checks a product whose kernel weights were not unpacked: the numbers that its codes stand
+    for, and where products are of bfloat16 half a unit of it for each of x times their scale."""
+    levels = levels_of(kernel)
+    expected, room = exact(x, levels, bias), np.float64(1e-3)
+    if matmul.tile_unit() != "fma":
+        offsets = np.repeat(np.asarray(kernel.minimum, np.float64), GROUP_SIZE, 0)
+        offsets += np.repeat(np.asarray(kernel.scale, np.float64), GROUP_SIZE, 0) * (
+            1 << (kernel.storage.bits - 1)
+        )
+        steps = np.abs(np.asarray(levels, np.float64) - offsets[: len(levels)])
+        room = room + 2**-8 * np.abs(np.asarray(x.astype(jnp.float32), np.float64)) @ steps.T
+    out = np.asarray(found.astype(jnp.float32), np.float64)
+    assert (np.abs(out - expected) <= 2**-8 * np.abs(expected) + room).all()
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_folding_loses_no_more_than_unpacking(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To round x times the scales costs about what it costs to round the weights."""
+    use_unit("avx512", monkeypatch)
+    monkeypatch.setattr(matmul, "FEW_PACKED", 0)
+    kernel = quantize(numbers(1024, 2048, seed=1) / 16, 4, 64, 0)
+    x = numbers(rows, 2048)
+    right = exact(x, levels_of(kernel), None)
+    folded, unpacked = (
+        np.asarray(program(x, kernel), np.float64) - right
+        for program in (anew(CPU.logits), lambda x, kernel: exact(x, dequantize(kernel), None))
+    )
+    assert np.sqrt(np.mean(folded**2)) < 1.25 * np.sqrt(np.mean(unpacked**2))
 
 
 @pytest.mark.usefixtures("unit")
@@ -163,9 +213,13 @@ def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> N
     whole = kernel.storage.plane_length % PAIR == 0
     unit = jnp.eye(96, dtype=jnp.bfloat16)
     assert (TARGET in anew(CPU.matmul).lower(unit, kernel, None).as_text()) == whole
-    for rows in (unit, unit[:MOST]):
+    for rows in (unit, unit[:MOST], unit[:5]):
         found = anew(CPU.matmul)(rows, kernel, None)
-        np.testing.assert_array_equal(found.T, dequantize(kernel)[:, : len(rows)])
+        if len(rows) > most_folded(str(matmul.tile_unit())) or not whole:
+            np.testing.assert_array_equal(found.T, dequantize(kernel)[:, : len(rows)])
+        else:
+            expected = np.asarray(levels_of(kernel), np.float64)[:, : len(rows)]
+            assert_nearest(found.T, expected)
 
 
 @pytest.mark.usefixtures("unit")
@@ -179,7 +233,10 @@ def test_logits_are_not_rounded(rows: int, bits: int) -> None:
     found = anew(CPU.logits)(x, kept)
     assert found.dtype == jnp.float32
     plain = table if bits == 16 else dequantize(kept)
-    np.testing.assert_allclose(found, exact(x, plain, None), rtol=1e-5, atol=1e-4)
+    if bits < 16 and rows <= most_folded(str(matmul.tile_unit())):
+        assert_folded(found, x, kept, None)
+    else:
+        np.testing.assert_allclose(found, exact(x, plain, None), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.usefixtures("unit")

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from flexgen_jax.cpu.jit import matmul_int8, matmul_small_batch
+from flexgen_jax.cpu.jit import matmul_int8, matmul_packed, matmul_small_batch
 from flexgen_jax.cpu.jit.attention_entry import ALL, ARGUMENTS, CALLS, RESULTS, array_in, handler
 from flexgen_jax.cpu.jit.matmul_blocked import multiply_columns
 from flexgen_jax.cpu.jit.matmul_int8 import multiply_rounded, round_panel
+from flexgen_jax.cpu.jit.matmul_packed import most_folded, multiply_packed
 from flexgen_jax.cpu.jit.matmul_small_batch import (
     MOST,
     MOST_OF_FLOATS,
     SIDE,
     SIDE_OF_FLOATS,
     multiply_few,
-    multiply_few_packed,
 )
 from flexgen_jax.cpu.jit.packing import PAIR
 from flexgen_jax.cpu.jit.xla_calls import words
@@ -85,11 +85,12 @@ def stored_as(unit: str) -> Any:
 
 def _product_part(bits: int, is_wide: bool, unit: str) -> Callable[..., int]:
     """Returns the function that computes a part of a product's columns."""
-    source = matmul_small_batch.SOURCE + CALLS
+    source = matmul_small_batch.SOURCE + matmul_packed.SOURCE + CALLS
     stored = np.float32 if is_wide else np.uint16
     by_amx, kind, most, side = unit == "amx", stored_as(unit), MOST, SIDE
     if unit == "fma":
         most, side = MOST_OF_FLOATS, SIDE_OF_FLOATS
+    folded = most_folded(unit)
 
     def compute(shared, part):
         assert source
@@ -103,17 +104,17 @@ def _product_part(bits: int, is_wide: bool, unit: str) -> Callable[..., int]:
         else:
             kernel = packed_kernel(arguments, 2)
         out = array_in(words(results[0]), (count * columns,), stored)
-        pairs, shape = columns // PAIR, (count, depth, columns)
+        shape, is_folded = (count, depth, columns), bits < 16 and count <= folded
+        pairs = length // PAIR if is_folded else columns // PAIR
         start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
-        if not by_amx and count <= most:
-            if bits == 16:
+        if bits == 16:
+            if not by_amx and count <= most:
                 multiply_few(left, kernel[0], bias, out, shape, start, end, kind, side)
-            else:
-                multiply_few_packed(
-                    left, kernel, length, bias, out, shape, start, end, bits, kind, side
-                )
-        else:
-            multiply_columns(left, kernel, length, bias, out, shape, start, end, bits, by_amx, kind)
+                return 1
+        elif is_folded:
+            multiply_packed(left, kernel, length, bias, out, shape, start, end, bits, kind)
+            return 1
+        multiply_columns(left, kernel, length, bias, out, shape, start, end, bits, by_amx, kind)
         return 1
 
     return compute

@@ -1,12 +1,12 @@
-"""Products of up to `MOST` rows with kernel weights, by AVX-512's dot products of bfloat16 pairs or
-by products of fp32 vectors, compiled by Numba.
+"""Products of up to `MOST` rows with plain kernel weights, by AVX-512's dot products of bfloat16
+pairs or by products of fp32 vectors, compiled by Numba.
 
 With so few rows, a product takes about as long as reading the kernel weights from memory. So they
 are read as processors fetch best: each thread reads its part from one end to the other. One or two
 rows are multiplied by one row of the kernel weights at a time. More rows are multiplied `SIDE` at a
 time by `SIDE` rows of the kernel weights, of which `DEPTH` elements stay in the first cache while
-all rows pass by; meanwhile the next ones are prefetched in their order. Packed kernel weights are
-unpacked into the first cache before that.
+all rows pass by; meanwhile the next ones are prefetched in their order. For packed kernel weights
+see `matmul_packed`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ from flexgen_jax.cpu.jit.packing import (
     STEP,
     WORDS,
     N,
-    PackedKernel,
     Tiles,
     emitted,
     give_rows,
     halves_of,
     is_wide,
-    packed_place,
     store_words,
 )
 from flexgen_jax.cpu.processor import has_wide_vectors
@@ -120,19 +118,19 @@ def _emit(
                 place = tiles.at(soon, (line, by), (step, STEP))
                 tiles.ask(tiles.place(kernel, place, BYTE), FIRST_CACHE)
         columns = [
-            _step(tiles, kernel, tiles.at(begin, (column, pitch), (step, STEP)), is_wide(left))
-            for column in range(wide)
+            loaded_step(tiles, kernel, place, is_wide(left))
+            for place in (tiles.at(begin, (n, pitch), (step, STEP)) for n in range(wide))
         ]
         for row in range(many):
             place = tiles.at(first, (step, many * STEP), row * STEP)
-            parts = _step(tiles, left, place, is_wide(left))
+            parts = loaded_step(tiles, left, place, is_wide(left))
             for own, column in zip(found[row * wide :], columns, strict=False):
                 builder.store(_summed(tiles, builder.load(own), column, parts), own)
     for own, place in zip(found, places, strict=True):
         builder.store(builder.load(own), place, align=4)
 
 
-def _step(tiles: Tiles, array: Any, at: Any, as_floats: bool) -> list[Any]:
+def loaded_step(tiles: Tiles, array: Any, at: Any, as_floats: bool) -> list[Any]:
     """Loads a step of a row: a vector of bfloat16 pairs, or its even and its odd elements as
     fp32, which an array of fp32 has one after the other."""
     kind = FLOATS if is_wide(array) else WORDS
@@ -200,23 +198,6 @@ def _lay(
         store_words(tiles, found, left, tiles.at(first, (step, apart)))
 
 
-def _unpack(_context, kernel, column, top, pitch, length, steps, plain, apart, bits, count):
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        arrays = cgutils.unpack_tuple(builder, arguments[0])
-        arrays = arrays_of(context, builder, signature.args[0], arrays)
-        rest = arrays_of(context, builder, signature.args[1:-2], arguments[1:-2])
-        column, top, pitch, length, steps, plain, apart = rest
-        tiles, bits = Tiles(builder), signature.args[-2].literal_value
-        few = PackedKernel(*packed_place(tiles, arrays, column, top, pitch, length, bits))
-        few.ROWS = signature.args[-1].literal_value
-        with tiles.loop(steps) as (step, _):
-            for row, found in enumerate(few.rows(tiles.index(0), step)):
-                store_words(tiles, found, plain, tiles.at((row, apart), (step, STEP)))
-        return context.get_dummy_value()
-
-    return types.void(kernel, N, N, N, N, N, plain, N, bits, count), generate
-
-
 def _laying(_context, rows, begin, steps, left, first, apart):
     return types.void(rows, N, N, left, N, N), emitted(_lay)
 
@@ -235,11 +216,6 @@ are compile-time constants.
 totals: Any = intrinsic(prefer_literal=True)(_totals)
 """Intrinsic: adds up the lanes of the sums that `dots` makes, into [row][column] from `to` on, with
 rows `LANES` apart."""
-
-unpack: Any = intrinsic(prefer_literal=True)(_unpack)
-"""Intrinsic: unpacks `count` rows of packed kernel weights, a compile-time constant, from row
-`column` and element `top` on, into plain, `apart` elements from each other. The other arguments are
-those of `packing.take_columns`."""
 
 lay: Any = intrinsic(_laying)
 """Intrinsic: copies `steps` steps of a row, from `begin` on, to left, from `first` on and `apart`
@@ -278,35 +254,6 @@ def multiply_streams(rows, kernel, bias, out, shape, start, end, kind, most, wid
                 multiply_part(
                     left, kernel, begin, depth, lanes, part, turns, soon, wide, wide, many
                 )
-        give_sums(lanes, sums, bias, out, shape, first, wide, many)
-
-
-@njit(inline="always")
-def multiply_few_packed(rows, kernel, length, bias, out, shape, start, end, bits, kind, side):
-    """Does what `multiply_few` does, for packed kernel weights; kernel, length and bits are those
-    of `matmul_blocked.multiply_columns`."""
-    packed = (kernel, length)
-    if shape[0] == 1:
-        multiply_unpacked(rows, packed, bias, out, shape, start, end, bits, kind, side, 1)
-    else:
-        multiply_unpacked(rows, packed, bias, out, shape, start, end, bits, kind, side, side)
-
-
-@njit(inline="always")
-def multiply_unpacked(rows, packed, bias, out, shape, start, end, bits, kind, wide, many):
-    """Multiplies `many` rows at a time by `wide` rows of packed kernel weights, which are unpacked
-    before."""
-    kernel, length = packed
-    depth, height, turns = shape[1], min(shape[1], DEPTH), -(-shape[0] // many)
-    left, lanes, sums = prepared(rows, shape, height, many, kind)
-    plain = aligned(wide * height, kind)
-    for first in range(start, end, PAIR):
-        for top in range(0, depth, height):
-            steps = min(height, depth - top) // STEP
-            for column in range(0, PAIR, wide):
-                unpack(kernel, first + column, top, depth, length, steps, plain, height, bits, wide)
-                part = (top, steps, column)
-                multiply_part(left, plain, 0, height, lanes, part, turns, 0, 0, wide, many)
         give_sums(lanes, sums, bias, out, shape, first, wide, many)
 
 

@@ -1,0 +1,415 @@
+"""Products of few rows with packed kernel weights that are never unpacked, compiled by Numba.
+
+Along the depth k, the weights of a group of `GROUP_SIZE` columns are minimum[k] + scale[k] * code.
+So with a middle code c, which makes sums small,
+
+    sum over k of x[k] weight[k]  =  sum of (x[k] scale[k]) (code - c)
+                                     +  sum of x[k] (minimum[k] + c scale[k])
+
+`fold` makes the brackets on the left and the sum on the right once for all columns of a group. Then
+a column costs no more than reading its codes: with AVX-512's dot products of bfloat16 pairs, a
+table turns codes into bfloat16, and x * scale is rounded to it where unpacking would round the
+weights; as fp32, nothing is rounded. A byte is read once for all of its codes, which are of columns
+a plane length apart; both halves of an 8-bit code go through tables, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils as untyped
+from numba.extending import intrinsic
+
+from flexgen_jax.cpu.jit import matmul_small_batch
+from flexgen_jax.cpu.jit.decode_attention import source_of
+from flexgen_jax.cpu.jit.llvm import FIRST_CACHE, LANES, arrays_of, filled
+from flexgen_jax.cpu.jit.matmul_blocked import aligned
+from flexgen_jax.cpu.jit.matmul_inner import DOT, added, begun, dot
+from flexgen_jax.cpu.jit.matmul_small_batch import loaded_step, totals
+from flexgen_jax.cpu.jit.packing import (
+    BYTE,
+    FLOATS,
+    HALVES,
+    PAIR,
+    STEP,
+    UPPER,
+    WORDS,
+    N,
+    Tiles,
+    give_rows,
+    halves_of,
+    is_wide,
+)
+from flexgen_jax.cpu.processor import has_wide_vectors, multiplies_pairs
+from flexgen_jax.models.storage import GROUP_SIZE
+
+cgutils: Any = untyped
+
+SOURCE = matmul_small_batch.SOURCE + source_of(__file__)
+"""A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
+
+ONE, TWO, MORE = ((4, 1), (4, 2), (2, 4)) if has_wide_vectors() else ((2, 1), (1, 2), (1, 2))
+"""Bytes of a column of the packed array, and rows, that are multiplied at a time, for one row, two,
+and more: their sums take at most half of the registers."""
+
+MOST, MOST_BESIDE_AMX, MOST_OF_FLOATS = 32, 8, 16 if has_wide_vectors() else 8
+"""Rows that are multiplied so, at most. With more, it takes less time to unpack the weights than to
+look at their codes again for every few rows."""
+
+FOLDED = 4096
+"""Elements of rows times scale that stay in the first cache."""
+
+
+CODES = ir.VectorType(ir.IntType(16), STEP)
+
+
+def most_folded(unit: str) -> int:
+    """Returns the most rows for which a unit leaves kernel weights packed."""
+    if unit == "fma":
+        return MOST_OF_FLOATS
+    if unit == "amx":
+        return MOST_BESIDE_AMX if multiplies_pairs() else 0
+    return MOST
+
+
+def table_of(values: Sequence[int]) -> Any:
+    """Returns a constant of integers as bfloat16, as often as they fit: of an index, which is taken
+    by its low 5 bits, no more count than there are integers."""
+    bits = np.array(values, ml_dtypes.bfloat16).view(np.uint16)
+    return ir.Constant(CODES, [int(x) for x in np.resize(bits, STEP)])
+
+
+def middle_of(bits: int) -> int:
+    """Returns a code in the middle of all."""
+    return 1 << (bits - 1)
+
+
+def _fold(
+    _context,
+    rows,
+    row,
+    last,
+    top,
+    pitch,
+    scale,
+    least,
+    group,
+    steps,
+    left,
+    at,
+    sums,
+    to,
+    bits,
+    many,
+):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values = arrays_of(context, builder, signature.args[:-2], arguments[:-2])
+        _emit_fold(Tiles(builder), bits.literal_value, many.literal_value, *values)
+        return context.get_dummy_value()
+
+    kinds = (rows, N, N, N, N, scale, least, N, N, left, N, sums, N, bits, many)
+    return types.void(*kinds), generate
+
+
+def _emit_fold(
+    tiles: Tiles,
+    bits: int,
+    many: int,
+    rows: Any,
+    row: Any,
+    last: Any,
+    top: Any,
+    pitch: Any,
+    scale: Any,
+    least: Any,
+    group: Any,
+    steps: Any,
+    left: Any,
+    at: Any,
+    sums: Any,
+    to: Any,
+) -> None:
+    builder = tiles.builder
+    middle = filled(FLOATS, 0 if is_wide(left) else middle_of(bits))
+    found = [cgutils.alloca_once_value(builder, filled(FLOATS, 0)) for _ in range(many)]
+    begins = []
+    for own in range(many):
+        builder.store(filled(FLOATS, 0), found[own])
+        index = tiles.at(row, own)
+        there = builder.icmp_signed("<", index, last)
+        begins.append(tiles.at((builder.select(there, index, last), pitch), top))
+    with tiles.loop(steps) as (step, _):
+        inside = tiles.at(group, (step, STEP))
+        scales, minima = (
+            halves_of(tiles, builder.load(tiles.place(side, inside, WORDS), align=2))
+            for side in (scale, least)
+        )
+        others = [added(tiles, z, s, middle) for s, z in zip(scales, minima, strict=True)]
+        for own, begin in enumerate(begins):
+            words = builder.load(tiles.place(rows, tiles.at(begin, (step, STEP)), WORDS), align=2)
+            parts = halves_of(tiles, words)
+            total = builder.load(found[own])
+            for part, other in zip(parts, others, strict=True):
+                total = added(tiles, total, part, other)
+            builder.store(total, found[own])
+            products = [builder.fmul(x, s) for x, s in zip(parts, scales, strict=True)]
+            place = tiles.at(at, (step, 8 // bits * many * STEP), own * STEP)
+            _store(tiles, products, left, place)
+    for own, total in enumerate(found):
+        target = tiles.place(sums, tiles.at(to, own * LANES), FLOATS)
+        builder.store(builder.load(total), target, align=4)
+
+
+def _store(tiles: Tiles, halves: list[Any], array: Any, at: Any) -> None:
+    """Stores fp32 at even and at odd indices: one after the other, or rounded to bfloat16 in their
+    order, ties away from zero. NaN that comes from bfloat16 stays NaN."""
+    builder = tiles.builder
+    if not is_wide(array):
+        low, high = (
+            builder.add(builder.bitcast(half, WORDS), filled(WORDS, 0x8000)) for half in halves
+        )
+        low, high = builder.lshr(low, filled(WORDS, 16)), builder.and_(high, filled(WORDS, UPPER))
+        halves = [builder.or_(low, high)]
+    for number, half in enumerate(halves):
+        place = tiles.place(array, tiles.at(at, number * LANES), half.type)
+        builder.store(half, place, align=2)
+
+
+def _dots(
+    _context,
+    left,
+    first,
+    kernel,
+    begin,
+    pitch,
+    steps,
+    sums,
+    at,
+    adds,
+    others,
+    of,
+    soon,
+    bits,
+    wide,
+    many,
+):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values = arrays_of(context, builder, signature.args[:-3], arguments[:-3])
+        shape = (bits.literal_value, wide.literal_value, many.literal_value)
+        _emit_dots(Tiles(builder), *shape, *values)
+        return context.get_dummy_value()
+
+    kinds = (left, N, kernel, N, N, N, sums, N, types.boolean, others, N, N, bits, wide, many)
+    return types.void(*kinds), generate
+
+
+def _emit_dots(
+    tiles: Tiles,
+    bits: int,
+    wide: int,
+    many: int,
+    left: Any,
+    first: Any,
+    kernel: Any,
+    begin: Any,
+    pitch: Any,
+    steps: Any,
+    sums: Any,
+    at: Any,
+    adds: Any,
+    others: Any,
+    of: Any,
+    soon: Any,
+) -> None:
+    builder, panels = tiles.builder, 8 // bits * many
+    places = [tiles.place(sums, tiles.at(at, n * LANES), FLOATS) for n in range(panels * wide)]
+    found = begun(tiles, places, adds)
+    for panel in range(panels):
+        other = builder.load(tiles.place(others, tiles.at(of, panel * LANES), FLOATS), align=4)
+        for own in found[panel * wide : (panel + 1) * wide]:
+            builder.store(builder.fadd(builder.load(own), other), own)
+    with tiles.loop(steps) as (step, _):
+        columns = []
+        for byte in range(wide):
+            ahead = tiles.at(soon, (byte, pitch), (step, STEP))
+            tiles.ask(tiles.place(kernel, ahead, BYTE), FIRST_CACHE)
+            where = tiles.at(begin, (byte, pitch), (step, STEP))
+            columns.append(_codes(tiles, kernel, where, bits, is_wide(left)))
+        for panel in range(panels):
+            inside = tiles.at(first, (step, panels * STEP), panel * STEP)
+            parts = loaded_step(tiles, left, inside, is_wide(left))
+            for own, column in zip(found[panel * wide :], columns, strict=False):
+                total = builder.load(own)
+                for code, part in column[panel // many]:
+                    if is_wide(left):
+                        total = added(tiles, total, code, parts[part])
+                    else:
+                        total = dot(tiles, DOT, total, code, parts[part])
+                builder.store(total, own)
+    for own, place in zip(found, places, strict=True):
+        builder.store(builder.load(own), place, align=4)
+
+
+def _codes(
+    tiles: Tiles, kernel: Any, at: Any, bits: int, as_floats: bool
+) -> list[list[tuple[Any, int]]]:
+    """Loads a step of bytes; returns, for each column that they have codes of, vectors of codes,
+    and which part of a step of the rows each of them is multiplied by."""
+    builder = tiles.builder
+    if as_floats:
+        stored = builder.load(tiles.place(kernel, at, HALVES), align=1)
+        word, levels = builder.zext(stored, WORDS), filled(WORDS, (1 << bits) - 1)
+        columns = []
+        for shift in range(0, 8, bits):
+            halves = [builder.lshr(word, filled(WORDS, shift + n)) for n in (0, 8)]
+            floats = [builder.sitofp(builder.and_(half, levels), FLOATS) for half in halves]
+            columns.append([(half, number) for number, half in enumerate(floats)])
+        return columns
+    stored = builder.load(tiles.place(kernel, at, ir.VectorType(BYTE, STEP)), align=1)
+    word, middle = builder.zext(stored, CODES), middle_of(bits)
+    if bits == 8:
+        halves = [(0, table_of(range(16))), (4, table_of(range(-middle, middle, 16)))]
+        return [[(_looked_up(tiles, table, word, shift), 0) for shift, table in halves]]
+    table = table_of(range(-middle, middle))
+    return [[(_looked_up(tiles, table, word, shift), 0)] for shift in range(0, 8, bits)]
+
+
+def _looked_up(tiles: Tiles, table: Any, words: Any, shift: int) -> Any:
+    """Returns what a table has for the bits of words from `shift` on."""
+    indices = tiles.builder.lshr(words, filled(CODES, shift))
+    found = tiles.call("llvm.x86.avx512.permvar.hi.512", CODES, table, indices)
+    return tiles.builder.bitcast(found, WORDS)
+
+
+fold: Any = intrinsic(prefer_literal=True)(_fold)
+"""Intrinsic: multiplies `many` rows by the scales of a group.
+
+rows: bfloat16 [row, element] as bits, with rows `pitch` elements apart, of which those from `row`
+on are taken, and `last` in place of the rows after it; `steps` steps of each from element `top` on.
+scale, least: the group's begin at `group`. Products go to left, from `at` on, [step][plane][row]
+[32], of which this is one plane: bfloat16, or fp32 with a step's even elements before its odd ones.
+Sums of the rows' elements times what is the same for all codes go to sums, fp32 [row][lane], from
+`to` on. bits and many are compile-time constants.
+"""
+
+dots: Any = intrinsic(prefer_literal=True)(_dots)
+"""Intrinsic: adds the products of `many` rows and the codes in `wide` rows of bytes to sums, or
+replaces sums by them where `adds` is false; adds `others`, too.
+
+left: `steps` steps as `fold` makes them, from `first` on; kernel: rows of bytes `pitch` apart from
+`begin` on; sums: fp32 [plane][row][byte][lane] from `at` on; others: fp32 [plane][row][lane] from
+`of` on. Meanwhile the bytes from `soon` on are prefetched into the first cache. bits, wide and many
+are compile-time constants.
+"""
+
+
+@njit(inline="always")
+def multiply_packed(rows, kernel, length, bias, out, shape, start, end, bits, kind):
+    """Does what `matmul_blocked.multiply_columns` does for few rows, for the columns whose codes
+    are in the rows of bytes from start to end, multiples of `PAIR` below `length`."""
+    if shape[0] == 1:
+        multiply_folded(
+            rows, kernel, length, bias, out, shape, start, end, bits, kind, ONE[0], ONE[1]
+        )
+    elif shape[0] == 2:
+        multiply_folded(
+            rows, kernel, length, bias, out, shape, start, end, bits, kind, TWO[0], TWO[1]
+        )
+    else:
+        multiply_folded(
+            rows, kernel, length, bias, out, shape, start, end, bits, kind, MORE[0], MORE[1]
+        )
+
+
+@njit(inline="always")
+def multiply_folded(rows, kernel, length, bias, out, shape, start, end, bits, kind, wide, many):
+    """Multiplies `many` rows by the codes of `wide` rows of bytes at a time."""
+    codes, scale, least = kernel
+    count, depth, columns = shape
+    planes, turns, height = 8 // bits, -(-count // many), min(depth, FOLDED // many)
+    unit = GROUP_SIZE if length % GROUP_SIZE == 0 else PAIR
+    panels = planes * many
+    left = aligned(turns * panels * height, kind)
+    others = aligned(turns * panels * LANES, np.float32)
+    lanes = aligned(GROUP_SIZE * turns * panels * LANES, np.float32)
+    sums = np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
+    first = start
+    while first < end:
+        stop = min((first // unit + 1) * unit, end)
+        for top in range(0, depth, height):
+            steps = min(height, depth - top) // STEP
+            for turn in range(turns):
+                for plane in range(planes):
+                    group = min(plane * length + first, columns - 1) // GROUP_SIZE
+                    at = (turn * steps * panels + plane * many) * STEP
+                    to = (turn * panels + plane * many) * LANES
+                    fold(
+                        rows,
+                        turn * many,
+                        count - 1,
+                        top,
+                        depth,
+                        scale,
+                        least,
+                        group * depth + top,
+                        steps,
+                        left,
+                        at,
+                        others,
+                        to,
+                        bits,
+                        many,
+                    )
+            for byte in range(first, stop, wide):
+                begin = byte * depth + top
+                for turn in range(turns):
+                    dots(
+                        left,
+                        turn * steps * panels * STEP,
+                        codes,
+                        begin,
+                        depth,
+                        steps,
+                        lanes,
+                        ((byte - first) * turns + turn * wide) * panels * LANES,
+                        top > 0,
+                        others,
+                        turn * panels * LANES,
+                        begin + wide * depth,
+                        bits,
+                        wide,
+                        many,
+                    )
+        for plane in range(planes):
+            for byte in range(first, stop, PAIR):
+                column = plane * length + byte
+                if column < columns:
+                    at = (byte - first) * turns * panels
+                    give_plane(
+                        lanes, at * LANES, plane, sums, bias, out, shape, column, planes, wide, many
+                    )
+        first = stop
+
+
+@njit(inline="always")
+def give_plane(lanes, at, plane, sums, bias, out, shape, first, planes, wide, many):
+    """Adds up the lanes of the sums of a plane's `PAIR` columns and writes the results of all rows
+    to out."""
+    count, _, columns = shape
+    turns = -(-count // many)
+    for column in range(0, PAIR, wide):
+        inside = column // LANES * LANES * LANES + column % LANES
+        for turn in range(turns):
+            row = turn * many
+            panel = row // PAIR * PAIR * PAIR + row % PAIR // LANES * PAIR * LANES
+            to = panel + row % LANES * LANES + inside
+            begin = ((column * turns + turn * wide) * planes + plane * wide) * many * LANES
+            totals(lanes, at + begin, sums, to, wide, many)
+    for row in range(0, count, PAIR):
+        begin, some = row * columns + first, min(PAIR, count - row)
+        give_rows(sums[row * PAIR :], 1, bias, first, out, begin, columns, some, False)
