@@ -23,8 +23,9 @@ FEW_PRODUCTS = 1 << 28
 """Below this many multiplications, XLA's own product is fast enough, and Numba need not be
 loaded."""
 
-FEW_PACKED = 1 << 20
-"""Below this many elements, XLA unpacks packed kernel weights fast enough."""
+FEW_PACKED = 1 << 18
+"""Below this many elements, XLA unpacks packed kernel weights fast enough, and Numba need not be
+loaded."""
 
 MULTIPLE = 32
 """Rows and columns of kernel weights must be multiples of this, the size of a pair of tiles: the

@@ -163,14 +163,15 @@ def chunk_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
 
 
 def handler(
-    name: str, function: Callable[..., int], axis: int = 0, grain: int = 1
+    name: str, function: Callable[..., int], axis: int = 0, grain: int = 1, least: int = 1
 ) -> tuple[Any, ...]:
     """Returns three compiled functions: the handler that XLA calls, the one that its threads run,
     which LLVM knows by `name`, and the one that computes a part.
 
     function: computes a part: (task, part number) -> 1, or 0, as Numba has it, if it raises (the
     only reason is lack of memory). Parts are ranges of at least `grain` along an axis of the first
-    result.
+    result, and of at least `least` multiplications, if each of these takes an element of the first
+    argument: to wake another thread takes longer than a few of them.
     """
     part = cached(partial(cfunc, PART), function)
     binding.add_symbol(f"{name}_part", part.address)
@@ -184,17 +185,21 @@ def handler(
             return 0
         api, context = words(frame[2]), frame[3]
         size = words(words(words(frame[14])[0])[5])[axis]
+        most = max(size // grain, 1)
+        if least > 1:
+            asked = words(words(words(frame[9])[0])[5])
+            most = max(min(most, size * asked[0] * asked[1] // least), 1)
         threads, sent = room(1), room(5)
         sent[0], sent[1], sent[2], sent[3] = 32, 0, context, address_in(threads)
         threads[0] = 1
         known = call(api[THREADS], address_in(sent)) == 0
-        helpers = max(threads[0] - 1, 0) if known else 0
+        helpers = min(max(threads[0] - 1, 0), most - 1) if known else 0
         task = malloc(64)
         if task == 0:
             return fail(api, sent)
         shared = words(task)
         shared[NEXT], shared[DONE], shared[SUCCEEDED], shared[HOLDERS] = 0, 0, 0, helpers + 2
-        shared[ALL] = min(max(size // grain, 1), PARTS * (helpers + 1))
+        shared[ALL] = min(most, PARTS * (helpers + 1))
         shared[ARGUMENTS], shared[RESULTS] = frame[9], frame[14]
         for _ in range(helpers):
             sent[0], sent[1], sent[2], sent[3], sent[4] = 40, 0, context, address_of(name), task

@@ -31,6 +31,9 @@ FEWEST = 4 * PAIR
 """The least number of columns in a part of a product; with fewer, preparing the rows is not worth
 it."""
 
+LEAST = 1 << 19
+"""The least number of multiplications in a part: they take about as long as to wake a thread."""
+
 
 @njit(inline="always")
 def packed_kernel(arguments, at):
@@ -51,7 +54,7 @@ def product_handler(name: str, bits: int, is_wide: bool, unit: str) -> tuple[Any
     depth], or the three arrays of packed ones. Result: [row, column], fp32 if `is_wide`, else
     bfloat16.
     """
-    return handler(name, _product_part(bits, is_wide, unit), axis=1, grain=FEWEST)
+    return handler(name, _product_part(bits, is_wide, unit), axis=1, grain=FEWEST, least=LEAST)
 
 
 @lru_cache
