@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import matmul_small_batch
 from flexgen_jax.cpu.jit.decode_attention import source_of
-from flexgen_jax.cpu.jit.llvm import FIRST_CACHE, LANES, arrays_of, filled
+from flexgen_jax.cpu.jit.llvm import LANES, SECOND_CACHE, arrays_of, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
 from flexgen_jax.cpu.jit.matmul_inner import DOT, added, begun, dot
 from flexgen_jax.cpu.jit.matmul_small_batch import loaded_step, totals
@@ -60,6 +60,10 @@ and more: their sums take at most half of the registers."""
 MOST, MOST_BESIDE_AMX, MOST_OF_FLOATS = 32, 8, 16 if has_wide_vectors() else 8
 """Rows that are multiplied so, at most. With more, it takes less time to unpack the weights than to
 look at their codes again for every few rows."""
+
+AHEAD = 1 << 15
+"""Distance in bytes at which codes are prefetched, at least: as far as the second cache holds them
+beside what it has."""
 
 FOLDED = 4096
 """Elements of rows times scale that stay in the first cache."""
@@ -237,7 +241,7 @@ def _emit_dots(
         columns = []
         for byte in range(wide):
             ahead = tiles.at(soon, (byte, pitch), (step, STEP))
-            tiles.ask(tiles.place(kernel, ahead, BYTE), FIRST_CACHE)
+            tiles.ask(tiles.place(kernel, ahead, BYTE), SECOND_CACHE)
             where = tiles.at(begin, (byte, pitch), (step, STEP))
             columns.append(_codes(tiles, kernel, where, bits, is_wide(left)))
         for panel in range(panels):
@@ -303,8 +307,8 @@ replaces sums by them where `adds` is false; adds `others`, too.
 
 left: `steps` steps as `fold` makes them, from `first` on; kernel: rows of bytes `pitch` apart from
 `begin` on; sums: fp32 [plane][row][byte][lane] from `at` on; others: fp32 [plane][row][lane] from
-`of` on. Meanwhile the bytes from `soon` on are prefetched into the first cache. bits, wide and many
-are compile-time constants.
+`of` on. Meanwhile the bytes from `soon` on are prefetched into the second cache. bits, wide and
+many are compile-time constants.
 """
 
 
@@ -333,6 +337,7 @@ def multiply_folded(rows, kernel, length, bias, out, shape, start, end, bits, ki
     count, depth, columns = shape
     planes, turns, height = 8 // bits, -(-count // many), min(depth, FOLDED // many)
     unit = GROUP_SIZE if length % GROUP_SIZE == 0 else PAIR
+    ahead = wide * depth * max(1, AHEAD // (wide * depth))
     panels = planes * many
     left = aligned(turns * panels * height, kind)
     others = aligned(turns * panels * LANES, np.float32)
@@ -380,7 +385,7 @@ def multiply_folded(rows, kernel, length, bias, out, shape, start, end, bits, ki
                         top > 0,
                         others,
                         turn * panels * LANES,
-                        begin + wide * depth,
+                        begin + ahead,
                         bits,
                         wide,
                         many,
