@@ -54,20 +54,19 @@ SOURCE = matmul_small_batch.SOURCE + source_of(__file__)
 """A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
 
 ONE, TWO, MORE = ((4, 1), (4, 2), (2, 4)) if has_wide_vectors() else ((2, 1), (1, 2), (1, 2))
-"""Bytes of a column of the packed array, and rows, that are multiplied at a time, for one row, two,
-and more: their sums take at most half of the registers."""
+"""Rows of bytes, and rows of x, that are multiplied at a time, where x has one row, two, and more:
+their sums take at most half of the registers."""
 
 MOST, MOST_BESIDE_AMX, MOST_OF_FLOATS = 32, 8, 16 if has_wide_vectors() else 8
 """Rows that are multiplied so, at most. With more, it takes less time to unpack the weights than to
 look at their codes again for every few rows."""
 
 AHEAD = 1 << 15
-"""Distance in bytes at which codes are prefetched, at least: as far as the second cache holds them
-beside what it has."""
+"""Distance in bytes at which codes are prefetched, about: far enough for memory, and near enough for
+the second cache to hold them beside what it has."""
 
 FOLDED = 4096
-"""Elements of rows times scale that stay in the first cache."""
-
+"""Elements of x times scale that stay in the first cache."""
 
 CODES = ir.VectorType(ir.IntType(16), STEP)
 
