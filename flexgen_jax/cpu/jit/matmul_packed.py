@@ -62,8 +62,8 @@ MOST, MOST_BESIDE_AMX, MOST_OF_FLOATS = 32, 8, 16 if has_wide_vectors() else 8
 look at their codes again for every few rows."""
 
 AHEAD = 1 << 15
-"""Distance in bytes at which codes are prefetched, about: far enough for memory, and near enough for
-the second cache to hold them beside what it has."""
+"""About how many bytes ahead codes are prefetched: enough for memory, and no more than the second
+cache keeps until they are used."""
 
 FOLDED = 4096
 """Elements of x times scale that stay in the first cache."""
