@@ -104,7 +104,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from flexgen_jax.cpu import matmul
     from flexgen_jax.layers import programs
 
-    for name in ("FEW_PRODUCTS", "FEW_ROWS", "FEW_PACKED", "FEW_ROUNDED"):
+    for name in ("FEW_PRODUCTS", "FEW_ROWS", "FEW_PACKED", "FEW_READ", "FEW_ROUNDED"):
         monkeypatch.setattr(matmul, name, 0)
     programs._compile.cache_clear()
     yield

@@ -27,6 +27,10 @@ FEW_PACKED = 1 << 18
 """Below this many elements, XLA unpacks packed kernel weights fast enough, and Numba need not be
 loaded."""
 
+FEW_READ = 1 << 20
+"""Below this many elements, XLA reads plain kernel weights fast enough, and Numba need not be
+loaded."""
+
 MULTIPLE = 32
 """Rows and columns of kernel weights must be multiples of this, the size of a pair of tiles: the
 `PAIR` of `cpu.jit.packing`, which is not imported because it would load Numba."""
@@ -103,7 +107,7 @@ def _unit_for_integers(x: jax.Array, kernel: Kept) -> str | None:
     Plain kernel weights count as large too, because XLA would round them in memory.
     """
     fits = _fit_tiles(x, kernel) and kernel.shape[1] % (2 * MULTIPLE) == 0
-    is_large = kernel.shape[0] * kernel.shape[1] >= FEW_PACKED
+    is_large = kernel.shape[0] * kernel.shape[1] >= FEW_READ
     return tile_unit("int8") if fits and is_large else None
 
 
@@ -116,7 +120,7 @@ def _unit_for(x: jax.Array, kernel: Kept) -> str | None:
         rows = x.size // depth
         is_faster = rows > FEW_ROWS and rows * columns * depth >= FEW_PRODUCTS
         if tile_unit() in ("avx512", "fma") and rows <= FEW_ROWS:  # memory speed is the limit
-            is_faster = columns * depth >= FEW_PACKED
+            is_faster = columns * depth >= FEW_READ
     return tile_unit() if _fit_tiles(x, kernel) and is_faster else None
 
 

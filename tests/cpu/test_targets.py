@@ -35,7 +35,7 @@ def anew_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small caches and products are for the kernels too, and none is registered yet."""
     monkeypatch.setattr(attention, "FEW_ELEMENTS", 0)
     monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", 0)
-    for name in ("FEW_PRODUCTS", "FEW_ROWS", "FEW_PACKED"):
+    for name in ("FEW_PRODUCTS", "FEW_ROWS", "FEW_READ", "FEW_PACKED"):
         monkeypatch.setattr(matmul, name, 0)
     known = (attention._target, attention._prompt_target, matmul._target, matmul._int8_target)
     for cache in known:
