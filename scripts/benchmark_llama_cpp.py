@@ -33,6 +33,8 @@ BLOCK, BLOCK_BYTES = 32, 18
 """Elements of a block of Q4_0, and its bytes: a scale, fp16, and codes."""
 SCALE = 0.004
 """Of random blocks: weights between -0.032 and 0.028."""
+KEPT = ("generation_throughput", "prefill_s", "decode_s", "policy")
+"""Fields of a run's report that are kept."""
 TOGETHER = 2048
 """Most tokens that llama.cpp is given at a time; it takes them in parts of its own choice."""
 
@@ -153,12 +155,8 @@ def run_peer(args: argparse.Namespace) -> dict[str, Any]:
     prompts = np.random.default_rng(1).integers(0, vocabulary, shape, np.int32)
     peer.generate(prompts[:1, :2], 2)
     prefill, decode = peer.generate(prompts, args.gen_len)
-    return report(args.batches[0], args.gen_len, prefill, decode)
-
-
-def report(batch: int, new: int, prefill: float, decode: float) -> dict[str, Any]:
     return {
-        "generation_throughput": batch * new / (prefill + decode),
+        "generation_throughput": prompts.shape[0] * args.gen_len / (prefill + decode),
         "prefill_s": prefill,
         "decode_s": decode,
     }
@@ -177,6 +175,22 @@ def commands(args: argparse.Namespace, file: Path, batch: int) -> dict[str, list
         ours += ["--cache-bits", "4"]
     peer = [sys.executable, __file__, "--folder", str(args.folder), *lengths]
     return {"ours": ours, "llama.cpp": [*peer, "--batches", str(batch), "--peer", str(file)]}
+
+
+def measured(args: argparse.Namespace, name: str, command: list[str]) -> dict[str, Any]:
+    """Runs a command that writes its figures to a file; returns them, or how the run failed."""
+    result = args.folder / "result.json"
+    result.unlink(missing_ok=True)
+    outcome = run_limited([*command, "--json", str(result)], args.limit, args.timeout)
+    if not result.exists():
+        code = "timed out" if outcome.returncode is None else f"exit code {outcome.returncode}"
+        print(f"{name} failed: {code}: {outcome.output[-300:]}", flush=True)
+        return {"failed": f"{code}: {outcome.output[-300:]}"}
+    report = json.loads(result.read_text())
+    row = {key: report[key] for key in KEPT if key in report}
+    speed, *seconds = (f"{row[key]:.2f}" for key in KEPT[:3])
+    print(f"{name}: {speed} token/s, prompts {seconds[0]} s, then {seconds[1]} s", flush=True)
+    return row
 
 
 def main() -> None:
@@ -201,27 +215,17 @@ def main() -> None:
     file = args.folder / f"{args.model.replace('/', '--')}-q4_0.gguf"
     if not file.exists():
         write_gguf(file, raw_shape(args.model))
-    rows, result = [], args.folder / "result.json"
-    for batch in args.batches:
-        for round_ in range(args.repeat):
-            for name, command in commands(args, file, batch).items():
-                result.unlink(missing_ok=True)
-                outcome = run_limited([*command, "--json", str(result)], args.limit, args.timeout)
-                row: dict[str, Any] = {"name": name, "batch": batch, "round": round_}
-                if result.exists():
-                    found = json.loads(result.read_text())
-                    kept = ("generation_throughput", "prefill_s", "decode_s", "policy")
-                    row |= {key: found[key] for key in kept if key in found}
-                    speed = f"{row['generation_throughput']:.2f} token/s"
-                    print(
-                        f"batch {batch}: {name}: {speed}, prompts {row['prefill_s']:.2f} s, "
-                        f"then {row['decode_s']:.2f} s",
-                        flush=True,
-                    )
-                else:
-                    row["failed"] = outcome.output[-300:]
-                    print(f"batch {batch}: {name} failed: {row['failed']}", flush=True)
-                rows.append(row)
+    rows = [
+        {
+            "name": name,
+            "batch": batch,
+            "round": round_,
+            **measured(args, f"batch {batch}: {name}", command),
+        }
+        for batch in args.batches
+        for round_ in range(args.repeat)
+        for name, command in commands(args, file, batch).items()
+    ]
     if args.json:
         args.json.write_text(json.dumps({"command": sys.argv, "runs": rows}, indent=1) + "\n")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -32,7 +30,7 @@ from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.models.storage import GROUP_SIZE
-from tests.helpers.arrays import anew, numbers
+from tests.helpers.arrays import anew, levels, numbers
 from tests.helpers.cases import covering
 from tests.helpers.kernels import CPU, XLA, XLA_ON_CPU
 from tests.helpers.models import BASE
@@ -168,24 +166,18 @@ def test_quantized_kernels_are_unpacked(shape: tuple[int, int, int], bits: int) 
         assert_folded(found, x, kernel, bias)
 
 
-def levels_of(kernel: QuantizedArray) -> jax.Array:
-    """Returns the numbers that codes stand for, in fp32."""
-    return dequantize(replace(kernel, storage=replace(kernel.storage, dtype="float32")))
-
-
 def assert_folded(
     found: jax.Array, x: jax.Array, kernel: QuantizedArray, bias: jax.Array | None
 ) -> None:
     """Checks a product whose kernel weights were not unpacked: the numbers that its codes stand
     for, and where products are of bfloat16 half a unit of it for each of x times their scale."""
-    levels = levels_of(kernel)
-    expected, room = exact(x, levels, bias), np.float64(1e-3)
+    expected, room = exact(x, jnp.asarray(levels(kernel)), bias), np.float64(1e-3)
     if matmul.tile_unit() != "fma":
         offsets = np.repeat(np.asarray(kernel.minimum, np.float64), GROUP_SIZE, 0)
         offsets += np.repeat(np.asarray(kernel.scale, np.float64), GROUP_SIZE, 0) * (
             1 << (kernel.storage.bits - 1)
         )
-        steps = np.abs(np.asarray(levels, np.float64) - offsets[: len(levels)])
+        steps = np.abs(levels(kernel) - offsets[: kernel.shape[0]])
         room = room + 2**-8 * np.abs(np.asarray(x.astype(jnp.float32), np.float64)) @ steps.T
     out = np.asarray(found.astype(jnp.float32), np.float64)
     assert (np.abs(out - expected) <= 2**-8 * np.abs(expected) + room).all()
@@ -198,7 +190,7 @@ def test_folding_loses_no_more_than_unpacking(rows: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(matmul, "FEW_PACKED", 0)
     kernel = quantize(numbers(1024, 2048, seed=1) / 16, 4, 64, 0)
     x = numbers(rows, 2048)
-    right = exact(x, levels_of(kernel), None)
+    right = exact(x, jnp.asarray(levels(kernel)), None)
     folded, unpacked = (
         np.asarray(program(x, kernel), np.float64) - right
         for program in (anew(CPU.logits), lambda x, kernel: exact(x, dequantize(kernel), None))
@@ -218,7 +210,7 @@ def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> N
         if len(rows) > most_folded(str(matmul.tile_unit())) or not whole:
             np.testing.assert_array_equal(found.T, dequantize(kernel)[:, : len(rows)])
         else:
-            expected = np.asarray(levels_of(kernel), np.float64)[:, : len(rows)]
+            expected = levels(kernel).astype(np.float64)[:, : len(rows)]
             assert_nearest(found.T, expected)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import workspace_bytes
-from tests.helpers.arrays import anew, numbers
+from tests.helpers.arrays import anew, levels, numbers
 from tests.helpers.cases import covering
 from tests.helpers.kernels import CPU, XLA_ON_CPU
 from tests.helpers.models import BASE, PLACEMENTS, prompts, run_greedy
@@ -72,12 +71,6 @@ def with_outliers(x: jax.Array, count: int) -> jax.Array:
 
 def single(x: Any) -> np.ndarray:
     return np.asarray(jnp.asarray(x).astype(jnp.float32))
-
-
-def levels(kernel: QuantizedArray) -> np.ndarray:
-    """Returns the numbers that codes stand for, in fp32, not rounded to 16 bits."""
-    wide = replace(kernel.storage, dtype="float32")
-    return np.asarray(dequantize(replace(kernel, storage=wide)))
 
 
 def extremes(kernel: QuantizedArray) -> np.ndarray:

@@ -200,6 +200,14 @@ def added(tiles: Tiles, total: Any, one: Any, other: Any) -> Any:
     return tiles.call(f"llvm.fma.v{LANES}f32", total.type, one, other, total)
 
 
+def multiplied(tiles: Tiles, total: Any, one: Any, other: Any) -> Any:
+    """Adds to each lane of total the products of what two vectors have there: fp32, or a word of
+    two bfloat16."""
+    if one.type == FLOATS:
+        return added(tiles, total, one, other)
+    return dot(tiles, DOT, total, one, other)
+
+
 def begun(tiles: Tiles, places: list[Any], adds: Any) -> list[Any]:
     """Returns stack variables, which become registers, for the sums: the values at `places` if the
     product is added to them, else 0."""

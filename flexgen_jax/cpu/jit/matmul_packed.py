@@ -27,9 +27,9 @@ from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import matmul_small_batch
 from flexgen_jax.cpu.jit.decode_attention import source_of
-from flexgen_jax.cpu.jit.llvm import LANES, SECOND_CACHE, arrays_of, filled
+from flexgen_jax.cpu.jit.llvm import LANES, SECOND_CACHE, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
-from flexgen_jax.cpu.jit.matmul_inner import DOT, added, begun, dot
+from flexgen_jax.cpu.jit.matmul_inner import added, begun, multiplied
 from flexgen_jax.cpu.jit.matmul_small_batch import loaded_step, totals
 from flexgen_jax.cpu.jit.packing import (
     BYTE,
@@ -37,13 +37,15 @@ from flexgen_jax.cpu.jit.packing import (
     HALVES,
     PAIR,
     STEP,
-    UPPER,
     WORDS,
     N,
     Tiles,
+    emitted,
     give_rows,
     halves_of,
     is_wide,
+    joined_words,
+    store_parts,
 )
 from flexgen_jax.cpu.processor import has_wide_vectors, multiplies_pairs
 from flexgen_jax.models.storage import GROUP_SIZE
@@ -110,13 +112,8 @@ def _fold(
     bits,
     many,
 ):
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values = arrays_of(context, builder, signature.args[:-2], arguments[:-2])
-        _emit_fold(Tiles(builder), bits.literal_value, many.literal_value, *values)
-        return context.get_dummy_value()
-
     kinds = (rows, N, N, N, N, scale, least, N, N, left, N, sums, N, bits, many)
-    return types.void(*kinds), generate
+    return types.void(*kinds), emitted(_emit_fold, constants=2)
 
 
 def _emit_fold(
@@ -162,25 +159,11 @@ def _emit_fold(
             builder.store(total, found[own])
             products = [builder.fmul(x, s) for x, s in zip(parts, scales, strict=True)]
             place = tiles.at(at, (step, 8 // bits * many * STEP), own * STEP)
-            _store(tiles, products, left, place)
+            parts = products if is_wide(left) else [joined_words(tiles, products)]
+            store_parts(tiles, parts, left, place)
     for own, total in enumerate(found):
         target = tiles.place(sums, tiles.at(to, own * LANES), FLOATS)
         builder.store(builder.load(total), target, align=4)
-
-
-def _store(tiles: Tiles, halves: list[Any], array: Any, at: Any) -> None:
-    """Stores fp32 at even and at odd indices: one after the other, or rounded to bfloat16 in their
-    order, ties away from zero. NaN that comes from bfloat16 stays NaN."""
-    builder = tiles.builder
-    if not is_wide(array):
-        low, high = (
-            builder.add(builder.bitcast(half, WORDS), filled(WORDS, 0x8000)) for half in halves
-        )
-        low, high = builder.lshr(low, filled(WORDS, 16)), builder.and_(high, filled(WORDS, UPPER))
-        halves = [builder.or_(low, high)]
-    for number, half in enumerate(halves):
-        place = tiles.place(array, tiles.at(at, number * LANES), half.type)
-        builder.store(half, place, align=2)
 
 
 def _dots(
@@ -201,14 +184,8 @@ def _dots(
     wide,
     many,
 ):
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values = arrays_of(context, builder, signature.args[:-3], arguments[:-3])
-        shape = (bits.literal_value, wide.literal_value, many.literal_value)
-        _emit_dots(Tiles(builder), *shape, *values)
-        return context.get_dummy_value()
-
     kinds = (left, N, kernel, N, N, N, sums, N, types.boolean, others, N, N, bits, wide, many)
-    return types.void(*kinds), generate
+    return types.void(*kinds), emitted(_emit_dots, constants=3)
 
 
 def _emit_dots(
@@ -249,10 +226,7 @@ def _emit_dots(
             for own, column in zip(found[panel * wide :], columns, strict=False):
                 total = builder.load(own)
                 for code, part in column[panel // many]:
-                    if is_wide(left):
-                        total = added(tiles, total, code, parts[part])
-                    else:
-                        total = dot(tiles, DOT, total, code, parts[part])
+                    total = multiplied(tiles, total, code, parts[part])
                 builder.store(total, own)
     for own, place in zip(found, places, strict=True):
         builder.store(builder.load(own), place, align=4)

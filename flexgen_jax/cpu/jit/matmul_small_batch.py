@@ -22,9 +22,9 @@ from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import matmul_blocked
 from flexgen_jax.cpu.jit.decode_attention import source_of
-from flexgen_jax.cpu.jit.llvm import FIRST_CACHE, INT, LANES, arrays_of, filled
+from flexgen_jax.cpu.jit.llvm import FIRST_CACHE, INT, LANES, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
-from flexgen_jax.cpu.jit.matmul_inner import DOT, added, begun, dot
+from flexgen_jax.cpu.jit.matmul_inner import begun, multiplied
 from flexgen_jax.cpu.jit.packing import (
     BYTE,
     FLOATS,
@@ -80,13 +80,8 @@ def _dots(
     wide,
     many,
 ):
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values = arrays_of(context, builder, signature.args[:-2], arguments[:-2])
-        _emit(Tiles(builder), wide.literal_value, many.literal_value, *values)
-        return context.get_dummy_value()
-
     kinds = (left, N, kernel, N, N, N, sums, N, types.boolean, N, N, N, wide, many)
-    return types.void(*kinds), generate
+    return types.void(*kinds), emitted(_emit, constants=2)
 
 
 def _emit(
@@ -125,7 +120,10 @@ def _emit(
             place = tiles.at(first, (step, many * STEP), row * STEP)
             parts = loaded_step(tiles, left, place, is_wide(left))
             for own, column in zip(found[row * wide :], columns, strict=False):
-                builder.store(_summed(tiles, builder.load(own), column, parts), own)
+                total = builder.load(own)
+                for one, other in zip(column, parts, strict=True):
+                    total = multiplied(tiles, total, one, other)
+                builder.store(total, own)
     for own, place in zip(found, places, strict=True):
         builder.store(builder.load(own), place, align=4)
 
@@ -141,30 +139,19 @@ def loaded_step(tiles: Tiles, array: Any, at: Any, as_floats: bool) -> list[Any]
     return halves_of(tiles, words) if as_floats else [words]
 
 
-def _summed(tiles: Tiles, total: Any, column: list[Any], row: list[Any]) -> Any:
-    """Adds the products of a step's elements to total, by lanes."""
-    if len(row) == 1:
-        return dot(tiles, DOT, total, column[0], row[0])
-    for one, other in zip(column, row, strict=True):
-        total = added(tiles, total, one, other)
-    return total
-
-
 def _totals(_context, sums, at, out, to, wide, many):
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, at, out, to = arrays_of(context, builder, signature.args[:-2], arguments[:-2])
-        tiles, width = Tiles(builder), wide.literal_value
-        count = width * many.literal_value
-        places = [tiles.place(sums, tiles.at(at, n * LANES), FLOATS) for n in range(count)]
-        vectors = [builder.load(place, align=4) for place in places]
-        total = _joined(tiles, vectors + [filled(FLOATS, 0)] * (LANES - count))
-        for row in range(many.literal_value):
-            lanes = _lanes(range(row * width, (row + 1) * width))
-            some = builder.shuffle_vector(total, total, lanes)
-            builder.store(some, tiles.place(out, tiles.at(to, row * LANES), some.type), align=4)
-        return context.get_dummy_value()
+    return types.void(sums, N, out, N, wide, many), emitted(_emit_totals, constants=2)
 
-    return types.void(sums, N, out, N, wide, many), generate
+
+def _emit_totals(tiles: Tiles, wide: int, many: int, sums: Any, at: Any, out: Any, to: Any) -> None:
+    builder, count = tiles.builder, wide * many
+    places = [tiles.place(sums, tiles.at(at, n * LANES), FLOATS) for n in range(count)]
+    vectors = [builder.load(place, align=4) for place in places]
+    total = _joined(tiles, vectors + [filled(FLOATS, 0)] * (LANES - count))
+    for row in range(many):
+        lanes = _lanes(range(row * wide, (row + 1) * wide))
+        some = builder.shuffle_vector(total, total, lanes)
+        builder.store(some, tiles.place(out, tiles.at(to, row * LANES), some.type), align=4)
 
 
 def _lanes(numbers: Iterable[int]) -> Any:

@@ -75,11 +75,15 @@ class Tiles(Vectors):
         return cgutils.for_range_slice(self.builder, self.index(0), count, self.index(1), INDEX)
 
 
-def emitted(emit: Any) -> Any:
-    """Returns Numba's code generator for an intrinsic without a result."""
+def emitted(emit: Any, constants: int = 0) -> Any:
+    """Returns Numba's code generator for an intrinsic without a result. emit: takes the values of
+    the last `constants` arguments, which are known when it is compiled, before the others."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit(Tiles(builder), *arrays_of(context, builder, signature.args, arguments))
+        count = len(arguments) - constants
+        known = [kind.literal_value for kind in signature.args[count:]]
+        values = arrays_of(context, builder, signature.args[:count], arguments[:count])
+        emit(Tiles(builder), *known, *values)
         return context.get_dummy_value()
 
     return generate
@@ -111,7 +115,21 @@ def is_wide(array: Any) -> bool:
 def store_words(tiles: Tiles, words: Any, array: Any, at: Any) -> None:
     """Stores a vector of bfloat16 from an element on; in an array of fp32, its even elements and
     then its odd ones."""
-    parts = halves_of(tiles, words) if is_wide(array) else [words]
+    store_parts(tiles, halves_of(tiles, words) if is_wide(array) else [words], array, at)
+
+
+def joined_words(tiles: Tiles, halves: list[Any]) -> Any:
+    """Rounds fp32 at even and at odd indices to the nearest bfloat16, ties away from zero, as
+    `layers.quantization` does; returns them in their order, two in a word. NaN of bfloat16 stays
+    NaN."""
+    builder = tiles.builder
+    low, high = (builder.add(builder.bitcast(x, WORDS), filled(WORDS, 0x8000)) for x in halves)
+    low, high = builder.lshr(low, filled(WORDS, 16)), builder.and_(high, filled(WORDS, UPPER))
+    return builder.or_(low, high)
+
+
+def store_parts(tiles: Tiles, parts: list[Any], array: Any, at: Any) -> None:
+    """Stores vectors of words or fp32 one after the other, from an element on."""
     for number, part in enumerate(parts):
         place = tiles.place(array, tiles.at(at, number * LANES), part.type)
         tiles.builder.store(part, place, align=2)
@@ -198,11 +216,8 @@ class PackedKernel(PlainKernel):
             halves = []
             for by, scale, minimum in zip(shifts, scales, minima, strict=True):
                 code = builder.and_(builder.lshr(word, by), levels)
-                wide = tiles.multiply_add(builder.sitofp(code, FLOATS), scale, minimum)
-                # Rounds to the nearest, ties away from zero, as `layers.quantization` does.
-                halves.append(builder.add(builder.bitcast(wide, WORDS), filled(WORDS, 0x8000)))
-            low = builder.lshr(halves[0], filled(WORDS, 16))
-            found.append(builder.or_(low, builder.and_(halves[1], filled(WORDS, UPPER))))
+                halves.append(tiles.multiply_add(builder.sitofp(code, FLOATS), scale, minimum))
+            found.append(joined_words(tiles, halves))
         return found
 
     def _halves(self, array: Any, index: Any) -> list[Any]:

@@ -224,8 +224,8 @@ def _is_outlier(tiles: Tiles, bits: Any) -> Any:
 
 
 def _scale_sums(
-    by_amx: bool,
     tiles: Tiles,
+    by_amx: bool,
     sums: Any,
     at: Any,
     pairs: Any,
@@ -289,12 +289,8 @@ def _apart(_context, x, begin, pitch, count, panel, step):
 
 
 def _scale(_context, sums, at, pairs, rows, totals, row, columns, first, count, by_amx):
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values = arrays_of(context, builder, signature.args[:-1], arguments[:-1])
-        _scale_sums(by_amx.literal_value, Tiles(builder), *values)
-        return context.get_dummy_value()
-
-    return types.void(sums, N, N, rows, totals, N, columns, N, N, by_amx), generate
+    kinds = (sums, N, N, rows, totals, N, columns, N, N, by_amx)
+    return types.void(*kinds), emitted(_scale_sums, constants=1)
 
 
 take_integers: Any = intrinsic(prefer_literal=True)(_take)
