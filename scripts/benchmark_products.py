@@ -4,7 +4,8 @@
 
 Kernel weights are [8192, 2048], of 16 and of 4 bits. Beside each time stand its share of a loop of
 fp32 products on two threads, and its share of the speed at which two threads read memory; both are
-measured in the same run. XLA's code alternates with ours.
+measured in the same run. XLA's code alternates with ours, and its time stands for both where runs
+leave a product to it.
 
 `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` hold our code to a smaller processor's units, as in
 `NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2`. XLA's products use all
@@ -19,24 +20,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from flexgen_jax.cpu import features, kernels_of_device
+from flexgen_jax.cpu import features
 from flexgen_jax.cpu.jit.llvm import LANES, filled
 from flexgen_jax.cpu.jit.matmul_inner import added, cgutils
 from flexgen_jax.cpu.jit.packing import FLOATS, Tiles
 from flexgen_jax.cpu.processor import has_wide_vectors
-from flexgen_jax.layers.kernels import Kernels, XlaKernels
-from flexgen_jax.layers.quantization import Kept, quantize
-from flexgen_jax.models.spec import Formats
+from flexgen_jax.machine.product_probe import COLUMNS, DEPTH, time_products
 
-COLUMNS, DEPTH = 8192, 2048
-MATRICES = 6
-"""So many are taken in turn that they come from memory, not from a cache."""
 THREADS = 2
 SUMS = 12 if has_wide_vectors() else 6
 TIMES = 20_000_000
@@ -86,26 +80,6 @@ def best_s(work: Callable[[Any], Any], arguments: list[Any]) -> float:
     return min(found)
 
 
-def compiled(kernels: Kernels, x: jax.Array, kernel: Kept, bits: int) -> jax.stages.Compiled:
-    options = kernels_of_device().compiler_options(Formats("bfloat16", bits))
-    lowered = jax.jit(lambda x, kernel: kernels.matmul(x, kernel, None)).lower(x, kernel)
-    return lowered.compile(compiler_options=options)
-
-
-def medians(ways: list[jax.stages.Compiled], x: jax.Array, weights: list[Kept]) -> list[float]:
-    """Returns each way's median seconds; they alternate."""
-    samples = []
-    for turn in range(6):
-        for kernel in weights:
-            row = []
-            for way in ways:
-                started = time.perf_counter()
-                jax.block_until_ready(way(x, kernel))
-                row.append(time.perf_counter() - started)
-            samples += [row] if turn else []
-    return [float(s) for s in np.median(samples, axis=0)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -122,24 +96,14 @@ def main() -> None:
     print(f"fp32 products {peak / 1e9:.0f} GFLOP/s; memory is read at {memory / 1e9:.1f} GB/s")
     print("| rows | bits | ms | of the products | of the memory | XLA ms |")
     print("| --- | --- | --- | --- | --- | --- |")
-    ours = kernels_of_device()
-    theirs = XlaKernels(ours.sizes, ours.tuning)
-    plain = [
-        jax.random.normal(jax.random.key(n), (COLUMNS, DEPTH), jnp.bfloat16) * 0.02
-        for n in range(MATRICES)
-    ]
-    packed = [quantize(kernel, 4, axis=0) for kernel in plain]
-    for rows in args.rows:
-        x = jax.random.normal(jax.random.key(rows), (rows, DEPTH), jnp.bfloat16)
-        for bits, weights in ((16, plain), (4, packed)):
-            ways = [compiled(kernels, x, weights[0], bits) for kernels in (ours, theirs)]
-            own, xla = medians(ways, x, [*weights])
-            nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[0]))
-            shares = 2 * rows * COLUMNS * DEPTH / own / peak, nbytes / own / memory
-            print(
-                f"| {rows} | {bits} | {1e3 * own:.2f} | {shares[0]:.2f} | {shares[1]:.2f} "
-                f"| {1e3 * xla:.2f} |"
-            )
+    for product in time_products(args.rows, turns=5):
+        seconds = product.own_s or product.xla_s
+        flops = 2 * product.rows * COLUMNS * DEPTH
+        shares = flops / seconds / peak, product.nbytes / seconds / memory
+        print(
+            f"| {product.rows} | {product.bits} | {1e3 * seconds:.2f} | {shares[0]:.2f} "
+            f"| {shares[1]:.2f} | {1e3 * product.xla_s:.2f} |"
+        )
 
 
 if __name__ == "__main__":

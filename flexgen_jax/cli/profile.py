@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.policy import TIERS
+
+if TYPE_CHECKING:
+    from flexgen_jax.machine.product_probe import Product
 
 
 @click.command()
@@ -34,8 +39,11 @@ def profile(
     """Measure this machine: links, memory, products, attention, fixed costs.
 
     Takes one to three minutes. The result is kept and used by `plan` and by --policy auto,
-    unless the machine was too busy for it to be trusted.
+    unless the machine was too busy for it to be trusted. On a CPU a table of products follows: by
+    this package's kernels, where runs take them, and by XLA's own code.
     """
+    from flexgen_jax.cpu import is_cpu
+    from flexgen_jax.machine.product_probe import time_products
     from flexgen_jax.machine.profiles import measured_profile, set_up
     from flexgen_jax.progress import Progress
 
@@ -46,6 +54,8 @@ def profile(
     kind = narrow if dtype == "auto" else dtype
     found = measured_profile(kind, folder, unified, shown)
     click.echo(profile_text(found))
+    if is_cpu() and kind == "bfloat16":
+        click.echo(products_text(list(time_products())))
     write_json(json_file, json.loads(found.to_json()))
 
 
@@ -74,6 +84,21 @@ def profile_text(profile: HardwareProfile) -> str:
             f"  {link.replace('_', ' ')} beside {phase}: {times:.2f} times as long, "
             f"and costs {100 * drag:.0f} % of its time alone of computing"
         )
+    return "\n".join(lines)
+
+
+def products_text(found: Sequence[Product]) -> str:
+    """Formats a table of products; the faster code has a star."""
+    lines = [f"  {'products with a large matrix, ms':41} this package   XLA's own code"]
+    for each in found:
+        title = f"{each.rows} row{'s' * (each.rows > 1)}, {each.bits}-bit weights"
+        own = f"{1e3 * each.own_s:12.2f}" if each.own_s is not None else f"{'-':>12}"
+        is_faster = each.own_s is not None and each.own_s <= each.xla_s
+        stars = ("*", " ") if is_faster else (" ", "*")
+        lines.append(
+            f"    {title:40} {own} {stars[0]} {1e3 * each.xla_s:12.2f} {stars[1]}".rstrip()
+        )
+    lines.append("  a run takes this package's code where it has a time")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@ imported here."""
 
 from flexgen_jax.cpu.backend import CpuKernels, is_cpu, kernels_of_device
 from flexgen_jax.cpu.host_attention import Candidates, HostAttention, HostBlock
+from flexgen_jax.cpu.matmul import multiplies
 from flexgen_jax.cpu.processor import Features, features
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "features",
     "is_cpu",
     "kernels_of_device",
+    "multiplies",
 ]

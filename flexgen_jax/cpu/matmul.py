@@ -78,6 +78,13 @@ def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
     return product.reshape(*x.shape[:-1], columns)
 
 
+def multiplies(x: jax.Array, kernel: Kept) -> bool:
+    """Returns whether a product is computed here, and not by XLA's own code."""
+    unit = _unit_for(x, kernel)
+    bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
+    return unit is not None and _target(bits, False, unit) is not None
+
+
 def gains_by_rounding(x: jax.Array, kernel: Kept) -> bool:
     """Returns whether a product of 8-bit integers takes less time than one of x's dtype."""
     few = FEW_ROUNDED if isinstance(kernel, QuantizedArray) else FEW_ROWS

@@ -29,7 +29,8 @@ ROWS_OF_A_LARGE_BATCH = 64
 """Above this, a batch shrinks in smaller steps."""
 
 VisitPart = tuple[int, WeightsPart | CachedPart]
-"""A visit, and what it needs for all batches: a part of the weights, or the prefix's cache."""
+"""A visit, and what it needs for all batches: a part of the weights, or the prefix's cache. Where
+nothing is ever loaded, 0 stands for all visits."""
 
 
 class Dispatched(NamedTuple):
@@ -89,7 +90,7 @@ class BlockLoop:
         self._attending: set[int] = set()
         self._prompting: set[int] = set()
         self._taken: dict[VisitPart, None] = {}
-        self._held: dict[tuple[bool, CachedPart | None], list[Handle]] = {}
+        self._held: dict[tuple[int, bool, CachedPart | None], list[Handle]] = {}
         self._routed = (-1, 0)
         self.guessed_right = self.guessed_wrong = 0
         self._to_copy: deque[VisitPart] = deque()
@@ -142,19 +143,21 @@ class BlockLoop:
         elif step.batch not in self._going:
             self._enter(step)
         inputs = self._inputs(step)
-        self._copy_ahead(step)
+        if not self._plan.is_resident:
+            self._copy_ahead(step)
         dispatched = Dispatched(step, self._dispatched + 1, self._compute(step, inputs))
         self._release_weights(step)
         self._retire_latest(step)
         self._latest = dispatched
         if not self._plan.policy.overlap:
             self._retire_latest(step)
-        self._read_ahead(step)
+        if not self._plan.is_resident:
+            self._read_ahead(step)
 
     def _enter(self, step: Step) -> None:
         """Takes in the batch of a step, its first one."""
         self._retire_latest(step)  # if that is the last of a batch, its memory is needed now
-        if not self._dispatched:
+        if not self._dispatched and not self._plan.is_resident:
             self._read_weights(-1)
         self._going.add(step.batch)
         self._prompting.add(step.batch)
@@ -178,9 +181,10 @@ class BlockLoop:
         parts = self._plan.parts[step.layer]
         if self._loads_chosen(step):
             parts = tuple(part for part in parts if part.expert is None)
-        keys: list[VisitPart] = [(step.visit, part) for part in parts]
+        visit = 0 if self._plan.is_resident else step.visit
+        keys: list[VisitPart] = [(visit, part) for part in parts]
         prefix = self._plan.prefix_part(step)
-        return keys if prefix is None else [*keys, (step.visit, prefix)]
+        return keys if prefix is None else [*keys, (visit, prefix)]
 
     def _loads_chosen(self, step: Step) -> bool:
         """Returns whether experts are loaded only when a step has chosen them: if no batch will be
@@ -312,7 +316,9 @@ class BlockLoop:
             wanted -= nbytes
 
     def _release_weights(self, step: Step) -> None:
-        """Releases a layer's weights after the last step of its visit."""
+        """Releases a layer's weights after the last step of its visit, if they had to be loaded."""
+        if self._plan.is_resident:
+            return
         following = self._ahead.following()
         if following is None or following.visit != step.visit:
             for key in self._taken:
@@ -351,7 +357,7 @@ class BlockLoop:
     def _visit_weights(self, step: Step) -> list[Handle]:
         """Returns what all steps of a visit compute with that are like this one; the first of them
         takes it."""
-        what = (self._loads_chosen(step), self._plan.prefix_part(step))
+        what = (step.layer, self._loads_chosen(step), self._plan.prefix_part(step))
         if what not in self._held:
             keys = self._keys(step)
             self._taken |= dict.fromkeys(keys)
@@ -478,8 +484,7 @@ class BlockLoop:
         return max(self._tokens, default=self._plan.batches[batch].gen_len - 1)
 
     def _leave(self, batch: int, following: Step) -> None:
-        """Drops a batch's other steps, ends the loads that only they would have used, and frees
-        what it has."""
+        """Drops a batch's other steps and their loads, and frees what it has."""
         self._going.discard(batch)
         self._live_rows -= self._plan.batches[batch].rows
         self._attending.discard(batch)
@@ -494,6 +499,11 @@ class BlockLoop:
             self._cached_until.pop((layer, batch), None)
         self._backend.leave(batch)
         self._arrivals.leave(batch)
+        if not self._plan.is_resident:
+            self._forget_visits(following)
+
+    def _forget_visits(self, following: Step) -> None:
+        """Ends the loads that only a batch which has left would have used."""
         steps = self._ahead.visits(following.visit - 1, self._plan.ahead.weight_reads + 1)
         wanted = {key[1]: key for step in reversed(steps) for key in self._keys(step)}
         visits = {step.visit for step in steps}

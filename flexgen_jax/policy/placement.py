@@ -124,6 +124,7 @@ class CachePlan:
         self._fractions = policy.cache
         self._splitter = Splitter(policy.cache)
         self._lengths: dict[int, tuple[int, ...]] = {}
+        self._known: dict[int, dict[tuple[int, int, bool], Part]] = {}
 
     def enter(
         self, blocks: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]], is_first: bool
@@ -156,6 +157,7 @@ class CachePlan:
             for block in range(len(self._lengths[batch])):
                 del self.homes[CacheKey(layer, batch, block)]
         del self.prompt[batch], self.generated[batch], self._lengths[batch]
+        self._known.pop(batch, None)
 
     def stays_on_host(self, key: CacheKey) -> bool:
         """Returns whether a block's values stay on the host."""
@@ -172,6 +174,12 @@ class CachePlan:
 
         sealed: the number of sealed blocks; one more is open.
         """
+        known, what = self._known.setdefault(batch, {}), (layer, sealed, on_host)
+        if what not in known:
+            known[what] = self._part(layer, batch, sealed, on_host)
+        return known[what]
+
+    def _part(self, layer: int, batch: int, sealed: int, on_host: bool) -> Part:
         lengths = self.lengths(batch)
         starts = (0, *accumulate(lengths))
         keys = (CacheKey(layer, batch, block) for block in range(sealed + 1))

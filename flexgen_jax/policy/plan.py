@@ -322,6 +322,14 @@ class BlockPlan:
         return is_dense and self.policy.unpacks(self.sizes, len(self.shape.batch_sizes))
 
     @cached_property
+    def is_resident(self) -> bool:
+        """Whether everything lies where it is computed with, so that nothing is ever loaded."""
+        policy = self.policy
+        if self.unified:
+            return not policy.uses_disk
+        return all(p.device == 1 for p in (policy.weights, policy.cache, policy.activations))
+
+    @cached_property
     def tiers(self) -> dict[str, Tier]:
         """The home of every tensor, by key."""
         return place_weights(self.spec, self.dtype, self.policy)

@@ -1,0 +1,82 @@
+"""Times single products by this package's kernels and by XLA's own code, which the choice between
+them can be compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexgen_jax.cpu import kernels_of_device, multiplies
+from flexgen_jax.layers.kernels import Kernels, XlaKernels
+from flexgen_jax.layers.quantization import Kept, quantize
+from flexgen_jax.models.spec import Formats
+
+COLUMNS, DEPTH = 8192, 2048
+MATRICES = 6
+"""So many are taken in turn that they come from memory, not from a cache."""
+
+ROWS = (1, 4, 16, 64, 256)
+
+
+class Product(NamedTuple):
+    """Rows by a matrix of `COLUMNS` x `DEPTH` with so many bits an element.
+
+    nbytes: of the matrix; own_s: seconds by this package's kernel, None if runs leave such a
+    product to XLA; xla_s: seconds by XLA's code.
+    """
+
+    rows: int
+    bits: int
+    nbytes: int
+    own_s: float | None
+    xla_s: float
+
+
+def time_products(rows: Sequence[int] = ROWS, turns: int = 3) -> Iterator[Product]:
+    """Times products of bfloat16 rows by plain and by 4-bit matrices; both ways alternate.
+
+    turns: how many times every matrix is multiplied, after one that does not count.
+    """
+    ours = kernels_of_device()
+    theirs = XlaKernels(ours.sizes, ours.tuning)
+    plain = [
+        jax.random.normal(jax.random.key(n), (COLUMNS, DEPTH), jnp.bfloat16) * 0.02
+        for n in range(MATRICES)
+    ]
+    packed = [quantize(matrix, 4, axis=0) for matrix in plain]
+    for count in rows:
+        x = jax.random.normal(jax.random.key(count), (count, DEPTH), jnp.bfloat16)
+        for bits, matrices in ((16, [*plain]), (4, [*packed])):
+            ways = [_compiled(theirs, x, matrices[0], bits)]
+            if multiplies(x, matrices[0]):
+                ways.append(_compiled(ours, x, matrices[0], bits))
+            xla_s, *own = _medians(ways, x, matrices, turns)
+            nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(matrices[0]))
+            yield Product(count, bits, nbytes, own[0] if own else None, xla_s)
+
+
+def _compiled(kernels: Kernels, x: jax.Array, matrix: Kept, bits: int) -> jax.stages.Compiled:
+    """Compiles a product as a model's programs are compiled."""
+    options = kernels_of_device().compiler_options(Formats("bfloat16", bits))
+    lowered = jax.jit(lambda x, matrix: kernels.matmul(x, matrix, None)).lower(x, matrix)
+    return lowered.compile(compiler_options=options)
+
+
+def _medians(
+    ways: Sequence[jax.stages.Compiled], x: jax.Array, matrices: Sequence[Kept], turns: int
+) -> list[float]:
+    samples = []
+    for turn in range(1 + turns):
+        for matrix in matrices:
+            row = []
+            for way in ways:
+                started = time.perf_counter()
+                jax.block_until_ready(way(x, matrix))
+                row.append(time.perf_counter() - started)
+            samples += [row] if turn else []
+    return [float(seconds) for seconds in np.median(samples, axis=0)]
