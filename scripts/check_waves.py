@@ -13,6 +13,7 @@ scored gives them log-probabilities within 1e-4 of each other.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -96,6 +97,21 @@ def alone(asked: Sequence[Request], seed: int) -> Tokens:
     return {name: tokens[: limits[name]] for name, tokens in found.items()}
 
 
+def kept(file: Path | None, asked: Sequence[Request], seed: int) -> Tokens:
+    """Returns the texts of requests alone, from a file if it has them."""
+    if file is None:
+        return alone(asked, seed)
+    about = [[r.id, list(r.prompt_token_ids or ()), r.sampling_params.max_tokens] for r in asked]
+    if file.exists():
+        known = json.loads(file.read_text())
+        if known["requests"] != about:
+            sys.exit(f"{file}: has the texts of other requests; remove it")
+        return dict(known["texts"])
+    found = alone(asked, seed)
+    file.write_text(json.dumps({"requests": about, "texts": found}))
+    return found
+
+
 def always_worth_it(padding: Sequence[int], worth: int, together: int) -> tuple[Segment, ...]:
     """Leaves out padding even where that takes less time than the compilation that it costs."""
     return segments_of(padding, 0, min(together, 4))
@@ -138,9 +154,10 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="how many combinations, the first ones")
     parser.add_argument("--skip", type=int, default=0, help="how many of these are left out")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--expected", type=Path, help="file that keeps the texts of requests alone")
     args = parser.parse_args()
     asked = requests(args.requests, args.seed, args.longest)
-    expected = alone(asked, args.seed)
+    expected = kept(args.expected, asked, args.seed)
     wrong = ties = 0
     chosen = combinations(args.pairwise)[: args.most]
     tried = list(enumerate(chosen))[args.skip :]
