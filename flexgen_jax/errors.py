@@ -20,6 +20,10 @@ class PromptError(UserError):
         self.indices = tuple(indices)
 
 
+class StageError(RuntimeError):
+    """A stage of a model ended or stopped answering; the message names it."""
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or the name of its type if that is empty."""
     said = str(error).strip().splitlines()

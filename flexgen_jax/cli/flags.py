@@ -74,6 +74,14 @@ def model_options(command: Command) -> Command:
                 help="Seed of all random numbers.",
             ),
             click.option(
+                "--stages",
+                type=click.IntRange(1),
+                default=EngineOptions.stages,
+                show_default=True,
+                help="Divide the layers over so many processes of this machine, each with a GPU, "
+                "or a share of the cores, of its own; budgets are each one's.",
+            ),
+            click.option(
                 "--progress/--no-progress",
                 default=None,
                 help="Show a progress bar; default: on a terminal.",

@@ -17,7 +17,8 @@ from flexgen_jax.cli.generate import generate
 from flexgen_jax.cli.models import models
 from flexgen_jax.cli.plan import plan
 from flexgen_jax.cli.profile import profile
-from flexgen_jax.errors import UserError
+from flexgen_jax.cli.stage import stage
+from flexgen_jax.errors import StageError, UserError
 from flexgen_jax.machine.jax_settings import set_up_jax
 from flexgen_jax.version import __version__
 
@@ -34,6 +35,9 @@ class Commands(click.Group):
         except (UserError, OSError, MemoryError) as error:
             click.echo(f"flexgen-jax: {error or type(error).__name__}", err=True)
             sys.exit(2)
+        except StageError as error:
+            click.echo(f"flexgen-jax: {error}", err=True)
+            sys.exit(1)
         except KeyboardInterrupt as error:
             click.echo(
                 "flexgen-jax: interrupted; texts in --output are kept, weights too", err=True
@@ -54,5 +58,5 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
 
 
-for command in (batch, bench, convert, evaluate, generate, models, plan, profile):
+for command in (batch, bench, convert, evaluate, generate, models, plan, profile, stage):
     main.add_command(command)

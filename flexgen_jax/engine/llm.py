@@ -55,6 +55,7 @@ from flexgen_jax.engine.requests import (
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.engine.scoring import PairScore, ScoreOutput, Scoring
 from flexgen_jax.engine.session import Session
+from flexgen_jax.engine.stages import Stages
 from flexgen_jax.errors import (
     UserError,
     first_line,
@@ -96,9 +97,15 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         asked = EngineOptions.of(model, options)
         device_memory, host_memory, disk_space = asked.budgets
-        on_cpu = start_jax(host_memory)
+        on_cpu = asked.stages > 1 or start_jax(host_memory)
         self._model = open_model(asked.model, asked.dummy_weights, asked.seed)
         self.config = self._model.config
+        self._finalizer: Any = None
+        self._stages: Stages | None = None
+        if asked.stages > 1:  # this process then computes nothing, and may have no device
+            self._stages = Stages(asked, self.config)
+            self._finalizer = weakref.finalize(self, self._stages.close)
+            on_cpu = self._stages.on_cpu
         self._grammars: Grammars | None = None
         if self._model.tokenizer is not None:
             vocabulary = (self.config.vocab_size, self.config.eos_ids)
@@ -121,7 +128,7 @@ class LLM:
             offload_dir=Path(asked.offload_dir or cache_folder("offload")).expanduser(),
             fingerprint=self._model.source.fingerprint(self.dtype) + formats.suffix,
             unified=unified,
-            sizes=kernels_of_device().sizes,
+            sizes=kernels_of_device().sizes if self._stages is None else self._stages.sizes,
             progress=self._progress,
             write_limit=parse_bytes(asked.write_limit),
             profile=read_profile(asked.hardware) if asked.hardware is not None else None,
@@ -134,7 +141,6 @@ class LLM:
         self._running: Generation | Scoring | None = None
         self._latest: Generation | None = None
         self._ready: deque[RequestOutput] = deque()
-        self._finalizer: Any = None
 
     def generate(
         self,
@@ -305,13 +311,16 @@ class LLM:
     @property
     def _shares(self) -> bool:
         """Whether requests can share a prefix: sparse attention chooses among all tokens of a
-        sequence, and a window begins elsewhere in each."""
-        return not (self._planner.policy.is_sparse or self.config.has_windows)
+        sequence, a window begins elsewhere in each, and stages compute all that they are told."""
+        is_apart = self._stages is not None or self._planner.policy.is_sparse
+        return not (is_apart or self.config.has_windows)
 
     @property
     def _branches(self) -> bool:
         """Whether a row may have several continuations: not with frequencies that depend on a
-        sequence's length."""
+        sequence's length, nor in stages."""
+        if self._stages is not None:
+            return False
         layers = model_spec(self.config).decoders
         kinds = {x.attention.rotary.kind for x in layers if x.attention.rotary is not None}
         return "longrope" not in kinds
@@ -471,9 +480,13 @@ class LLM:
                 workload = self._workload(together, collector, workload)
                 if not incoming.is_ended:
                     workload = replace(workload, num_sequences=max(len(requests), UNKNOWN))
-                policy = self._planner.policy_for(workload)
+                policy = self._policy_for(workload)
                 allow(max(1, policy.batch_size * policy.num_batches // 2))
                 try:
+                    if self._stages is not None:
+                        self._stages.open(policy, workload)
+                        yield from self._run_stages(self._stages, incoming, collector)
+                        continue
                     session = self._open(policy, workload)
                     yield from self._run(session, incoming, collector, prefix)
                 except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -529,14 +542,36 @@ class LLM:
         session.finish(waiting.entered, collector.num_tokens - before, padding)
         self._planner.observe(*session.disk_reads())
 
+    def _run_stages(
+        self,
+        stages: Stages,
+        incoming: Incoming[EncodedRequest],
+        collector: Generation | Scoring,
+    ) -> Iterator[None]:
+        with self._progress.generating(collector.progress) as tick:
+            for _ in stages.run(incoming, collector):
+                tick()
+                yield
+
+    def _policy_for(self, workload: Workload) -> Policy:
+        if self._stages is None:
+            return self._planner.policy_for(workload)
+        return self._stages.policy_for(workload, self._planner.policy, self._planner.is_auto)
+
     def warm_up(self, prompt_len: int, gen_len: int, num_sequences: int) -> None:
         """Places the weights and compiles all programs that a greedy run of this shape needs."""
         workload = Workload(self._padded(prompt_len), gen_len, num_sequences)
-        policy = self._planner.policy_for(workload)
-        self._open(policy, workload).compile(workload)
+        policy = self._policy_for(workload)
+        if self._stages is not None:
+            self._stages.open(policy, workload, compiles=True)
+        else:
+            self._open(policy, workload).compile(workload)
 
     def block_sequences(self, prompt_len: int, gen_len: int) -> int:
         """Returns how many sequences of these lengths one block of batches holds."""
+        if self._stages is not None:
+            policy = self._policy_for(Workload(self._padded(prompt_len), gen_len, 1))
+            return policy.batch_size * policy.num_batches
         return self._planner.block_sequences(self._padded(prompt_len), gen_len)
 
     def _padded(self, prompt_len: int) -> int:
@@ -573,11 +608,15 @@ class LLM:
     @property
     def policy(self) -> Policy | None:
         """The policy of the last run; None before the first one."""
+        if self._stages is not None:
+            return self._stages.policy
         return self._session.policy if self._session else None
 
     def report(self) -> dict[str, Any]:
         """Returns the measurements of the last run: seconds, bytes, peaks, and the split between
-        tiers."""
+        tiers; of stages also those of each, under "stages"."""
+        if self._stages is not None and (found := self._stages.report()) is not None:
+            return {"model": self._model.name, "dtype": self.dtype, **found, "predicted": None}
         if self._session is None:
             raise UserError("nothing has been run yet")
         report = self._session.report()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from flexgen_jax.errors import UserError
 from flexgen_jax.policy.policy import Attention, Policy
 from flexgen_jax.units import parse_bytes
 
@@ -39,6 +40,8 @@ class EngineOptions:
     breakdown: whether the report has the busy time of the device and of its links, which costs some
         speed; so it has with a trace.
     trace: a file to which every transfer and computation is written, for ui.perfetto.dev.
+    stages: processes that the model's layers are divided over, each with a device of its own: a
+        GPU, or a share of the cores. Budgets are each stage's.
     """
 
     model: str | Path | None = None
@@ -62,6 +65,14 @@ class EngineOptions:
     hardware: str | Path | None = None
     breakdown: bool = False
     trace: str | Path | None = None
+    stages: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stages, int) or self.stages < 1:
+            raise UserError(f"stages must be at least 1, not {self.stages!r}")
+        for name in ("trace", "breakdown", "hardware", "write_limit"):
+            if self.stages > 1 and getattr(self, name):
+                raise UserError(f"{name} is for one stage; leave it out, or run with stages=1")
 
     @classmethod
     def of(cls, model: str | Path | None, options: dict[str, Any]) -> EngineOptions:

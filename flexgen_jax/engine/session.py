@@ -15,7 +15,7 @@ from flexgen_jax.models.checkpoint import WeightSource
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
-from flexgen_jax.offload.executor import BlockRun, OnResult, Source
+from flexgen_jax.offload.executor import BlockRun, Neighbours, OnResult, Source
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.fit import Budgets
@@ -107,9 +107,11 @@ class Session:
         for batch, rows in enumerate(shape.batch_sizes):
             prompt, generated = cache.prompt[batch], cache.generated[batch]
             self._compile_prefill(plan, batch, rows)
-            programs.head(rows, Choice(is_greedy=True))
+            if self._config.has_head:
+                programs.head(rows, Choice(is_greedy=True))
             for count, tail in enumerate(generated):
-                programs.embed(rows, 1)
+                if self._config.has_embedding:
+                    programs.embed(rows, 1)
                 self._compile_decode(plan, batch, rows, len(prompt) + count)
                 for layer, _ in self._device.spec.decoder_kinds:
                     if self._formats.cache_bits < 16:
@@ -128,13 +130,14 @@ class Session:
         programs, layered = self._device.programs, self._device.layer_programs(plan)
         blocks, chunks = plan.cache.prompt[batch], plan.chunks(plan.batches[batch])
         *others, last = self._device.spec.decoders
-        for tokens in set(chunks):
+        has_head = self._config.has_head
+        for tokens in set(chunks) if self._config.has_embedding else ():
             programs.embed(rows, tokens)
         for layer in (*others, last):
             first = blocks if len(chunks) == 1 else blocks[:1]
-            layered.prefill(layer, rows, first, only_last=layer is last)
+            layered.prefill(layer, rows, first, only_last=layer is last and has_head)
             for tokens in set(chunks[1:]):
-                asked = 1 if layer is last else tokens
+                asked = 1 if layer is last and has_head else tokens
                 layered.project_chunk(layer, rows, tokens, asked)
                 layered.finish_chunk(layer, rows, tokens, asked, 1)
                 for earlier in set(chunks[:-1]):
@@ -179,10 +182,11 @@ class Session:
         source: Source,
         on_result: OnResult,
         tick: Callable[[], object],
+        neighbours: Neighbours | None = None,
     ) -> Iterator[None]:
         """Walks the batches that arrive through the model, one step at a time.
 
-        plan: from `open_plan`; source: the batches.
+        plan: from `open_plan`; source: the batches; neighbours: None unless this is a stage.
         """
         last, decoded, head = time.perf_counter(), -1, len(plan.spec.layers) - 1
 
@@ -206,6 +210,7 @@ class Session:
             on_result,
             on_step,
             self._peaks,
+            neighbours,
         )
         with self._ledger.reserving("device", plan_workspace(self._largest)):
             yield from block.run()

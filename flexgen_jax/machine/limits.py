@@ -108,7 +108,7 @@ def free_ram() -> int:
 
 
 def _device_budget(asked: int | None, ram: int, unified: bool) -> int:
-    stats = None if unified else jax.devices()[0].memory_stats()
+    stats = None if unified else jax.local_devices()[0].memory_stats()
     most = stats["bytes_limit"] if stats else None
     if asked is None:
         return ram if most is None else int(SAFETY * most)

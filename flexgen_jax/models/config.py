@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.parts import (
@@ -33,6 +33,9 @@ class ModelConfig:
     `embed_size` differs from `hidden_size` if embeddings are projected (OPT-350m); `embed_scale`
     multiplies them (Gemma). With `is_parallel`, attention and feed-forward block have one input and
     are added to it together (GPT-NeoX). logit_softcap: as in `AttentionSpec`.
+
+    A stage of a model has some of its layers, see `part`: `first_layer` is the number of the first
+    one, and other stages have the embedding or the head that it has not.
     """
 
     model_type: str
@@ -54,6 +57,9 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = (2,)
     pad_id: int = 1
     dtype: str = "float16"
+    first_layer: int = 0
+    has_embedding: bool = True
+    has_head: bool = True
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_positions", "embed_size"):
@@ -76,6 +82,17 @@ class ModelConfig:
                 f"--prompt-len {prompt_len} and --gen-len {gen_len} must be positive and together "
                 f"at most the model's context of {self.max_positions}"
             )
+
+    def part(self, layers: range) -> ModelConfig:
+        """Returns the config of a stage with these decoder layers: the first one has the embedding,
+        too, and the last one the head."""
+        return replace(
+            self,
+            pattern=self.pattern[layers.start : layers.stop],
+            first_layer=layers.start,
+            has_embedding=layers.start == 0,
+            has_head=layers.stop == self.num_layers,
+        )
 
     @property
     def num_layers(self) -> int:

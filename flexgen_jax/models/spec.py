@@ -91,17 +91,22 @@ class Formats:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The weights and shapes of one layer. parts: what a decoder layer is made of."""
+    """The weights and shapes of one layer.
+
+    index: its place in the spec; parts: what a decoder layer is made of; number: a decoder layer's
+    in the whole model.
+    """
 
     kind: LayerKind
     index: int
     tensors: tuple[TensorSpec, ...]
     hidden_size: int
     parts: LayerParts | None = None
+    number: int = 0
 
     @property
     def name(self) -> str:
-        return f"decoder layer {self.index - 1}" if self.kind == "decoder" else self.kind
+        return f"decoder layer {self.number}" if self.kind == "decoder" else self.kind
 
     @property
     def decoder(self) -> LayerParts:
@@ -195,12 +200,14 @@ class LayerSpec:
     @property
     def without_names(self) -> LayerSpec:
         """The shapes alone: equal for layers that can share compiled programs."""
-        return replace(self, index=0, tensors=tuple(replace(t, key="") for t in self.tensors))
+        nameless = tuple(replace(t, key="") for t in self.tensors)
+        return replace(self, index=0, number=0, tensors=nameless)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """The layers of a model in the order in which they run: embedding, decoder layers, head."""
+    """The layers of a model in the order in which they run: embedding, decoder layers, head. An
+    embedding or a head that another stage has is there without tensors."""
 
     hidden_size: int
     layers: tuple[LayerSpec, ...]
@@ -333,7 +340,7 @@ def _tensor(prefix: str, path: str, shape: tuple[int, ...]) -> TensorSpec:
 
 
 def _ends(config: ModelConfig) -> tuple[LayerSpec, LayerSpec]:
-    """The embedding and the head."""
+    """The embedding and the head; without tensors if another stage has them."""
     hidden, table = config.hidden_size, (config.vocab_size, config.embed_size)
     embedding: Shapes = [("tokens", table)]
     if config.position_offset is not None:
@@ -346,9 +353,11 @@ def _ends(config: ModelConfig) -> tuple[LayerSpec, LayerSpec]:
         embedding += _linear("project_in", hidden, config.embed_size, False)
         head += _linear("project_out", config.embed_size, hidden, False)
     output = TensorSpec("tokens", table, "embedding.tokens" if config.tied_head else "head.tokens")
+    first = _tensors("embedding", embedding) if config.has_embedding else ()
+    last = (*_tensors("head", head), output) if config.has_head else ()
     return (
-        LayerSpec("embedding", 0, _tensors("embedding", embedding), hidden),
-        LayerSpec("head", config.num_layers + 1, (*_tensors("head", head), output), hidden),
+        LayerSpec("embedding", 0, first, hidden),
+        LayerSpec("head", config.num_layers + 1, last, hidden),
     )
 
 
@@ -361,9 +370,10 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         LayerSpec(
             kind="decoder",
             index=i + 1,
-            tensors=_tensors(f"decoder.{i}", shapes[kind]),
+            tensors=_tensors(f"decoder.{config.first_layer + i}", shapes[kind]),
             hidden_size=config.hidden_size,
             parts=config.kinds[kind],
+            number=config.first_layer + i,
         )
         for i, kind in enumerate(config.pattern)
     )

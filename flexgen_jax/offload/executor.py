@@ -35,6 +35,7 @@ from flexgen_jax.policy.plan import BlockPlan, CachedPart, HiddenPart, Layout, W
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Head, Tier
 from flexgen_jax.policy.schedule import PREFIX, Arrivals, Step
 from flexgen_jax.policy.segments import Segment
+from flexgen_jax.policy.stages import Slots, StageLoop
 
 TRIM_S = 10.0
 """Seconds between trims of the heap, which take a while."""
@@ -167,11 +168,29 @@ class AllThere(Planned):
         self._batches[batch] = self._batches[batch].taken(rows)
 
 
+class Neighbours(Protocol):
+    """The other stages of a model, seen from one of them; see `policy.stages`."""
+
+    @property
+    def slots(self) -> Slots:
+        """What this stage is told to compute."""
+
+    def ids(self, step: Step) -> np.ndarray:
+        """Returns the tokens that the last stage chose before a step, int32 [batch, 1]."""
+
+    def receive(self, step: Step, rows: int, tokens: int) -> jax.Array:
+        """Returns the hidden states of a step from the stage before, [batch, token, hidden]; waits
+        for them."""
+
+    def send(self, step: Step, hidden: jax.Array) -> None:
+        """Hands a step's hidden states to the stage after this one."""
+
+
 class BlockRun:
     """Batches passing through the model: a backend of `BlockLoop`.
 
-    peaks: those that the batches stay within, None for no limit. guessed: how many experts were
-    loaded by a guess, and then chosen or not.
+    peaks: those that the batches stay within, None for no limit; neighbours: None unless this run
+    is a stage. guessed: how many experts were loaded by a guess, and then chosen or not.
     """
 
     def __init__(
@@ -185,8 +204,10 @@ class BlockRun:
         on_result: OnResult,
         on_step: Callable[[Step], object] = lambda step: None,
         peaks: Mapping[Tier, int] | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._device, self._weights, self._plan = device, weights, plan
+        self._neighbours = neighbours
         self._layers = device.spec.layers
         self._source, self._batches = source, source.batches
         self._left: dict[int, Sequence[int]] = {}
@@ -212,13 +233,11 @@ class BlockRun:
     def run(self) -> Iterator[None]:
         """Computes the steps of all batches, one at a time."""
         try:
-            loop = BlockLoop(
-                self._plan,
-                self,
-                self._ledger,
-                arrivals=self._source,
-                peaks=self._peaks,
-            )
+            how = (self._plan, self, self._ledger)
+            if self._neighbours is None:
+                loop = BlockLoop(*how, arrivals=self._source, peaks=self._peaks)
+            else:
+                loop = StageLoop(*how, self._neighbours.slots)
             yield from loop.steps()
             self.guessed = {"right": loop.guessed_right, "wrong": loop.guessed_wrong}
         finally:
@@ -317,6 +336,10 @@ class BlockRun:
         kind = self._layers[step.layer].kind
         if kind == "embedding":
             computed = self._embed(step, weights)
+        elif kind == "head" and not self._plan.config.has_head:
+            assert self._neighbours is not None, "another stage has the head"
+            self._neighbours.send(step, inputs.hidden.arriving)
+            computed = Computed(self._checks[step.batch])
         elif kind == "head":
             computed = self._head(step, weights, inputs.hidden.arriving)
         else:
@@ -387,18 +410,29 @@ class BlockRun:
         if not span.start:
             self._put_constants(step.batch)
             self._segments[step.batch] = self._plan.segments(step.batch, batch.padding)
-        if step.token > 0:
-            ids = self._ids[step.batch]
+        if self._plan.config.has_embedding:
+            program = self._device.programs.embed(batch.size, span.tokens, batch.branches)
+            start, ids = self._device.memories.numbers(span.start), self._ids_of(step)
+            hidden, checks = program(weights, ids, start, self._placed[step.batch])
         else:
-            ids = batch.ids[:, span.start : span.start + span.tokens]
-        program = self._device.programs.embed(batch.size, span.tokens, batch.branches)
-        start = self._device.memories.numbers(span.start)
-        hidden, checks = program(weights, ids, start, self._placed[step.batch])
+            assert self._neighbours is not None, "another stage has the embedding"
+            hidden = self._neighbours.receive(step, batch.size, span.tokens)
+            checks = self._device.memories.numbers((1, 0))
         if 0 < step.token + 1 < self._plan.batches[step.batch].gen_len:
             # Uploaded a token ahead, because it would have to wait behind weights.
             self._moments[step.batch, step.token + 1] = self._next(step)
             self._moments.pop((step.batch, step.token - 1), None)
         return Computed(checks, hidden)
+
+    def _ids_of(self, step: Step) -> np.ndarray | jax.Array:
+        """Returns the tokens that a step embeds, int32 [batch, token]."""
+        if step.token > 0:
+            if self._neighbours is not None:
+                return self._neighbours.ids(step)
+            chosen: jax.Array = self._ids[step.batch]
+            return chosen
+        span = self._plan.span(step.token, step.batch)
+        return self._batches[step.batch].ids[:, span.start : span.start + span.tokens]
 
     def _put_constants(self, batch: int) -> None:
         constant, given = self._device.memories.constant, self._batches[batch]
@@ -612,7 +646,7 @@ class BlockRun:
                 f"{self._layers[first - 1].name} produced NaN or infinity at token {token} of "
                 f"batch {step.batch}; try --dtype float32, and check the checkpoint"
             )
-        if not is_head:
+        if not is_head or not self._plan.config.has_head:
             return None
         left = self._on_result(step, jax.tree.map(np.asarray, computed.result))
         if left is None:

@@ -36,7 +36,7 @@ class Memories:
     """The device's memory, and the host memory that the device can copy from and to."""
 
     def __init__(self, watcher: Watcher, unified: bool | None = None) -> None:
-        self.device = jax.devices()[0]
+        self.device = jax.local_devices()[0]
         self.watcher = watcher
         self.unified = is_cpu() if unified is None else unified
         self._numbers: dict[int | tuple[int, ...], jax.Array] = {}

@@ -23,7 +23,7 @@ from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loads import Load, Loader, Stream
 from flexgen_jax.policy.plan import BlockPlan, CachedPart, WeightsPart
 from flexgen_jax.policy.policy import Tier
-from flexgen_jax.policy.schedule import PREFIX, Arrivals, LookAhead, Step, Waves
+from flexgen_jax.policy.schedule import PREFIX, Arrivals, LookAhead, Step, Steps, Waves
 
 ROWS_OF_A_LARGE_BATCH = 64
 """Above this, a batch shrinks in smaller steps."""
@@ -52,7 +52,8 @@ class BlockLoop:
     and each for itself. reads_over_gaps: whether the cache is prefetched for a token before the
     tokens left out before it are made up for, as it would be for a token that follows; memory is
     then not exact. peaks: the bytes by tier that were planned; free buffers are given up, and
-    batches do not shrink, where more would be in use. None if nothing was planned.
+    batches do not shrink, where more would be in use. None if nothing was planned. steps: those to
+    compute, by default in the order of the policy's schedule.
 
     guessed_right, guessed_wrong: how many experts were loaded by guess, and then chosen or not.
     """
@@ -66,6 +67,7 @@ class BlockLoop:
         reads_over_gaps: bool = True,
         arrivals: Arrivals | None = None,
         peaks: Mapping[Tier, int] | None = None,
+        steps: Steps | None = None,
     ) -> None:
         self._plan, self._backend, self._ledger = plan, backend, ledger
         self._tokens, self._peaks = tokens or {}, peaks
@@ -75,8 +77,8 @@ class BlockLoop:
         self._kinds = [layer.kind for layer in layers]
         self._arrivals = arrivals or Planned(plan, tuple(self._tokens))
         decoders = frozenset(n for n, layer in enumerate(layers) if layer.kind == "decoder")
-        waves = Waves(plan.policy.order, len(layers), self._arrivals)
-        self._ahead = LookAhead(waves, decoders)
+        steps = steps or Waves(plan.policy.order, len(layers), self._arrivals)
+        self._ahead = LookAhead(steps, decoders)
         self._ring = Ring(backend, ledger)
         self._loader = Loader(backend, ledger, self._ring)
         self._weights: Stream[VisitPart] = Stream(self._loader, self._start_weights)

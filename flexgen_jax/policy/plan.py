@@ -280,9 +280,9 @@ class BlockPlan:
         return Span(sum(chunks[:index]), chunks[index])
 
     def only_caches(self, token: int, layer: int) -> bool:
-        """Returns whether of a step only keys and values are needed: in the last decoder layer, of
-        a chunk that others follow."""
-        return token < 0 and layer == len(self.spec.layers) - 2
+        """Returns whether of a step only keys and values are needed: in the model's last decoder
+        layer, of a chunk that others follow."""
+        return token < 0 and layer == len(self.spec.layers) - 2 and self.config.has_head
 
     def takes_cache(self, token: int, layer: int, batch: int) -> bool:
         """Returns whether a step attends to KV blocks that earlier ones have made."""
@@ -621,7 +621,8 @@ class BlockPlan:
 
     def only_last(self, layer: int, batch: int) -> bool:
         """Returns whether, of a prompt, a layer's output is needed for the last token only."""
-        return layer == len(self.spec.layers) - 2 and not self.batches[batch].scores_prompt
+        is_last = layer == len(self.spec.layers) - 2 and self.config.has_head
+        return is_last and not self.batches[batch].scores_prompt
 
     @cached_property
     def _layouts(self) -> dict[tuple[Leaf, ...], Layout]:

@@ -78,8 +78,18 @@ class Arrivals(Protocol):
         """Waits until something may enter, after nothing could; returns whether it ever will."""
 
 
+class Steps(Protocol):
+    """Steps in their order."""
+
+    def take(self) -> Step | None:
+        """Returns the next step; None if there is none before a batch enters or leaves."""
+
+    def drop(self, batch: int) -> None:
+        """Leaves out all further steps of a batch."""
+
+
 class Waves:
-    """The steps of all batches, wave by wave."""
+    """The steps of all batches, wave by wave; see `Steps`."""
 
     def __init__(self, schedule: Schedule, layers: int, arrivals: Arrivals) -> None:
         self._schedule, self._layers, self._arrivals = schedule, layers, arrivals
@@ -89,7 +99,6 @@ class Waves:
         self._wave: Iterator[Step] = iter(())
 
     def take(self) -> Step | None:
-        """Returns the next step; None if there is none before a batch enters or leaves."""
         step = next(self._wave, None)
         if step is None:
             self._wave = self._steps(self._next())
@@ -97,7 +106,6 @@ class Waves:
         return step
 
     def drop(self, batch: int) -> None:
-        """Leaves out all further steps of a batch."""
         self._left.pop(batch, None)
         self._dropped.add(batch)
 
@@ -132,8 +140,8 @@ class LookAhead:
     shown besides them.
     """
 
-    def __init__(self, waves: Waves, counted: Container[int]) -> None:
-        self._waves = waves
+    def __init__(self, source: Steps, counted: Container[int]) -> None:
+        self._source = source
         self._counted = counted
         self._next: deque[Step] = deque()
 
@@ -143,7 +151,7 @@ class LookAhead:
 
     def drop(self, batch: int) -> None:
         """From now on leaves out the steps of a batch."""
-        self._waves.drop(batch)
+        self._source.drop(batch)
         self._next = deque(step for step in self._next if step.batch != batch)
 
     def following(self) -> Step | None:
@@ -202,6 +210,6 @@ class LookAhead:
     def _fill(self, count: int) -> bool:
         """Queues steps until `count` are ready; returns whether any were added."""
         before = len(self._next)
-        while len(self._next) < count and (step := self._waves.take()) is not None:
+        while len(self._next) < count and (step := self._source.take()) is not None:
             self._next.append(step)
         return len(self._next) > before

@@ -119,9 +119,9 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
 
 
 class Reference:
-    """A tiny random model that transformers itself saved."""
+    """A tiny random model that transformers itself saved. more: fields of its config."""
 
-    def __init__(self, folder: Path, family: str, variant: int) -> None:
+    def __init__(self, folder: Path, family: str, variant: int, **more: Any) -> None:
         import torch
         import transformers
 
@@ -130,7 +130,7 @@ class Reference:
         name, variants = VARIANTS[family]
         text = "Text" if name == "Gemma3" else ""
         fields = BASE | variants[variant] if family != "opt" else variants[variant]
-        config = getattr(transformers, f"{name}{text}Config")(**fields)
+        config = getattr(transformers, f"{name}{text}Config")(**fields | more)
         config._attn_implementation = "eager"
         self.model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
         for parameter in self.model.parameters():

@@ -1,0 +1,291 @@
+"""A stage's own process: computes what it is told with its layers, and sends tokens back.
+
+It is started by `Stages` (`stages.py`), or by hand on another machine.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from flexgen_jax.cpu import kernels_of_device
+from flexgen_jax.engine.options import EngineOptions
+from flexgen_jax.engine.session import Session
+from flexgen_jax.engine.wire import ClosedError, Wire
+from flexgen_jax.errors import UserError
+from flexgen_jax.machine.caches import cache_folder
+from flexgen_jax.machine.limits import detect_budgets
+from flexgen_jax.machine.start import start_jax
+from flexgen_jax.models.loading import open_model, resolve_dtype
+from flexgen_jax.offload.chain import Chain
+from flexgen_jax.offload.executor import Batch
+from flexgen_jax.offload.metrics import Metrics
+from flexgen_jax.policy.fit import Budgets, Fitter
+from flexgen_jax.policy.plan import BatchShape, BlockPlan
+from flexgen_jax.policy.policy import Head, Policy, Workload
+from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.stages import Slot, Slots, Told
+from flexgen_jax.progress import Progress
+
+BEAT_S = 1.0
+"""Seconds between two signs of life."""
+
+JOIN_S = 120
+"""Seconds for all stages to find each other."""
+
+
+class StageSource(Slots):
+    """The batches of the slots that a stage is told; see `offload.executor.Source` and
+    `Neighbours`."""
+
+    def __init__(self, plan: BlockPlan) -> None:
+        super().__init__(plan)
+        self._batches: dict[int, Batch] = {}
+        self._more: dict[int, dict[str, Any]] = {}
+        self.chain = Chain(self, plan.config.hidden_size, plan.dtype)
+
+    @property
+    def batches(self) -> Mapping[int, Batch]:
+        return self._batches
+
+    @property
+    def slots(self) -> Slots:
+        return self
+
+    def hear(self, content: Mapping[str, Any]) -> None:
+        """Takes in a message about a slot."""
+        entering = {}
+        for number, shape, arrays in content["entering"]:
+            self._batches[number] = read_batch(arrays)
+            entering[number] = BatchShape(*shape)
+        for batch, more in content["more"]:
+            self._more[batch] = more
+        steps = tuple(Told(*step) for step in content["steps"])
+        self.tell(Slot(content["number"], steps, entering, tuple(content["leaving"])))
+
+    def leave(self, batch: int) -> None:
+        super().leave(batch)
+        del self._batches[batch]
+        self._more.pop(batch, None)
+
+    def keep(self, batch: int, rows: Sequence[int]) -> None:
+        raise AssertionError("batches of stages keep their rows")
+
+    def adjusted(self, batch: int) -> tuple[np.ndarray, ...]:
+        return tuple(self._more.get(batch, {}).get("adjusted", ()))
+
+    def allowed(self, batch: int) -> np.ndarray | None:
+        found: np.ndarray | None = self._more.get(batch, {}).get("allowed")
+        return found
+
+    def ids(self, step: Step) -> np.ndarray:
+        found: np.ndarray = self._more[step.batch]["ids"]
+        return found
+
+    def receive(self, step: Step, rows: int, tokens: int) -> jax.Array:
+        return self.chain.receive(self.number_of(step), step.batch, rows, tokens)
+
+    def send(self, step: Step, hidden: jax.Array) -> None:
+        self.chain.send(self.number_of(step), step.batch, hidden)
+
+
+def batch_arrays(batch: Batch) -> dict[str, Any]:
+    """Returns a batch as the content of a message."""
+    names = ("ids", "first_valid", "sampling", "targets", "forced", "most", "logprobs")
+    return {name: getattr(batch, name) for name in names}
+
+
+def read_batch(content: Mapping[str, Any]) -> Batch:
+    """Returns the batch of `batch_arrays`."""
+    return Batch(**{**content, "sampling": tuple(content["sampling"])})
+
+
+class Worker:
+    """One stage: does what messages ask for until the connection ends."""
+
+    def __init__(self, wire: Wire, start: Mapping[str, Any]) -> None:
+        self._wire = wire
+        asked = EngineOptions(**start["options"])
+        device, host, disk = asked.budgets
+        on_cpu = start_jax(host)
+        unified = on_cpu if asked.unified is None else asked.unified
+        model = open_model(asked.model, asked.dummy_weights, asked.seed)
+        self._source, whole = model.source, model.config
+        self._dtype = resolve_dtype(asked.dtype, whole, on_cpu)
+        self._unified = unified
+        self._config = whole.part(range(*start["layers"]))
+        self._folder = Path(asked.offload_dir or cache_folder("offload")).expanduser()
+        fingerprint = self._source.fingerprint(self._dtype)
+        found = detect_budgets(device, host, disk, self._folder, fingerprint, unified)
+        self._budgets = _shared(found, start["here"], device, host)
+        self._session: Session | None = None
+        self._slots: StageSource | None = None
+        self._asked: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+        wire.send("ready", on_cpu=on_cpu, unified=unified, dtype=self._dtype)
+
+    def run(self) -> None:
+        """Does what is asked for, until there is nothing more."""
+        threading.Thread(target=self._listen, name="flexgen-listen", daemon=True).start()
+        while True:
+            kind, content = self._asked.get()
+            match kind:
+                case "fit":
+                    self._wire.send("fitted", **self._fitted(**content))
+                case "open":
+                    self._open(**content)
+                    self._wire.send("opened")
+                case "begin":
+                    self._begin(**content)
+                case "close":
+                    return
+
+    def _listen(self) -> None:
+        """Receives messages; those about slots go where a run waits for them."""
+        while True:
+            try:
+                kind, content = self._wire.receive()
+            except ClosedError:
+                os._exit(1)  # nobody is there to compute for
+            if kind == "slot":
+                assert self._slots is not None
+                self._slots.hear(content)
+            elif kind == "end":
+                assert self._slots is not None
+                self._slots.end()
+            else:
+                self._asked.put((kind, content))
+
+    def _fitted(self, policy: str, workload: Mapping[str, Any], moves: bool) -> dict[str, Any]:
+        """Returns a policy for this stage's budgets, None if none fits, and what is missing then.
+
+        moves: whether data may lie elsewhere than the policy says: in the fastest tiers that fit.
+        """
+        fixed = Policy.from_json(policy)
+        how = (self._config, self._dtype, _workload(workload), self._budgets, self._unified)
+        fitter = Fitter(*how, kernels_of_device().sizes)
+        if moves:
+            found = fitter.fill_fastest(fixed)
+            return {"policy": None if found is None else found.to_json(), "missing": []}
+        missing = self._budgets.shortfalls(fitter.needed(fixed))
+        return {"policy": None if missing else policy, "missing": missing}
+
+    def _open(self, policy: str, workload: Mapping[str, Any], compiles: bool) -> None:
+        wanted, load = Policy.from_json(policy), _workload(workload)
+        if self._session is not None and self._session.suits(wanted):
+            self._session.adopt(wanted, load)
+        else:
+            if self._session is not None:
+                self._session.close()
+            self._session = Session(
+                self._config,
+                self._dtype,
+                wanted,
+                load,
+                self._budgets,
+                self._folder,
+                self._unified,
+                self._source,
+                Metrics(None, False),
+            )
+            self._session.place(Progress(False))
+        if compiles:
+            self._session.compile(load)
+
+    def _begin(self) -> None:
+        """Computes the slots of a run, and reports on it."""
+        session = self._session
+        assert session is not None, "it was opened"
+        plan = session.open_plan()
+        source = StageSource(plan)
+        self._slots = source
+        self._wire.send("began")
+        session.start()
+
+        def on_result(step: Step, result: Any) -> None:
+            self._wire.send("result", batch=step.batch, token=step.token, result=result)
+
+        for _ in session.run(plan, source, on_result, lambda: None, source):
+            pass
+        source.chain.close()
+        kind, content = self._asked.get()
+        if kind == "drop":
+            self._wire.send("dropped")
+            return
+        session.finish(**content)
+        report = {**session.report(), "waited_s": source.chain.waited_s}
+        self._wire.send("report", report=report)
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+
+
+def _shared(budgets: Budgets, here: int, device: int | None, host: int | None) -> Budgets:
+    """Returns the budgets of one of so many stages on this machine, which share its RAM."""
+
+    def part(nbytes: int | None) -> int | None:
+        return None if nbytes is None else nbytes // here
+
+    return replace(
+        budgets,
+        device=part(budgets.device) if device is None and budgets.shared else budgets.device,
+        host=part(budgets.host) if host is None else budgets.host,
+        disk=part(budgets.disk),
+        shared=part(budgets.shared),
+    )
+
+
+def _workload(content: Mapping[str, Any]) -> Workload:
+    return Workload(**{**content, "head": Head(**content["head"])})
+
+
+def work(address: tuple[str, int], stage: int, key: str) -> None:
+    """Connects to the process that leads the stages, and computes what it asks for."""
+    wire = Wire(socket.create_connection(address, timeout=JOIN_S))
+    wire.send("hello", stage=stage, key=key, pid=os.getpid())
+    kind, start = wire.receive()
+    assert kind == "start"
+    threading.Thread(target=_beat, args=(wire,), name="flexgen-beat", daemon=True).start()
+    worker: Worker | None = None
+    try:
+        if start["cores"]:
+            os.sched_setaffinity(0, start["cores"])
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            start["meeting"], start["stages"], stage, initialization_timeout=JOIN_S
+        )
+        worker = Worker(wire, start)
+        worker.run()
+    except ClosedError:
+        pass
+    except BaseException as error:
+        is_known = isinstance(error, UserError | MemoryError | OSError)
+        said = str(error) if is_known else traceback.format_exc()
+        wire.send("error", message=said or type(error).__name__, is_known=is_known)
+        time.sleep(60)  # until it is ended: the others must not find it gone first
+        sys.exit(1)
+    finally:
+        if worker is not None:
+            worker.close()
+    os._exit(0)  # without waiting for the other stages, which end, too
+
+
+def _beat(wire: Wire) -> None:
+    while True:
+        time.sleep(BEAT_S)
+        try:
+            wire.send("beat")
+        except ClosedError:
+            os._exit(1)

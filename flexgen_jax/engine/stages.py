@@ -1,0 +1,520 @@
+"""Several stages as one model: starts their processes, tells them what to compute, watches them.
+
+this process: requests, end tokens, which batches enter and leave
+   | what a slot computes, to all           ^ tokens, from the last
+   v                                        |
+stage 0: embedding, layers  ==>  stage 1: layers  ==>  stage 2: layers, head
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, astuple, fields, replace
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexgen_jax.engine.batching import Waiting, made_batch
+from flexgen_jax.engine.feed import Incoming
+from flexgen_jax.engine.options import EngineOptions
+from flexgen_jax.engine.outputs import Generation
+from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.engine.scoring import Scoring
+from flexgen_jax.engine.stage_worker import BEAT_S, JOIN_S, batch_arrays
+from flexgen_jax.engine.wire import ClosedError, Wire
+from flexgen_jax.errors import StageError, UserError
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.spec import model_spec
+from flexgen_jax.policy.hardware import KernelSizes
+from flexgen_jax.policy.ledger import BudgetError
+from flexgen_jax.policy.plan import BlockPlan, BlockShape
+from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.stages import LAG, groups_of, split_layers, told
+
+SILENCE_S = 20.0
+"""A stage that gives no sign of life for so long counts as lost."""
+
+KEY = "FLEXGEN_JAX_STAGE_KEY"
+"""The environment variable with the secret that stages show when they connect."""
+
+PATIENCE_S = 3.0
+"""Seconds for stages to end by themselves."""
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+"""JAX's own words about stages that end are for its developers."""
+
+LARGEST_BATCH = 512
+"""Sequences of a batch, at most, where a plan chooses."""
+
+
+class Message(NamedTuple):
+    stage: int
+    kind: str
+    content: dict[str, Any]
+
+
+class Member:
+    """A stage's process, seen from the one that leads.
+
+    process: None if it was started elsewhere.
+    """
+
+    def __init__(self, number: int, layers: range, process: subprocess.Popen[bytes] | None) -> None:
+        self.number, self.layers, self.process = number, layers, process
+        self.wire: Wire | None = None
+        self.heard = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.number} (layers {self.layers.start} to {self.layers.stop - 1})"
+
+    def send(self, kind: str, **content: Any) -> None:
+        assert self.wire is not None, "it has connected"
+        with suppress(ClosedError):  # whoever waits for an answer is told
+            self.wire.send(kind, **content)
+
+
+class Stages:
+    """The stages of one model: processes that this one has started, each with a range of layers and
+    with a device, or a share of the cores, of its own.
+
+    They live until `close`. Raises `StageError` when one is lost; the others are ended then.
+    """
+
+    def __init__(self, options: EngineOptions, config: ModelConfig) -> None:
+        count = options.stages
+        if count > config.num_layers:
+            raise UserError(
+                f"--stages {count}: the model has {config.num_layers} layers, and each stage needs "
+                "at least one"
+            )
+        self._config, self._options = config, options
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._report: dict[str, Any] | None = None
+        self._results: dict[int, Any] = {}
+        self.policy: Policy | None = None
+        self.workload: Workload | None = None
+        self._members: list[Member] = []
+        try:
+            self._start(split_layers(model_spec(config), count))
+        except BaseException:
+            self.close()
+            raise
+
+    # Processes
+
+    def _start(self, layers: Sequence[range]) -> None:
+        """Starts the processes, and waits until all are ready."""
+        key = secrets.token_hex(16)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(1)
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            command = [sys.executable, "-m", "flexgen_jax", "stage", "--join", address]
+            for number, part in enumerate(layers):
+                process = subprocess.Popen(
+                    [*command, "--number", str(number)],
+                    env={**QUIET, **os.environ, KEY: key, **_visible_device(number)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for this process
+                )
+                self._members.append(Member(number, part, process))
+            self._welcome(server, key)
+        meeting = f"127.0.0.1:{_free_port()}"
+        for member in self._members:
+            threading.Thread(target=self._listen, args=(member,), daemon=True).start()
+            member.send(
+                "start",
+                options=self._worker_options(),
+                layers=[member.layers.start, member.layers.stop],
+                stages=len(layers),
+                here=len(layers),
+                meeting=meeting,
+                cores=_cores(member.number, len(layers)),
+            )
+        ready = self._answers("ready")
+        self.on_cpu, self.unified = ready[0]["on_cpu"], ready[0]["unified"]
+        self.dtype = ready[0]["dtype"]
+        self.sizes = KernelSizes() if self.on_cpu else KernelSizes.of_gpu()
+
+    def _welcome(self, server: socket.socket, key: str) -> None:
+        """Accepts the connections of all stages."""
+        until = time.monotonic() + JOIN_S
+        while any(member.wire is None for member in self._members):
+            self._check_processes()
+            if time.monotonic() > until:
+                late = next(member for member in self._members if member.wire is None)
+                raise StageError(f"{late.name} has not connected within {JOIN_S} s")
+            try:
+                connected, _ = server.accept()
+            except TimeoutError:
+                continue
+            connected.settimeout(JOIN_S)
+            wire = Wire(connected)
+            try:
+                _, hello = wire.receive()
+            except (ClosedError, ValueError):
+                continue
+            if not secrets.compare_digest(str(hello.get("key")), key):
+                wire.close()
+                continue
+            connected.settimeout(None)
+            member = self._members[hello["stage"]]
+            member.wire, member.heard = wire, time.monotonic()
+
+    def _worker_options(self) -> dict[str, Any]:
+        found = {f.name: getattr(self._options, f.name) for f in fields(self._options)}
+        for name in ("policy", "stages", "progress", "trace", "hardware", "breakdown"):
+            del found[name]
+        for name in ("model", "offload_dir"):
+            found[name] = None if found[name] is None else str(found[name])
+        return found
+
+    def _listen(self, member: Member) -> None:
+        assert member.wire is not None
+        while True:
+            try:
+                kind, content = member.wire.receive()
+            except ClosedError:
+                kind, content = "gone", {}
+            member.heard = time.monotonic()
+            if kind != "beat":
+                self._messages.put(Message(member.number, kind, content))
+            if kind == "gone":
+                return
+
+    def _check_processes(self) -> None:
+        for member in self._members:
+            if member.process is not None and member.process.poll() is not None:
+                raise self._lost(member)
+
+    def _lost(self, member: Member) -> StageError:
+        """Ends the other stages; returns the error of one that is gone."""
+        how = "is gone"
+        if member.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                code = member.process.wait(5)
+                how = f"was ended by signal {-code}" if code < 0 else f"has ended with code {code}"
+        return self._failed(f"{member.name} {how}")
+
+    def _failed(self, what: str) -> StageError:
+        """Ends all stages at once; returns an error that says what failed."""
+        self._kill()
+        return StageError(f"{what}; the other stages are ended")
+
+    def _next(self) -> Message:
+        """Returns the next message; raises if a stage says that it failed, or is lost."""
+        while True:
+            try:
+                message = self._messages.get(timeout=BEAT_S)
+            except queue.Empty:
+                for member in self._members:
+                    if time.monotonic() - member.heard > SILENCE_S:
+                        raise self._failed(
+                            f"{member.name} has not answered for {SILENCE_S:g} s"
+                        ) from None
+                continue
+            member = self._members[message.stage]
+            if message.kind == "gone":
+                raise self._lost(member)
+            if message.kind == "error":
+                said = f"{member.name}: {message.content['message']}"
+                self._kill()
+                raise UserError(said) if message.content["is_known"] else StageError(said)
+            return message
+
+    def _answers(self, kind: str) -> list[dict[str, Any]]:
+        """Waits for one message of a kind from each stage; returns their contents in order."""
+        found: dict[int, dict[str, Any]] = {}
+        while len(found) < len(self._members):
+            message = self._next()
+            if message.kind == kind:
+                found[message.stage] = message.content
+            elif message.kind == "result":
+                self._results[message.content["batch"]] = message.content
+        return [content for _, content in sorted(found.items())]
+
+    def _tell(self, kind: str, **content: Any) -> None:
+        if not self._members:
+            raise StageError("the stages of this model are ended; make another LLM")
+        for member in self._members:
+            member.send(kind, **content)
+
+    def close(self) -> None:
+        """Ends all stages, and waits until they are gone."""
+        until = time.monotonic() + PATIENCE_S
+        for member in reversed(self._members):  # the first one serves the others
+            if member.wire is not None:
+                member.send("close")
+            if member.process is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    member.process.wait(max(0.0, until - time.monotonic()))
+        self._kill()
+
+    def _kill(self) -> None:
+        """Ends all stages at once."""
+        running = [member.process for member in self._members if member.process is not None]
+        for process in running:
+            process.kill()
+        for process in running:
+            process.wait()
+        for member in self._members:
+            if member.wire is not None:
+                member.wire.close()
+        self._members.clear()
+
+    # Plans
+
+    @property
+    def groups(self) -> int:
+        """Groups of batches that are under way at once."""
+        return groups_of(len(self._members))
+
+    def policy_for(self, workload: Workload, given: Policy, is_auto: bool) -> Policy:
+        """Returns the policy of all stages, which says what each has in its tiers only if it was
+        given; raises `BudgetError` if it does not fit.
+
+        is_auto: whether batches and placements are chosen; each stage's fastest tiers are filled.
+        """
+        if not is_auto:
+            each = max(1, given.num_batches // self.groups)
+            found = replace(given, num_batches=each * self.groups)
+            self._tell("fit", policy=found.to_json(), workload=asdict(workload), moves=False)
+            for member, answer in zip(self._members, self._answers("fitted"), strict=True):
+                if answer["missing"]:
+                    raise BudgetError(
+                        f"{member.name}: the plan does not fit: {answer['missing'][0]}"
+                    )
+            self._policies = [found] * len(self._members)
+            return found
+        rows = min(LARGEST_BATCH, max(1, -(-workload.num_sequences // self.groups)))
+        while True:
+            wanted = replace(given, batch_size=rows, num_batches=self.groups)
+            self._tell("fit", policy=wanted.to_json(), workload=asdict(workload), moves=True)
+            answers = self._answers("fitted")
+            if all(answer["policy"] is not None for answer in answers):
+                self._policies = [Policy.from_json(answer["policy"]) for answer in answers]
+                return wanted
+            if rows == 1:
+                names = [
+                    member.name
+                    for member, answer in zip(self._members, answers, strict=True)
+                    if answer["policy"] is None
+                ]
+                raise BudgetError(f"no plan fits for {names[0]}; give it more memory or disk")
+            rows //= 2
+
+    def open(self, policy: Policy, workload: Workload, compiles: bool = False) -> None:
+        """Brings the weights of all stages to where their policies put them."""
+        self.policy, self.workload = policy, workload
+        for member, own in zip(self._members, self._policies, strict=True):
+            member.send("open", policy=own.to_json(), workload=asdict(workload), compiles=compiles)
+        self._answers("opened")
+
+    # Runs
+
+    def run(
+        self, incoming: Incoming[EncodedRequest], collector: Generation | Scoring
+    ) -> Iterator[None]:
+        """Walks the requests through all stages, one slot at a time."""
+        self._report = None
+        before = collector.num_tokens
+        self._results.clear()
+        self._tell("begin")
+        self._answers("began")
+        conductor = Conductor(self, self._config, incoming, collector)
+        try:
+            yield from conductor.run()
+        except BaseException:
+            if self._members:
+                self._tell("end")
+                self._tell("drop")
+                self._answers("dropped")
+            raise
+        self._tell("end")
+        waiting = conductor.waiting
+        incoming.put_back(waiting.unfinished())
+        self._tell(
+            "finish",
+            num_sequences=waiting.entered,
+            num_tokens=collector.num_tokens - before,
+            padding=[waiting.prompt_tokens, waiting.padded_tokens],
+        )
+        self._report = _joined([answer["report"] for answer in self._answers("report")])
+
+    def tell_slot(self, **content: Any) -> None:
+        self._tell("slot", **content)
+
+    def result(self, batch: int) -> Any:
+        """Returns the last stage's result for a batch's step; waits for it."""
+        while batch not in self._results:
+            message = self._next()
+            if message.kind == "result":
+                self._results[message.content["batch"]] = message.content
+        found = self._results.pop(batch)["result"]
+        return tuple(found) if isinstance(found, list) else found
+
+    def plan_of(self, policy: Policy, workload: Workload) -> BlockPlan:
+        """Returns the plan of the whole model for one group, which no batch has entered."""
+        one = replace(policy, num_batches=max(1, policy.num_batches // self.groups))
+        shape = BlockShape.of(one, workload)
+        how = (self._config, self.dtype, one, shape, self.unified, self.sizes)
+        return BlockPlan(*how).emptied()
+
+    @property
+    def count(self) -> int:
+        return len(self._members)
+
+    def report(self) -> dict[str, Any] | None:
+        """Returns what the last run measured: of the last stage, and under "stages" of all."""
+        return self._report
+
+
+class Conductor:
+    """Decides what the stages of one run compute: which batches enter, what they do in each slot,
+    and when they leave."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        config: ModelConfig,
+        incoming: Incoming[EncodedRequest],
+        collector: Generation | Scoring,
+    ) -> None:
+        self._stages, self._collector = stages, collector
+        assert stages.policy is not None and stages.workload is not None, "it is open"
+        self._plan = stages.plan_of(stages.policy, stages.workload)
+        is_scoring = isinstance(collector, Scoring)
+        choices = collector if isinstance(collector, Generation) else None
+
+        def make(members: Sequence[EncodedRequest], rows: int) -> Any:
+            return made_batch(config, is_scoring, members, rows)
+
+        self.waiting = Waiting(self._plan, incoming, make, (), choices)
+        self._groups: list[dict[int, deque[int]]] = [{} for _ in range(stages.groups)]
+        self._asked: dict[int, tuple[int, int]] = {}
+        self._ids: dict[int, np.ndarray] = {}
+        self._number = 0
+
+    def run(self) -> Iterator[None]:
+        for group in cycle(self._groups):
+            leaving = self._receive(group)
+            entered = self.waiting.enter(group, None)
+            group.update({batch: deque(tokens) for batch, tokens in entered.items()})
+            if group:
+                self._tell(group, list(entered), leaving)
+            elif not any(self._groups):
+                if leaving:
+                    self._tell(group, [], leaving)
+                if not self.waiting.wait():
+                    return
+            elif leaving:
+                self._tell(group, [], leaving)
+            yield
+
+    def _receive(self, group: dict[int, deque[int]]) -> list[int]:
+        """Receives the tokens of a group's last slot; returns the batches that are done."""
+        leaving = []
+        for batch in list(group):
+            if batch not in self._asked:
+                continue  # a chunk of a prompt has no token
+            token, number = self._asked.pop(batch)
+            while self._number <= number + LAG * (self._stages.count - 2):
+                self._tell({}, [], [])  # or the slot would not get to the last stage
+            result = self._stages.result(batch)
+            left = self._collector.receive(self.waiting.members[batch], token, result)
+            self._ids[batch] = self._chosen(batch, token, result)
+            if not left or not group[batch]:
+                del group[batch], self._ids[batch]
+                self.waiting.leave(batch)
+                leaving.append(batch)
+        return leaving
+
+    def _chosen(self, batch: int, token: int, result: Any) -> np.ndarray:
+        """Returns what a batch's next step embeds, int32 [batch, 1]."""
+        given = self.waiting.batches[batch]
+        if given.forced is not None:
+            return given.forced[:, token : token + 1]
+        if given.targets is not None:
+            return given.targets[:, -1:]
+        found: np.ndarray = result[0] if isinstance(result, tuple) else result
+        return found
+
+    def _tell(
+        self, group: dict[int, deque[int]], entering: Sequence[int], leaving: Sequence[int]
+    ) -> None:
+        """Tells all stages of the next slot."""
+        steps = [(batch, tokens.popleft()) for batch, tokens in group.items()]
+        self._stages.tell_slot(
+            number=self._number,
+            steps=[tuple(step) for step in told(steps, self._plan)],
+            entering=[
+                [
+                    batch,
+                    astuple(self._plan.batches[batch]),
+                    batch_arrays(self.waiting.batches[batch]),
+                ]
+                for batch in entering
+            ],
+            leaving=leaving,
+            more=[[batch, self._more(batch, token)] for batch, token in steps],
+        )
+        for batch, token in steps:
+            if token >= 0:
+                self._asked[batch] = (token, self._number)
+        self._number += 1
+
+    def _more(self, batch: int, token: int) -> dict[str, Any]:
+        """Returns what a step needs besides: the tokens before it, and what choosing depends on."""
+        if token < 0:
+            return {}
+        found: dict[str, Any] = {"adjusted": self.waiting.adjusted(batch)}
+        found["allowed"] = self.waiting.allowed(batch)
+        return found | ({"ids": self._ids[batch]} if token > 0 else {})
+
+
+def _joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the report of the last stage, which has the tokens, with those of all under
+    "stages"."""
+    totals = ("bytes", "decode_bytes", "peak_bytes")
+    sums = {name: _added([report[name] for report in reports]) for name in totals}
+    return {**reports[-1], **sums, "stages": list(reports)}
+
+
+def _added(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _cores(number: int, stages: int) -> list[int]:
+    """Returns the cores of one of the stages on this machine; all, if there are fewer than
+    stages."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < stages:
+        return []
+    return cores[number * len(cores) // stages : (number + 1) * len(cores) // stages]
+
+
+def _visible_device(number: int) -> dict[str, str]:
+    """Returns the variable that shows a stage one GPU of those that are visible here."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = seen.split(",") if seen else []
+    own = devices[number] if number < len(devices) else str(number)
+    return {"CUDA_VISIBLE_DEVICES": own}

@@ -1,0 +1,217 @@
+"""Stages: how a model's layers are divided over devices, and what each stage is told to compute.
+
+Hidden states go from stage to stage. What stages compute is cut into *slots*: the next step of a
+group of batches, in all layers of a stage. While one stage computes a slot, the stage after it
+computes an earlier one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+from flexgen_jax.models.spec import ModelSpec
+from flexgen_jax.policy.backend import Backend
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.loop import BlockLoop
+from flexgen_jax.policy.plan import BatchShape, BlockPlan
+from flexgen_jax.policy.schedule import Step
+
+LAG = 2
+"""Slots by which a stage is behind the one before it: one is computed, one is on its way."""
+
+
+REMEMBERED = 64
+"""Slots for which it is known, after all stages have sent them on, what they were."""
+
+
+def groups_of(stages: int) -> int:
+    """Returns how many groups of batches keep all stages busy: those that are in stages or between
+    them, and one whose tokens are being looked at."""
+    return LAG * (stages - 1) + 2 if stages > 1 else 1
+
+
+def split_layers(spec: ModelSpec, stages: int) -> list[range]:
+    """Divides a model's decoder layers into stages of similar products, each at least one layer.
+
+    The last stage has the head's product, too.
+    """
+    costs = [float(layer.active_size) for layer in spec.decoders]
+    costs[-1] += spec.head.large_size
+    sums = [0.0, *accumulate(costs)]
+    count = len(costs)
+    # best[n]: the least of the largest sums of the first n layers in so many stages; cut[k][n]:
+    # where the last of k stages begins.
+    best, cuts = [0.0, *[inf] * count], list[list[int]]()
+    for stage in range(1, stages + 1):
+        before, cut = best, [0] * (count + 1)
+        best = [inf] * (count + 1)
+        for stop in range(stage, count + 1):
+            for start in range(stage - 1, stop):
+                largest = max(before[start], sums[stop] - sums[start])
+                if largest < best[stop]:
+                    best[stop], cut[stop] = largest, start
+        cuts.append(cut)
+    found, stop = list[range](), count
+    for cut in reversed(cuts):
+        found.append(range(cut[stop], stop))
+        stop = cut[stop]
+    return found[::-1]
+
+
+class Told(NamedTuple):
+    """A batch's step in a slot: its token, as in `Step`, and the tokens of its sequences that the
+    step computes, times their number."""
+
+    batch: int
+    token: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What all stages compute as one, each with its layers.
+
+    steps: of the group's batches; entering: batches that are new, by number; leaving: batches that
+    are done.
+    """
+
+    number: int
+    steps: tuple[Told, ...]
+    entering: Mapping[int, BatchShape] = field(default_factory=dict)
+    leaving: tuple[int, ...] = ()
+
+
+class Slots:
+    """The slots that a stage is told: the steps of its loop, and the batches that arrive.
+
+    A thread of its own tells them. plan: into which batches enter.
+    """
+
+    def __init__(self, plan: BlockPlan) -> None:
+        self._plan, self._layers = plan, len(plan.spec.layers)
+        self._changed = threading.Condition()
+        self._slots: deque[Slot] = deque()
+        self._steps_of: dict[int, tuple[Told, ...]] = {}
+        self._count = 0
+        self._is_ended = False
+        self._wave: Iterator[Step] = iter(())
+        self._visit = 0
+        self._dropped: set[int] = set()
+        self._leaving: list[int] = []
+        self._numbers: dict[tuple[int, int], int] = {}
+
+    def tell(self, slot: Slot) -> None:
+        with self._changed:
+            self._slots.append(slot)
+            self._steps_of[slot.number] = slot.steps
+            self._count = slot.number + 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No more slots follow."""
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify_all()
+
+    def take(self) -> Step | None:
+        """Returns the next step; None if there is none before another slot is told."""
+        while True:
+            step = next(self._wave, None)
+            if step is not None:
+                return step
+            with self._changed:
+                if not self._slots:
+                    return None
+                slot = self._slots.popleft()
+            if slot.entering:
+                self._plan.enter(slot.entering, is_first=not self._plan.batches)
+            self._leaving += slot.leaving
+            self._numbers |= {(told.batch, told.token): slot.number for told in slot.steps}
+            self._wave = self._steps(slot)
+
+    def _steps(self, slot: Slot) -> Iterator[Step]:
+        for layer in range(self._layers if slot.steps else 0):
+            is_head = layer + 1 == self._layers and self._plan.config.has_head
+            for batch, token, _ in slot.steps:
+                if (token >= 0 or not is_head) and batch not in self._dropped:
+                    yield Step(token, layer, batch, self._visit)
+            self._visit += 1
+
+    def drop(self, batch: int) -> None:
+        """Leaves out all further steps of a batch."""
+        self._dropped.add(batch)
+
+    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+        """Batches enter with their slots."""
+        return {}
+
+    def leave(self, batch: int) -> None:
+        """Forgets a batch that is done."""
+        self._plan.leave(batch)
+        for what in [what for what in self._numbers if what[0] == batch]:
+            del self._numbers[what]
+
+    def leaving(self) -> Collection[int]:
+        """Returns the batches that have left since the last call."""
+        found, self._leaving = self._leaving, []
+        return found
+
+    def number_of(self, step: Step) -> int:
+        """Returns the number of a step's slot."""
+        return self._numbers[step.batch, step.token]
+
+    def wait(self) -> bool:
+        """Waits until there is another slot; returns false if none will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._slots or self._is_ended)
+            return bool(self._slots)
+
+    def steps_of(self, number: int) -> tuple[Told, ...]:
+        """Returns the steps of a slot that was told lately; () of one that never is."""
+        return self._steps_of.get(number, ())
+
+    def sent(self, shift: int, stages: int) -> int | None:
+        """Returns the size of the largest slot that some stage sends on in a shift; waits until
+        that is known. None where no stage ever sends anything again.
+
+        In shift n, stage s sends slot n - `LAG` * s on.
+        """
+        numbers = [shift - LAG * stage for stage in range(stages - 1)]
+        with self._changed:
+            self._changed.wait_for(lambda: self._count > shift or self._is_ended)
+            if numbers[-1] >= self._count:
+                return None
+            self._steps_of.pop(numbers[-1] - REMEMBERED, None)
+        return max(sum(step.size for step in self.steps_of(number)) for number in numbers)
+
+
+class StageLoop(BlockLoop):
+    """Walks the steps of the slots that a stage is told. Which batches enter and leave is decided
+    elsewhere, where the tokens of the last stage are known."""
+
+    def __init__(self, plan: BlockPlan, backend: Backend, ledger: Ledger, slots: Slots) -> None:
+        super().__init__(plan, backend, ledger, arrivals=slots, steps=slots)
+        self._slots = slots
+
+    def _do(self, step: Step) -> None:
+        if step.layer == 0:  # others wait for the slot before, while this one may wait for them
+            self._retire_latest(step)
+        for batch in self._slots.leaving():
+            if batch in self._going:  # it has not had all tokens that it might have had
+                self._retire_latest(step)
+                self._leave(batch, step)
+        super()._do(step)
+
+
+def told(steps: Sequence[tuple[int, int]], plan: BlockPlan) -> tuple[Told, ...]:
+    """Returns what stages are told of (batch, token) pairs."""
+    return tuple(
+        Told(batch, token, plan.batches[batch].rows * plan.span(token, batch).tokens)
+        for batch, token in steps
+    )
