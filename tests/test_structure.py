@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "offload": {"models", "layers", "policy", "cpu"},
     "machine": {"models", "layers", "policy", "cpu", "offload"},
     "engine": {"models", "layers", "policy", "cpu", "offload", "machine"},
-    "jobs": {"engine"},
+    "jobs": {"engine", "machine"},
     "evaluation": {"engine"},
     "cli": {
         "models",

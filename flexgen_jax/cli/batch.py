@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
+from flexgen_jax.engine.options import EngineOptions
+
+if TYPE_CHECKING:
+    from flexgen_jax.jobs.job import JobOptions, Summary
 
 
 class Terminated(KeyboardInterrupt):
@@ -54,6 +59,16 @@ class Terminated(KeyboardInterrupt):
     help="New tokens of a conversation that does not say how many.",
 )
 @click.option(
+    "--ray",
+    "ray_address",
+    is_flag=False,
+    flag_value="auto",
+    metavar="[ADDRESS]",
+    help="Run copies of the model on the machines of a Ray cluster, one on each GPU, or on each "
+    "machine without any. ADDRESS as ray.init takes it; default: the cluster that this machine "
+    "belongs to.",
+)
+@click.option(
     "--progress-file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -69,6 +84,7 @@ def batch(
     limit: int | None,
     journal_interval: float,
     chat_tokens: int,
+    ray_address: str | None,
     progress_file: Path | None,
     json_file: Path | None,
     **flags: Any,
@@ -78,7 +94,7 @@ def batch(
     A line that cannot be run has a record that says why. A job that was killed, or ran out of disk
     space, goes on with the same command; every line has exactly one record in the end.
     """
-    from flexgen_jax.jobs.job import Job, JobOptions
+    from flexgen_jax.jobs.job import JobOptions
 
     check_json(json_file)
     check_json(progress_file, "--progress-file")
@@ -93,9 +109,11 @@ def batch(
         progress_file=progress_file,
     )
     signal.signal(signal.SIGTERM, _end)
-    with open_llm(engine_options(flags, default_batches=64)) as llm:
-        summary = Job(llm, options).run()
-        report = llm.report() if summary.tokens else {}
+    engine = engine_options(flags, default_batches=64)
+    if ray_address is None:
+        summary, report = run_here(engine, options)
+    else:
+        summary, report = run_on_ray(ray_address, engine, options), {}
     write_json(json_file, {"summary": vars(summary), "report": report})
     errors = f", {summary.errors} of them errors" if summary.errors else ""
     click.echo(
@@ -106,6 +124,31 @@ def batch(
     )
     if report:
         click.echo(f"flexgen-jax: {account(report)}", err=True)
+
+
+def run_here(engine: EngineOptions, options: JobOptions) -> tuple[Summary, dict[str, Any]]:
+    """Runs a job in this process; returns its summary, and the engine's report on its last run."""
+    from flexgen_jax.jobs.job import Job
+
+    with open_llm(engine) as llm:
+        summary = Job(llm, options).run()
+        return summary, llm.report() if summary.tokens else {}
+
+
+def run_on_ray(address: str, engine: EngineOptions, options: JobOptions) -> Summary:
+    """Runs a job on the machines of a Ray cluster."""
+    from flexgen_jax.jobs.fleet import Fleet
+    from flexgen_jax.jobs.job import Job
+    from flexgen_jax.jobs.ray_crew import RayCrew
+    from flexgen_jax.models.loading import resolve_dtype, shape_of
+
+    crew = RayCrew(address, lambda message: click.echo(message, err=True))
+    name = None if engine.model is None else str(engine.model)
+    dtype = resolve_dtype(engine.dtype, shape_of(name), on_cpu=not crew.has_gpus)
+    engine = replace(engine, dtype=dtype, progress=False)
+    crew.options = {field.name: getattr(engine, field.name) for field in fields(engine)}
+    with open_llm(engine) as llm:
+        return Job(Fleet(llm, crew), options).run()
 
 
 def account(report: dict[str, Any]) -> str:

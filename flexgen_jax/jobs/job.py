@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
+from flexgen_jax.engine.outputs import OnToken, RequestOutput, TokenLogprob
 from flexgen_jax.engine.requests import LEAST_PREFIX, Prefix, Request, common_length
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, failure
@@ -99,11 +98,39 @@ class State:
     earlier: dict[int, list[TokenLogprob]] = field(default_factory=dict)
 
 
+class Engine(Protocol):
+    """What a job needs of an `LLM`, or of a `fleet.Fleet` of copies."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def chat_fingerprint(self) -> str | None: ...
+
+    @property
+    def sampling_defaults(self) -> object: ...
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]: ...
+
+    def piece(self, token_id: int) -> bytes: ...
+
+    def stream(
+        self, requests: Iterable[Request], on_token: OnToken | None = None
+    ) -> Generator[RequestOutput, None, None]: ...
+
+    def unfinished(self) -> list[tuple[str, list[int], list[TokenLogprob]]]: ...
+
+    def untaken(self) -> list[RequestOutput]: ...
+
+
 class Job:
     """One run of a job; `run` returns when every line has its record, or raises what broke it
     off."""
 
-    def __init__(self, llm: LLM, options: JobOptions, disk: Disk | None = None) -> None:
+    def __init__(self, llm: Engine, options: JobOptions, disk: Disk | None = None) -> None:
         self._llm, self._options = llm, options
         self._disk = disk or Disk()
         self._facts = InputFacts.of(options.source)
