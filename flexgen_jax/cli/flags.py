@@ -82,6 +82,12 @@ def model_options(command: Command) -> Command:
                 "or a share of the cores, of its own; budgets are each one's.",
             ),
             click.option(
+                "--coordinator",
+                metavar="HOST:PORT",
+                help="Listen here for the stages of other machines, on which `flexgen-jax stage` "
+                "runs; only the first stage is started on this one.",
+            ),
+            click.option(
                 "--progress/--no-progress",
                 default=None,
                 help="Show a progress bar; default: on a terminal.",

@@ -1,4 +1,4 @@
-"""`flexgen-jax stage`: one stage's process, which another command starts."""
+"""`flexgen-jax stage`: one stage's process."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import click
 from flexgen_jax.errors import UserError
 
 
-@click.command(hidden=True)
-@click.option("--join", required=True, metavar="HOST:PORT", help="Where the leader listens.")
+@click.command()
+@click.option("--join", required=True, metavar="HOST:PORT", help="The leader's --coordinator.")
 @click.option("--number", type=click.IntRange(0), required=True, help="Which stage this is.")
 def stage(join: str, number: int) -> None:
-    """Compute one stage's layers, as the process at HOST:PORT says."""
-    from flexgen_jax.engine.stage_worker import work
-    from flexgen_jax.engine.stages import KEY
+    """Compute one stage's layers, for a command on another machine.
 
-    host, _, port = join.rpartition(":")
+    That command has --stages and --coordinator, and says what to run. The model must be at the same
+    path here, and FLEXGEN_JAX_STAGE_KEY the same secret. Ends with that command.
+    """
+    from flexgen_jax.engine.stage_worker import KEY, parse_address, work
+
     key = os.environ.get(KEY)
-    if not host or not port.isdigit() or key is None:
-        raise UserError(f"--join {join}: give HOST:PORT, and the leader's key in {KEY}")
-    work((host, int(port)), number, key)
+    if not key:
+        raise UserError(f"set {KEY} to the leader's secret first")
+    work(parse_address(join), number, key)

@@ -100,10 +100,11 @@ class LLM:
         on_cpu = asked.stages > 1 or start_jax(host_memory)
         self._model = open_model(asked.model, asked.dummy_weights, asked.seed)
         self.config = self._model.config
+        self._progress = Progress(asked.progress)
         self._finalizer: Any = None
         self._stages: Stages | None = None
         if asked.stages > 1:  # this process then computes nothing, and may have no device
-            self._stages = Stages(asked, self.config)
+            self._stages = Stages(asked, self.config, self._progress.say)
             self._finalizer = weakref.finalize(self, self._stages.close)
             on_cpu = self._stages.on_cpu
         self._grammars: Grammars | None = None
@@ -111,7 +112,6 @@ class LLM:
             vocabulary = (self.config.vocab_size, self.config.eos_ids)
             self._grammars = Grammars(self._model.tokenizer, *vocabulary)
         self.dtype = resolve_dtype(asked.dtype, self.config, on_cpu)
-        self._progress = Progress(asked.progress)
         unified = on_cpu if asked.unified is None else asked.unified
         if unified and not on_cpu:
             raise UserError("unified=True is for a CPU: a GPU has a memory of its own")

@@ -41,7 +41,8 @@ class EngineOptions:
         speed; so it has with a trace.
     trace: a file to which every transfer and computation is written, for ui.perfetto.dev.
     stages: processes that the model's layers are divided over, each with a device of its own: a
-        GPU, or a share of the cores. Budgets are each stage's.
+        GPU, or a share of the cores. Budgets are each stage's. coordinator: "HOST:PORT", where
+        stages of other machines join; then only the first one is started here.
     """
 
     model: str | Path | None = None
@@ -66,6 +67,7 @@ class EngineOptions:
     breakdown: bool = False
     trace: str | Path | None = None
     stages: int = 1
+    coordinator: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.stages, int) or self.stages < 1:

@@ -42,6 +42,9 @@ from flexgen_jax.progress import Progress
 BEAT_S = 1.0
 """Seconds between two signs of life."""
 
+KEY = "FLEXGEN_JAX_STAGE_KEY"
+"""The environment variable with the secret that stages show when they connect."""
+
 JOIN_S = 120
 """Seconds for all stages to find each other."""
 
@@ -251,12 +254,41 @@ def _workload(content: Mapping[str, Any]) -> Workload:
     return Workload(**{**content, "head": Head(**content["head"])})
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """Returns the host and the port of "HOST:PORT"; raises `UserError` for anything else."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"{text!r} is no address; give HOST:PORT")
+    return host, int(port)
+
+
+def _joined(address: tuple[str, int], stage: int, key: str) -> tuple[Wire, dict[str, Any]]:
+    """Connects to the leader, and waits until all stages have; returns what it says then."""
+    until = time.monotonic() + JOIN_S
+    while True:
+        try:
+            connected = socket.create_connection(address, timeout=JOIN_S)
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                where = f"{address[0]}:{address[1]}"
+                raise UserError(f"nobody listens at {where}: {error}") from None
+            time.sleep(1)  # the leader may start later
+    connected.settimeout(None)
+    wire = Wire(connected)
+    wire.send("hello", stage=stage, key=key)
+    try:
+        kind, content = wire.receive()
+    except ClosedError:
+        raise UserError(f"the leader refused stage {stage}; is its {KEY} the same?") from None
+    if kind == "refused":
+        raise UserError(content["why"])
+    return wire, content
+
+
 def work(address: tuple[str, int], stage: int, key: str) -> None:
     """Connects to the process that leads the stages, and computes what it asks for."""
-    wire = Wire(socket.create_connection(address, timeout=JOIN_S))
-    wire.send("hello", stage=stage, key=key, pid=os.getpid())
-    kind, start = wire.receive()
-    assert kind == "start"
+    wire, start = _joined(address, stage, key)
     threading.Thread(target=_beat, args=(wire,), name="flexgen-beat", daemon=True).start()
     worker: Worker | None = None
     try:

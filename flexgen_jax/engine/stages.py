@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, fields, replace
 from itertools import cycle
@@ -31,7 +31,7 @@ from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.outputs import Generation
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.scoring import Scoring
-from flexgen_jax.engine.stage_worker import BEAT_S, JOIN_S, batch_arrays
+from flexgen_jax.engine.stage_worker import BEAT_S, JOIN_S, KEY, batch_arrays, parse_address
 from flexgen_jax.engine.wire import ClosedError, Wire
 from flexgen_jax.errors import StageError, UserError
 from flexgen_jax.models.config import ModelConfig
@@ -42,11 +42,11 @@ from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.stages import LAG, groups_of, split_layers, told
 
+JOIN_OTHERS_S = 600.0
+"""Seconds for stages of other machines to join."""
+
 SILENCE_S = 20.0
 """A stage that gives no sign of life for so long counts as lost."""
-
-KEY = "FLEXGEN_JAX_STAGE_KEY"
-"""The environment variable with the secret that stages show when they connect."""
 
 PATIENCE_S = 3.0
 """Seconds for stages to end by themselves."""
@@ -92,14 +92,17 @@ class Stages:
     They live until `close`. Raises `StageError` when one is lost; the others are ended then.
     """
 
-    def __init__(self, options: EngineOptions, config: ModelConfig) -> None:
+    def __init__(
+        self, options: EngineOptions, config: ModelConfig, say: Callable[[str], object]
+    ) -> None:
+        """say: told what the user should do meanwhile."""
         count = options.stages
         if count > config.num_layers:
             raise UserError(
                 f"--stages {count}: the model has {config.num_layers} layers, and each stage needs "
                 "at least one"
             )
-        self._config, self._options = config, options
+        self._config, self._options, self._say = config, options, say
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._report: dict[str, Any] | None = None
         self._results: dict[int, Any] = {}
@@ -116,22 +119,29 @@ class Stages:
 
     def _start(self, layers: Sequence[range]) -> None:
         """Starts the processes, and waits until all are ready."""
-        key = secrets.token_hex(16)
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        asked = self._options.coordinator
+        host, port = ("127.0.0.1", 0) if asked is None else parse_address(asked)
+        key = os.environ.get(KEY) if asked is not None else secrets.token_hex(16)
+        if not key:
+            raise UserError(f"--coordinator {asked}: set {KEY} to one secret on all machines first")
+        here = 1 if asked is not None else len(layers)
+        try:
+            server = socket.create_server((host, port))
+        except OSError as error:
+            raise UserError(f"--coordinator {asked}: {error.strerror or error}") from None
+        with server:
             server.settimeout(1)
-            address = f"127.0.0.1:{server.getsockname()[1]}"
-            command = [sys.executable, "-m", "flexgen_jax", "stage", "--join", address]
+            address = f"{host}:{server.getsockname()[1]}"
             for number, part in enumerate(layers):
-                process = subprocess.Popen(
-                    [*command, "--number", str(number)],
-                    env={**QUIET, **os.environ, KEY: key, **_visible_device(number)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for this process
-                )
+                process = _started(address, number, here, key) if number < here else None
                 self._members.append(Member(number, part, process))
-            self._welcome(server, key)
-        meeting = f"127.0.0.1:{_free_port()}"
+            if here < len(layers):
+                self._say(
+                    "flexgen-jax: waiting for the other stages; for each, N from 1 to "
+                    f"{len(layers) - 1}, run `flexgen-jax stage --join {address} --number N`"
+                )
+            self._welcome(server, key, JOIN_S if here == len(layers) else JOIN_OTHERS_S)
+        meeting = f"{host}:{_free_port(host)}"
         for member in self._members:
             threading.Thread(target=self._listen, args=(member,), daemon=True).start()
             member.send(
@@ -139,23 +149,23 @@ class Stages:
                 options=self._worker_options(),
                 layers=[member.layers.start, member.layers.stop],
                 stages=len(layers),
-                here=len(layers),
+                here=here,
                 meeting=meeting,
-                cores=_cores(member.number, len(layers)),
+                cores=_cores(member.number, here) if member.process is not None else [],
             )
         ready = self._answers("ready")
         self.on_cpu, self.unified = ready[0]["on_cpu"], ready[0]["unified"]
         self.dtype = ready[0]["dtype"]
         self.sizes = KernelSizes() if self.on_cpu else KernelSizes.of_gpu()
 
-    def _welcome(self, server: socket.socket, key: str) -> None:
+    def _welcome(self, server: socket.socket, key: str, wait_s: float) -> None:
         """Accepts the connections of all stages."""
-        until = time.monotonic() + JOIN_S
+        until = time.monotonic() + wait_s
         while any(member.wire is None for member in self._members):
             self._check_processes()
             if time.monotonic() > until:
                 late = next(member for member in self._members if member.wire is None)
-                raise StageError(f"{late.name} has not connected within {JOIN_S} s")
+                raise StageError(f"{late.name} has not connected within {wait_s:g} s")
             try:
                 connected, _ = server.accept()
             except TimeoutError:
@@ -170,12 +180,24 @@ class Stages:
                 wire.close()
                 continue
             connected.settimeout(None)
-            member = self._members[hello["stage"]]
+            member = next((m for m in self._members if m.number == hello["stage"]), None)
+            if member is None or member.wire is not None:
+                wire.send("refused", why=f"there is no stage {hello['stage']} to be")
+                wire.close()
+                continue
             member.wire, member.heard = wire, time.monotonic()
 
     def _worker_options(self) -> dict[str, Any]:
         found = {f.name: getattr(self._options, f.name) for f in fields(self._options)}
-        for name in ("policy", "stages", "progress", "trace", "hardware", "breakdown"):
+        for name in (
+            "policy",
+            "stages",
+            "coordinator",
+            "progress",
+            "trace",
+            "hardware",
+            "breakdown",
+        ):
             del found[name]
         for name in ("model", "offload_dir"):
             found[name] = None if found[name] is None else str(found[name])
@@ -496,9 +518,21 @@ def _added(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
-def _free_port() -> int:
+def _started(address: str, number: int, here: int, key: str) -> subprocess.Popen[bytes]:
+    """Starts the process of a stage, one of `here` on this machine."""
+    command = [sys.executable, "-m", "flexgen_jax", "stage", "--join", address]
+    return subprocess.Popen(
+        [*command, "--number", str(number)],
+        env={**QUIET, **os.environ, KEY: key, **(_visible_device(number) if here > 1 else {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for this process
+    )
+
+
+def _free_port(host: str) -> int:
     with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+        found.bind((host, 0))
         port: int = found.getsockname()[1]
         return port
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.engine import stages
+from flexgen_jax.engine.stage_worker import KEY
 from flexgen_jax.engine.wire import ClosedError, Wire
 from flexgen_jax.errors import StageError, UserError
 
@@ -107,6 +110,8 @@ def test_more_stages_than_layers_are_refused() -> None:
         LLM(stages=6)
     with pytest.raises(UserError, match="trace is for one stage"):
         LLM(stages=2, trace="x.json")
+    with pytest.raises(UserError, match="'here' is no address"):
+        LLM(stages=2, coordinator="here")
 
 
 def test_what_a_stage_cannot_do_is_said(tmp_path: Path) -> None:
@@ -118,6 +123,26 @@ def test_what_a_stage_cannot_do_is_said(tmp_path: Path) -> None:
         pytest.raises(UserError, match=r"stage \d \(layers"),
     ):
         llm.generate("The")
+
+
+def test_stages_of_other_machines_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    how = {"dtype": "float32", "policy": POLICY, "stages": 2, "coordinator": address}
+    with pytest.raises(UserError, match="set FLEXGEN_JAX_STAGE_KEY"):
+        LLM(**how)
+    monkeypatch.setenv(KEY, "a secret")
+    command = [sys.executable, "-m", "flexgen_jax", "stage", "--join", address, "--number"]
+    stranger = subprocess.Popen(
+        [*command, "1"], env={**os.environ, KEY: "a guess"}, stderr=subprocess.PIPE
+    )
+    other = subprocess.Popen([*command, "1"], stdout=subprocess.DEVNULL)
+    with LLM(**how) as llm:
+        (found,) = llm.generate("The", SamplingParams(5, temperature=0, ignore_eos=True))
+        assert len(found.token_ids) == 5
+    assert other.wait(20) == 0
+    stranger.kill()
+    stranger.communicate()
 
 
 def test_messages_are_what_was_sent() -> None:
