@@ -28,6 +28,8 @@ from flexgen_jax.policy.search import (
     frontier,
     search,
 )
+from flexgen_jax.policy.stage_search import ChainPlan, search_stages
+from flexgen_jax.policy.stages import groups_of
 from flexgen_jax.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +61,8 @@ def plan(
 ) -> None:
     """Find the policy that generates fastest, and predict what it will do.
 
-    Flags that place or shape something fix the policy, and only its prediction is made.
+    Flags that place or shape something fix the policy, and only its prediction is made. With
+    --stages N it plans for N machines that are alike.
     """
     from flexgen_jax.progress import Progress
 
@@ -71,6 +74,12 @@ def plan(
     problem = make_problem(options, workload, choices, Progress(options.progress))
     problem = replace(problem, max_latency=max_latency, min_throughput=min_throughput)
     given = None if options.is_auto else options.base_policy
+    if options.stages > 1:
+        refuse_with_stages(given, max_latency, min_throughput, latency_curve, options.write_limit)
+        found = staged_plan(problem, options.stages)
+        click.echo(staged_text(problem, found))
+        write_json(json_file, staged_json(problem, found))
+        return
     plans = made_plans(problem, given)
     ideas = hints(problem) if given is None else []
     click.echo(plan_text(problem, plans, ideas))
@@ -161,6 +170,64 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
         f"blocks of {best.latency_s:.0f} s, and writes {best.written_a_day / 1e9:.3g} GB a day; "
         "relax --max-latency, --min-throughput or --write-limit"
     )
+
+
+def refuse_with_stages(*given: object) -> None:
+    """Raises `UserError` for what a plan of stages does not know."""
+    if any(one is not None for one in given):
+        raise UserError(
+            "--stages takes no policy, limits or --latency-curve in a plan; leave them out"
+        )
+
+
+def staged_plan(problem: Problem, stages: int) -> ChainPlan:
+    """Returns the best plan for a model in stages, on machines that are alike."""
+    if stages > problem.config.num_layers:
+        raise UserError(f"--stages {stages}: the model has {problem.config.num_layers} layers")
+    found = search_stages(problem, stages)
+    if found is None:
+        raise UserError(f"no plan fits {stages} stages; allow more disk, or --weight-bits 4")
+    return found
+
+
+def staged_text(problem: Problem, plan: ChainPlan) -> str:
+    """Formats the plan of stages for people."""
+    work, rows = problem.workload, plan.shape.rows * plan.shape.batches
+    count = len(plan.stages)
+    lines = [
+        f"{plan.tokens // work.gen_len} x ({work.prompt_len} + {work.gen_len}) tokens in "
+        f"{problem.dtype} on {count} of {problem.hw.name}, {groups_of(count)} groups of {rows}",
+        f"predicted: {plan.throughput:.3g} token/s, {plan.decode_throughput:.3g} while decoding "
+        f"(prefill {plan.prefill_s:.1f} s, decode {plan.decode_s:.1f} s)",
+    ]
+    for number, stage in enumerate(plan.stages):
+        lines.append(
+            f"stage {number}: {stage.prefill_s:.3g} s for a group's prompts, {stage.token_s:.3g} s "
+            f"for a token: {flags_of(stage.policy)}"
+        )
+        lines += [
+            _bar(tier, stage.peak_bytes[tier], problem.budgets.allowed(tier)) for tier in TIERS
+        ]
+    return "\n".join(lines)
+
+
+def staged_json(problem: Problem, plan: ChainPlan) -> dict[str, Any]:
+    """Returns the content of `plan --stages N --json`; sizes are in bytes, times in seconds."""
+    return {
+        "hardware": problem.hw.name,
+        "dtype": problem.dtype,
+        "prompt_len": problem.workload.prompt_len,
+        "gen_len": problem.workload.gen_len,
+        "num_sequences": plan.tokens // problem.workload.gen_len,
+        "predicted": {
+            "prefill_s": plan.prefill_s,
+            "decode_s": plan.decode_s,
+            "total_s": plan.total_s,
+            "generation_throughput": plan.throughput,
+            "decode_throughput": plan.decode_throughput,
+        },
+        "stages": [asdict(stage) for stage in plan.stages],
+    }
 
 
 def hints(problem: Problem) -> list[dict[str, Any]]:

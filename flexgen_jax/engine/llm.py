@@ -616,7 +616,7 @@ class LLM:
         """Returns the measurements of the last run: seconds, bytes, peaks, and the split between
         tiers; of stages also those of each, under "stages"."""
         if self._stages is not None and (found := self._stages.report()) is not None:
-            return {"model": self._model.name, "dtype": self.dtype, **found, "predicted": None}
+            return {"model": self._model.name, "dtype": self.dtype, **found}
         if self._session is None:
             raise UserError("nothing has been run yet")
         report = self._session.report()

@@ -72,9 +72,6 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.stages, int) or self.stages < 1:
             raise UserError(f"stages must be at least 1, not {self.stages!r}")
-        for name in ("trace", "breakdown", "hardware", "write_limit"):
-            if self.stages > 1 and getattr(self, name):
-                raise UserError(f"{name} is for one stage; leave it out, or run with stages=1")
 
     @classmethod
     def of(cls, model: str | Path | None, options: dict[str, Any]) -> EngineOptions:

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,19 @@ from flexgen_jax.engine.wire import ClosedError, Wire
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.limits import detect_budgets
+from flexgen_jax.machine.profiles import cached_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.loading import open_model, resolve_dtype
 from flexgen_jax.offload.chain import Chain
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.metrics import Metrics
-from flexgen_jax.policy.fit import Budgets, Fitter
+from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.plan import BatchShape, BlockPlan
 from flexgen_jax.policy.policy import Head, Policy, Workload
 from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.search import Choices, Problem
+from flexgen_jax.policy.stage_search import Shape, StagePlan, predicted, stage_plan
 from flexgen_jax.policy.stages import Slot, Slots, Told
 from flexgen_jax.progress import Progress
 
@@ -144,8 +148,10 @@ class Worker:
         while True:
             kind, content = self._asked.get()
             match kind:
-                case "fit":
-                    self._wire.send("fitted", **self._fitted(**content))
+                case "check":
+                    self._wire.send("checked", **self._checked(**content))
+                case "plan":
+                    self._wire.send("planned", **self._planned(**content))
                 case "open":
                     self._open(**content)
                     self._wire.send("opened")
@@ -170,19 +176,35 @@ class Worker:
             else:
                 self._asked.put((kind, content))
 
-    def _fitted(self, policy: str, workload: Mapping[str, Any], moves: bool) -> dict[str, Any]:
-        """Returns a policy for this stage's budgets, None if none fits, and what is missing then.
+    def _checked(self, policy: str, workload: Mapping[str, Any], groups: int) -> dict[str, Any]:
+        """Returns what of a given policy does not fit this stage's budgets, and else its plan."""
+        given = Policy.from_json(policy)
+        problem = self._problem(given, workload)
+        needed = problem.peak(given)
+        missing = self._budgets.shortfalls(needed)
+        plan = None if missing else predicted(problem, given, groups, needed)
+        return {"missing": missing, "plan": _plan_content(plan)}
 
-        moves: whether data may lie elsewhere than the policy says: in the fastest tiers that fit.
-        """
-        fixed = Policy.from_json(policy)
-        how = (self._config, self._dtype, _workload(workload), self._budgets, self._unified)
-        fitter = Fitter(*how, kernels_of_device().sizes)
-        if moves:
-            found = fitter.fill_fastest(fixed)
-            return {"policy": None if found is None else found.to_json(), "missing": []}
-        missing = self._budgets.shortfalls(fitter.needed(fixed))
-        return {"policy": None if missing else policy, "missing": missing}
+    def _planned(
+        self, base: str, workload: Mapping[str, Any], shape: Sequence[int], groups: int
+    ) -> dict[str, Any]:
+        """Returns the plan of this stage for batches of a shape, None if none fits."""
+        problem = self._problem(Policy.from_json(base), workload)
+        return {"plan": _plan_content(stage_plan(problem, Shape(*shape), groups))}
+
+    def _problem(self, base: Policy, workload: Mapping[str, Any]) -> Problem:
+        known = cached_profile(self._dtype, self._folder)
+        hw = known or known_machine("generic-cpu" if self._unified else "rtx3090-24gb")
+        return Problem(
+            config=self._config,
+            dtype=self._dtype,
+            hw=replace(hw, sizes=kernels_of_device().sizes),
+            budgets=self._budgets,
+            unified=self._unified,
+            workload=_workload(workload),
+            base=base,
+            choices=Choices.keeping(base),
+        )
 
     def _open(self, policy: str, workload: Mapping[str, Any], compiles: bool) -> None:
         wanted, load = Policy.from_json(policy), _workload(workload)
@@ -248,6 +270,17 @@ def _shared(budgets: Budgets, here: int, device: int | None, host: int | None) -
         disk=part(budgets.disk),
         shared=part(budgets.shared),
     )
+
+
+def _plan_content(plan: StagePlan | None) -> dict[str, Any] | None:
+    return None if plan is None else asdict(plan) | {"policy": plan.policy.to_json()}
+
+
+def read_plan(content: Mapping[str, Any] | None) -> StagePlan | None:
+    """Returns a stage's plan from a message."""
+    if content is None:
+        return None
+    return StagePlan(**{**content, "policy": Policy.from_json(content["policy"])})
 
 
 def _workload(content: Mapping[str, Any]) -> Workload:

@@ -31,15 +31,32 @@ from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.outputs import Generation
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.scoring import Scoring
-from flexgen_jax.engine.stage_worker import BEAT_S, JOIN_S, KEY, batch_arrays, parse_address
+from flexgen_jax.engine.stage_worker import (
+    BEAT_S,
+    JOIN_S,
+    KEY,
+    batch_arrays,
+    parse_address,
+    read_plan,
+)
 from flexgen_jax.engine.wire import ClosedError, Wire
 from flexgen_jax.errors import StageError, UserError
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import model_spec
+from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.ledger import BudgetError
+from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.search import Problem
+from flexgen_jax.policy.stage_search import (
+    ChainPlan,
+    Shape,
+    StagePlan,
+    chain_plan,
+    search_stages,
+)
 from flexgen_jax.policy.stages import LAG, groups_of, split_layers, told
 
 JOIN_OTHERS_S = 600.0
@@ -53,9 +70,6 @@ PATIENCE_S = 3.0
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 """JAX's own words about stages that end are for its developers."""
-
-LARGEST_BATCH = 512
-"""Sequences of a batch, at most, where a plan chooses."""
 
 
 class Message(NamedTuple):
@@ -102,10 +116,14 @@ class Stages:
                 f"--stages {count}: the model has {config.num_layers} layers, and each stage needs "
                 "at least one"
             )
+        for name in ("trace", "breakdown", "hardware", "write_limit"):
+            if getattr(options, name):
+                raise UserError(f"{name} is for one stage; leave it out, or run with stages=1")
         self._config, self._options, self._say = config, options, say
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._report: dict[str, Any] | None = None
         self._results: dict[int, Any] = {}
+        self._plan: ChainPlan | None = None
         self.policy: Policy | None = None
         self.workload: Workload | None = None
         self._members: list[Member] = []
@@ -304,44 +322,60 @@ class Stages:
         return groups_of(len(self._members))
 
     def policy_for(self, workload: Workload, given: Policy, is_auto: bool) -> Policy:
-        """Returns the policy of all stages, which says what each has in its tiers only if it was
-        given; raises `BudgetError` if it does not fit.
+        """Returns the policy of all stages, of which each has its own placement where they are
+        chosen; raises `BudgetError` if none fits.
 
-        is_auto: whether batches and placements are chosen; each stage's fastest tiers are filled.
+        is_auto: whether batches and placements are chosen.
         """
+        hw = replace(known_machine("generic-cpu"), sizes=self.sizes)
+        problem = Problem(
+            self._config, self.dtype, hw, Budgets(), self.unified, workload, base=given
+        )
+        count, hidden = len(self._members), int(problem.costs(given).hidden_bytes(1, 1))
         if not is_auto:
-            each = max(1, given.num_batches // self.groups)
-            found = replace(given, num_batches=each * self.groups)
-            self._tell("fit", policy=found.to_json(), workload=asdict(workload), moves=False)
-            for member, answer in zip(self._members, self._answers("fitted"), strict=True):
-                if answer["missing"]:
-                    raise BudgetError(
-                        f"{member.name}: the plan does not fit: {answer['missing'][0]}"
-                    )
-            self._policies = [found] * len(self._members)
-            return found
-        rows = min(LARGEST_BATCH, max(1, -(-workload.num_sequences // self.groups)))
-        while True:
-            wanted = replace(given, batch_size=rows, num_batches=self.groups)
-            self._tell("fit", policy=wanted.to_json(), workload=asdict(workload), moves=True)
-            answers = self._answers("fitted")
-            if all(answer["policy"] is not None for answer in answers):
-                self._policies = [Policy.from_json(answer["policy"]) for answer in answers]
-                return wanted
-            if rows == 1:
-                names = [
-                    member.name
-                    for member, answer in zip(self._members, answers, strict=True)
-                    if answer["policy"] is None
-                ]
-                raise BudgetError(f"no plan fits for {names[0]}; give it more memory or disk")
-            rows //= 2
+            shape = Shape(given.batch_size, max(1, given.num_batches // self.groups))
+            policy = replace(given, num_batches=shape.batches * self.groups)
+            plans = self._checked(policy, workload)
+            self._plan = chain_plan(problem, plans, shape, hidden)
+            return policy
+
+        def plan_all(shape: Shape, groups: int) -> list[StagePlan | None]:
+            self._tell(
+                "plan",
+                base=given.to_json(),
+                workload=asdict(workload),
+                shape=list(shape),
+                groups=groups,
+            )
+            return [read_plan(answer["plan"]) for answer in self._answers("planned")]
+
+        self._plan = search_stages(problem, count, plan_all)
+        if self._plan is None:
+            raise BudgetError(
+                f"no plan fits {count} stages; give them more memory or disk, or --weight-bits 4"
+            )
+        rows, batches = self._plan.shape
+        return replace(given, batch_size=rows, num_batches=batches * self.groups)
+
+    def _checked(self, policy: Policy, workload: Workload) -> list[StagePlan]:
+        """Returns all stages' plans by a given policy; raises `BudgetError` if it does not fit."""
+        self._tell("check", policy=policy.to_json(), workload=asdict(workload), groups=self.groups)
+        plans = []
+        for member, answer in zip(self._members, self._answers("checked"), strict=True):
+            plan = read_plan(answer["plan"])
+            if plan is None:
+                why = f"the plan does not fit: {answer['missing'][0]}"
+                raise BudgetError(f"{member.name}: {why}")
+            plans.append(plan)
+        return plans
 
     def open(self, policy: Policy, workload: Workload, compiles: bool = False) -> None:
         """Brings the weights of all stages to where their policies put them."""
         self.policy, self.workload = policy, workload
-        for member, own in zip(self._members, self._policies, strict=True):
-            member.send("open", policy=own.to_json(), workload=asdict(workload), compiles=compiles)
+        assert self._plan is not None, "it was planned"
+        for member, own in zip(self._members, self._plan.stages, strict=True):
+            how = {"workload": asdict(workload), "compiles": compiles}
+            member.send("open", policy=own.policy.to_json(), **how)
         self._answers("opened")
 
     # Runs
@@ -373,7 +407,20 @@ class Stages:
             num_tokens=collector.num_tokens - before,
             padding=[waiting.prompt_tokens, waiting.padded_tokens],
         )
-        self._report = _joined([answer["report"] for answer in self._answers("report")])
+        joined = _joined([answer["report"] for answer in self._answers("report")])
+        self._report = {**joined, "predicted": self._predicted()}
+
+    def _predicted(self) -> dict[str, float] | None:
+        """Returns the predicted times of the workload that was planned for."""
+        plan = self._plan
+        if plan is None:
+            return None
+        return {
+            "total_s": plan.total_s,
+            "prefill_s": plan.prefill_s,
+            "decode_s": plan.decode_s,
+            "generation_throughput": plan.throughput,
+        }
 
     def tell_slot(self, **content: Any) -> None:
         self._tell("slot", **content)

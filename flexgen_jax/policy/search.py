@@ -335,13 +335,13 @@ def placed(problem: Problem, candidate: Candidate, known: Peaks) -> Placed | Non
     """
     budgets = problem.budgets
     for _ in range(8):
-        plan = problem.plan(_rounded(candidate.policy, candidate.solution))
+        plan = problem.plan(rounded(candidate.policy, candidate.solution))
         if plan.policy not in known:
             known[plan.policy] = peak_bytes(plan, problem.budgets.shortfalls)
         needed = known[plan.policy]
         if not problem.budgets.shortfalls(needed):
             return Placed(plan, needed)
-        budgets = _reduced(budgets, problem.budgets, needed)
+        budgets = reduced(budgets, problem.budgets, needed)
         again = solved(problem, candidate.policy, budgets)
         if again is None:
             return None
@@ -349,7 +349,7 @@ def placed(problem: Problem, candidate: Candidate, known: Peaks) -> Placed | Non
     return None
 
 
-def _rounded(policy: Policy, solution: Solution) -> Policy:
+def rounded(policy: Policy, solution: Solution) -> Policy:
     """Returns the policy with a solution's fractions in whole grains, rounded to slower tiers."""
     parts: dict[str, Any] = {}
     for name, letter in (("weights", "w"), ("cache", "c"), ("activations", "h")):
@@ -360,7 +360,7 @@ def _rounded(policy: Policy, solution: Solution) -> Policy:
     return replace(policy, **parts)
 
 
-def _reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budgets:
+def reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budgets:
     """Returns `budgets` for the linear program, less the excess of exact peaks over real budgets.
 
     asked: the real budgets; needed: the exact peaks by tier.

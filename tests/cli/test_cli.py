@@ -181,6 +181,21 @@ def test_bad_flags(tmp_path: Path) -> None:
         "plan", "--latency-curve", tmp_path / "no" / "x.png"
     )
     assert "--num-sequences" in refused("bench", "--num-sequences", 0)
+    assert "the model has 5 layers" in refused("plan", "--stages", 9, "--hardware", "t4-16gb")
+    assert "--stages takes no policy" in refused(
+        "plan", "--stages", 2, "--hardware", "t4-16gb", "--batch-size", 4
+    )
+
+
+def test_a_plan_for_stages_has_one_for_each(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    result = run("plan", "--stages", 2, "--hardware", "t4-16gb", "--num-sequences", 8,
+                 "--prompt-len", 64, "--json", file)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "stage 0:" in result.stdout and "stage 1:" in result.stdout
+    found = json.loads(file.read_text())
+    assert found["num_sequences"] == 8 and len(found["stages"]) == 2
+    assert found["predicted"]["generation_throughput"] > 0
 
 
 def test_texts_are_printed_where_the_file_cannot_be_written(

@@ -1,0 +1,222 @@
+"""Plans for stages: a linear program for each, and what all of them together take.
+
+Each stage has all groups' caches in its memory, and walks one group after the other through its
+layers, so that its weights are moved once for each group. The slowest stage decides how long a slot
+takes (FlexGen, section 4.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.policy.cost_model import block_terms
+from flexgen_jax.policy.linear_program import memory_terms, solve
+from flexgen_jax.policy.memory import peak_bytes
+from flexgen_jax.policy.placement import page_cached
+from flexgen_jax.policy.plan import BlockShape
+from flexgen_jax.policy.policy import Policy, Tier
+from flexgen_jax.policy.search import SAMPLED_STEPS, Problem, reduced, rounded
+from flexgen_jax.policy.simulate import simulate
+from flexgen_jax.policy.stages import LAG, groups_of, split_layers
+
+SHIFT_S, SHIFT_RATE = 0.001, 0.45e9
+"""Seconds, and bytes per second, of handing hidden states on: between two processes of one machine,
+by gloo."""
+
+LARGEST_GROUP = 4096
+"""Sequences in a group, at most."""
+
+TRIES = 8
+"""How often the linear program is solved again because exact peaks exceed its estimate."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage's policy for all groups, and its seconds for one group: the prompts, and a token."""
+
+    policy: Policy
+    prefill_s: float
+    token_s: float
+    peak_bytes: dict[Tier, int]
+
+
+class Shape(NamedTuple):
+    """Sequences in a batch, and batches in a group."""
+
+    rows: int
+    batches: int
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """Plans of all stages for batches of one shape, and what they are predicted to take together
+    for all sequences of the workload."""
+
+    stages: tuple[StagePlan, ...]
+    shape: Shape
+    prefill_s: float
+    decode_s: float
+    tokens: int
+    decoded: int
+
+    @property
+    def total_s(self) -> float:
+        return self.prefill_s + self.decode_s
+
+    @property
+    def throughput(self) -> float:
+        """Generated tokens per second."""
+        return self.tokens / self.total_s
+
+    @property
+    def decode_throughput(self) -> float:
+        """Tokens per second while decoding, the prompts' first ones left out."""
+        return self.decoded / self.decode_s if self.decode_s else 0.0
+
+
+def stage_plan(problem: Problem, shape: Shape, groups: int) -> StagePlan | None:
+    """Returns the plan of a stage, whose layers are those of `problem.config`; None if none fits.
+
+    The linear program has the time of one group, and the memory of all.
+    """
+    best: StagePlan | None = None
+    for attention in problem.choices.attentions:
+        one = replace(
+            problem.base,
+            batch_size=shape.rows,
+            num_batches=shape.batches,
+            attention=attention,
+        )
+        found = _stage_plan(problem, one, groups)
+        if found is not None and (
+            best is None or _seconds(problem, found) < _seconds(problem, best)
+        ):
+            best = found
+        if found is not None and found.policy.cache.device == 1:
+            break  # then it makes no difference where attention would be
+    return best
+
+
+def _seconds(problem: Problem, plan: StagePlan) -> float:
+    return plan.prefill_s + (problem.workload.gen_len - 1) * plan.token_s
+
+
+def _stage_plan(problem: Problem, one: Policy, groups: int) -> StagePlan | None:
+    """Returns the plan of a stage. one: the policy of one group."""
+    every = replace(one, num_batches=one.num_batches * groups)
+    terms = block_terms(problem.costs(one), problem.of_block(one).typical, problem.unified)
+    memory = memory_terms(problem.costs(every), problem.of_block(every), problem.unified)
+    budgets = problem.budgets
+    for _ in range(TRIES):
+        found = solve(terms, memory, budgets, None)
+        if found is None:
+            return None
+        policy = rounded(every, found)
+        needed = peak_bytes(problem.plan(policy), problem.budgets.shortfalls)
+        if not problem.budgets.shortfalls(needed):
+            return predicted(problem, policy, groups, needed)
+        budgets = reduced(budgets, problem.budgets, needed)
+    return None
+
+
+def predicted(problem: Problem, policy: Policy, groups: int, needed: dict[Tier, int]) -> StagePlan:
+    """Returns the plan of a given policy. needed: its exact peaks."""
+    one = replace(policy, num_batches=max(1, policy.num_batches // groups))
+    costs = problem.costs(one)
+    work = problem.of_block(one).typical
+    plan = costs.plan(BlockShape.of(one, work), problem.unified)
+    spare = problem.budgets.spare_ram(needed)
+    cached = page_cached(costs.spec, costs.formats, plan.tiers, spare)
+    sample = max(1, SAMPLED_STEPS // (len(plan.spec.decoders) * len(plan.shape.batch_sizes)))
+    # The second group finds the page cache as the first has left it.
+    found = simulate(costs, plan, cached, sample)
+    tokens = max(work.gen_len - 1, 1)
+    return StagePlan(policy, found.prefill_s, found.decode_s / tokens, needed)
+
+
+def chain_plan(
+    problem: Problem, stages: Sequence[StagePlan], shape: Shape, hidden_bytes: int
+) -> ChainPlan:
+    """Returns what stages take together. hidden_bytes: of one token of a sequence."""
+    count, work = len(stages), problem.workload
+    groups, rows = groups_of(count), shape.rows * shape.batches
+    wanted = work.num_sequences or rows * groups
+    typical = work.typical
+
+    def slot_s(each: Callable[[StagePlan], float], tokens: int) -> float:
+        shift = SHIFT_S + rows * tokens * hidden_bytes / SHIFT_RATE if count > 1 else 0.0
+        return max(shift, *map(each, stages))
+
+    prefill = slot_s(lambda stage: stage.prefill_s, typical.prompt_len)
+    token = slot_s(lambda stage: stage.token_s, 1)
+    passes = ceil(wanted / rows)
+    filling = LAG * (count - 1) * ceil(wanted / (rows * groups))
+    steps = max(typical.gen_len - 1, 0)
+    return ChainPlan(
+        stages=tuple(stages),
+        shape=shape,
+        prefill_s=(passes + filling) * prefill,
+        # With fewer groups than stages can take, slots stay empty.
+        decode_s=steps * max(passes, min(groups, LAG * (count - 1) + 1)) * token,
+        tokens=wanted * typical.gen_len,
+        decoded=wanted * steps,
+    )
+
+
+def shapes(problem: Problem, groups: int) -> Iterator[Shape]:
+    """Yields batches and numbers of them in a group, the largest group first."""
+    wanted = problem.workload.num_sequences
+    rows = min(LARGEST_GROUP, ceil(wanted / groups) if wanted else LARGEST_GROUP)
+    while rows:
+        for batches in (1, 4, 16):
+            if rows % batches == 0 and rows // batches <= 512:
+                yield Shape(rows // batches, batches)
+        rows //= 2
+
+
+def parts(problem: Problem, stages: int) -> list[Problem]:
+    """Returns the problem of each stage: its layers, on a machine of its own."""
+    layers = split_layers(problem.costs(problem.base).spec, stages)
+    return [replace(problem, config=problem.config.part(part)) for part in layers]
+
+
+def search_stages(
+    problem: Problem,
+    stages: int,
+    plan_all: Callable[[Shape, int], Sequence[StagePlan | None]] | None = None,
+) -> ChainPlan | None:
+    """Returns the plan of the highest throughput; None if nothing fits.
+
+    plan_all: returns the stages' plans for a shape and a number of groups; by default those for
+    machines that are like the problem's.
+    """
+    groups = groups_of(stages)
+    divided = parts(problem, stages)
+
+    def plan_here(shape: Shape, groups: int) -> Sequence[StagePlan | None]:
+        known: dict[ModelConfig, StagePlan | None] = {}  # the stages in the middle are alike
+        for part in divided:
+            kind = replace(part.config, first_layer=0)
+            if kind not in known:
+                known[kind] = stage_plan(part, shape, groups)
+        return [known[replace(part.config, first_layer=0)] for part in divided]
+
+    hidden = problem.costs(problem.base).hidden_bytes(1, 1)
+    best: ChainPlan | None = None
+    worse = 0
+    for shape in shapes(problem, groups):
+        found = [plan for plan in (plan_all or plan_here)(shape, groups) if plan is not None]
+        if len(found) < stages:
+            continue
+        plan = chain_plan(problem, found, shape, int(hidden))
+        if best is None or plan.throughput > best.throughput:
+            best, worse = plan, 0
+        else:
+            worse += 1
+        if worse == 6:  # two sizes of groups were no better
+            break
+    return best

@@ -1,0 +1,83 @@
+"""Plans for stages: each within its memory, and together as fast as the slowest lets them be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flexgen_jax.models.shapes import known_shape
+from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.machines import known_machine
+from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.search import Problem, search
+from flexgen_jax.policy.stage_search import (
+    SHIFT_RATE,
+    SHIFT_S,
+    Shape,
+    StagePlan,
+    chain_plan,
+    parts,
+    search_stages,
+    stage_plan,
+)
+from flexgen_jax.policy.stages import groups_of
+
+T4 = known_machine("t4-16gb")
+BUDGETS = Budgets(T4.device_memory, T4.host_memory, T4.disk_space, None)
+
+
+def problem(model: str, sequences: int, gen_len: int = 32) -> Problem:
+    work = Workload(512, gen_len, sequences)
+    return Problem(known_shape(model), "float16", T4, BUDGETS, False, work, base=Policy())
+
+
+def test_the_slowest_stage_decides() -> None:
+    asked = problem("facebook/opt-1.3b", 64, gen_len=5)
+    stages = [StagePlan(Policy(), 2.0, s, {"device": 0, "host": 0, "disk": 0}) for s in (0.1, 0.3)]
+    found = chain_plan(asked, stages, Shape(4, 4), hidden_bytes=4096)
+    # Four groups of 16; two slots until the second stage has its first.
+    assert found.prefill_s == pytest.approx((4 + 2) * 2.0)
+    assert found.decode_s == pytest.approx(4 * 4 * 0.3)
+    assert found.throughput == pytest.approx(64 * 5 / found.total_s)
+    assert found.decode_throughput == pytest.approx(64 * 4 / found.decode_s)
+    slow = chain_plan(asked, stages, Shape(4, 4), hidden_bytes=10**9)
+    assert slow.decode_s == pytest.approx(4 * 4 * (SHIFT_S + 16e9 / SHIFT_RATE))
+
+
+def test_few_groups_leave_slots_empty() -> None:
+    asked = problem("facebook/opt-1.3b", 4, gen_len=3)
+    stages = [StagePlan(Policy(), 1.0, 1.0, {}) for _ in range(4)]
+    assert chain_plan(asked, stages, Shape(4, 1), 1).decode_s == pytest.approx(2 * 7)
+
+
+@pytest.mark.parametrize("memory", [15 << 30, 1 << 30])
+def test_each_stage_keeps_its_budgets(memory: int) -> None:
+    asked = problem("facebook/opt-1.3b", 64)
+    asked = replace(asked, budgets=replace(BUDGETS, device=memory))
+    groups = groups_of(2)
+    for part in parts(asked, 2):
+        found = stage_plan(part, Shape(4, 1), groups)
+        assert found is not None
+        assert found.policy.num_batches == groups
+        assert not asked.budgets.shortfalls(found.peak_bytes)
+        assert found.peak_bytes == part.peak(found.policy)
+        assert (found.policy.weights.device == 1) == (memory > 2 << 30)
+
+
+def test_what_does_not_fit_has_no_plan() -> None:
+    asked = problem("facebook/opt-1.3b", 64)
+    tiny = Budgets(1 << 20, 1 << 20, 1 << 20, None)
+    assert search_stages(replace(asked, budgets=tiny), 2) is None
+
+
+def test_half_the_layers_near_is_worth_more_than_twice_the_devices() -> None:
+    """FlexGen, table 3: decoding gains more than the number of devices."""
+    asked = replace(problem("facebook/opt-6.7b", 64), budgets=replace(BUDGETS, device=8 << 30))
+    one = search(asked)[0]
+    two = search_stages(asked, 2)
+    assert two is not None
+    assert [stage.policy.weights.device for stage in two.stages] == [1, 1]
+    assert one.policy.weights.device < 1
+    alone = 64 * 31 / one.decode_s
+    assert two.decode_throughput > 2 * alone
