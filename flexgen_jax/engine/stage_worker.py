@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +59,12 @@ class StageSource(Slots):
     """The batches of the slots that a stage is told; see `offload.executor.Source` and
     `Neighbours`."""
 
-    def __init__(self, plan: BlockPlan) -> None:
+    def __init__(self, plan: BlockPlan, failed: Callable[[BaseException], object]) -> None:
+        """failed: told what ends the shifting of hidden states too early."""
         super().__init__(plan)
         self._batches: dict[int, Batch] = {}
         self._more: dict[int, dict[str, Any]] = {}
-        self.chain = Chain(self, plan.config.hidden_size, plan.dtype)
+        self.chain = Chain(self, plan.config.hidden_size, plan.dtype, failed)
 
     @property
     def batches(self) -> Mapping[int, Batch]:
@@ -233,7 +236,7 @@ class Worker:
         session = self._session
         assert session is not None, "it was opened"
         plan = session.open_plan()
-        source = StageSource(plan)
+        source = StageSource(plan, partial(_tell_error, self._wire))
         self._slots = source
         self._wire.send("began")
         session.start()
@@ -336,15 +339,20 @@ def work(address: tuple[str, int], stage: int, key: str) -> None:
     except ClosedError:
         pass
     except BaseException as error:
-        is_known = isinstance(error, UserError | MemoryError | OSError)
-        said = str(error) if is_known else traceback.format_exc()
-        wire.send("error", message=said or type(error).__name__, is_known=is_known)
-        time.sleep(60)  # until it is ended: the others must not find it gone first
+        _tell_error(wire, error)
+        time.sleep(JOIN_S)  # until it is ended: the others must not find it gone first
         sys.exit(1)
     finally:
         if worker is not None:
             worker.close()
     os._exit(0)  # without waiting for the other stages, which end, too
+
+
+def _tell_error(wire: Wire, error: BaseException) -> None:
+    is_known = isinstance(error, UserError | MemoryError | OSError)
+    said = str(error) if is_known else "".join(traceback.format_exception(error))
+    with suppress(ClosedError):
+        wire.send("error", message=said or type(error).__name__, is_known=is_known)
 
 
 def _beat(wire: Wire) -> None:

@@ -59,6 +59,9 @@ from flexgen_jax.policy.stage_search import (
 )
 from flexgen_jax.policy.stages import LAG, groups_of, split_layers, told
 
+HELLO_S = 5.0
+"""Seconds for whoever connects to say who it is."""
+
 JOIN_OTHERS_S = 600.0
 """Seconds for stages of other machines to join."""
 
@@ -161,6 +164,7 @@ class Stages:
             self._welcome(server, key, JOIN_S if here == len(layers) else JOIN_OTHERS_S)
         meeting = f"{host}:{_free_port(host)}"
         for member in self._members:
+            member.heard = time.monotonic()
             threading.Thread(target=self._listen, args=(member,), daemon=True).start()
             member.send(
                 "start",
@@ -188,22 +192,18 @@ class Stages:
                 connected, _ = server.accept()
             except TimeoutError:
                 continue
-            connected.settimeout(JOIN_S)
+            connected.settimeout(HELLO_S)
             wire = Wire(connected)
-            try:
-                _, hello = wire.receive()
-            except (ClosedError, ValueError):
-                continue
-            if not secrets.compare_digest(str(hello.get("key")), key):
+            number = _greeted(wire, key)
+            member = next((m for m in self._members if m.number == number), None)
+            if member is None or member.wire is not None:
+                with suppress(ClosedError):
+                    if number is not None:
+                        wire.send("refused", why=f"there is no stage {number} to be")
                 wire.close()
                 continue
             connected.settimeout(None)
-            member = next((m for m in self._members if m.number == hello["stage"]), None)
-            if member is None or member.wire is not None:
-                wire.send("refused", why=f"there is no stage {hello['stage']} to be")
-                wire.close()
-                continue
-            member.wire, member.heard = wire, time.monotonic()
+            member.wire = wire
 
     def _worker_options(self) -> dict[str, Any]:
         found = {f.name: getattr(self._options, f.name) for f in fields(self._options)}
@@ -269,6 +269,9 @@ class Stages:
             if message.kind == "gone":
                 raise self._lost(member)
             if message.kind == "error":
+                if not message.content["is_known"]:
+                    time.sleep(BEAT_S)  # one whose neighbour was lost may be the first to say so
+                    self._check_processes()
                 said = f"{member.name}: {message.content['message']}"
                 self._kill()
                 raise UserError(said) if message.content["is_known"] else StageError(said)
@@ -563,6 +566,16 @@ def _joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _added(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def _greeted(wire: Wire, key: str) -> int | None:
+    """Returns the number of the stage that says hello, None if a stranger does."""
+    try:
+        _, hello = wire.receive(most=1 << 12)
+        is_ours = secrets.compare_digest(str(hello["key"]), key)
+        return int(hello["stage"]) if is_ours else None
+    except (ClosedError, ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def _started(address: str, number: int, here: int, key: str) -> subprocess.Popen[bytes]:

@@ -19,8 +19,8 @@ import numpy as np
 
 from flexgen_jax.models.checkpoint import numpy_dtype
 
-MOST_JSON = 1 << 28
-"""Bytes of a message's JSON, at most."""
+MOST = 1 << 32
+"""Bytes of a message's JSON, and of its arrays, at most."""
 
 LENGTH = struct.Struct("!Q")
 
@@ -50,12 +50,17 @@ class Wire:
         except OSError as error:
             raise ClosedError(str(error)) from None
 
-    def receive(self) -> tuple[str, dict[str, Any]]:
-        """Returns the next message's kind and content; raises `ClosedError` if none will come."""
+    def receive(self, most: int = MOST) -> tuple[str, dict[str, Any]]:
+        """Returns the next message's kind and content; raises `ClosedError` if none will come.
+
+        most: bytes that it may have; a stranger's message may be anything.
+        """
         (length,) = LENGTH.unpack(self._read(LENGTH.size))
-        if length > MOST_JSON:
+        if length > most:
             raise ClosedError(f"a message of {length} bytes is none of ours")
         kind, plain, about = json.loads(self._read(length))
+        if sum(prod(shape) * numpy_dtype(name).itemsize for name, shape in about) > most:
+            raise ClosedError("a message with such arrays is none of ours")
         arrays = []
         for name, shape in about:
             dtype = numpy_dtype(name)

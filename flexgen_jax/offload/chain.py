@@ -31,11 +31,18 @@ AXIS = "stage"
 class Chain:
     """This process's place among the stages, which are all processes of `jax.distributed`.
 
-    waited_s: seconds that `receive` waited.
+    failed: told what ends the shifting too early. waited_s: seconds that `receive` waited.
     """
 
-    def __init__(self, slots: Slots, hidden_size: int, dtype: str) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        hidden_size: int,
+        dtype: str,
+        failed: Callable[[BaseException], object],
+    ) -> None:
         self._slots, self._hidden_size, self._dtype = slots, hidden_size, dtype
+        self._failed = failed
         self._stage, self._stages = jax.process_index(), jax.process_count()
         own = {device.process_index: device for device in reversed(jax.devices())}
         mesh = Mesh(np.array([own[n] for n in range(self._stages)]), (AXIS,))
@@ -95,6 +102,7 @@ class Chain:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+            self._failed(error)
 
     def _shift(self, shift: int, size: int) -> None:
         length = max(LEAST, 1 << (size * self._hidden_size - 1).bit_length())
