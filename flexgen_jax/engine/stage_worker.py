@@ -261,17 +261,19 @@ class Worker:
 
 
 def _shared(budgets: Budgets, here: int, device: int | None, host: int | None) -> Budgets:
-    """Returns the budgets of one of so many stages on this machine, which share its RAM."""
+    """Returns the budgets of one of `here` stages on this machine, which share its disk and, where
+    nothing else is asked for, its RAM. device, host: what is asked for."""
 
-    def part(nbytes: int | None) -> int | None:
-        return None if nbytes is None else nbytes // here
+    def part(nbytes: int | None, asked: int | None) -> int | None:
+        return nbytes if nbytes is None or asked is not None else nbytes // here
 
+    is_one_ram = budgets.shared is not None
     return replace(
         budgets,
-        device=part(budgets.device) if device is None and budgets.shared else budgets.device,
-        host=part(budgets.host) if host is None else budgets.host,
-        disk=part(budgets.disk),
-        shared=part(budgets.shared),
+        device=part(budgets.device, device) if is_one_ram else budgets.device,
+        host=part(budgets.host, host),
+        disk=part(budgets.disk, None),
+        shared=part(budgets.shared, device),
     )
 
 

@@ -19,6 +19,8 @@ from flexgen_jax.errors import PromptError
 from tests.helpers.command_line import run
 from tests.helpers.models import prompts
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 PROMPTS = ["one", "two three", "a bc d", "four", "e f"]
 SHAPE = ["--batch-size", 2, "--num-batches", 1, "--max-tokens", 6, "--temperature", 1, "--seed", 3]
 

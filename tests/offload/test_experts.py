@@ -17,6 +17,8 @@ from tests.helpers.models import prompts
 from tests.helpers.numpy_llama import MIXTRAL, write
 from tests.helpers.profiles import machine
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 RAW = MIXTRAL | {"num_local_experts": 8}
 NEW = 9
 
