@@ -16,16 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, fields, replace
-from itertools import cycle
+from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from flexgen_jax.engine.batching import Waiting, made_batch
+from flexgen_jax.engine.conductor import Conductor
 from flexgen_jax.engine.feed import Incoming
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.outputs import Generation
@@ -35,7 +31,6 @@ from flexgen_jax.engine.stage_worker import (
     BEAT_S,
     JOIN_S,
     KEY,
-    batch_arrays,
     parse_address,
     read_plan,
 )
@@ -57,7 +52,7 @@ from flexgen_jax.policy.stage_search import (
     chain_plan,
     search_stages,
 )
-from flexgen_jax.policy.stages import LAG, groups_of, split_layers, told
+from flexgen_jax.policy.stages import groups_of, split_layers
 
 HELLO_S = 5.0
 """Seconds for whoever connects to say who it is."""
@@ -392,7 +387,9 @@ class Stages:
         self._results.clear()
         self._tell("begin")
         self._answers("began")
-        conductor = Conductor(self, self._config, incoming, collector)
+        assert self.policy is not None and self.workload is not None, "it is open"
+        plan = self._plan_of_group(self.policy, self.workload)
+        conductor = Conductor(self, len(self._members), plan, incoming, collector)
         try:
             yield from conductor.run()
         except BaseException:
@@ -429,7 +426,6 @@ class Stages:
         self._tell("slot", **content)
 
     def result(self, batch: int) -> Any:
-        """Returns the last stage's result for a batch's step; waits for it."""
         while batch not in self._results:
             message = self._next()
             if message.kind == "result":
@@ -437,123 +433,16 @@ class Stages:
         found = self._results.pop(batch)["result"]
         return tuple(found) if isinstance(found, list) else found
 
-    def plan_of(self, policy: Policy, workload: Workload) -> BlockPlan:
+    def _plan_of_group(self, policy: Policy, workload: Workload) -> BlockPlan:
         """Returns the plan of the whole model for one group, which no batch has entered."""
         one = replace(policy, num_batches=max(1, policy.num_batches // self.groups))
         shape = BlockShape.of(one, workload)
         how = (self._config, self.dtype, one, shape, self.unified, self.sizes)
         return BlockPlan(*how).emptied()
 
-    @property
-    def count(self) -> int:
-        return len(self._members)
-
     def report(self) -> dict[str, Any] | None:
         """Returns what the last run measured: of the last stage, and under "stages" of all."""
         return self._report
-
-
-class Conductor:
-    """Decides what the stages of one run compute: which batches enter, what they do in each slot,
-    and when they leave."""
-
-    def __init__(
-        self,
-        stages: Stages,
-        config: ModelConfig,
-        incoming: Incoming[EncodedRequest],
-        collector: Generation | Scoring,
-    ) -> None:
-        self._stages, self._collector = stages, collector
-        assert stages.policy is not None and stages.workload is not None, "it is open"
-        self._plan = stages.plan_of(stages.policy, stages.workload)
-        is_scoring = isinstance(collector, Scoring)
-        choices = collector if isinstance(collector, Generation) else None
-
-        def make(members: Sequence[EncodedRequest], rows: int) -> Any:
-            return made_batch(config, is_scoring, members, rows)
-
-        self.waiting = Waiting(self._plan, incoming, make, (), choices)
-        self._groups: list[dict[int, deque[int]]] = [{} for _ in range(stages.groups)]
-        self._asked: dict[int, tuple[int, int]] = {}
-        self._ids: dict[int, np.ndarray] = {}
-        self._number = 0
-
-    def run(self) -> Iterator[None]:
-        for group in cycle(self._groups):
-            leaving = self._receive(group)
-            entered = self.waiting.enter(group, None)
-            group.update({batch: deque(tokens) for batch, tokens in entered.items()})
-            if group:
-                self._tell(group, list(entered), leaving)
-            elif not any(self._groups):
-                if leaving:
-                    self._tell(group, [], leaving)
-                if not self.waiting.wait():
-                    return
-            elif leaving:
-                self._tell(group, [], leaving)
-            yield
-
-    def _receive(self, group: dict[int, deque[int]]) -> list[int]:
-        """Receives the tokens of a group's last slot; returns the batches that are done."""
-        leaving = []
-        for batch in list(group):
-            if batch not in self._asked:
-                continue  # a chunk of a prompt has no token
-            token, number = self._asked.pop(batch)
-            while self._number <= number + LAG * (self._stages.count - 2):
-                self._tell({}, [], [])  # or the slot would not get to the last stage
-            result = self._stages.result(batch)
-            left = self._collector.receive(self.waiting.members[batch], token, result)
-            self._ids[batch] = self._chosen(batch, token, result)
-            if not left or not group[batch]:
-                del group[batch], self._ids[batch]
-                self.waiting.leave(batch)
-                leaving.append(batch)
-        return leaving
-
-    def _chosen(self, batch: int, token: int, result: Any) -> np.ndarray:
-        """Returns what a batch's next step embeds, int32 [batch, 1]."""
-        given = self.waiting.batches[batch]
-        if given.forced is not None:
-            return given.forced[:, token : token + 1]
-        if given.targets is not None:
-            return given.targets[:, -1:]
-        found: np.ndarray = result[0] if isinstance(result, tuple) else result
-        return found
-
-    def _tell(
-        self, group: dict[int, deque[int]], entering: Sequence[int], leaving: Sequence[int]
-    ) -> None:
-        """Tells all stages of the next slot."""
-        steps = [(batch, tokens.popleft()) for batch, tokens in group.items()]
-        self._stages.tell_slot(
-            number=self._number,
-            steps=[tuple(step) for step in told(steps, self._plan)],
-            entering=[
-                [
-                    batch,
-                    astuple(self._plan.batches[batch]),
-                    batch_arrays(self.waiting.batches[batch]),
-                ]
-                for batch in entering
-            ],
-            leaving=leaving,
-            more=[[batch, self._more(batch, token)] for batch, token in steps],
-        )
-        for batch, token in steps:
-            if token >= 0:
-                self._asked[batch] = (token, self._number)
-        self._number += 1
-
-    def _more(self, batch: int, token: int) -> dict[str, Any]:
-        """Returns what a step needs besides: the tokens before it, and what choosing depends on."""
-        if token < 0:
-            return {}
-        found: dict[str, Any] = {"adjusted": self.waiting.adjusted(batch)}
-        found["allowed"] = self.waiting.allowed(batch)
-        return found | ({"ids": self._ids[batch]} if token > 0 else {})
 
 
 def _joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:

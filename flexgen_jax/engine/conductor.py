@@ -1,0 +1,134 @@
+"""Leads the stages of a model through a run: decides what each slot computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
+from itertools import cycle
+from typing import Any, Protocol
+
+import numpy as np
+
+from flexgen_jax.engine.batching import Waiting, made_batch
+from flexgen_jax.engine.feed import Incoming
+from flexgen_jax.engine.outputs import Generation
+from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.engine.scoring import Scoring
+from flexgen_jax.engine.stage_worker import batch_arrays
+from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.stages import LAG, groups_of, told
+
+
+class Told(Protocol):
+    """The stages, as they are led."""
+
+    def tell_slot(self, **content: Any) -> None:
+        """Tells all stages of the next slot; see `stage_worker.StageSource.hear`."""
+
+    def result(self, batch: int) -> Any:
+        """Returns what the last stage's head made of a batch's step; waits for it."""
+
+
+class Conductor:
+    """Decides what the stages of one run compute: which batches enter, what they do in each slot,
+    and when they leave."""
+
+    def __init__(
+        self,
+        stages: Told,
+        count: int,
+        plan: BlockPlan,
+        incoming: Incoming[EncodedRequest],
+        collector: Generation | Scoring,
+    ) -> None:
+        """count: of the stages; plan: of the whole model for one group, without any batch."""
+        self._stages, self._count, self._plan = stages, count, plan
+        self._collector = collector
+        is_scoring = isinstance(collector, Scoring)
+        choices = collector if isinstance(collector, Generation) else None
+
+        def make(members: Sequence[EncodedRequest], rows: int) -> Any:
+            return made_batch(plan.config, is_scoring, members, rows)
+
+        self.waiting = Waiting(plan, incoming, make, (), choices)
+        self._groups: list[dict[int, deque[int]]] = [{} for _ in range(groups_of(count))]
+        self._asked: dict[int, tuple[int, int]] = {}
+        self._ids: dict[int, np.ndarray] = {}
+        self._number = 0
+
+    def run(self) -> Iterator[None]:
+        for group in cycle(self._groups):
+            leaving = self._receive(group)
+            entered = self.waiting.enter(group, None)
+            group.update({batch: deque(tokens) for batch, tokens in entered.items()})
+            if group:
+                self._tell(group, list(entered), leaving)
+            elif not any(self._groups):
+                if leaving:
+                    self._tell(group, [], leaving)
+                if not self.waiting.wait():
+                    return
+            elif leaving:
+                self._tell(group, [], leaving)
+            yield
+
+    def _receive(self, group: dict[int, deque[int]]) -> list[int]:
+        """Receives the tokens of a group's last slot; returns the batches that are done."""
+        leaving = []
+        for batch in list(group):
+            if batch not in self._asked:
+                continue  # a chunk of a prompt has no token
+            token, number = self._asked.pop(batch)
+            while self._number <= number + LAG * (self._count - 2):
+                self._tell({}, [], [])  # or the slot would not get to the last stage
+            result = self._stages.result(batch)
+            left = self._collector.receive(self.waiting.members[batch], token, result)
+            self._ids[batch] = self._chosen(batch, token, result)
+            if not left or not group[batch]:
+                del group[batch], self._ids[batch]
+                self.waiting.leave(batch)
+                leaving.append(batch)
+        return leaving
+
+    def _chosen(self, batch: int, token: int, result: Any) -> np.ndarray:
+        """Returns what a batch's next step embeds, int32 [batch, 1]."""
+        given = self.waiting.batches[batch]
+        if given.forced is not None:
+            return given.forced[:, token : token + 1]
+        if given.targets is not None:
+            return given.targets[:, -1:]
+        found: np.ndarray = result[0] if isinstance(result, tuple) else result
+        return found
+
+    def _tell(
+        self, group: dict[int, deque[int]], entering: Sequence[int], leaving: Sequence[int]
+    ) -> None:
+        """Tells all stages of the next slot."""
+        steps = [(batch, tokens.popleft()) for batch, tokens in group.items()]
+        self._stages.tell_slot(
+            number=self._number,
+            steps=[tuple(step) for step in told(steps, self._plan)],
+            entering=[
+                [
+                    batch,
+                    astuple(self._plan.batches[batch]),
+                    batch_arrays(self.waiting.batches[batch]),
+                ]
+                for batch in entering
+            ],
+            leaving=leaving,
+            more=[[batch, self._more(batch, token)] for batch, token in steps],
+        )
+        for batch, token in steps:
+            if token >= 0:
+                self._asked[batch] = (token, self._number)
+        self._number += 1
+
+    def _more(self, batch: int, token: int) -> dict[str, Any]:
+        """Returns what a step needs besides: the tokens before it, and what choosing depends on."""
+        if token < 0:
+            return {}
+        found: dict[str, Any] = {"adjusted": self.waiting.adjusted(batch)}
+        found["allowed"] = self.waiting.allowed(batch)
+        return found | ({"ids": self._ids[batch]} if token > 0 else {})
