@@ -181,10 +181,9 @@ def test_bad_flags(tmp_path: Path) -> None:
         "plan", "--latency-curve", tmp_path / "no" / "x.png"
     )
     assert "--num-sequences" in refused("bench", "--num-sequences", 0)
-    assert "the model has 5 layers" in refused("plan", "--stages", 9, "--hardware", "t4-16gb")
-    assert "--stages takes no policy" in refused(
-        "plan", "--stages", 2, "--hardware", "t4-16gb", "--batch-size", 4
-    )
+    for_t4 = ("--hardware", "t4-16gb", "--prompt-len", 64)
+    assert "the model has 5 layers" in refused("plan", "--stages", 9, *for_t4)
+    assert "--stages takes no policy" in refused("plan", "--stages", 2, *for_t4, "--batch-size", 4)
 
 
 def test_a_plan_for_stages_has_one_for_each(tmp_path: Path) -> None:
