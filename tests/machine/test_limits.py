@@ -67,7 +67,8 @@ def test_more_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         limits.detect_budgets(None, 1 << 60, 0, tmp_path, "", unified=False)
     stats = {"bytes_limit": 12 << 30}
     gpu = SimpleNamespace(memory_stats=lambda: stats, platform="gpu")
-    monkeypatch.setattr(limits.jax, "devices", lambda: [gpu])
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(limits.jax, name, lambda: [gpu])
     with pytest.raises(UserError, match=r"--device-memory 16.* XLA_CLIENT_MEM_FRACTION"):
         limits.detect_budgets(16 << 30, None, 0, tmp_path, "", unified=False)
     assert limits.detect_budgets(12 << 30, 9, 0, tmp_path, "", unified=False).device == 12 << 30
@@ -80,7 +81,8 @@ def test_the_host_tier_respects_the_limit_of_pinned_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = SimpleNamespace(memory_stats=lambda: None)
-    monkeypatch.setattr(limits.jax, "devices", lambda: [gpu])
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(limits.jax, name, lambda: [gpu])
     monkeypatch.setattr(limits, "is_cpu", lambda: False)
     monkeypatch.setattr(limits, "available_memory", lambda: 100 << 30)
     monkeypatch.setattr(limits, "_meminfo", lambda name: 128 << 30)
