@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -146,7 +146,7 @@ def run_on_ray(address: str, engine: EngineOptions, options: JobOptions) -> Summ
     name = None if engine.model is None else str(engine.model)
     dtype = resolve_dtype(engine.dtype, shape_of(name), on_cpu=not crew.has_gpus)
     engine = replace(engine, dtype=dtype, progress=False)
-    crew.options = {field.name: getattr(engine, field.name) for field in fields(engine)}
+    crew.options = engine.arguments
     with open_llm(engine) as llm:
         return Job(Fleet(llm, crew), options).run()
 

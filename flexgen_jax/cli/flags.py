@@ -317,6 +317,6 @@ def open_llm(options: EngineOptions) -> LLM:
     from flexgen_jax.engine.llm import LLM
 
     try:
-        return LLM(**{field.name: getattr(options, field.name) for field in fields(options)})
+        return LLM(**options.arguments)
     except RuntimeError as error:
         raise UserError(f"cannot start: {error}") from None

@@ -83,6 +83,11 @@ class EngineOptions:
         return cls(model=model, **options)
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """All options by name, as `LLM` takes them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
     def budgets(self) -> tuple[int | None, int | None, int | None]:
         """Bytes of device memory, host memory and disk; raises `UserError` for no size."""
         device, host, disk = map(

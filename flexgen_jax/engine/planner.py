@@ -15,7 +15,7 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.fit import Budgets, Fitter
 from flexgen_jax.policy.hardware import DiskReads, HardwareProfile, KernelSizes
 from flexgen_jax.policy.ledger import BudgetError
-from flexgen_jax.policy.machines import known_machine
+from flexgen_jax.policy.machines import generic_machine
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.search import Choices, Plan, Problem, evaluate, search
 from flexgen_jax.policy.simulate import Prediction
@@ -169,7 +169,7 @@ class Planner:
         generic machine's."""
         if self.profile is None:
             self.profile = cached_profile(self.dtype, self.offload_dir)
-        found = self.profile or known_machine("generic-cpu" if self.unified else "rtx3090-24gb")
+        found = self.profile or generic_machine(self.unified)
         return replace(found, sizes=self.sizes)  # this device computes, whatever it plans with
 
     def predicted(

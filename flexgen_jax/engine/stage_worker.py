@@ -36,7 +36,7 @@ from flexgen_jax.offload.chain import Chain
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.policy.fit import Budgets
-from flexgen_jax.policy.machines import known_machine
+from flexgen_jax.policy.machines import generic_machine
 from flexgen_jax.policy.plan import BatchShape, BlockPlan
 from flexgen_jax.policy.policy import Head, Policy, Workload
 from flexgen_jax.policy.schedule import Step
@@ -196,8 +196,7 @@ class Worker:
         return {"plan": _plan_content(stage_plan(problem, Shape(*shape), groups))}
 
     def _problem(self, base: Policy, workload: Mapping[str, Any]) -> Problem:
-        known = cached_profile(self._dtype, self._folder)
-        hw = known or known_machine("generic-cpu" if self._unified else "rtx3090-24gb")
+        hw = cached_profile(self._dtype, self._folder) or generic_machine(self._unified)
         return Problem(
             config=self._config,
             dtype=self._dtype,

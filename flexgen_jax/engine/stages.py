@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from flexgen_jax.engine.conductor import Conductor
@@ -41,7 +41,7 @@ from flexgen_jax.models.spec import model_spec
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.ledger import BudgetError
-from flexgen_jax.policy.machines import known_machine
+from flexgen_jax.policy.machines import generic_machine
 from flexgen_jax.policy.plan import BlockPlan, BlockShape
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.search import Problem
@@ -201,16 +201,9 @@ class Stages:
             member.wire = wire
 
     def _worker_options(self) -> dict[str, Any]:
-        found = {f.name: getattr(self._options, f.name) for f in fields(self._options)}
-        for name in (
-            "policy",
-            "stages",
-            "coordinator",
-            "progress",
-            "trace",
-            "hardware",
-            "breakdown",
-        ):
+        found = self._options.arguments
+        own = ("policy", "stages", "coordinator", "progress", "trace", "hardware", "breakdown")
+        for name in own:
             del found[name]
         for name in ("model", "offload_dir"):
             found[name] = None if found[name] is None else str(found[name])
@@ -249,7 +242,8 @@ class Stages:
         return StageError(f"{what}; the other stages are ended")
 
     def _next(self) -> Message:
-        """Returns the next message; raises if a stage says that it failed, or is lost."""
+        """Returns the next message, and keeps it if it is a result; raises if a stage says that it
+        failed, or is lost."""
         while True:
             try:
                 message = self._messages.get(timeout=BEAT_S)
@@ -270,6 +264,8 @@ class Stages:
                 said = f"{member.name}: {message.content['message']}"
                 self._kill()
                 raise UserError(said) if message.content["is_known"] else StageError(said)
+            if message.kind == "result":
+                self._results[message.content["batch"]] = message.content
             return message
 
     def _answers(self, kind: str) -> list[dict[str, Any]]:
@@ -279,8 +275,6 @@ class Stages:
             message = self._next()
             if message.kind == kind:
                 found[message.stage] = message.content
-            elif message.kind == "result":
-                self._results[message.content["batch"]] = message.content
         return [content for _, content in sorted(found.items())]
 
     def _tell(self, kind: str, **content: Any) -> None:
@@ -325,7 +319,7 @@ class Stages:
 
         is_auto: whether batches and placements are chosen.
         """
-        hw = replace(known_machine("generic-cpu"), sizes=self.sizes)
+        hw = replace(generic_machine(self.unified), sizes=self.sizes)
         problem = Problem(
             self._config, self.dtype, hw, Budgets(), self.unified, workload, base=given
         )
@@ -427,9 +421,7 @@ class Stages:
 
     def result(self, batch: int) -> Any:
         while batch not in self._results:
-            message = self._next()
-            if message.kind == "result":
-                self._results[message.content["batch"]] = message.content
+            self._next()
         found = self._results.pop(batch)["result"]
         return tuple(found) if isinstance(found, list) else found
 

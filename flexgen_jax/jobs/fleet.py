@@ -11,14 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import OnToken, RequestOutput, TokenLogprob
 from flexgen_jax.engine.requests import Request
-from flexgen_jax.errors import UserError
 from flexgen_jax.machine.jax_settings import set_up_jax
 
 Unfinished = tuple[str, list[int], list[TokenLogprob]]
@@ -311,10 +309,3 @@ class _Source:
         found = next(self._requests, None)
         self.is_ended = found is None
         return found
-
-
-def ended(copies: Iterable[Copy]) -> None:
-    """Ends copies, those that are gone already included."""
-    for copy in copies:
-        with suppress(LostError, UserError):
-            copy.end()

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from flexgen_jax.errors import UserError, first_line
-from flexgen_jax.jobs.fleet import Copy, LostError, News, Replica, ended
+from flexgen_jax.jobs.fleet import Copy, LostError, News, Replica
 
 LOOK_S = 2.0
 """Seconds between two looks at which machines there are."""
@@ -123,11 +123,12 @@ class RayCrew:
         self._why = why
         self._looked_at = -LOOK_S
         self._say(f"flexgen-jax: lost the copy on {copy.name}: {why}")
-        ended([copy])
+        copy.end()
 
     def close(self) -> None:
         import ray
 
-        ended(self._copies)
+        for copy in self._copies:
+            copy.end()
         self._copies.clear()
         ray.shutdown()

@@ -166,6 +166,12 @@ MACHINES: dict[str, Callable[[], HardwareProfile]] = {
 }
 
 
+def generic_machine(unified: bool) -> HardwareProfile:
+    """Returns a profile to plan with where nothing is measured: a CPU's if it is the device, which
+    is so where host and device are one RAM, or a GPU's."""
+    return known_machine("generic-cpu" if unified else "rtx3090-24gb")
+
+
 def known_machine(name: str) -> HardwareProfile:
     """Returns the profile of a named machine; raises `ProfileError` for an unknown name."""
     if name not in MACHINES:
