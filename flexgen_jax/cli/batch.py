@@ -147,7 +147,7 @@ def run_on_ray(address: str, engine: EngineOptions, options: JobOptions) -> Summ
     dtype = resolve_dtype(engine.dtype, shape_of(name), on_cpu=not crew.has_gpus)
     engine = replace(engine, dtype=dtype, progress=False)
     crew.options = engine.arguments
-    with open_llm(engine) as llm:
+    with open_llm(replace(engine, stages=1, coordinator=None)) as llm:  # it computes nothing
         return Job(Fleet(llm, crew), options).run()
 
 
