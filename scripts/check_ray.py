@@ -16,8 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from ray.cluster_utils import Cluster
-
 TEXTS = ["The people of the United States", "It is", "In the year", "We have", "The debt"]
 COPY = "ray::Replica"
 """The beginning of the title of an actor's process."""
@@ -54,6 +52,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=1000)
     args = parser.parse_args()
+    from ray.cluster_utils import Cluster  # an extra, of this script alone
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source, many, one = (folder / file for file in ("in.jsonl", "many.jsonl", "one.jsonl"))
