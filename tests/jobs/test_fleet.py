@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,25 @@ def requests(count: int) -> Iterator[Request]:
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Copies tell of every token, and have few requests; all are ended when a test is."""
+    made: list[Replica] = []
+    begin = Replica.__init__
+
+    def noted(replica: Replica, options: Any) -> None:
+        made.append(replica)
+        begin(replica, options)
+
+    monkeypatch.setattr(Replica, "__init__", noted)
     monkeypatch.setattr(fleet, "TELL_S", 0.0)
     monkeypatch.setattr(fleet, "AT_FIRST", 3)
+    yield
+    for replica in made:
+        replica.end()
+    for thread in threading.enumerate():
+        if thread.name == "flexgen-replica":
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
