@@ -8,7 +8,8 @@
 llama.cpp runs a model of the same shape with random weights (Q4_0, written into the folder), by the
 functions of its library: prompts in batches as large as it likes them, then one token of every
 sequence at a time, greedily. It maps its file into memory, as it does by default. Loading, placing
-and compiling are not counted. Every run is a process of its own, with --limit in a memory cgroup,
+and compiling are not counted. Ours multiplies 8-bit integers where the processor has a unit for
+them, as llama.cpp always does. Every run is a process of its own, with --limit in a memory cgroup,
 which takes root.
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from flexgen_jax.cpu import features
 from flexgen_jax.models.shapes import known_shape, raw_shape
 from flexgen_jax.units import parse_bytes
 from limits import run_limited
@@ -166,7 +168,8 @@ def commands(args: argparse.Namespace, file: Path, batch: int) -> dict[str, list
     lengths = ["--model", args.model, "--prompt-len", str(args.prompt_len)]
     lengths += ["--gen-len", str(args.gen_len)]
     ours = [sys.executable, "-m", "flexgen_jax", "bench", *lengths, "--dummy-weights"]
-    ours += ["--dtype", "bfloat16", "--weight-bits", "4", "--matmul-bits", "8"]
+    ours += ["--dtype", "bfloat16", "--weight-bits", "4"]
+    ours += ["--matmul-bits", "8" if features().int8 else "16"]
     ours += ["--offload-dir", str(args.folder / "offload"), "--num-sequences", str(batch)]
     if args.limit is None:
         ours += ["--percent", "100", "0", "100", "0", "100", "0", "--warm-up"]

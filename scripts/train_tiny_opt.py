@@ -2,7 +2,12 @@
 
     pip install -e '.[train]' && python scripts/train_tiny_opt.py --out flexgen_jax/data/tiny_opt
 
-Takes under an hour on two CPU cores; a larger model (`--hidden-size`, `--layers`) takes longer.
+Takes about an hour on two CPU cores; a larger model (`--hidden-size`, `--layers`) takes longer.
+A deeper one may begin with a smaller one's weights:
+
+    python scripts/train_tiny_opt.py --out larger --grow flexgen_jax/data/tiny_opt --layers 10 \
+        --steps 1500 --batch-size 4 --lr 1e-3
+
 Writes an ordinary Hugging Face folder (config.json, model.safetensors, tokenizer.json) and, beside
 it, heldout.txt (text the model has never seen) and training.json (how it was made, and its
 perplexity on that text).
@@ -21,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.traverse_util import flatten_dict
-from safetensors.numpy import save_file
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from corpus import fetch_corpus, split_corpus
@@ -104,6 +109,33 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
     return params
 
 
+def grown(config: ModelConfig, params: Params, source: Path) -> Params:
+    """Returns parameters with a smaller model's weights, of which `params` has a larger, random
+    model's shapes.
+
+    Each layer is followed by copies of itself that add nothing yet, since their last matrices are
+    zero; so the model computes what the smaller one does, and learns from there.
+    """
+    stored = load_file(source / "model.safetensors")
+    smaller = read_config(json.loads((source / "config.json").read_text()))
+    family, specs = family_of(smaller), model_spec(smaller).tensors
+    twins = [layer * smaller.num_layers // config.num_layers for layer in range(config.num_layers)]
+    found = {}
+    for room, tree in params.items():
+        twin, is_copy = room, False
+        if room.startswith("decoder."):
+            layer = int(room.removeprefix("decoder."))
+            twin, is_copy = f"decoder.{twins[layer]}", twins[layer] in twins[:layer]
+        values = {}
+        for name, value in flatten_dict(tree, sep=".").items():
+            file_name = "model." + family.stored(specs[f"{twin}.{name}"], smaller).name
+            values[name] = jnp.asarray(stored[file_name], value.dtype)
+            if is_copy and name.startswith(("attention.out.", "mlp.down.")):
+                values[name] = jnp.zeros_like(value)
+        found[room] = unflatten_dict(values, sep=".")
+    return found
+
+
 def logits_of(config: ModelConfig, params: Params, ids: jax.Array) -> jax.Array:
     """Returns the logits, fp32 [batch, token, vocabulary]; ids: int32 [batch, token] without
     padding."""
@@ -138,6 +170,8 @@ def train(config: ModelConfig, stream: np.ndarray, args: argparse.Namespace) -> 
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05)
     )
     params = init_params(config, jax.random.key(args.seed))
+    if args.grow:
+        params = grown(config, params, args.grow)
     state = optimizer.init(params)
 
     @jax.jit
@@ -196,6 +230,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--hidden-size", type=int, default=256, help="A multiple of 64.")
     parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--grow", type=Path, metavar="FOLDER", help="Begin with this model.")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -204,7 +239,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
 
     train_documents, heldout = split_corpus(fetch_corpus(args.cache))
-    tokenizer = train_tokenizer(train_documents, args.vocab_size)
+    if args.grow:
+        tokenizer = Tokenizer.from_file(str(args.grow / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(train_documents, args.vocab_size)
     raw = tiny_config(tokenizer.get_vocab_size(), args.hidden_size, args.layers)
     config = read_config(raw)
     stream = token_stream(tokenizer, train_documents)
@@ -227,6 +265,7 @@ def main() -> None:
         "context": config.max_positions,
         "peak_learning_rate": args.lr,
         "seed": args.seed,
+        "grown_from": args.grow and args.grow.name,
         "seconds": round(time.perf_counter() - started),
     }
     save(args.out, raw, params, tokenizer, record)

@@ -29,7 +29,6 @@ from flexgen_jax.policy.search import (
     search,
 )
 from flexgen_jax.policy.stage_search import ChainPlan, search_stages
-from flexgen_jax.policy.stages import groups_of
 from flexgen_jax.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -192,11 +191,12 @@ def staged_plan(problem: Problem, stages: int) -> ChainPlan:
 
 def staged_text(problem: Problem, plan: ChainPlan) -> str:
     """Formats the plan of stages for people."""
-    work, rows = problem.workload, plan.shape.rows * plan.shape.batches
+    work, shape = problem.workload, plan.shape
     count = len(plan.stages)
     lines = [
         f"{plan.tokens // work.gen_len} x ({work.prompt_len} + {work.gen_len}) tokens in "
-        f"{problem.dtype} on {count} of {problem.hw.name}, {groups_of(count)} groups of {rows}",
+        f"{problem.dtype} on {count} of {problem.hw.name}, {shape.groups} groups of "
+        f"{shape.group_rows}",
         f"predicted: {plan.throughput:.3g} token/s, {plan.decode_throughput:.3g} while decoding "
         f"(prefill {plan.prefill_s:.1f} s, decode {plan.decode_s:.1f} s)",
     ]

@@ -17,7 +17,7 @@ from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.engine.stage_worker import batch_arrays
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.stages import LAG, groups_of, told
+from flexgen_jax.policy.stages import told
 
 
 class Told(Protocol):
@@ -38,11 +38,13 @@ class Conductor:
         self,
         stages: Told,
         count: int,
+        groups: int,
         plan: BlockPlan,
         incoming: Incoming[EncodedRequest],
         collector: Generation | Scoring,
     ) -> None:
-        """count: of the stages; plan: of the whole model for one group, without any batch."""
+        """count: of the stages; groups: of batches that are under way at once; plan: of the whole
+        model for one group, without any batch."""
         self._stages, self._count, self._plan = stages, count, plan
         self._collector = collector
         is_scoring = isinstance(collector, Scoring)
@@ -52,7 +54,7 @@ class Conductor:
             return made_batch(plan.config, is_scoring, members, rows)
 
         self.waiting = Waiting(plan, incoming, make, (), choices)
-        self._groups: list[dict[int, deque[int]]] = [{} for _ in range(groups_of(count))]
+        self._groups: list[dict[int, deque[int]]] = [{} for _ in range(groups)]
         self._asked: dict[int, tuple[int, int]] = {}
         self._ids: dict[int, np.ndarray] = {}
         self._number = 0
@@ -80,7 +82,7 @@ class Conductor:
             if batch not in self._asked:
                 continue  # a chunk of a prompt has no token
             token, number = self._asked.pop(batch)
-            while self._number <= number + LAG * (self._count - 2):
+            while self._number <= number + self._count - 2:
                 self._tell({}, [], [])  # or the slot would not get to the last stage
             result = self._stages.result(batch)
             left = self._collector.receive(self.waiting.members[batch], token, result)

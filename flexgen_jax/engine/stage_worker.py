@@ -29,13 +29,14 @@ from flexgen_jax.engine.wire import ClosedError, Wire
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.limits import detect_budgets
-from flexgen_jax.machine.profiles import cached_profile
+from flexgen_jax.machine.profiles import cached_profile, measured_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.loading import open_model, resolve_dtype
-from flexgen_jax.offload.chain import Chain
+from flexgen_jax.offload.chain import Chain, measured_link
 from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.machines import generic_machine
 from flexgen_jax.policy.plan import BatchShape, BlockPlan
 from flexgen_jax.policy.policy import Head, Policy, Workload
@@ -142,8 +143,16 @@ class Worker:
         self._budgets = _shared(found, start["here"], device, host)
         self._session: Session | None = None
         self._slots: StageSource | None = None
+        self._measured: HardwareProfile | None = None
         self._asked: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
-        wire.send("ready", on_cpu=on_cpu, unified=unified, dtype=self._dtype)
+        wire.send(
+            "ready",
+            on_cpu=on_cpu,
+            unified=unified,
+            dtype=self._dtype,
+            is_measured=self._profile() is not None,
+            link=measured_link(),
+        )
 
     def run(self) -> None:
         """Does what is asked for, until there is nothing more."""
@@ -155,6 +164,9 @@ class Worker:
                     self._wire.send("checked", **self._checked(**content))
                 case "plan":
                     self._wire.send("planned", **self._planned(**content))
+                case "measure":
+                    self._measure()
+                    self._wire.send("measured")
                 case "open":
                     self._open(**content)
                     self._wire.send("opened")
@@ -189,14 +201,23 @@ class Worker:
         return {"missing": missing, "plan": _plan_content(plan)}
 
     def _planned(
-        self, base: str, workload: Mapping[str, Any], shape: Sequence[int], groups: int
+        self, base: str, workload: Mapping[str, Any], shape: Sequence[int]
     ) -> dict[str, Any]:
         """Returns the plan of this stage for batches of a shape, None if none fits."""
         problem = self._problem(Policy.from_json(base), workload)
-        return {"plan": _plan_content(stage_plan(problem, Shape(*shape), groups))}
+        return {"plan": _plan_content(stage_plan(problem, Shape(*shape)))}
+
+    def _profile(self) -> HardwareProfile | None:
+        return self._measured or cached_profile(self._dtype, self._folder)
+
+    def _measure(self) -> None:
+        """Measures what this stage has of the machine, while the other stages do the same."""
+        with suppress(OSError, ValueError):  # a disk that cannot be measured does not stop the run
+            how = (self._dtype, self._folder, self._unified, Progress(False))
+            self._measured = measured_profile(*how)
 
     def _problem(self, base: Policy, workload: Mapping[str, Any]) -> Problem:
-        hw = cached_profile(self._dtype, self._folder) or generic_machine(self._unified)
+        hw = self._profile() or generic_machine(self._unified)
         return Problem(
             config=self._config,
             dtype=self._dtype,

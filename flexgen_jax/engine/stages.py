@@ -25,6 +25,7 @@ from flexgen_jax.engine.conductor import Conductor
 from flexgen_jax.engine.feed import Incoming
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.outputs import Generation
+from flexgen_jax.engine.planner import WORTH_MEASURING_S
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.engine.stage_worker import (
@@ -47,12 +48,13 @@ from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.search import Problem
 from flexgen_jax.policy.stage_search import (
     ChainPlan,
+    Link,
     Shape,
     StagePlan,
     chain_plan,
     search_stages,
 )
-from flexgen_jax.policy.stages import groups_of, split_layers
+from flexgen_jax.policy.stages import divided, split_layers
 
 HELLO_S = 5.0
 """Seconds for whoever connects to say who it is."""
@@ -173,6 +175,9 @@ class Stages:
         ready = self._answers("ready")
         self.on_cpu, self.unified = ready[0]["on_cpu"], ready[0]["unified"]
         self.dtype = ready[0]["dtype"]
+        self._is_measured = all(answer["is_measured"] for answer in ready)
+        seconds, rates = zip(*(answer["link"] for answer in ready), strict=True)
+        self._link = Link(max(seconds), min(rates))
         self.sizes = KernelSizes() if self.on_cpu else KernelSizes.of_gpu()
 
     def _welcome(self, server: socket.socket, key: str, wait_s: float) -> None:
@@ -308,11 +313,6 @@ class Stages:
 
     # Plans
 
-    @property
-    def groups(self) -> int:
-        """Groups of batches that are under way at once."""
-        return groups_of(len(self._members))
-
     def policy_for(self, workload: Workload, given: Policy, is_auto: bool) -> Policy:
         """Returns the policy of all stages, of which each has its own placement where they are
         chosen; raises `BudgetError` if none fits.
@@ -325,33 +325,35 @@ class Stages:
         )
         count, hidden = len(self._members), int(problem.costs(given).hidden_bytes(1, 1))
         if not is_auto:
-            shape = Shape(given.batch_size, max(1, given.num_batches // self.groups))
-            policy = replace(given, num_batches=shape.batches * self.groups)
-            plans = self._checked(policy, workload)
-            self._plan = chain_plan(problem, plans, shape, hidden)
+            groups = divided(given.num_batches, count)
+            shape = Shape(given.batch_size, max(1, given.num_batches // groups), groups)
+            policy = replace(given, num_batches=shape.batches * groups)
+            plans = self._checked(policy, workload, groups)
+            self._plan = chain_plan(problem, plans, shape, hidden, self._link)
             return policy
 
-        def plan_all(shape: Shape, groups: int) -> list[StagePlan | None]:
-            self._tell(
-                "plan",
-                base=given.to_json(),
-                workload=asdict(workload),
-                shape=list(shape),
-                groups=groups,
-            )
+        def plan_all(shape: Shape) -> list[StagePlan | None]:
+            how = {"base": given.to_json(), "workload": asdict(workload)}
+            self._tell("plan", **how, shape=list(shape))
             return [read_plan(answer["plan"]) for answer in self._answers("planned")]
 
-        self._plan = search_stages(problem, count, plan_all)
+        self._plan = search_stages(problem, count, plan_all, self._link)
+        if self._plan and not self._is_measured and self._plan.total_s > WORTH_MEASURING_S:
+            self._say("flexgen-jax: measuring this machine, once, for one to three minutes")
+            self._tell("measure")
+            self._answers("measured")
+            self._is_measured = True
+            self._plan = search_stages(problem, count, plan_all, self._link)
         if self._plan is None:
             raise BudgetError(
                 f"no plan fits {count} stages; give them more memory or disk, or --weight-bits 4"
             )
-        rows, batches = self._plan.shape
-        return replace(given, batch_size=rows, num_batches=batches * self.groups)
+        rows, batches, groups = self._plan.shape
+        return replace(given, batch_size=rows, num_batches=batches * groups)
 
-    def _checked(self, policy: Policy, workload: Workload) -> list[StagePlan]:
+    def _checked(self, policy: Policy, workload: Workload, groups: int) -> list[StagePlan]:
         """Returns all stages' plans by a given policy; raises `BudgetError` if it does not fit."""
-        self._tell("check", policy=policy.to_json(), workload=asdict(workload), groups=self.groups)
+        self._tell("check", policy=policy.to_json(), workload=asdict(workload), groups=groups)
         plans = []
         for member, answer in zip(self._members, self._answers("checked"), strict=True):
             plan = read_plan(answer["plan"])
@@ -381,9 +383,10 @@ class Stages:
         self._results.clear()
         self._tell("begin")
         self._answers("began")
-        assert self.policy is not None and self.workload is not None, "it is open"
-        plan = self._plan_of_group(self.policy, self.workload)
-        conductor = Conductor(self, len(self._members), plan, incoming, collector)
+        assert self._plan is not None and self.workload is not None, "it is open"
+        plan = self._plan_of_group(self._plan.shape, self.workload)
+        count, groups = len(self._members), self._plan.shape.groups
+        conductor = Conductor(self, count, groups, plan, incoming, collector)
         try:
             yield from conductor.run()
         except BaseException:
@@ -425,11 +428,12 @@ class Stages:
         found = self._results.pop(batch)["result"]
         return tuple(found) if isinstance(found, list) else found
 
-    def _plan_of_group(self, policy: Policy, workload: Workload) -> BlockPlan:
+    def _plan_of_group(self, shape: Shape, workload: Workload) -> BlockPlan:
         """Returns the plan of the whole model for one group, which no batch has entered."""
-        one = replace(policy, num_batches=max(1, policy.num_batches // self.groups))
-        shape = BlockShape.of(one, workload)
-        how = (self._config, self.dtype, one, shape, self.unified, self.sizes)
+        assert self.policy is not None, "it is open"
+        one = replace(self.policy, num_batches=shape.batches)
+        block = BlockShape.of(one, workload)
+        how = (self._config, self.dtype, one, block, self.unified, self.sizes)
         return BlockPlan(*how).emptied()
 
     def report(self) -> dict[str, Any] | None:

@@ -19,13 +19,56 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flexgen_jax.policy.stages import LAG, Slots
+from flexgen_jax.policy.stages import Slots
 
 LEAST = 1 << 10
 """Arrays are lengthened to powers of two, of at least so many elements, so that few programs are
 compiled."""
 
 AXIS = "stage"
+
+
+PROBES = (LEAST, 1 << 20)
+"""Elements of the arrays, fp32, that measure a link."""
+
+TIMES = 8
+"""How often each of them is shifted."""
+
+
+class Ring:
+    """The devices of all stages, each that of a process of `jax.distributed`."""
+
+    def __init__(self) -> None:
+        self.stage, self.stages = jax.process_index(), jax.process_count()
+        own = {device.process_index: device for device in reversed(jax.devices())}
+        mesh = Mesh(np.array([own[n] for n in range(self.stages)]), (AXIS,))
+        self.sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+        self.device = own[self.stage]
+
+    def shifted(self, own: jax.Array) -> jax.Array:
+        """Shifts each stage's array, [1, length], to the stage after it; returns what comes from
+        the one before, [length]."""
+        shape = (self.stages, own.shape[1])
+        arrays = jax.make_array_from_single_device_arrays(shape, self.sharding, [own])
+        moved = _shifting(self.sharding, self.stages)(arrays)
+        found: jax.Array = moved.addressable_data(0)
+        return found
+
+
+def measured_link() -> tuple[float, float]:
+    """Returns the seconds that it takes to shift next to nothing, and the bytes per second beyond
+    that; all stages measure at once."""
+    ring, best = Ring(), []
+    for length in PROBES:
+        own = _zeros(length, "float32", ring.device)
+        seconds = []
+        for _ in range(TIMES):
+            started = time.perf_counter()
+            ring.shifted(own).block_until_ready()
+            seconds.append(time.perf_counter() - started)
+        best.append(sorted(seconds)[TIMES // 2])
+    nbytes = 4 * (PROBES[1] - PROBES[0])
+    return best[0], nbytes / max(best[1] - best[0], 1e-6)
 
 
 class Chain:
@@ -43,11 +86,7 @@ class Chain:
     ) -> None:
         self._slots, self._hidden_size, self._dtype = slots, hidden_size, dtype
         self._failed = failed
-        self._stage, self._stages = jax.process_index(), jax.process_count()
-        own = {device.process_index: device for device in reversed(jax.devices())}
-        mesh = Mesh(np.array([own[n] for n in range(self._stages)]), (AXIS,))
-        self._sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-        self._device = own[self._stage]
+        self._ring = Ring()
         self._changed = threading.Condition()
         self._leaving: dict[int, dict[int, jax.Array]] = {}
         self._arrived: dict[int, jax.Array] = {}
@@ -93,7 +132,7 @@ class Chain:
     def _run(self) -> None:
         try:
             for shift in count():
-                size = self._slots.sent(shift, self._stages)
+                size = self._slots.sent(shift, self._ring.stages)
                 if size is None:
                     return
                 if size:
@@ -106,33 +145,25 @@ class Chain:
 
     def _shift(self, shift: int, size: int) -> None:
         length = max(LEAST, 1 << (size * self._hidden_size - 1).bit_length())
-        found = self._moved(self._packed(shift - LAG * self._stage, length))
-        number = shift - LAG * (self._stage - 1)
-        if self._stage and number >= 0 and self._slots.steps_of(number):
+        stage = self._ring.stage
+        found = self._ring.shifted(self._packed(shift - stage, length))
+        number = shift - stage + 1
+        if stage and number >= 0 and self._slots.steps_of(number):
             with self._changed:
                 self._arrived[number] = found
                 self._changed.notify_all()
 
     def _packed(self, number: int, length: int) -> jax.Array:
         """Returns what this stage made in a slot, [1, length]; waits until it is enqueued."""
-        is_last = self._stage == self._stages - 1
+        is_last = self._ring.stage == self._ring.stages - 1
         steps = () if number < 0 or is_last else self._slots.steps_of(number)
         if not steps:
-            return _zeros(length, self._dtype, self._device)
+            return _zeros(length, self._dtype, self._ring.device)
         with self._changed:
             self._changed.wait_for(lambda: len(self._leaving.get(number, ())) == len(steps))
             made = self._leaving.pop(number)
         packed: jax.Array = _packed([made[step.batch] for step in steps], length)
         return packed
-
-    def _moved(self, own: jax.Array) -> jax.Array:
-        """Shifts each stage's array to the stage after it; returns what comes from the one before,
-        [length]."""
-        shape = (self._stages, own.shape[1])
-        arrays = jax.make_array_from_single_device_arrays(shape, self._sharding, [own])
-        moved = _shifting(self._sharding, self._stages)(arrays)
-        found: jax.Array = moved.addressable_data(0)
-        return found
 
 
 @lru_cache

@@ -21,14 +21,13 @@ from flexgen_jax.policy.plan import BlockShape
 from flexgen_jax.policy.policy import Policy, Tier
 from flexgen_jax.policy.search import SAMPLED_STEPS, Problem, reduced, rounded
 from flexgen_jax.policy.simulate import simulate
-from flexgen_jax.policy.stages import LAG, groups_of, split_layers
-
-SHIFT_S, SHIFT_RATE = 0.001, 0.45e9
-"""Seconds, and bytes per second, of handing hidden states on: between two processes of one machine,
-by gloo."""
+from flexgen_jax.policy.stages import groups_of, split_layers
 
 LARGEST_GROUP = 4096
 """Sequences in a group, at most."""
+
+WORSE = 6
+"""So many shapes in turn, those of two sizes of groups, that are no better end the search."""
 
 TRIES = 8
 """How often the linear program is solved again because exact peaks exceed its estimate."""
@@ -44,11 +43,27 @@ class StagePlan:
     peak_bytes: dict[Tier, int]
 
 
+class Link(NamedTuple):
+    """How long it takes to hand hidden states on: seconds, and bytes per second beyond that."""
+
+    seconds: float
+    rate: float
+
+
+LOOPBACK = Link(0.001, 0.45e9)
+"""The link between two processes of one machine, by gloo."""
+
+
 class Shape(NamedTuple):
-    """Sequences in a batch, and batches in a group."""
+    """Sequences in a batch, batches in a group, and groups that are under way at once."""
 
     rows: int
     batches: int
+    groups: int
+
+    @property
+    def group_rows(self) -> int:
+        return self.rows * self.batches
 
 
 @dataclass(frozen=True)
@@ -78,20 +93,23 @@ class ChainPlan:
         return self.decoded / self.decode_s if self.decode_s else 0.0
 
 
-def stage_plan(problem: Problem, shape: Shape, groups: int) -> StagePlan | None:
+def stage_plan(problem: Problem, shape: Shape) -> StagePlan | None:
     """Returns the plan of a stage, whose layers are those of `problem.config`; None if none fits.
 
     The linear program has the time of one group, and the memory of all.
     """
     best: StagePlan | None = None
-    for attention in problem.choices.attentions:
+    choices = problem.choices.attentions
+    if problem.unified and "device" in choices:
+        choices = ("device",)  # the same processor, without a way around
+    for attention in choices:
         one = replace(
             problem.base,
             batch_size=shape.rows,
             num_batches=shape.batches,
             attention=attention,
         )
-        found = _stage_plan(problem, one, groups)
+        found = _stage_plan(problem, one, shape.groups)
         if found is not None and (
             best is None or _seconds(problem, found) < _seconds(problem, best)
         ):
@@ -139,42 +157,42 @@ def predicted(problem: Problem, policy: Policy, groups: int, needed: dict[Tier, 
 
 
 def chain_plan(
-    problem: Problem, stages: Sequence[StagePlan], shape: Shape, hidden_bytes: int
+    problem: Problem, stages: Sequence[StagePlan], shape: Shape, hidden_bytes: int, link: Link
 ) -> ChainPlan:
     """Returns what stages take together. hidden_bytes: of one token of a sequence."""
-    count, work = len(stages), problem.workload
-    groups, rows = groups_of(count), shape.rows * shape.batches
-    wanted = work.num_sequences or rows * groups
+    count, work, rows = len(stages), problem.workload, shape.group_rows
+    wanted = work.num_sequences or rows * shape.groups
     typical = work.typical
 
     def slot_s(each: Callable[[StagePlan], float], tokens: int) -> float:
-        shift = SHIFT_S + rows * tokens * hidden_bytes / SHIFT_RATE if count > 1 else 0.0
-        return max(shift, *map(each, stages))
+        shift = link.seconds + rows * tokens * hidden_bytes / link.rate if count > 1 else 0.0
+        slowest = max(map(each, stages))
+        # A stage in the middle sends, in one shift, what it made of what came in the last.
+        return slowest + shift if count > 2 else max(slowest, shift)
 
     prefill = slot_s(lambda stage: stage.prefill_s, typical.prompt_len)
     token = slot_s(lambda stage: stage.token_s, 1)
     passes = ceil(wanted / rows)
-    filling = LAG * (count - 1) * ceil(wanted / (rows * groups))
+    filling = (count - 1) * ceil(wanted / (rows * shape.groups))
     steps = max(typical.gen_len - 1, 0)
     return ChainPlan(
         stages=tuple(stages),
         shape=shape,
         prefill_s=(passes + filling) * prefill,
-        # With fewer groups than stages can take, slots stay empty.
-        decode_s=steps * max(passes, min(groups, LAG * (count - 1) + 1)) * token,
+        decode_s=steps * max(passes, count) * token,  # with few groups, slots stay empty
         tokens=wanted * typical.gen_len,
         decoded=wanted * steps,
     )
 
 
 def shapes(problem: Problem, groups: int) -> Iterator[Shape]:
-    """Yields batches and numbers of them in a group, the largest group first."""
+    """Yields shapes with so many groups, the largest groups first."""
     wanted = problem.workload.num_sequences
     rows = min(LARGEST_GROUP, ceil(wanted / groups) if wanted else LARGEST_GROUP)
     while rows:
         for batches in (1, 4, 16):
             if rows % batches == 0 and rows // batches <= 512:
-                yield Shape(rows // batches, batches)
+                yield Shape(rows // batches, batches, groups)
         rows //= 2
 
 
@@ -187,36 +205,40 @@ def parts(problem: Problem, stages: int) -> list[Problem]:
 def search_stages(
     problem: Problem,
     stages: int,
-    plan_all: Callable[[Shape, int], Sequence[StagePlan | None]] | None = None,
+    plan_all: Callable[[Shape], Sequence[StagePlan | None]] | None = None,
+    link: Link = LOOPBACK,
 ) -> ChainPlan | None:
     """Returns the plan of the highest throughput; None if nothing fits.
 
-    plan_all: returns the stages' plans for a shape and a number of groups; by default those for
-    machines that are like the problem's.
+    plan_all: returns the stages' plans for a shape; by default those for machines that are like the
+    problem's.
     """
-    groups = groups_of(stages)
     divided = parts(problem, stages)
 
-    def plan_here(shape: Shape, groups: int) -> Sequence[StagePlan | None]:
+    def plan_here(shape: Shape) -> Sequence[StagePlan | None]:
         known: dict[ModelConfig, StagePlan | None] = {}  # the stages in the middle are alike
         for part in divided:
             kind = replace(part.config, first_layer=0)
             if kind not in known:
-                known[kind] = stage_plan(part, shape, groups)
+                known[kind] = stage_plan(part, shape)
         return [known[replace(part.config, first_layer=0)] for part in divided]
 
-    hidden = problem.costs(problem.base).hidden_bytes(1, 1)
+    hidden = int(problem.costs(problem.base).hidden_bytes(1, 1))
     best: ChainPlan | None = None
-    worse = 0
-    for shape in shapes(problem, groups):
-        found = [plan for plan in (plan_all or plan_here)(shape, groups) if plan is not None]
-        if len(found) < stages:
-            continue
-        plan = chain_plan(problem, found, shape, int(hidden))
-        if best is None or plan.throughput > best.throughput:
-            best, worse = plan, 0
-        else:
-            worse += 1
-        if worse == 6:  # two sizes of groups were no better
-            break
+    for groups in groups_of(stages):
+        own: ChainPlan | None = None
+        worse = 0
+        for shape in shapes(problem, groups):
+            found = [plan for plan in (plan_all or plan_here)(shape) if plan is not None]
+            if len(found) < stages:
+                continue
+            plan = chain_plan(problem, found, shape, hidden, link)
+            if own is None or plan.throughput > own.throughput:
+                own, worse = plan, 0
+            else:
+                worse += 1
+            if worse == WORSE:
+                break
+        if own is not None and (best is None or own.throughput > best.throughput):
+            best = own
     return best

@@ -2,7 +2,7 @@
 
 Hidden states go from stage to stage. What stages compute is cut into *slots*: the next step of a
 group of batches, in all layers of a stage. While one stage computes a slot, the stage after it
-computes an earlier one.
+computes the slot before.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.plan import BatchShape, BlockPlan
 from flexgen_jax.policy.schedule import Step
 
-LAG = 2
-"""Slots by which a stage is behind the one before it: one is computed, one is on its way."""
-
-
 REMEMBERED = 64
 """Slots for which it is known, after all stages have sent them on, what they were."""
 
 
-def groups_of(stages: int) -> int:
-    """Returns how many groups of batches keep all stages busy: those that are in stages or between
-    them, and one whose tokens are being looked at."""
-    return LAG * (stages - 1) + 2 if stages > 1 else 1
+def groups_of(stages: int) -> tuple[int, ...]:
+    """Returns how many groups of batches may be under way: as few as keep all stages busy, which
+    are those in stages and one whose tokens are being looked at; or more of them, which are
+    smaller, so that less time passes until the last stage has one."""
+    return (stages + 1, 4 * stages) if stages > 1 else (1,)
+
+
+def divided(batches: int, stages: int) -> int:
+    """Returns how many groups so many batches make."""
+    counts = groups_of(stages)
+    return min(max(batches, min(counts)), max(counts))
 
 
 def split_layers(spec: ModelSpec, stages: int) -> list[range]:
@@ -180,9 +183,9 @@ class Slots:
         """Returns the size of the largest slot that some stage sends on in a shift; waits until
         that is known. None where no stage ever sends anything again.
 
-        In shift n, stage s sends slot n - `LAG` * s on.
+        In shift n, stage s sends slot n - s on.
         """
-        numbers = [shift - LAG * stage for stage in range(stages - 1)]
+        numbers = [shift - stage for stage in range(stages - 1)]
         with self._changed:
             self._changed.wait_for(lambda: self._count > shift or self._is_ended)
             if numbers[-1] >= self._count:

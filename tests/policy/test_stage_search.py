@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -12,8 +13,8 @@ from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.search import Problem, search
 from flexgen_jax.policy.stage_search import (
-    SHIFT_RATE,
-    SHIFT_S,
+    LOOPBACK,
+    Link,
     Shape,
     StagePlan,
     chain_plan,
@@ -35,29 +36,31 @@ def problem(model: str, sequences: int, gen_len: int = 32) -> Problem:
 def test_the_slowest_stage_decides() -> None:
     asked = problem("facebook/opt-1.3b", 64, gen_len=5)
     stages = [StagePlan(Policy(), 2.0, s, {"device": 0, "host": 0, "disk": 0}) for s in (0.1, 0.3)]
-    found = chain_plan(asked, stages, Shape(4, 4), hidden_bytes=4096)
-    # Four groups of 16; two slots until the second stage has its first.
-    assert found.prefill_s == pytest.approx((4 + 2) * 2.0)
+    found = chain_plan(asked, stages, Shape(4, 4, 4), 4096, LOOPBACK)
+    # Four groups of 16; a slot until the second stage has its first.
+    assert found.prefill_s == pytest.approx((4 + 1) * 2.0)
     assert found.decode_s == pytest.approx(4 * 4 * 0.3)
     assert found.throughput == pytest.approx(64 * 5 / found.total_s)
     assert found.decode_throughput == pytest.approx(64 * 4 / found.decode_s)
-    slow = chain_plan(asked, stages, Shape(4, 4), hidden_bytes=10**9)
-    assert slow.decode_s == pytest.approx(4 * 4 * (SHIFT_S + 16e9 / SHIFT_RATE))
+    slow = chain_plan(asked, stages, Shape(4, 4, 4), 10**9, Link(2.0, 1e9))
+    assert slow.decode_s == pytest.approx(4 * 4 * (2 + 16))
+    # A stage in the middle waits for the shift, and the next shift for what it then computes.
+    three = chain_plan(asked, [*stages, stages[0]], Shape(4, 4, 4), 10**9, Link(2.0, 1e9))
+    assert three.decode_s == pytest.approx(4 * 4 * (0.3 + 2 + 16))
 
 
 def test_few_groups_leave_slots_empty() -> None:
     asked = problem("facebook/opt-1.3b", 4, gen_len=3)
     stages = [StagePlan(Policy(), 1.0, 1.0, {}) for _ in range(4)]
-    assert chain_plan(asked, stages, Shape(4, 1), 1).decode_s == pytest.approx(2 * 7)
+    assert chain_plan(asked, stages, Shape(4, 1, 5), 1, Link(0, 1e9)).decode_s == pytest.approx(8)
 
 
 @pytest.mark.parametrize("memory", [15 << 30, 1 << 30])
 def test_each_stage_keeps_its_budgets(memory: int) -> None:
     asked = problem("facebook/opt-1.3b", 64)
     asked = replace(asked, budgets=replace(BUDGETS, device=memory))
-    groups = groups_of(2)
-    for part in parts(asked, 2):
-        found = stage_plan(part, Shape(4, 1), groups)
+    for groups, part in product(groups_of(2), parts(asked, 2)):
+        found = stage_plan(part, Shape(4, 1, groups))
         assert found is not None
         assert found.policy.num_batches == groups
         assert not asked.budgets.shortfalls(found.peak_bytes)

@@ -16,7 +16,7 @@ from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.plan import BatchShape, BlockPlan, BlockShape
 from flexgen_jax.policy.policy import Policy
 from flexgen_jax.policy.schedule import Step
-from flexgen_jax.policy.stages import LAG, Slot, Slots, Told, groups_of, split_layers, told
+from flexgen_jax.policy.stages import Slot, Slots, Told, divided, groups_of, split_layers, told
 
 
 def config(layers: int, vocab: int = 50272):
@@ -104,13 +104,18 @@ def test_a_shift_is_as_long_as_the_largest_that_is_sent() -> None:
     for number, size in enumerate((5, 1, 0, 2)):
         slots.tell(Slot(number, (Told(number, 0, size),), {number: SHAPE}))
     slots.end()
-    # Stage 1 of three sends what stage 0 has sent two slots before.
-    assert [slots.sent(n, 3) for n in range(7)] == [5, 1, 5, 2, 0, 2, None]
+    # Stage 1 of three sends what stage 0 has sent a slot before.
+    assert [slots.sent(n, 3) for n in range(6)] == [5, 5, 1, 2, 2, None]
 
 
 def test_there_are_groups_for_all_stages() -> None:
-    assert groups_of(1) == 1
-    assert all(groups_of(n) > LAG * (n - 1) + 1 for n in range(2, 9))
+    assert groups_of(1) == (1,)
+    assert all(min(groups_of(n)) > n for n in range(2, 9))
+
+
+def test_batches_are_divided_into_groups() -> None:
+    assert [divided(n, 2) for n in (1, 3, 5, 8, 20)] == [3, 3, 5, 8, 8]
+    assert divided(20, 1) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 2])

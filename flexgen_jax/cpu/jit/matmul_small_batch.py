@@ -51,7 +51,7 @@ SIDE = 4
 """Rows, and columns, multiplied at a time: their sums take half of the registers and, once their
 lanes are added up, fill one."""
 
-MOST_OF_FLOATS, SIDE_OF_FLOATS = (16, 4) if has_wide_vectors() else (4, 2)
+MOST_OF_FLOATS, SIDE_OF_FLOATS = 16, 4 if has_wide_vectors() else 2
 """The same where fp32 is multiplied: more rows are worth the tiles of `matmul_blocked`."""
 
 DEPTH = 2048
