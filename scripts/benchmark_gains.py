@@ -2,9 +2,9 @@
 
     python scripts/benchmark_gains.py --json result.json
 
-OPT-1.3B's shape in bfloat16, in memory. Each case runs twice, in turn in processes of their own:
-as it is, and with one kernel taken away, so that XLA computes what it would have. Speeds are
-token/s of the phase that the kernel serves, medians over the rounds.
+OPT-1.3B's shape, for attention OPT-125M's, in bfloat16 and in memory. Each case runs twice, in turn
+in processes of their own: as it is, and with one kernel taken away, so that XLA computes what it
+would have. Speeds are token/s of the phase that the kernel serves, medians over the rounds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from flexgen_jax.cpu.matmul import FEW_ROWS
 from flexgen_jax.layers.kernels import XlaKernels
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 
-MODEL = ("--model", "facebook/opt-1.3b", "--dummy-weights", "--dtype", "bfloat16")
-IN_MEMORY = ("--percent", "100", "0", "100", "0", "100", "0", "--num-batches", "1", "--warm-up")
-ATTENTION = ("decode_attention", "prefill_attention", "chunk_attention")
+IN_MEMORY = ("--percent", "100", "0", "100", "0", "100", "0", "--num-batches", "1")
 FEW, MANY = range(1, FEW_ROWS + 1), range(FEW_ROWS + 1, 1 << 30)
 
 
@@ -50,7 +48,7 @@ class Products:
 class Case:
     """A kernel, and a run in which it has the most to do.
 
-    kernel: one of `ATTENTION`, or a kind of products; phase: "prefill" or "decode".
+    kernel: a method of `Kernels`, or a kind of products; phase: "prefill" or "decode".
     """
 
     name: str
@@ -62,8 +60,10 @@ class Case:
     flags: tuple[str, ...] = ()
 
     def command(self, is_whole: bool, report: Path) -> list[str]:
-        flags = [*MODEL, *IN_MEMORY, "--batch-size", str(self.batch), "--prompt-len"]
-        flags += [str(self.prompt), "--gen-len", str(self.new), *self.flags]
+        size = "125m" if isinstance(self.kernel, str) else "1.3b"
+        flags = ["--model", f"facebook/opt-{size}", "--dummy-weights", "--dtype", "bfloat16"]
+        flags += [*IN_MEMORY, "--batch-size", str(self.batch), "--prompt-len", str(self.prompt)]
+        flags += ["--gen-len", str(self.new), *self.flags]
         program = ["-m", "flexgen_jax"] if is_whole else [__file__, "--without", self.name]
         return [sys.executable, *program, "bench", *flags, "--json", str(report)]
 
@@ -71,19 +71,19 @@ class Case:
 FOUR = ("--weight-bits", "4")
 INTEGERS = (*FOUR, "--matmul-bits", "8")
 CHUNKS = ("--prefill-chunk", "512")
-DECODE = ("decode_attention", "decode", 16, 512, 17)
+DECODE = ("decode_attention", "decode", 16, 1024, 33)
 CASES = (
-    Case("prompts' attention", "prefill_attention", "prefill", 4, 1024, 2),
-    Case("attention of chunks", "chunk_attention", "prefill", 2, 1536, 2, CHUNKS),
+    Case("prompts' attention", "prefill_attention", "prefill", 8, 1024, 2),
+    Case("attention of chunks", "chunk_attention", "prefill", 4, 1536, 2, CHUNKS),
     Case("decode attention", *DECODE),
     Case("decode attention, 4-bit cache", *DECODE, ("--cache-bits", "4")),
     Case("plain, 1 row", Products(False, FEW), "decode", 1, 64, 17),
     Case("plain, 16 rows", Products(False, FEW), "decode", 16, 64, 17),
-    Case("plain, many rows", Products(False, MANY), "prefill", 8, 256, 2),
+    Case("plain, many rows", Products(False, MANY), "prefill", 4, 256, 2),
     Case("4 bits, 1 row", Products(True, FEW), "decode", 1, 64, 17, FOUR),
     Case("4 bits, 16 rows", Products(True, FEW), "decode", 16, 64, 17, FOUR),
-    Case("4 bits, many rows", Products(True, MANY), "prefill", 8, 256, 2, FOUR),
-    Case("8-bit integers, 4 bits", Products(True, MANY, 8), "prefill", 8, 256, 2, INTEGERS),
+    Case("4 bits, many rows", Products(True, MANY), "prefill", 4, 256, 2, FOUR),
+    Case("8-bit integers, 4 bits", Products(True, MANY, 8), "prefill", 4, 256, 2, INTEGERS),
 )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
     python scripts/benchmark_stages.py --json result.json        as root: it makes memory cgroups
 
 OPT-1.3B's shape in 16 bits: half of its layers fit into 2.5 GB, all of them do not. Both sides
-choose their own plans. Each stage has a cgroup of its own, page cache included.
+choose their own plans. Each stage has a cgroup of its own, page cache included. The machine is
+measured first, by two processes at once that have a core and 2.5 GB each, as stages have.
 """
 
 from __future__ import annotations
@@ -39,6 +40,27 @@ def stage_processes(leader: int) -> dict[int, int]:
     return found
 
 
+def entering(group: Path, core: int) -> list[str]:
+    """Returns the beginning of a command that runs in a cgroup, on one core."""
+    enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"']
+    return ["taskset", "-c", str(core), *enter]
+
+
+def measure(offload: Path) -> None:
+    """Measures the machine as two stages find it; runs take the profile from the cache."""
+    command = [sys.executable, "-m", "flexgen_jax", "profile", "--dtype", "bfloat16"]
+    command += ["--offload-dir", str(offload)]
+    with ExitStack() as stack:
+        groups = [stack.enter_context(memory_cgroup(LIMIT)) for _ in range(2)]
+        both = [
+            subprocess.Popen([*entering(group, core), *command], stdout=subprocess.DEVNULL)
+            for core, group in enumerate(groups)
+        ]
+        codes = [one.wait() for one in both]
+        if any(codes):
+            sys.exit("the machine cannot be measured")
+
+
 def run(stages: int, flags: list[str], offload: Path) -> dict[str, Any]:
     """Returns the report of a run; each of its processes that compute has its own core."""
     drop_page_cache()
@@ -48,8 +70,7 @@ def run(stages: int, flags: list[str], offload: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         groups = [stack.enter_context(memory_cgroup(LIMIT)) for _ in range(stages)]
         if stages == 1:
-            enter = ["sh", "-c", f'echo $$ > {groups[0]}/cgroup.procs && exec "$0" "$@"']
-            subprocess.run(["taskset", "-c", "0", *enter, *command], check=True)
+            subprocess.run([*entering(groups[0], 0), *command], check=True)
         else:
             ram = ["--stages", str(stages), "--device-memory", "2.5GB", "--host-memory", "2.5GB"]
             leader = subprocess.Popen([*command, *ram])
@@ -75,6 +96,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     reports = []
     with tempfile.TemporaryDirectory(dir=Path.home()) as name:
+        measure(Path(name))
         for count in args.num_sequences:
             flags = ["--num-sequences", str(count), "--gen-len", str(args.gen_len)]
             for stages in (1, 2):

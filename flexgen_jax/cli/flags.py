@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flexgen_jax.cli.stage import lead_or_join
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.storage import BITS, MATMUL_BITS
@@ -84,8 +85,10 @@ def model_options(command: Command) -> Command:
             click.option(
                 "--coordinator",
                 metavar="HOST:PORT",
+                callback=lead_or_join,
                 help="Listen here for the stages of other machines, on which `flexgen-jax stage` "
-                "runs; only the first stage is started on this one.",
+                "runs; only the first stage is started on this one. Where srun, mpirun or the like "
+                "runs this command on all machines, the first process leads, others are stages.",
             ),
             click.option(
                 "--progress/--no-progress",

@@ -8,6 +8,32 @@ import click
 
 from flexgen_jax.errors import UserError
 
+RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
+"""Variables in which launchers say which of their processes one is: SLURM, Open MPI, other MPIs,
+and indexed jobs of Kubernetes."""
+
+
+def lead_or_join(
+    _context: click.Context, _option: click.Parameter, coordinator: str | None
+) -> str | None:
+    """Returns the coordinator's address in the process that leads; any other that a launcher has
+    started with the same command is a stage until that process ends."""
+    number = next((os.environ[name] for name in RANKS if name in os.environ), "0")
+    if coordinator is not None and number.isdecimal() and int(number):
+        be_stage(coordinator, int(number))
+    return coordinator
+
+
+def be_stage(address: str, number: int) -> None:
+    """Computes the layers of a stage until the leader ends; raises `UserError` where that cannot
+    begin."""
+    from flexgen_jax.engine.stage_worker import KEY, parse_address, work
+
+    key = os.environ.get(KEY)
+    if not key:
+        raise UserError(f"set {KEY} to the leader's secret first")
+    work(parse_address(address), number, key)
+
 
 @click.command()
 @click.option("--join", required=True, metavar="HOST:PORT", help="The leader's --coordinator.")
@@ -18,9 +44,4 @@ def stage(join: str, number: int) -> None:
     That command has --stages and --coordinator, and says what to run. The model must be at the same
     path here, and FLEXGEN_JAX_STAGE_KEY the same secret. Ends with that command.
     """
-    from flexgen_jax.engine.stage_worker import KEY, parse_address, work
-
-    key = os.environ.get(KEY)
-    if not key:
-        raise UserError(f"set {KEY} to the leader's secret first")
-    work(parse_address(join), number, key)
+    be_stage(join, number)

@@ -197,6 +197,30 @@ def test_a_plan_for_stages_has_one_for_each(tmp_path: Path) -> None:
     assert found["predicted"]["generation_throughput"] > 0
 
 
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX"])
+def test_one_command_leads_in_one_process_and_is_a_stage_in_others(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from flexgen_jax.engine import stage_worker
+
+    class EndedError(Exception):
+        pass
+
+    def work(*how: object) -> None:
+        raise EndedError(how)
+
+    monkeypatch.setattr(stage_worker, "work", work)
+    monkeypatch.setenv(stage_worker.KEY, "secret")
+    command = ("generate", "a", "--stages", 2, "--coordinator", "127.0.0.1:65536")
+    monkeypatch.setenv(name, "0")
+    assert "is no address" in refused(*command)
+    monkeypatch.setenv(name, "1")
+    found = run(*command[:-1], "10.0.0.1:4000").exception
+    assert isinstance(found, EndedError) and found.args[0] == (("10.0.0.1", 4000), 1, "secret")
+    monkeypatch.delenv(stage_worker.KEY)
+    assert stage_worker.KEY in refused(*command)
+
+
 def test_texts_are_printed_where_the_file_cannot_be_written(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
