@@ -55,6 +55,11 @@ KEY = "FLEXGEN_JAX_STAGE_KEY"
 JOIN_S = 120
 """Seconds for all stages to find each other."""
 
+THREADS = "NPROC"
+"""The environment variable by which XLA's CPU client counts its threads. One of them waits while
+hidden states are shifted: one more than cores, or a stage with one core would compute nothing
+meanwhile."""
+
 
 class StageSource(Slots):
     """The batches of the slots that a stage is told; see `offload.executor.Source` and
@@ -352,6 +357,7 @@ def work(address: tuple[str, int], stage: int, key: str) -> None:
     try:
         if start["cores"]:
             os.sched_setaffinity(0, start["cores"])
+        os.environ.setdefault(THREADS, str(len(os.sched_getaffinity(0)) + 1))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             start["meeting"], start["stages"], stage, initialization_timeout=JOIN_S
