@@ -40,15 +40,20 @@ FEW_ROWS = 64
 
 FEW_ROUNDED = 8
 """Up to this many rows, packed kernel weights are not rounded to integers: that would take longer
-than the product does without."""
+than the product does without. AVX2 multiplies by their codes, and rounds rows only."""
 
 
 def matmul(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> jax.Array | None:
     """Computes `x @ kernel.T + bias` in `dtype`, x's own or fp32, or returns None; see
     `layers.kernels.Kernels.matmul`."""
     unit = _unit_for(x, kernel)
-    bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
-    target = _target(bits, dtype == jnp.float32, unit) if unit else None
+    return _multiplied(x, kernel, bias, dtype, unit) if unit else None
+
+
+def _multiplied(
+    x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any, unit: str
+) -> jax.Array | None:
+    target = _target(_bits(kernel), dtype == jnp.float32, unit)
     if target is None:
         return None
     rows, columns = x.reshape(-1, x.shape[-1]), kernel.shape[0]
@@ -62,8 +67,9 @@ def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
     """Computes `x @ kernel.T + bias` by products of 8-bit integers, in x's dtype, or returns
     None."""
     unit = _unit_for_integers(x, kernel)
-    bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
-    target = _int8_target(bits, unit) if unit else None
+    if unit == "avx2":
+        return _multiplied(x, kernel, bias, x.dtype, unit)
+    target = _int8_target(_bits(kernel), unit) if unit else None
     rounding = _rounding_target() if target else None
     if target is None or rounding is None:
         return None
@@ -81,13 +87,18 @@ def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
 def multiplies(x: jax.Array, kernel: Kept) -> bool:
     """Returns whether a product is computed here, and not by XLA's own code."""
     unit = _unit_for(x, kernel)
-    bits = kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
-    return unit is not None and _target(bits, False, unit) is not None
+    return unit is not None and _target(_bits(kernel), False, unit) is not None
+
+
+def _bits(kernel: Kept) -> int:
+    return kernel.storage.bits if isinstance(kernel, QuantizedArray) else 16
 
 
 def gains_by_rounding(x: jax.Array, kernel: Kept) -> bool:
     """Returns whether a product of 8-bit integers takes less time than one of x's dtype."""
-    few = FEW_ROUNDED if isinstance(kernel, QuantizedArray) else FEW_ROWS
+    few = FEW_ROWS
+    if isinstance(kernel, QuantizedArray):
+        few = 0 if tile_unit("int8") == "avx2" else FEW_ROUNDED
     return x.size // x.shape[-1] > few
 
 
@@ -113,9 +124,11 @@ def _unit_for_integers(x: jax.Array, kernel: Kept) -> str | None:
 
     Plain kernel weights count as large too, because XLA would round them in memory.
     """
-    fits = _fit_tiles(x, kernel) and kernel.shape[1] % (2 * MULTIPLE) == 0
-    is_large = kernel.shape[0] * kernel.shape[1] >= FEW_READ
-    return tile_unit("int8") if fits and is_large else None
+    unit, is_packed = tile_unit("int8"), isinstance(kernel, QuantizedArray)
+    fits, size = _fit_tiles(x, kernel), kernel.shape[0] * kernel.shape[1]
+    if unit == "avx2":  # nothing is made of the whole matrix
+        return unit if fits and is_packed and size >= FEW_PACKED else None
+    return unit if fits and kernel.shape[1] % (2 * MULTIPLE) == 0 and size >= FEW_READ else None
 
 
 def _unit_for(x: jax.Array, kernel: Kept) -> str | None:

@@ -56,14 +56,15 @@ def tile_units(kind: str = "bf16") -> tuple[str, ...]:
     """Returns the processor's units for tiles of bfloat16 or, if `kind` is "int8", of 8-bit
     integers.
 
-    They are "amx", if Linux lets this process use it (it is asked here), "avx512", and for bfloat16
-    "fma", which multiplies it as fp32; best first.
+    They are "amx", if Linux lets this process use it (it is asked here), "avx512", for bfloat16
+    "fma", which multiplies it as fp32, and for integers "avx2", which multiplies them by the codes
+    of packed weights only; best first.
     """
     flags = _flags()
     has_amx = f"amx_{kind}" in flags and _may_use_amx()
     units = ("amx",) * has_amx
     if kind == "int8":
-        return units + ("avx512",) * (flags >= FOR_INTEGERS)
+        return units + ("avx512",) * (flags >= FOR_INTEGERS) + ("avx2",) * ("avx2" in flags)
     return units + ("avx512",) * (flags >= FOR_PAIRS) + ("fma",) * (flags >= FOR_FLOATS)
 
 

@@ -88,6 +88,7 @@ def test_units_are_those_that_may_be_used(
     assert tile_units.__wrapped__() == units
     assert ("amx" in tile_units.__wrapped__("int8")) == ("amx_int8" in flags and is_granted)
     assert ("avx512" in tile_units.__wrapped__("int8")) == (flags >= FOR_INTEGERS)
+    assert ("avx2" in tile_units.__wrapped__("int8")) == ("avx2" in flags)
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
     assert tile_units.__wrapped__() == ()
     monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+fma,-avx512bf16,+amx-bf16")

@@ -15,6 +15,11 @@ UNITS = ("amx", "avx512", "fma")
 FOR_INTEGERS = ("amx", "avx512")
 """Units for products of bfloat16, and those of them that multiply 8-bit integers, too."""
 
+FOR_CODES = "avx2"
+"""The unit that multiplies 8-bit integers by the codes of packed weights only."""
+
+ALL = (*UNITS, FOR_CODES)
+
 DECLARED = "FLEXGEN_TEST_UNITS"
 """The variable that names a runner's units, as in "amx,avx512". Without it a test is skipped where
 its unit is missing; a unit that it names may not be."""
@@ -24,13 +29,13 @@ MISSING = "the processor has none of: "
 
 def present() -> tuple[str, ...]:
     """The units that this process may use."""
-    return tuple(unit for unit in UNITS if unit in {*features().bf16, *features().int8})
+    return tuple(unit for unit in ALL if unit in {*features().bf16, *features().int8})
 
 
 def declared() -> set[str]:
     names = {name.strip() for name in os.environ.get(DECLARED, "").split(",")} - {""}
-    if unknown := names - {*UNITS}:
-        raise pytest.UsageError(f"{DECLARED} names {sorted(unknown)}: there are {UNITS}")
+    if unknown := names - {*ALL}:
+        raise pytest.UsageError(f"{DECLARED} names {sorted(unknown)}: there are {ALL}")
     return names
 
 
@@ -49,7 +54,8 @@ def need(*units: str) -> None:
 def use_unit(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has products in tiles made by this unit."""
     need(unit)
-    monkeypatch.setattr(matmul, "tile_unit", lambda _kind="bf16": unit)
+    floats = "fma" if unit == FOR_CODES else unit
+    monkeypatch.setattr(matmul, "tile_unit", lambda kind="bf16": unit if kind == "int8" else floats)
 
 
 def summary(reasons: Iterable[str]) -> list[str]:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from flexgen_jax.cpu.jit import matmul_int8, matmul_packed, matmul_small_batch
+from flexgen_jax.cpu.jit import matmul_codes, matmul_int8, matmul_packed, matmul_small_batch
 from flexgen_jax.cpu.jit.attention_entry import ALL, ARGUMENTS, CALLS, RESULTS, array_in, handler
 from flexgen_jax.cpu.jit.matmul_blocked import multiply_columns
+from flexgen_jax.cpu.jit.matmul_codes import multiply_codes
 from flexgen_jax.cpu.jit.matmul_int8 import multiply_rounded, round_panel
 from flexgen_jax.cpu.jit.matmul_packed import most_folded, multiply_packed
 from flexgen_jax.cpu.jit.matmul_small_batch import (
@@ -88,6 +89,8 @@ def stored_as(unit: str) -> Any:
 
 def _product_part(bits: int, is_wide: bool, unit: str) -> Callable[..., int]:
     """Returns the function that computes a part of a product's columns."""
+    if unit == "avx2":
+        return _codes_part(bits)
     source = matmul_small_batch.SOURCE + matmul_packed.SOURCE + CALLS
     stored = np.float32 if is_wide else np.uint16
     by_amx, kind, most, side = unit == "amx", stored_as(unit), MOST, SIDE
@@ -118,6 +121,26 @@ def _product_part(bits: int, is_wide: bool, unit: str) -> Callable[..., int]:
             multiply_packed(left, kernel, length, bias, out, shape, start, end, bits, kind)
             return 1
         multiply_columns(left, kernel, length, bias, out, shape, start, end, bits, by_amx, kind)
+        return 1
+
+    return compute
+
+
+def _codes_part(bits: int) -> Callable[..., int]:
+    """Returns the function that multiplies integers by a part of packed kernel weights' codes."""
+    source = matmul_codes.SOURCE + CALLS
+
+    def compute(shared, part):
+        assert source
+        arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
+        rows, columns = words(words(arguments[0])[5]), words(words(arguments[1])[5])[0]
+        count, depth, length = rows[0], rows[1], words(words(arguments[2])[5])[0]
+        left = array_in(words(arguments[0]), (count * depth,), np.uint16)
+        bias = array_in(words(arguments[1]), (columns,), np.float32)
+        out = array_in(words(results[0]), (count * columns,), np.uint16)
+        shape, kernel, pairs = (count, depth, columns), packed_kernel(arguments, 2), length // PAIR
+        start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
+        multiply_codes(left, kernel, length, bias, out, shape, start, end, bits)
         return 1
 
     return compute

@@ -107,7 +107,7 @@ class PlainIntegers(Integers):
         first = builder.gep(self._scales, [tiles.at((tile, LANES))])
         for row, place in enumerate(self._places(tile, step, LINES)):
             scale = builder.load(builder.gep(first, [tiles.index(row)]))
-            inverse = tiles.spread(_inverse(tiles, scale), LANES)
+            inverse = tiles.spread(inverse_of(tiles, scale), LANES)
             quarters = self._quarters(place)
             found.append(self._joined([builder.fmul(x, inverse) for x in quarters]))
         return found
@@ -122,7 +122,7 @@ class PackedIntegers(Integers, PackedKernel):
 
     def __init__(self, place: tuple[Any, ...], scale: Any) -> None:
         super().__init__(*place)
-        self._inverse = self._tiles.spread(_inverse(self._tiles, scale), LANES)
+        self._inverse = self._tiles.spread(inverse_of(self._tiles, scale), LANES)
 
     def rows(self, tile: Any, step: Any) -> list[Any]:
         tiles, builder = self._tiles, self._tiles.builder
@@ -150,7 +150,7 @@ def _nearest(tiles: Tiles, found: Any) -> Any:
     return tiles.call(name, WORDS, found, filled(WORDS, 0), mask, how)
 
 
-def _inverse(tiles: Tiles, scale: Any) -> Any:
+def inverse_of(tiles: Tiles, scale: Any) -> Any:
     """Returns 1 / scale, or 0 if the scale is 0."""
     builder = tiles.builder
     is_zero = builder.fcmp_ordered("==", scale, ir.Constant(FLOAT, 0.0))
@@ -188,7 +188,7 @@ def _round_row(
     top = builder.zext(tiles.call(name, ir.IntType(16), builder.load(largest)), INT)
     top = builder.bitcast(builder.shl(top, ir.Constant(INT, 16)), FLOAT)
     scale = builder.fmul(top, ir.Constant(FLOAT, float(np.float32(1 / LEVELS))))
-    inverse = tiles.spread(_inverse(tiles, scale), LANES)
+    inverse = tiles.spread(inverse_of(tiles, scale), LANES)
     bytes_ = ir.VectorType(BYTE, LANES)
     total = cgutils.alloca_once_value(builder, filled(WORDS, 0))
     builder.store(filled(WORDS, 0), total)
