@@ -89,6 +89,7 @@ CASES = (
 
 def without(kernel: str | Products) -> Callable[..., backend.CpuKernels]:
     """Returns `CpuKernels` less one of them."""
+    whole = backend.CpuKernels
     if isinstance(kernel, str):
         methods = {kernel: getattr(XlaKernels, kernel)}
     else:
@@ -96,11 +97,11 @@ def without(kernel: str | Products) -> Callable[..., backend.CpuKernels]:
         def matmul(
             self: Any, x: jax.Array, weights: Kept, bias: jax.Array | None, bits: int = 16
         ) -> jax.Array:
-            kind = XlaKernels if kernel.has(x, weights, bits) else backend.CpuKernels
+            kind = XlaKernels if kernel.has(x, weights, bits) else whole
             return kind.matmul(self, x, weights, bias, bits)
 
         methods = {"matmul": matmul}
-    kept: Callable[..., backend.CpuKernels] = type("WithoutOne", (backend.CpuKernels,), methods)
+    kept: Callable[..., backend.CpuKernels] = type("WithoutOne", (whole,), methods)
     return kept
 
 
