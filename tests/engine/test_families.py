@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from tests.helpers.cases import covering
 from tests.helpers.families import NEW_TOKENS, VARIANTS, Reference
 from tests.helpers.models import prompts
 
@@ -46,9 +47,8 @@ def test_logits_are_those_of_transformers(
         np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", VARIANTS)
 @pytest.mark.parametrize("variant", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", range(len(WAYS)))
+@pytest.mark.parametrize(("family", "way"), covering([*VARIANTS], [*range(len(WAYS))], together=1))
 def test_tokens_are_those_of_transformers(
     references: Callable[[str, int], Reference],
     tmp_path: Path,

@@ -15,6 +15,7 @@ from flexgen_jax.engine.grammar import Grammars
 from flexgen_jax.errors import UserError
 
 pytest.importorskip("llguidance")
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

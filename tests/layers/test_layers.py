@@ -149,7 +149,7 @@ def test_spec_is_what_the_modules_declare(variant: str) -> None:
         [20, 16],
         [(), (0, 13), (0, 3, 1, 30)],
         [("float32", 16), ("float32", 4), ("bfloat16", 16), ("float16", 16)],
-        together=2,
+        together=1,
     ),
 )
 def test_sequences_prefilled_in_groups_are_as_alone(

@@ -299,10 +299,10 @@ dots: Any = intrinsic(prefer_literal=True)(_dots)
 """Intrinsic: adds the products of `many` rows and the codes in `wide` rows of bytes to sums, or
 replaces sums by them where `adds` is false.
 
-left: int8 [step][plane][row][32]; codes: rows of bytes `pitch` apart from `begin`
-on; scales: fp32 [block][plane][row]; rests: fp32 [plane][row], to be added; sums: fp32 from `to`
-on, with rows `LANES` and planes `apart` from each other. Meanwhile the bytes from `soon` on are
-prefetched into the second cache. bits, wide and many are compile-time constants.
+left: int8 [step][plane][row][32]; codes: rows of bytes `pitch` apart from `begin` on; scales: fp32
+[block][plane][row]; rests: fp32 [plane][row], to be added; sums: fp32 from `to` on, with rows
+`LANES` and planes `apart` from each other. Meanwhile the bytes from `soon` on are prefetched into
+the second cache. bits, wide and many are compile-time constants.
 """
 
 
