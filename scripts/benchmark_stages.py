@@ -31,7 +31,7 @@ def stage_processes(leader: int) -> dict[int, int]:
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "cmdline").read_bytes().split(b"\\0")
+            words = (folder / "cmdline").read_bytes().split(b"\0")
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             continue
