@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from limits import drop_page_cache, memory_cgroup
+from limits import drop_page_cache, entering, memory_cgroup
 
 LIMIT = 25 * 10**8
 BENCH = ("--model", "facebook/opt-1.3b", "--dummy-weights", "--prompt-len", "128")
@@ -40,10 +40,9 @@ def stage_processes(leader: int) -> dict[int, int]:
     return found
 
 
-def entering(group: Path, core: int) -> list[str]:
-    """Returns the beginning of a command that runs in a cgroup, on one core."""
-    enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"']
-    return ["taskset", "-c", str(core), *enter]
+def on_core(core: int, group: Path) -> list[str]:
+    """Returns the beginning of a command that runs on one core, in a cgroup."""
+    return ["taskset", "-c", str(core), *entering(group)]
 
 
 def measure(offload: Path) -> None:
@@ -53,7 +52,7 @@ def measure(offload: Path) -> None:
     with ExitStack() as stack:
         groups = [stack.enter_context(memory_cgroup(LIMIT)) for _ in range(2)]
         both = [
-            subprocess.Popen([*entering(group, core), *command], stdout=subprocess.DEVNULL)
+            subprocess.Popen([*on_core(core, group), *command], stdout=subprocess.DEVNULL)
             for core, group in enumerate(groups)
         ]
         codes = [one.wait() for one in both]
@@ -70,7 +69,7 @@ def run(stages: int, flags: list[str], offload: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         groups = [stack.enter_context(memory_cgroup(LIMIT)) for _ in range(stages)]
         if stages == 1:
-            subprocess.run([*entering(groups[0], 0), *command], check=True)
+            subprocess.run([*on_core(0, groups[0]), *command], check=True)
         else:
             ram = ["--stages", str(stages), "--device-memory", "2.5GB", "--host-memory", "2.5GB"]
             leader = subprocess.Popen([*command, *ram])

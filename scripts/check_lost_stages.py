@@ -45,12 +45,14 @@ def command(folder: Path, out: str, stages: int) -> list[str]:
     return [sys.executable, "-m", "flexgen_jax", "batch", *model, *how, *files]
 
 
-def texts(file: Path) -> dict[str, list[int]]:
-    records = map(json.loads, file.read_text().splitlines())
+def texts(folder: Path, out: str, stages: int) -> dict[str, list[int]]:
+    """Runs a job to its end; returns the tokens that its file has, by request."""
+    subprocess.run(command(folder, out, stages), check=True, stderr=subprocess.DEVNULL)
+    records = map(json.loads, (folder / out).read_text().splitlines())
     return {record["id"]: record["token_ids"] for record in records}
 
 
-def said_until(process: subprocess.Popen[bytes], pattern: re.Pattern[str]) -> str:
+def said_until(process: subprocess.Popen[bytes], pattern: re.Pattern[str]) -> None:
     """Reads what a process says on stderr until a pattern is in it."""
     assert process.stderr is not None
     said = ""
@@ -59,7 +61,6 @@ def said_until(process: subprocess.Popen[bytes], pattern: re.Pattern[str]) -> st
         if not part:
             sys.exit(f"the job ended too early: {said[-500:]}")
         said += part.decode(errors="replace")
-    return said
 
 
 def is_gone(number: int) -> bool:
@@ -102,22 +103,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_requests(folder / "in.jsonl", args.requests)
-        subprocess.run(
-            command(folder, "whole.jsonl", args.stages), check=True, stderr=subprocess.DEVNULL
-        )
-        whole = texts(folder / "whole.jsonl")
+        whole = texts(folder, "whole.jsonl", args.stages)
         print("| signal | stage | phase | gone after s | resumed texts |")
         print("| --- | --- | --- | --- | --- |")
         for how, phase, stage in product(ALLOWED_S, PHASES, range(args.stages)):
             seconds = disturbed(folder, args.stages, stage, how, phase)
-            subprocess.run(
-                command(folder, "out.jsonl", args.stages), check=True, stderr=subprocess.DEVNULL
-            )
-            found = texts(folder / "out.jsonl")
+            found = texts(folder, "out.jsonl", args.stages)
             equal = sum(found.get(key) == value for key, value in whole.items())
             cells = [how.name, str(stage), phase, f"{seconds:.1f}", f"{equal} of {len(whole)}"]
             print("| " + " | ".join(cells) + " |", flush=True)
-            if len(found) != len(whole) or equal != len(whole):
+            if found != whole:
                 sys.exit("the job that went on made other texts")
             for file in folder.glob("out.jsonl*"):
                 file.unlink()

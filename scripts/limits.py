@@ -56,6 +56,11 @@ def drop_page_cache() -> bool:
     return True
 
 
+def entering(group: Path) -> list[str]:
+    """Returns the beginning of a command that runs in a cgroup."""
+    return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"']
+
+
 def run_limited(
     command: Sequence[str],
     limit: int | None,
@@ -71,8 +76,7 @@ def run_limited(
         outcome = _run([], command, timeout, None, environment)
     else:
         with memory_cgroup(limit) as group:
-            enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"']
-            outcome = _run(enter, command, timeout, group, environment)
+            outcome = _run(entering(group), command, timeout, group, environment)
     return replace(outcome, is_cold=is_cold)
 
 

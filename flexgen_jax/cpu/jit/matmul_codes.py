@@ -35,7 +35,7 @@ from flexgen_jax.cpu.jit.packing import (
     emitted,
     give_rows,
 )
-from flexgen_jax.cpu.jit.packing_int8 import inverse_of
+from flexgen_jax.cpu.jit.packing_int8 import MAGNITUDE, inverse_of
 from flexgen_jax.layers import matmul_int8
 from flexgen_jax.layers.matmul_int8 import LEVELS, OUTLIER_BITS
 from flexgen_jax.models.storage import GROUP_SIZE
@@ -61,8 +61,8 @@ APART = GROUP_SIZE * PAIR
 """Sums of `PAIR` rows and the columns of a group, in the form that `give_rows` takes."""
 
 NIBBLE = 4
-MAGNITUDE, MOST_BITS = 0x7FFFFFFF, 0x7FFF
-"""Bits of an fp32 and of a bfloat16 that hold its magnitude, without the sign."""
+WIDE_MAGNITUDE = 0x7FFFFFFF
+"""Bits of an fp32 that hold its magnitude, without the sign."""
 BYTES, SHORTS = ir.VectorType(BYTE, STEP), ir.VectorType(ir.IntType(16), STEP // 2)
 INTS, SUMS = ir.VectorType(INT, STEP // 4), ir.VectorType(FLOAT, STEP // 4)
 
@@ -126,7 +126,7 @@ def _emit_rounding(
             builder.store(total, exact[own])
             product = builder.fmul(element, scale)
             builder.store(product, builder.gep(kept[own], [tiles.index(0), part]))
-            magnitude = builder.and_(builder.bitcast(product, INTS), filled(INTS, MAGNITUDE))
+            magnitude = builder.and_(builder.bitcast(product, INTS), filled(INTS, WIDE_MAGNITUDE))
             before = builder.load(largest[own])
             is_larger = builder.icmp_signed(">", magnitude, before)
             builder.store(builder.select(is_larger, magnitude, before), largest[own])
@@ -377,7 +377,7 @@ def take_rows_apart(rows, above, count, depth, x):
     number = 0
     for index in range(count * depth):
         bits = rows[above * depth + index]
-        is_apart = (bits & MOST_BITS) >= OUTLIER_BITS
+        is_apart = (bits & MAGNITUDE) >= OUTLIER_BITS
         number += is_apart
         x[index] = np.uint16(0) if is_apart else bits
     x[count * depth :] = 0
@@ -385,7 +385,7 @@ def take_rows_apart(rows, above, count, depth, x):
     found = 0
     for index in range(count * depth if number else 0):
         bits = rows[above * depth + index]
-        if (bits & MOST_BITS) >= OUTLIER_BITS:
+        if (bits & MAGNITUDE) >= OUTLIER_BITS:
             where[found, 0], where[found, 1] = index // depth, index % depth
             values[found] = single(bits)
             found += 1

@@ -46,6 +46,23 @@ def packed_kernel(arguments, at):
     return codes, scale, array_in(words(arguments[at + 2]), size, np.uint16)
 
 
+@njit(inline="always")
+def operands(arguments):
+    """Returns the rows and the bias of a product, flat, its rows, depth and columns, and the number
+    of rows in which its kernel weights are stored."""
+    rows, columns = words(words(arguments[0])[5]), words(words(arguments[1])[5])[0]
+    left = array_in(words(arguments[0]), (rows[0] * rows[1],), np.uint16)
+    bias = array_in(words(arguments[1]), (columns,), np.float32)
+    return left, bias, (rows[0], rows[1], columns), words(words(arguments[2])[5])[0]
+
+
+@njit(inline="always")
+def limits(count, part, parts):
+    """Returns where a part of `count` rows begins and ends, both multiples of `PAIR`."""
+    pairs = count // PAIR
+    return pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
+
+
 @lru_cache
 def product_handler(name: str, bits: int, is_wide: bool, unit: str) -> tuple[Any, ...]:
     """Returns the handler of products with kernel weights of `bits` bits, and the functions that
@@ -101,18 +118,15 @@ def _product_part(bits: int, is_wide: bool, unit: str) -> Callable[..., int]:
     def compute(shared, part):
         assert source
         arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
-        rows, columns = words(words(arguments[0])[5]), words(words(arguments[1])[5])[0]
-        count, depth, length = rows[0], rows[1], words(words(arguments[2])[5])[0]
-        left = array_in(words(arguments[0]), (count * depth,), np.uint16)
-        bias = array_in(words(arguments[1]), (columns,), np.float32)
+        left, bias, shape, length = operands(arguments)
+        count, depth, columns = shape
         if bits == 16:  # Numba compiles only one branch
             kernel: Any = (array_in(words(arguments[2]), (columns * depth,), np.uint16),)
         else:
             kernel = packed_kernel(arguments, 2)
         out = array_in(words(results[0]), (count * columns,), stored)
-        shape, is_folded = (count, depth, columns), bits < 16 and count <= folded
-        pairs = length // PAIR if is_folded else columns // PAIR
-        start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
+        is_folded = bits < 16 and count <= folded
+        start, end = limits(length if is_folded else columns, part, parts)
         if bits == 16:
             if not by_amx and count <= most:
                 multiply_few(left, kernel[0], bias, out, shape, start, end, kind, side)
@@ -133,13 +147,9 @@ def _codes_part(bits: int) -> Callable[..., int]:
     def compute(shared, part):
         assert source
         arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
-        rows, columns = words(words(arguments[0])[5]), words(words(arguments[1])[5])[0]
-        count, depth, length = rows[0], rows[1], words(words(arguments[2])[5])[0]
-        left = array_in(words(arguments[0]), (count * depth,), np.uint16)
-        bias = array_in(words(arguments[1]), (columns,), np.float32)
-        out = array_in(words(results[0]), (count * columns,), np.uint16)
-        shape, kernel, pairs = (count, depth, columns), packed_kernel(arguments, 2), length // PAIR
-        start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
+        left, bias, shape, length = operands(arguments)
+        kernel, (start, end) = packed_kernel(arguments, 2), limits(length, part, parts)
+        out = array_in(words(results[0]), (shape[0] * shape[2],), np.uint16)
         multiply_codes(left, kernel, length, bias, out, shape, start, end, bits)
         return 1
 
@@ -188,8 +198,7 @@ def _int8_part(bits: int, by_amx: bool) -> Callable[..., int]:
         else:
             kernel = packed_kernel(arguments, 7)
         out = array_in(words(results[0]), (count * columns,), np.uint16)
-        pairs, shape = columns // PAIR, (count, depth, columns)
-        start, end = pairs * part // parts * PAIR, pairs * (part + 1) // parts * PAIR
+        shape, (start, end) = (count, depth, columns), limits(columns, part, parts)
         left, outliers = (codes, row_scale, totals, scale), (x, flags)
         multiply_rounded(left, kernel, length, bias, outliers, out, shape, start, end, bits, by_amx)
         return 1
