@@ -29,6 +29,7 @@ from flexgen_jax.policy.search import (
     search,
 )
 from flexgen_jax.policy.stage_search import ChainPlan, search_stages
+from flexgen_jax.policy.stages import divisions
 from flexgen_jax.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -183,7 +184,8 @@ def staged_plan(problem: Problem, stages: int) -> ChainPlan:
     """Returns the best plan for a model in stages, on machines that are alike."""
     if stages > problem.config.num_layers:
         raise UserError(f"--stages {stages}: the model has {problem.config.num_layers} layers")
-    found = search_stages(problem, stages)
+    spec = problem.costs(problem.base).spec
+    found = search_stages(problem, divisions(spec, stages))
     if found is None:
         raise UserError(f"no plan fits {stages} stages; allow more disk, or --weight-bits 4")
     return found
@@ -200,10 +202,10 @@ def staged_text(problem: Problem, plan: ChainPlan) -> str:
         f"predicted: {plan.throughput:.3g} token/s, {plan.decode_throughput:.3g} while decoding "
         f"(prefill {plan.prefill_s:.1f} s, decode {plan.decode_s:.1f} s)",
     ]
-    for number, stage in enumerate(plan.stages):
+    for number, (stage, part) in enumerate(zip(plan.stages, plan.layers, strict=True)):
         lines.append(
-            f"stage {number}: {stage.prefill_s:.3g} s for a group's prompts, {stage.token_s:.3g} s "
-            f"for a token: {flags_of(stage.policy)}"
+            f"stage {number}, layers {part.start} to {part.stop - 1}: {stage.prefill_s:.3g} s for "
+            f"a group's prompts, {stage.token_s:.3g} s for a token: {flags_of(stage.policy)}"
         )
         lines += [
             _bar(tier, stage.peak_bytes[tier], problem.budgets.allowed(tier)) for tier in TIERS
@@ -226,7 +228,10 @@ def staged_json(problem: Problem, plan: ChainPlan) -> dict[str, Any]:
             "generation_throughput": plan.throughput,
             "decode_throughput": plan.decode_throughput,
         },
-        "stages": [asdict(stage) for stage in plan.stages],
+        "stages": [
+            {"layers": [part.start, part.stop], **asdict(stage)}
+            for stage, part in zip(plan.stages, plan.layers, strict=True)
+        ],
     }
 
 

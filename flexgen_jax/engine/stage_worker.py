@@ -31,6 +31,7 @@ from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.limits import detect_budgets
 from flexgen_jax.machine.profiles import cached_profile, measured_profile
 from flexgen_jax.machine.start import start_jax
+from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import open_model, resolve_dtype
 from flexgen_jax.offload.chain import Chain, measured_link
 from flexgen_jax.offload.executor import Batch
@@ -131,17 +132,17 @@ def read_batch(content: Mapping[str, Any]) -> Batch:
 class Worker:
     """One stage: does what messages ask for until the connection ends."""
 
-    def __init__(self, wire: Wire, start: Mapping[str, Any]) -> None:
-        self._wire = wire
+    def __init__(self, wire: Wire, number: int, start: Mapping[str, Any]) -> None:
+        self._wire, self._number = wire, number
         asked = EngineOptions(**start["options"])
         device, host, disk = asked.budgets
         on_cpu = start_jax(host)
         unified = on_cpu if asked.unified is None else asked.unified
         model = open_model(asked.model, asked.dummy_weights, asked.seed)
-        self._source, whole = model.source, model.config
-        self._dtype = resolve_dtype(asked.dtype, whole, on_cpu)
+        self._source, self._whole = model.source, model.config
+        self._config: ModelConfig | None = None  # of the layers whose weights are placed
+        self._dtype = resolve_dtype(asked.dtype, self._whole, on_cpu)
         self._unified = unified
-        self._config = whole.part(range(*start["layers"]))
         self._folder = Path(asked.offload_dir or cache_folder("offload")).expanduser()
         fingerprint = self._source.fingerprint(self._dtype)
         found = detect_budgets(device, host, disk, self._folder, fingerprint, unified)
@@ -196,20 +197,34 @@ class Worker:
             else:
                 self._asked.put((kind, content))
 
-    def _checked(self, policy: str, workload: Mapping[str, Any], groups: int) -> dict[str, Any]:
+    def _part(self, layers: Sequence[Sequence[int]]) -> ModelConfig:
+        """Returns what this stage has of the model. layers: from where to where, of each stage."""
+        return self._whole.part(range(*layers[self._number]))
+
+    def _checked(
+        self,
+        layers: Sequence[Sequence[int]],
+        policy: str,
+        workload: Mapping[str, Any],
+        groups: int,
+    ) -> dict[str, Any]:
         """Returns what of a given policy does not fit this stage's budgets, and else its plan."""
         given = Policy.from_json(policy)
-        problem = self._problem(given, workload)
+        problem = self._problem(layers, given, workload)
         needed = problem.peak(given)
         missing = self._budgets.shortfalls(needed)
         plan = None if missing else predicted(problem, given, groups, needed)
         return {"missing": missing, "plan": _plan_content(plan)}
 
     def _planned(
-        self, base: str, workload: Mapping[str, Any], shape: Sequence[int]
+        self,
+        layers: Sequence[Sequence[int]],
+        base: str,
+        workload: Mapping[str, Any],
+        shape: Sequence[int],
     ) -> dict[str, Any]:
         """Returns the plan of this stage for batches of a shape, None if none fits."""
-        problem = self._problem(Policy.from_json(base), workload)
+        problem = self._problem(layers, Policy.from_json(base), workload)
         return {"plan": _plan_content(stage_plan(problem, Shape(*shape)))}
 
     def _profile(self) -> HardwareProfile | None:
@@ -221,10 +236,12 @@ class Worker:
             how = (self._dtype, self._folder, self._unified, Progress(False))
             self._measured = measured_profile(*how)
 
-    def _problem(self, base: Policy, workload: Mapping[str, Any]) -> Problem:
+    def _problem(
+        self, layers: Sequence[Sequence[int]], base: Policy, workload: Mapping[str, Any]
+    ) -> Problem:
         hw = self._profile() or generic_machine(self._unified)
         return Problem(
-            config=self._config,
+            config=self._part(layers),
             dtype=self._dtype,
             hw=replace(hw, sizes=kernels_of_device().sizes),
             budgets=self._budgets,
@@ -234,13 +251,23 @@ class Worker:
             choices=Choices.keeping(base),
         )
 
-    def _open(self, policy: str, workload: Mapping[str, Any], compiles: bool) -> None:
-        wanted, load = Policy.from_json(policy), _workload(workload)
-        if self._session is not None and self._session.suits(wanted):
+    def _open(
+        self,
+        layers: Sequence[Sequence[int]],
+        policies: Sequence[str],
+        workload: Mapping[str, Any],
+        compiles: bool,
+    ) -> None:
+        """Brings the weights of this stage's layers to where its policy puts them."""
+        part = self._part(layers)
+        wanted, load = Policy.from_json(policies[self._number]), _workload(workload)
+        is_same = part == self._config
+        if self._session is not None and is_same and self._session.suits(wanted):
             self._session.adopt(wanted, load)
         else:
             if self._session is not None:
                 self._session.close()
+            self._config = part
             self._session = Session(
                 self._config,
                 self._dtype,
@@ -362,7 +389,7 @@ def work(address: tuple[str, int], stage: int, key: str) -> None:
         jax.distributed.initialize(
             start["meeting"], start["stages"], stage, initialization_timeout=JOIN_S
         )
-        worker = Worker(wire, start)
+        worker = Worker(wire, stage, start)
         worker.run()
     except ClosedError:
         pass

@@ -52,9 +52,10 @@ from flexgen_jax.policy.stage_search import (
     Shape,
     StagePlan,
     chain_plan,
+    fastest,
     search_stages,
 )
-from flexgen_jax.policy.stages import divided, split_layers
+from flexgen_jax.policy.stages import Division, divided, divisions
 
 HELLO_S = 5.0
 """Seconds for whoever connects to say who it is."""
@@ -123,12 +124,14 @@ class Stages:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._report: dict[str, Any] | None = None
         self._results: dict[int, Any] = {}
+        self._known: dict[tuple[Workload, Policy, bool], ChainPlan] = {}
         self._plan: ChainPlan | None = None
         self.policy: Policy | None = None
         self.workload: Workload | None = None
         self._members: list[Member] = []
+        self._divisions = divisions(model_spec(config), count)
         try:
-            self._start(split_layers(model_spec(config), count))
+            self._start(self._divisions[0])
         except BaseException:
             self.close()
             raise
@@ -166,7 +169,6 @@ class Stages:
             member.send(
                 "start",
                 options=self._worker_options(),
-                layers=[member.layers.start, member.layers.stop],
                 stages=len(layers),
                 here=here,
                 meeting=meeting,
@@ -288,6 +290,10 @@ class Stages:
         for member in self._members:
             member.send(kind, **content)
 
+    def _tell_parts(self, kind: str, layers: Division, **content: Any) -> None:
+        """Tells all stages something about a division of the layers."""
+        self._tell(kind, layers=[[part.start, part.stop] for part in layers], **content)
+
     def close(self) -> None:
         """Ends all stages, and waits until they are gone."""
         until = time.monotonic() + PATIENCE_S
@@ -319,57 +325,84 @@ class Stages:
 
         is_auto: whether batches and placements are chosen.
         """
-        hw = replace(generic_machine(self.unified), sizes=self.sizes)
-        problem = Problem(
-            self._config, self.dtype, hw, Budgets(), self.unified, workload, base=given
-        )
-        count, hidden = len(self._members), int(problem.costs(given).hidden_bytes(1, 1))
-        if not is_auto:
-            groups = divided(given.num_batches, count)
-            shape = Shape(given.batch_size, max(1, given.num_batches // groups), groups)
-            policy = replace(given, num_batches=shape.batches * groups)
-            plans = self._checked(policy, workload, groups)
-            self._plan = chain_plan(problem, plans, shape, hidden, self._link)
-            return policy
+        key = (workload, given, is_auto)
+        if key not in self._known:
+            self._known[key] = (self._searched if is_auto else self._as_given)(workload, given)
+        self._plan = self._known[key]
+        rows, batches, groups = self._plan.shape
+        return replace(given, batch_size=rows, num_batches=batches * groups)
 
-        def plan_all(shape: Shape) -> list[StagePlan | None]:
+    def _as_given(self, workload: Workload, given: Policy) -> ChainPlan:
+        """Returns the plan of a policy; raises `BudgetError` if it does not fit."""
+        problem, hidden = self._problem(workload, given)
+        groups = divided(given.num_batches, len(self._members))
+        shape = Shape(given.batch_size, max(1, given.num_batches // groups), groups)
+        policy = replace(given, num_batches=shape.batches * groups)
+        plans, missing = list[ChainPlan](), list[str]()
+        for layers in self._ways():
+            how = {"policy": policy.to_json(), "workload": asdict(workload), "groups": groups}
+            self._tell_parts("check", layers, **how)
+            answers = self._answers("checked")
+            found = [plan for answer in answers if (plan := read_plan(answer["plan"])) is not None]
+            if len(found) == len(layers):
+                plans.append(chain_plan(problem, found, layers, shape, hidden, self._link))
+            missing += [
+                f"{member.name}: the plan does not fit: {answer['missing'][0]}"
+                for member, answer in zip(self._members, answers, strict=True)
+                if answer["missing"]
+            ]
+        best = fastest(plans)
+        if best is None:
+            raise BudgetError(missing[0])
+        return best
+
+    def _searched(self, workload: Workload, given: Policy) -> ChainPlan:
+        """Returns the best plan, after measuring the machines if a long run is predicted; raises
+        `BudgetError` if none fits."""
+        problem, _ = self._problem(workload, given)
+
+        def plan_all(shape: Shape, layers: Division) -> list[StagePlan | None]:
             how = {"base": given.to_json(), "workload": asdict(workload)}
-            self._tell("plan", **how, shape=list(shape))
+            self._tell_parts("plan", layers, **how, shape=list(shape))
             return [read_plan(answer["plan"]) for answer in self._answers("planned")]
 
-        self._plan = search_stages(problem, count, plan_all, self._link)
-        if self._plan and not self._is_measured and self._plan.total_s > WORTH_MEASURING_S:
+        best = search_stages(problem, self._ways(), plan_all, self._link)
+        if best and not self._is_measured and best.total_s > WORTH_MEASURING_S:
             self._say("flexgen-jax: measuring this machine, once, for one to three minutes")
             self._tell("measure")
             self._answers("measured")
             self._is_measured = True
-            self._plan = search_stages(problem, count, plan_all, self._link)
-        if self._plan is None:
+            self._known.clear()
+            best = search_stages(problem, self._ways(), plan_all, self._link)
+        if best is None:
             raise BudgetError(
-                f"no plan fits {count} stages; give them more memory or disk, or --weight-bits 4"
+                f"no plan fits {len(self._members)} stages; give them more memory or disk, or "
+                "--weight-bits 4"
             )
-        rows, batches, groups = self._plan.shape
-        return replace(given, batch_size=rows, num_batches=batches * groups)
+        return best
 
-    def _checked(self, policy: Policy, workload: Workload, groups: int) -> list[StagePlan]:
-        """Returns all stages' plans by a given policy; raises `BudgetError` if it does not fit."""
-        self._tell("check", policy=policy.to_json(), workload=asdict(workload), groups=groups)
-        plans = []
-        for member, answer in zip(self._members, self._answers("checked"), strict=True):
-            plan = read_plan(answer["plan"])
-            if plan is None:
-                why = f"the plan does not fit: {answer['missing'][0]}"
-                raise BudgetError(f"{member.name}: {why}")
-            plans.append(plan)
-        return plans
+    def _problem(self, workload: Workload, base: Policy) -> tuple[Problem, int]:
+        """Returns the problem of the whole model, for which no machine is known here, and the bytes
+        of a token's hidden state."""
+        hw = replace(generic_machine(self.unified), sizes=self.sizes)
+        found = Problem(self._config, self.dtype, hw, Budgets(), self.unified, workload, base=base)
+        return found, int(found.costs(base).hidden_bytes(1, 1))
+
+    def _ways(self) -> list[Division]:
+        """Returns the divisions of the layers to choose from: the present one first, to which
+        weights have been brought."""
+        now = tuple(member.layers for member in self._members)
+        return [now, *(way for way in self._divisions if way != now)]
 
     def open(self, policy: Policy, workload: Workload, compiles: bool = False) -> None:
         """Brings the weights of all stages to where their policies put them."""
         self.policy, self.workload = policy, workload
         assert self._plan is not None, "it was planned"
-        for member, own in zip(self._members, self._plan.stages, strict=True):
-            how = {"workload": asdict(workload), "compiles": compiles}
-            member.send("open", policy=own.policy.to_json(), **how)
+        for member, part in zip(self._members, self._plan.layers, strict=True):
+            member.layers = part
+        policies = [stage.policy.to_json() for stage in self._plan.stages]
+        how = {"workload": asdict(workload), "compiles": compiles}
+        self._tell_parts("open", self._plan.layers, policies=policies, **how)
         self._answers("opened")
 
     # Runs

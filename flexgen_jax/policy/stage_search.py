@@ -7,8 +7,9 @@ takes (FlexGen, section 4.4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
@@ -21,13 +22,16 @@ from flexgen_jax.policy.plan import BlockShape
 from flexgen_jax.policy.policy import Policy, Tier
 from flexgen_jax.policy.search import SAMPLED_STEPS, Problem, reduced, rounded
 from flexgen_jax.policy.simulate import simulate
-from flexgen_jax.policy.stages import groups_of, split_layers
+from flexgen_jax.policy.stages import Division, groups_of
 
 LARGEST_GROUP = 4096
 """Sequences in a group, at most."""
 
 WORSE = 6
 """So many shapes in turn, those of two sizes of groups, that are no better end the search."""
+
+WORTH_MOVING = 1.05
+"""Another division of the layers is taken if it is predicted to be so many times as fast."""
 
 TRIES = 8
 """How often the linear program is solved again because exact peaks exceed its estimate."""
@@ -72,6 +76,7 @@ class ChainPlan:
     for all sequences of the workload."""
 
     stages: tuple[StagePlan, ...]
+    layers: Division
     shape: Shape
     prefill_s: float
     decode_s: float
@@ -157,7 +162,12 @@ def predicted(problem: Problem, policy: Policy, groups: int, needed: dict[Tier, 
 
 
 def chain_plan(
-    problem: Problem, stages: Sequence[StagePlan], shape: Shape, hidden_bytes: int, link: Link
+    problem: Problem,
+    stages: Sequence[StagePlan],
+    layers: Division,
+    shape: Shape,
+    hidden_bytes: int,
+    link: Link,
 ) -> ChainPlan:
     """Returns what stages take together. hidden_bytes: of one token of a sequence."""
     count, work, rows = len(stages), problem.workload, shape.group_rows
@@ -177,6 +187,7 @@ def chain_plan(
     steps = max(typical.gen_len - 1, 0)
     return ChainPlan(
         stages=tuple(stages),
+        layers=layers,
         shape=shape,
         prefill_s=(passes + filling) * prefill,
         decode_s=steps * max(passes, count) * token,  # with few groups, slots stay empty
@@ -196,43 +207,74 @@ def shapes(problem: Problem, groups: int) -> Iterator[Shape]:
         rows //= 2
 
 
-def parts(problem: Problem, stages: int) -> list[Problem]:
+def parts(problem: Problem, layers: Division) -> list[Problem]:
     """Returns the problem of each stage: its layers, on a machine of its own."""
-    layers = split_layers(problem.costs(problem.base).spec, stages)
     return [replace(problem, config=problem.config.part(part)) for part in layers]
+
+
+def plan_alike(problem: Problem, shape: Shape, layers: Division) -> list[StagePlan | None]:
+    """Returns the plans of stages whose machines are all like the problem's."""
+    known: dict[ModelConfig, StagePlan | None] = {}  # the stages in the middle are alike
+    kinds = []
+    for part in parts(problem, layers):
+        kinds.append(replace(part.config, first_layer=0))
+        if kinds[-1] not in known:
+            known[kinds[-1]] = stage_plan(part, shape)
+    return [known[kind] for kind in kinds]
+
+
+def fastest(plans: Iterable[ChainPlan]) -> ChainPlan | None:
+    """Returns the plan with the division of layers to take; None if there is no plan.
+
+    plans: of one shape, that of the division to stay with first.
+    """
+    best: ChainPlan | None = None
+    for plan in plans:
+        if best is None or plan.total_s * WORTH_MOVING < best.total_s:
+            best = plan
+    return best
 
 
 def search_stages(
     problem: Problem,
-    stages: int,
-    plan_all: Callable[[Shape], Sequence[StagePlan | None]] | None = None,
+    ways: Sequence[Division],
+    plan_all: Callable[[Shape, Division], Sequence[StagePlan | None]] | None = None,
     link: Link = LOOPBACK,
 ) -> ChainPlan | None:
     """Returns the plan of the highest throughput; None if nothing fits.
 
-    plan_all: returns the stages' plans for a shape; by default those for machines that are like the
-    problem's.
+    ways: divisions of the layers, of which the first that fits chooses the shape; plan_all: returns
+    the stages' plans for a shape, by default those for machines that are like the problem's.
     """
-    divided = parts(problem, stages)
-
-    def plan_here(shape: Shape) -> Sequence[StagePlan | None]:
-        known: dict[ModelConfig, StagePlan | None] = {}  # the stages in the middle are alike
-        for part in divided:
-            kind = replace(part.config, first_layer=0)
-            if kind not in known:
-                known[kind] = stage_plan(part, shape)
-        return [known[replace(part.config, first_layer=0)] for part in divided]
-
+    plan_all = plan_all or partial(plan_alike, problem)
     hidden = int(problem.costs(problem.base).hidden_bytes(1, 1))
+
+    def chain(shape: Shape, layers: Division) -> ChainPlan | None:
+        found = [plan for plan in plan_all(shape, layers) if plan is not None]
+        if len(found) < len(layers):
+            return None
+        return chain_plan(problem, found, layers, shape, hidden, link)
+
+    for number, way in enumerate(ways):
+        best = _best_shape(problem, partial(chain, layers=way), len(way))
+        if best is not None:
+            others = (chain(best.shape, other) for other in ways[number + 1 :])
+            return fastest([best, *(plan for plan in others if plan is not None)])
+    return None
+
+
+def _best_shape(
+    problem: Problem, chain: Callable[[Shape], ChainPlan | None], stages: int
+) -> ChainPlan | None:
+    """Returns the plan of the highest throughput of all shapes; None if nothing fits."""
     best: ChainPlan | None = None
     for groups in groups_of(stages):
         own: ChainPlan | None = None
         worse = 0
         for shape in shapes(problem, groups):
-            found = [plan for plan in (plan_all or plan_here)(shape) if plan is not None]
-            if len(found) < stages:
+            plan = chain(shape)
+            if plan is None:
                 continue
-            plan = chain_plan(problem, found, shape, hidden, link)
             if own is None or plan.throughput > own.throughput:
                 own, worse = plan, 0
             else:

@@ -22,6 +22,12 @@ from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.plan import BatchShape, BlockPlan
 from flexgen_jax.policy.schedule import Step
 
+Division = tuple[range, ...]
+"""The layers of each stage."""
+
+HEAD_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Shares of the tokens that take the head's product, for each of which layers may be divided."""
+
 REMEMBERED = 64
 """Slots for which it is known, after all stages have sent them on, what they were."""
 
@@ -39,13 +45,21 @@ def divided(batches: int, stages: int) -> int:
     return min(max(batches, min(counts)), max(counts))
 
 
-def split_layers(spec: ModelSpec, stages: int) -> list[range]:
+def divisions(spec: ModelSpec, stages: int) -> list[Division]:
+    """Returns ways to divide a model's layers: the first is best for decoding, where each token
+    takes the head's product, the last for long prompts, of which only the last token does."""
+    found = [split_layers(spec, stages, share) for share in HEAD_SHARES]
+    return list(dict.fromkeys(found))
+
+
+def split_layers(spec: ModelSpec, stages: int, head_share: float = 1.0) -> Division:
     """Divides a model's decoder layers into stages of similar products, each at least one layer.
 
-    The last stage has the head's product, too.
+    head_share: how many tokens of each, from 0 to 1, also take the head's product, which the last
+    stage has.
     """
     costs = [float(layer.active_size) for layer in spec.decoders]
-    costs[-1] += spec.head.large_size
+    costs[-1] += head_share * spec.head.large_size
     sums = [0.0, *accumulate(costs)]
     count = len(costs)
     # best[n]: the least of the largest sums of the first n layers in so many stages; cut[k][n]:
@@ -64,7 +78,7 @@ def split_layers(spec: ModelSpec, stages: int) -> list[range]:
     for cut in reversed(cuts):
         found.append(range(cut[stop], stop))
         stop = cut[stop]
-    return found[::-1]
+    return tuple(found[::-1])
 
 
 class Told(NamedTuple):

@@ -191,7 +191,7 @@ def test_a_plan_for_stages_has_one_for_each(tmp_path: Path) -> None:
     result = run("plan", "--stages", 2, "--hardware", "t4-16gb", "--num-sequences", 8,
                  "--prompt-len", 64, "--json", file)  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert "stage 0:" in result.stdout and "stage 1:" in result.stdout
+    assert "stage 0, layers 0 to" in result.stdout and "stage 1, layers" in result.stdout
     found = json.loads(file.read_text())
     assert found["num_sequences"] == 8 and len(found["stages"]) == 2
     assert found["predicted"]["generation_throughput"] > 0

@@ -16,7 +16,16 @@ from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.plan import BatchShape, BlockPlan, BlockShape
 from flexgen_jax.policy.policy import Policy
 from flexgen_jax.policy.schedule import Step
-from flexgen_jax.policy.stages import Slot, Slots, Told, divided, groups_of, split_layers, told
+from flexgen_jax.policy.stages import (
+    Slot,
+    Slots,
+    Told,
+    divided,
+    divisions,
+    groups_of,
+    split_layers,
+    told,
+)
 
 
 def config(layers: int, vocab: int = 50272):
@@ -24,14 +33,21 @@ def config(layers: int, vocab: int = 50272):
     return read_config(raw)
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([8, 50272, 500_000]))
-def test_no_other_division_has_a_smaller_largest_stage(layers: int, stages: int, vocab: int):
+@given(
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.sampled_from([8, 50272, 500_000]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_no_other_division_has_a_smaller_largest_stage(
+    layers: int, stages: int, vocab: int, share: float
+):
     if stages > layers:
         return
     spec = model_spec(config(layers, vocab))
     costs = [layer.active_size for layer in spec.decoders]
-    costs[-1] += spec.head.large_size
-    found = split_layers(spec, stages)
+    costs[-1] += share * spec.head.large_size
+    found = split_layers(spec, stages, share)
     assert [n for part in found for n in part] == list(range(layers))
     assert all(found)
     largest = max(sum(costs[n] for n in part) for part in found)
@@ -39,6 +55,14 @@ def test_no_other_division_has_a_smaller_largest_stage(layers: int, stages: int,
         edges = [0, *cuts, layers]
         others = [sum(costs[a:b]) for a, b in pairwise(edges)]
         assert largest <= max(others)
+
+
+def test_the_head_counts_less_for_prompts() -> None:
+    found = divisions(model_spec(config(12)), 2)  # the head has the products of five layers
+    assert found[0] == (range(9), range(9, 12))
+    assert found[-1] == (range(6), range(6, 12))
+    assert len(set(found)) == len(found)
+    assert divisions(model_spec(config(4, vocab=8)), 2) == [(range(2), range(2, 4))]
 
 
 def test_parts_have_all_tensors_of_the_model_once() -> None:
