@@ -6,7 +6,6 @@ block costs one token's worth. So the query comes here, and what goes back is as
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexgen_jax.cpu.processor import core_count
 from flexgen_jax.layers.attention import MASKED
 from flexgen_jax.layers.decoder import KVBlock
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
@@ -79,7 +79,7 @@ class HostAttention:
     """
 
     def __init__(self, is_beside_gpu: bool = False) -> None:
-        self._threads = attending_cores(_cores(), is_beside_gpu)
+        self._threads = attending_cores(core_count(), is_beside_gpu)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="flexgen-attention")
 
     def attend(
@@ -199,11 +199,6 @@ def attending_cores(cores: int, is_beside_gpu: bool) -> int:
     """Returns how many of `cores` cores attend: beside a GPU all but a quarter of them, and but
     `COPYING_CORES` of many."""
     return cores - (min(COPYING_CORES, cores // 4) if is_beside_gpu else 0)
-
-
-def _cores() -> int:
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return count or 1
 
 
 def _rows(query: np.ndarray) -> np.ndarray:

@@ -25,6 +25,12 @@ FOR_FLOATS = {"avx2", "fma"}
 ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # numbers of x86-64 Linux
 
 
+def core_count() -> int:
+    """Returns the number of cores that this process may use."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return count or 1
+
+
 class Features(NamedTuple):
     """The processor's units for products, best first; see `tile_units`. Without any, as on ARM, XLA
     multiplies.

@@ -130,6 +130,7 @@ class Stages:
         self.workload: Workload | None = None
         self._members: list[Member] = []
         self._divisions = divisions(model_spec(config), count)
+        self._placed: Division | None = None
         try:
             self._start(self._divisions[0])
         except BaseException:
@@ -339,7 +340,7 @@ class Stages:
         shape = Shape(given.batch_size, max(1, given.num_batches // groups), groups)
         policy = replace(given, num_batches=shape.batches * groups)
         plans, missing = list[ChainPlan](), list[str]()
-        for layers in self._ways():
+        for layers in self._divisions:
             how = {"policy": policy.to_json(), "workload": asdict(workload), "groups": groups}
             self._tell_parts("check", layers, **how)
             answers = self._answers("checked")
@@ -351,7 +352,7 @@ class Stages:
                 for member, answer in zip(self._members, answers, strict=True)
                 if answer["missing"]
             ]
-        best = fastest(plans)
+        best = fastest(plans, self._placed)
         if best is None:
             raise BudgetError(missing[0])
         return best
@@ -366,14 +367,17 @@ class Stages:
             self._tell_parts("plan", layers, **how, shape=list(shape))
             return [read_plan(answer["plan"]) for answer in self._answers("planned")]
 
-        best = search_stages(problem, self._ways(), plan_all, self._link)
+        def search() -> ChainPlan | None:
+            return search_stages(problem, self._divisions, self._placed, plan_all, self._link)
+
+        best = search()
         if best and not self._is_measured and best.total_s > WORTH_MEASURING_S:
             self._say("flexgen-jax: measuring this machine, once, for one to three minutes")
             self._tell("measure")
             self._answers("measured")
             self._is_measured = True
             self._known.clear()
-            best = search_stages(problem, self._ways(), plan_all, self._link)
+            best = search()
         if best is None:
             raise BudgetError(
                 f"no plan fits {len(self._members)} stages; give them more memory or disk, or "
@@ -388,18 +392,13 @@ class Stages:
         found = Problem(self._config, self.dtype, hw, Budgets(), self.unified, workload, base=base)
         return found, int(found.costs(base).hidden_bytes(1, 1))
 
-    def _ways(self) -> list[Division]:
-        """Returns the divisions of the layers to choose from: the present one first, to which
-        weights have been brought."""
-        now = tuple(member.layers for member in self._members)
-        return [now, *(way for way in self._divisions if way != now)]
-
     def open(self, policy: Policy, workload: Workload, compiles: bool = False) -> None:
         """Brings the weights of all stages to where their policies put them."""
         self.policy, self.workload = policy, workload
         assert self._plan is not None, "it was planned"
         for member, part in zip(self._members, self._plan.layers, strict=True):
             member.layers = part
+        self._placed = self._plan.layers
         policies = [stage.policy.to_json() for stage in self._plan.stages]
         how = {"workload": asdict(workload), "compiles": compiles}
         self._tell_parts("open", self._plan.layers, policies=policies, **how)

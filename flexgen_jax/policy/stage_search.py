@@ -223,28 +223,30 @@ def plan_alike(problem: Problem, shape: Shape, layers: Division) -> list[StagePl
     return [known[kind] for kind in kinds]
 
 
-def fastest(plans: Iterable[ChainPlan]) -> ChainPlan | None:
+def fastest(plans: Iterable[ChainPlan], placed: Division | None = None) -> ChainPlan | None:
     """Returns the plan with the division of layers to take; None if there is no plan.
 
-    plans: of one shape, that of the division to stay with first.
+    plans: of one shape; placed: the division to which weights have been brought.
     """
-    best: ChainPlan | None = None
-    for plan in plans:
-        if best is None or plan.total_s * WORTH_MOVING < best.total_s:
-            best = plan
-    return best
+
+    def seconds(plan: ChainPlan) -> float:
+        return plan.total_s * (1 if placed in (None, plan.layers) else WORTH_MOVING)
+
+    return min(plans, key=seconds, default=None)
 
 
 def search_stages(
     problem: Problem,
     ways: Sequence[Division],
+    placed: Division | None = None,
     plan_all: Callable[[Shape, Division], Sequence[StagePlan | None]] | None = None,
     link: Link = LOOPBACK,
 ) -> ChainPlan | None:
     """Returns the plan of the highest throughput; None if nothing fits.
 
-    ways: divisions of the layers, of which the first that fits chooses the shape; plan_all: returns
-    the stages' plans for a shape, by default those for machines that are like the problem's.
+    ways: divisions of the layers, of which the first that fits chooses the shape; placed: as for
+    `fastest`; plan_all: returns the stages' plans for a shape, by default those for machines that
+    are like the problem's.
     """
     plan_all = plan_all or partial(plan_alike, problem)
     hidden = int(problem.costs(problem.base).hidden_bytes(1, 1))
@@ -259,7 +261,7 @@ def search_stages(
         best = _best_shape(problem, partial(chain, layers=way), len(way))
         if best is not None:
             others = (chain(best.shape, other) for other in ways[number + 1 :])
-            return fastest([best, *(plan for plan in others if plan is not None)])
+            return fastest([best, *(plan for plan in others if plan is not None)], placed)
     return None
 
 

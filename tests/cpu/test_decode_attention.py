@@ -16,6 +16,8 @@ import pytest
 from flexgen_jax import Policy
 from flexgen_jax.cpu import attention
 from flexgen_jax.cpu.jit import attention_entry
+from flexgen_jax.cpu.jit.attention_entry import ALL, PARTS, RESULTS, array_in
+from flexgen_jax.cpu.jit.xla_calls import words
 from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.attention import attend_blocks
@@ -155,6 +157,19 @@ def test_a_part_without_memory_is_an_error() -> None:
     program = jax.jit(jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((4, 1), jnp.float32)))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED.*no memory"):
         jax.block_until_ready(program(jnp.zeros(4)))
+
+
+def test_no_more_threads_than_cores_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(shared, part):  # type: ignore[no-untyped-def]
+        result = words(words(shared[RESULTS])[0])
+        array_in(result, (64,), np.int32)[part] = shared[ALL]
+        return 1
+
+    name = "test_of_sharing"
+    target = register(name, lambda: attention_entry.handler(name, compute))
+    program = jax.jit(jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((64,), jnp.int32)))
+    monkeypatch.setattr(attention_entry._cores(), "value", 1)
+    assert program(jnp.zeros(4))[0] == PARTS
 
 
 def test_the_smallest_numbers_of_half_precision_are_not_zero() -> None:

@@ -10,6 +10,7 @@ stable binary interface.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -22,7 +23,8 @@ from numba.core import typing as untyped_typing
 
 from flexgen_jax.cpu import targets
 from flexgen_jax.cpu.jit import prefill_attention, xla_calls
-from flexgen_jax.cpu.jit.decode_attention import SOURCE, cached, fold_rows, source_of
+from flexgen_jax.cpu.jit.code_cache import cached, source_of
+from flexgen_jax.cpu.jit.decode_attention import SOURCE, fold_rows
 from flexgen_jax.cpu.jit.prefill_attention import attend_block_rows, attend_rows
 from flexgen_jax.cpu.jit.xla_calls import (
     address_in,
@@ -35,6 +37,7 @@ from flexgen_jax.cpu.jit.xla_calls import (
     run_part,
     words,
 )
+from flexgen_jax.cpu.processor import core_count
 from flexgen_jax.layers.attention import MASKED
 
 carray: Any = vars(numba)["carray"]
@@ -51,6 +54,9 @@ RESOURCE_EXHAUSTED = 8
 MESSAGE = np.frombuffer(b"a kernel of the CPU found no memory for what it works with\0", np.uint8)
 PARTS = 4
 """Ranges of rows, or of columns, per thread; each range goes to whichever thread is free."""
+
+CORES = "flexgen_cores"
+"""What LLVM calls the number of cores, a word."""
 
 NEXT, DONE, SUCCEEDED, HOLDERS, ALL, ARGUMENTS, RESULTS = range(7)
 """Indices of words in the task that the threads of a call share."""
@@ -177,6 +183,7 @@ def handler(
     binding.add_symbol(f"{name}_part", part.address)
     work = cached(partial(cfunc, FUNCTION), _taking_parts(f"{name}_part"))
     binding.add_symbol(name, work.address)
+    binding.add_symbol(CORES, ctypes.addressof(_cores()))
     calls = CALLS
 
     def handle(frame):
@@ -193,7 +200,10 @@ def handler(
         sent[0], sent[1], sent[2], sent[3] = 32, 0, context, address_in(threads)
         threads[0] = 1
         known = call(api[THREADS], address_in(sent)) == 0
-        helpers = min(max(threads[0] - 1, 0), most - 1) if known else 0
+        # XLA may have more threads than cores, see `engine/stage_worker.py`. Here they would take
+        # each other's core, and the one that has nothing left would wait for the other.
+        running = min(threads[0], words(address_of(CORES))[0], most)
+        helpers = max(running - 1, 0) if known else 0
         task = malloc(64)
         if task == 0:
             return fail(api, sent)
@@ -213,6 +223,12 @@ def handler(
         return fail(api, sent) if failed else 0
 
     return cached(partial(cfunc, FUNCTION), handle), work, part
+
+
+@lru_cache
+def _cores() -> ctypes.c_int64:
+    """Returns the number of cores in memory that stays where it is."""
+    return ctypes.c_int64(core_count())
 
 
 def _taking_parts(name: str) -> Callable[..., int]:

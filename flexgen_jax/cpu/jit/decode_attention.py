@@ -14,37 +14,24 @@ A row is one query head of one sequence. Rows are independent, so each thread ta
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numba import njit
 
 from flexgen_jax.cpu.jit import decode_attention_ir, llvm, softmax_ir
+from flexgen_jax.cpu.jit.code_cache import MATH, compiled, source_of
 from flexgen_jax.cpu.jit.decode_attention_ir import add_row, add_some, score_row
-from flexgen_jax.cpu.jit.llvm import FLAGS, LANES
+from flexgen_jax.cpu.jit.llvm import LANES
 from flexgen_jax.cpu.jit.softmax_ir import exp, weigh
 from flexgen_jax.layers.attention import MASKED
 from flexgen_jax.models import storage
 
-MATH = set(FLAGS)
-
-
-def source_of(*files: str | None) -> int:
-    """Returns a checksum of the files' contents, never 0."""
-    return zlib.crc32(b"".join(Path(str(file)).read_bytes() for file in files)) | 1
-
-
 VECTOR_FILES = (decode_attention_ir.__file__, softmax_ir.__file__, storage.__file__, llvm.__file__)
 SOURCE = source_of(__file__, *VECTOR_FILES)
-"""A checksum of the code that the compute kernels are made from.
-
-The kernels refer to it so that Numba's cache notices a change in any of these files: what a
-function closes over is part of the cache's key.
-"""
+"""A checksum of the code that the compute kernels are made from, see `source_of`."""
 
 LEAST = np.float32(MASKED / 2)
 """Tokens that are not valid have scores below this."""
@@ -84,20 +71,6 @@ def fold_rows(keys, values, first, stop, heads, start, query, state, how, size, 
             mixed[k] *= fade
         add_row(values, kept, begin, stop, scores, mixed, size, is_half, bits)
         peak[i], total[i] = highest, total[i] * fade + summed
-
-
-def cached(make: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """Compiles a function with one of Numba's decorators and keeps the result on disk where
-    possible."""
-    try:
-        return make(cache=True, fastmath=MATH)(function)
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written to
-        return make(fastmath=MATH)(function)
-
-
-def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    found: Callable[..., None] = cached(partial(njit, nogil=True), function)
-    return found
 
 
 @lru_cache

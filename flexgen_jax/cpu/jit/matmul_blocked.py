@@ -16,7 +16,7 @@ from numba import njit
 
 from flexgen_jax.cpu import processor
 from flexgen_jax.cpu.jit import llvm, matmul_inner, packing
-from flexgen_jax.cpu.jit.decode_attention import source_of
+from flexgen_jax.cpu.jit.code_cache import source_of
 from flexgen_jax.cpu.jit.matmul_inner import configure, multiply_tiles, release
 from flexgen_jax.cpu.jit.packing import PAIR, STEP, give_rows, take_columns, take_rows
 from flexgen_jax.models import storage

@@ -22,7 +22,7 @@ from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import matmul_packed, packing_int8
-from flexgen_jax.cpu.jit.decode_attention import source_of
+from flexgen_jax.cpu.jit.code_cache import source_of
 from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
 from flexgen_jax.cpu.jit.matmul_packed import AHEAD, middle_of

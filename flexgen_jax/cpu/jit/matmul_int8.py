@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from flexgen_jax.cpu.jit import matmul_blocked, packing_int8
-from flexgen_jax.cpu.jit.decode_attention import source_of
+from flexgen_jax.cpu.jit.code_cache import source_of
 from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH, LINE, add_panel, aligned
 from flexgen_jax.cpu.jit.matmul_inner import (
     configure,

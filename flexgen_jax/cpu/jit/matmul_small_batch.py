@@ -21,7 +21,7 @@ from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import matmul_blocked
-from flexgen_jax.cpu.jit.decode_attention import source_of
+from flexgen_jax.cpu.jit.code_cache import source_of
 from flexgen_jax.cpu.jit.llvm import FIRST_CACHE, INT, LANES, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
 from flexgen_jax.cpu.jit.matmul_inner import begun, multiplied

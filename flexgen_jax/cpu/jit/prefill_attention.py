@@ -12,8 +12,9 @@ import numpy as np
 from numba import njit
 
 from flexgen_jax.cpu.jit import prefill_attention_ir
+from flexgen_jax.cpu.jit.code_cache import source_of
 from flexgen_jax.cpu.jit.decode_attention import SOURCE as DECODE_SOURCE
-from flexgen_jax.cpu.jit.decode_attention import cap, source_of
+from flexgen_jax.cpu.jit.decode_attention import cap
 from flexgen_jax.cpu.jit.prefill_attention_ir import COLUMNS, ROWS, keep, multiply, widen
 from flexgen_jax.cpu.jit.softmax_ir import weigh
 from flexgen_jax.layers.attention import MASKED

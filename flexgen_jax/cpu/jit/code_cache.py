@@ -1,0 +1,60 @@
+"""Compiled code on disk, in Numba's cache, so that it is compiled once for all processes.
+
+Numba numbers the files of what is compiled from one function of the source, such as the variants
+for several sizes and formats, and several processes at once may give one number to two of them.
+Here every variant, of every version of the source, has file names of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+from numba.core import registry as untyped_registry
+from numba.core import serialize as untyped_serialize
+
+from flexgen_jax.cpu.jit.llvm import FLAGS
+
+registry: Any = untyped_registry
+serialize: Any = untyped_serialize
+
+MATH = set(FLAGS)
+
+
+def source_of(*files: str | None) -> int:
+    """Returns a checksum of the files' contents, never 0.
+
+    Compiled functions refer to one of all the code that they are made from, so that a change in any
+    of these files is noticed: what a function closes over is part of the cache's key.
+    """
+    return zlib.crc32(b"".join(Path(str(file)).read_bytes() for file in files)) | 1
+
+
+def cached(make: Callable[..., Any], function: Callable[..., Any]) -> Any:
+    """Compiles a function, made for this call, with one of Numba's decorators and keeps the result
+    on disk where possible."""
+    function.__qualname__ += f".{_variant(function)}"
+    try:
+        return make(cache=True, fastmath=MATH)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written to
+        return make(fastmath=MATH)(function)
+
+
+def compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Compiles a function whose callers hold no lock of the interpreter."""
+    found: Callable[..., None] = cached(partial(njit, nogil=True), function)
+    return found
+
+
+def _variant(function: Callable[..., Any]) -> str:
+    """Returns a checksum of all that tells a function from others made from the same source: what
+    it closes over, and the processor."""
+    closed: Any = function.__closure__ or ()
+    processor = registry.cpu_target.target_context.codegen().magic_tuple()
+    known = serialize.dumps((tuple(cell.cell_contents for cell in closed), processor))
+    return hashlib.sha256(known).hexdigest()[:16]
