@@ -79,6 +79,11 @@ class Message(NamedTuple):
     content: dict[str, Any]
 
 
+def stage_name(number: int, layers: range) -> str:
+    """Returns what a stage is called in messages."""
+    return f"stage {number} (layers {layers.start} to {layers.stop - 1})"
+
+
 class Member:
     """A stage's process, seen from the one that leads.
 
@@ -92,7 +97,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        return f"stage {self.number} (layers {self.layers.start} to {self.layers.stop - 1})"
+        return stage_name(self.number, self.layers)
 
     def send(self, kind: str, **content: Any) -> None:
         assert self.wire is not None, "it has connected"
@@ -348,8 +353,8 @@ class Stages:
             if len(found) == len(layers):
                 plans.append(chain_plan(problem, found, layers, shape, hidden, self._link))
             missing += [
-                f"{member.name}: the plan does not fit: {answer['missing'][0]}"
-                for member, answer in zip(self._members, answers, strict=True)
+                f"{stage_name(number, part)}: the plan does not fit: {answer['missing'][0]}"
+                for number, (part, answer) in enumerate(zip(layers, answers, strict=True))
                 if answer["missing"]
             ]
         best = fastest(plans, self._placed)
