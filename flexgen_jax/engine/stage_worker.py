@@ -132,8 +132,11 @@ def read_batch(content: Mapping[str, Any]) -> Batch:
 class Worker:
     """One stage: does what messages ask for until the connection ends."""
 
-    def __init__(self, wire: Wire, number: int, start: Mapping[str, Any]) -> None:
-        self._wire, self._number = wire, number
+    def __init__(
+        self, wire: Wire, number: int, start: Mapping[str, Any], leaving: threading.Event
+    ) -> None:
+        """leaving: set when the leader says that this stage may end."""
+        self._wire, self._number, self._leaving = wire, number, leaving
         asked = EngineOptions(**start["options"])
         device, host, disk = asked.budgets
         on_cpu = start_jax(host)
@@ -188,6 +191,10 @@ class Worker:
                 kind, content = self._wire.receive()
             except ClosedError:
                 os._exit(1)  # nobody is there to compute for
+            if kind == "close":  # then the connection may end before this process does
+                self._leaving.set()
+                self._asked.put((kind, content))
+                return
             if kind == "slot":
                 assert self._slots is not None
                 self._slots.hear(content)
@@ -379,7 +386,9 @@ def _joined(address: tuple[str, int], stage: int, key: str) -> tuple[Wire, dict[
 def work(address: tuple[str, int], stage: int, key: str) -> None:
     """Connects to the process that leads the stages, and computes what it asks for."""
     wire, start = _joined(address, stage, key)
-    threading.Thread(target=_beat, args=(wire,), name="flexgen-beat", daemon=True).start()
+    leaving = threading.Event()
+    beat = threading.Thread(target=_beat, args=(wire, leaving), name="flexgen-beat", daemon=True)
+    beat.start()
     worker: Worker | None = None
     try:
         if start["cores"]:
@@ -389,7 +398,7 @@ def work(address: tuple[str, int], stage: int, key: str) -> None:
         jax.distributed.initialize(
             start["meeting"], start["stages"], stage, initialization_timeout=JOIN_S
         )
-        worker = Worker(wire, stage, start)
+        worker = Worker(wire, stage, start, leaving)
         worker.run()
     except ClosedError:
         pass
@@ -410,10 +419,10 @@ def _tell_error(wire: Wire, error: BaseException) -> None:
         wire.send("error", message=said or type(error).__name__, is_known=is_known)
 
 
-def _beat(wire: Wire) -> None:
-    while True:
-        time.sleep(BEAT_S)
+def _beat(wire: Wire, leaving: threading.Event) -> None:
+    while not leaving.wait(BEAT_S):
         try:
             wire.send("beat")
         except ClosedError:
-            os._exit(1)
+            if not leaving.is_set():
+                os._exit(1)
