@@ -31,7 +31,8 @@ WORSE = 6
 """So many shapes in turn, those of two sizes of groups, that are no better end the search."""
 
 WORTH_MOVING = 1.05
-"""Another division of the layers is taken if it is predicted to be so many times as fast."""
+"""Weights that are placed move to another division of the layers if it is predicted to be so many
+times as fast."""
 
 TRIES = 8
 """How often the linear program is solved again because exact peaks exceed its estimate."""
