@@ -26,8 +26,8 @@ MAY_IMPORT = {
     "offload": {"models", "layers", "policy", "cpu"},
     "machine": {"models", "layers", "policy", "cpu", "offload"},
     "engine": {"models", "layers", "policy", "cpu", "offload", "machine"},
-    "jobs": {"engine", "machine"},
-    "evaluation": {"engine"},
+    "jobs": {"models", "engine", "machine"},
+    "evaluation": {"models", "engine"},
     "cli": {
         "models",
         "layers",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,11 +28,12 @@ class Terminated(KeyboardInterrupt):
     "-i",
     "--input",
     "source",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
     required=True,
     metavar="FILE",
     help="Requests, a line of JSON each: OpenAI's batch format for /v1/completions and "
-    '/v1/chat/completions, or {"id": "1", "prompt": "...", "max_tokens": 64}.',
+    '/v1/chat/completions, or {"id": "1", "prompt": "...", "max_tokens": 64}. "-" is standard '
+    "input; .gz and .zst are read, too.",
 )
 @click.option(
     "-o",
@@ -52,11 +55,24 @@ class Terminated(KeyboardInterrupt):
     help="Keep unfinished texts so often; a job that is killed loses no more work than that.",
 )
 @click.option(
+    "--retry-errors",
+    is_flag=True,
+    help="Run lines whose record is an error again, and no others that have a record.",
+)
+@click.option(
+    "--max-tokens",
     "--chat-tokens",
+    "chat_tokens",
     type=click.IntRange(1),
-    default=512,
-    show_default=True,
-    help="New tokens of a conversation that does not say how many.",
+    help="New tokens of a conversation that does not say how many. Default: as the model's folder "
+    "says, else 512.",
+)
+@click.option(
+    "--now",
+    type=click.DateTime(("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S")),
+    metavar="TIME",
+    help="What chat templates that write the date take as the present time, e.g. 2026-01-31. "
+    "Default: when the job began, also after an interruption.",
 )
 @click.option(
     "--ray",
@@ -83,7 +99,9 @@ def batch(
     ordered: bool,
     limit: int | None,
     journal_interval: float,
-    chat_tokens: int,
+    retry_errors: bool,
+    chat_tokens: int | None,
+    now: datetime | None,
     ray_address: str | None,
     progress_file: Path | None,
     json_file: Path | None,
@@ -92,7 +110,8 @@ def batch(
     """Run a file of requests.
 
     A line that cannot be run has a record that says why. A job that was killed, or ran out of disk
-    space, goes on with the same command; every line has exactly one record in the end.
+    space, goes on with the same command; every line has exactly one record in the end. The exit
+    status is 1 if every line has an error.
     """
     from flexgen_jax.jobs.job import JobOptions
 
@@ -107,6 +126,8 @@ def batch(
         journal_s=journal_interval,
         is_ordered=ordered,
         progress_file=progress_file,
+        retries_errors=retry_errors,
+        now=now,
     )
     signal.signal(signal.SIGTERM, _end)
     engine = engine_options(flags, default_batches=64)
@@ -124,6 +145,15 @@ def batch(
     )
     if report:
         click.echo(f"flexgen-jax: {account(report)}", err=True)
+    if summary.commonest is not None:
+        said, count = summary.commonest
+        click.echo(
+            f"flexgen-jax: {count} errors say: {said}. Once that is mended, --retry-errors runs "
+            "these lines again",
+            err=True,
+        )
+    if summary.errors and summary.errors == summary.total:
+        sys.exit(1)
 
 
 def run_here(engine: EngineOptions, options: JobOptions) -> tuple[Summary, dict[str, Any]]:

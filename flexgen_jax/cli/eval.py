@@ -92,23 +92,22 @@ def lm_eval(
     json_file: Path | None,
     **flags: Any,
 ) -> None:
-    """Run tasks of EleutherAI's lm-evaluation-harness (pip install 'flexgen-jax[eval]')."""
+    """Run tasks of EleutherAI's lm-evaluation-harness (pip install lm-eval)."""
     try:
         from lm_eval import simple_evaluate
-        from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
 
-        from flexgen_jax.evaluation.harness import FlexGenLM
+        from flexgen_jax.evaluation.harness import CheckedTasks, FlexGenLM
     except ImportError as error:
         raise UserError(
-            f"this needs the evaluation harness: {error}; pip install 'flexgen-jax[eval]'"
+            f"this needs the evaluation harness: {error}; pip install lm-eval"
         ) from None
     check_json(json_file)
     with open_llm(engine_options(flags, default_batches=64)) as llm:
         found = simple_evaluate(
             model=FlexGenLM(llm),
             tasks=[name.strip() for name in tasks.split(",")],
-            task_manager=TaskManager(include_path=str(include_path) if include_path else None),
+            task_manager=CheckedTasks(include_path=str(include_path) if include_path else None),
             num_fewshot=num_fewshot,
             limit=limit,
             use_cache=str(use_cache) if use_cache else None,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -15,8 +18,13 @@ from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import PromptError, UserError
 
 if TYPE_CHECKING:
-    from flexgen_jax.engine.files import Prompt
+    from flexgen_jax.engine.files import OutputFile, Prompt
+    from flexgen_jax.engine.llm import LLM
+    from flexgen_jax.engine.outputs import RequestOutput
     from flexgen_jax.engine.sampling import SamplingParams
+
+MAX_TOKENS = 64
+"""New tokens where neither the command nor the model's folder says how many."""
 
 DEMO_PROMPT = "The people of the United States"
 
@@ -51,7 +59,26 @@ DEMO_PROMPT = "The people of the United States"
     is_flag=True,
     help="Each prompt is a user's message; answer it, by the model's chat template.",
 )
-@click.option("--max-tokens", default=64, show_default=True, help="New tokens a prompt.")
+@click.option(
+    "--chat-option",
+    "chat_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With --chat, tell the template a variable, such as enable_thinking=false; VALUE is JSON, "
+    "or else a text. May be repeated.",
+)
+@click.option(
+    "--now",
+    type=click.DateTime(("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S")),
+    metavar="TIME",
+    help="With --chat, what a template that writes the date takes as the present time, e.g. "
+    "2026-01-31.",
+)
+@click.option(
+    "--max-tokens",
+    type=int,
+    help="New tokens a prompt. Default: as the model's folder says, else 64.",
+)
 @click.option(
     "--temperature",
     type=float,
@@ -70,7 +97,9 @@ def generate(
     prefix_file: Path | None,
     output: Path | None,
     is_chat: bool,
-    max_tokens: int,
+    chat_options: tuple[str, ...],
+    now: datetime | None,
+    max_tokens: int | None,
     temperature: float | None,
     top_k: int | None,
     top_p: float | None,
@@ -85,6 +114,7 @@ def generate(
     --output: the same command goes on where it was broken off.
     """
     from flexgen_jax.engine.files import Prompt, read_prompts, read_text
+    from flexgen_jax.engine.requests import impossible
     from flexgen_jax.engine.sampling import SamplingParams
 
     given = [Prompt(text, f"PROMPTS, number {n}") for n, text in enumerate(prompts, 1)]
@@ -103,12 +133,17 @@ def generate(
     check_json(json_file)
     if output is not None and json_file is not None and output.resolve() == json_file.resolve():
         raise UserError(f"--output and --json are both {output}; choose another file for one")
+    chat = Chat(parse_variables(chat_options), now) if is_chat else None
+    if chat is None and (chat_options or now is not None):
+        raise UserError("--chat-option and --now are for --chat, which is not given")
     options = engine_options(flags, default_batches=len(given))
-    results, report = run_prompts(given, prefix, params, output, options, is_chat)
+    results, report = run_prompts(given, prefix, params, output, options, chat)
+    errors = {r["index"]: r["error"] for r in results if "error" in r}
     try:  # neither a full disk nor a reader that goes away may cost the other
         write_json(json_file, {"results": results, "report": report})
     finally:
-        for result in results if output is None else ():
+        good = [result for result in results if "error" not in result]
+        for result in good if output is None else ():
             click.echo(f"{result['prompt']}{result['text']}")
             if len(results) > 1:
                 click.echo("---")
@@ -118,6 +153,29 @@ def generate(
             f"{report['generation_throughput']:.1f} token/s",
             err=True,
         )
+    if errors:
+        raise _impossible(given, impossible(errors))
+
+
+class Chat(NamedTuple):
+    """How prompts are rendered as conversations: what the template is told, and the time."""
+
+    variables: Mapping[str, Any]
+    now: datetime | None = None
+
+
+def parse_variables(texts: Sequence[str]) -> dict[str, Any]:
+    """Parses "NAME=VALUE"; raises `UserError` for what is not of this form."""
+    variables = {}
+    for text in texts:
+        name, is_there, value = text.partition("=")
+        if not name.isidentifier() or not is_there:
+            raise UserError(f"--chat-option {text}: write for example enable_thinking=false")
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables
 
 
 def run_prompts(
@@ -126,38 +184,84 @@ def run_prompts(
     params: SamplingParams,
     output: Path | None,
     options: EngineOptions,
-    is_chat: bool = False,
+    chat: Chat | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns the results of all prompts, which begin with `prefix`, and the report of the run.
+    """Returns the results of all prompts, which begin with `prefix`, and the report of the run. A
+    prompt that could not be continued has an "error", and its "index".
 
     Some prompts may be finished in `output` already; if all are, there is no run and the report is
-    empty.
+    empty. Raises `UserError` if no prompt can be continued.
     """
-    from flexgen_jax.engine.files import OutputFile, as_json
-    from flexgen_jax.models.checkpoint import digest
+    from flexgen_jax.engine.files import as_json
 
     texts = [prompt.text for prompt in given]
     with ExitStack() as stack:
         llm = stack.enter_context(open_llm(options))
-        more: dict[str, Any] = {}
-        if output is not None:
-            run = digest(llm.fingerprint, llm.resolved(params), *(["chat"] if is_chat else []))
-            file = stack.enter_context(closing(OutputFile(output, run, texts)))
+        if params.max_tokens is None and llm.sampling_defaults.max_tokens is None:
+            params = replace(params, max_tokens=MAX_TOKENS)
+        file = _output_file(llm, output, params, texts, chat)
+        if file is not None:
+            stack.enter_context(closing(file))
             if file.finished:
                 here = f"{len(file.finished)} of {len(texts)} texts"
                 click.echo(f"flexgen-jax: {here} are in {output} already", err=True)
             if len(file.finished) == len(texts):
                 return file.results(), {}
-            more = {"skip": frozenset(file.finished), "on_output": file.write}
         try:
-            if is_chat:
-                asked = [[{"role": "user", "content": text}] for text in texts]
-                results = llm.chat(asked, params, **more)
-            else:
-                results = llm.generate(texts, params, prefix=prefix or None, **more)
-            made = [as_json(result) for result in results] if output is None else file.results()
-            return made, llm.report()
+            results = _continued(llm, texts, prefix, params, chat, file)
         except PromptError as error:
-            places = "; ".join(given[index].where for index in error.indices[:5])
-            etc = ", ..." if len(error.indices) > 5 else ""
-            raise UserError(f"{error} ({places}{etc})") from None
+            raise _impossible(given, error) from None
+        failed = [{**as_json(r), "index": int(r.id)} for r in results if r.error is not None]
+        if file is not None:
+            return [*file.results(), *failed], llm.report()
+        return [*(as_json(r) for r in results if r.error is None), *failed], llm.report()
+
+
+def _output_file(
+    llm: LLM, output: Path | None, params: SamplingParams, texts: Sequence[str], chat: Chat | None
+) -> OutputFile | None:
+    """Opens the file of finished texts, if there is one."""
+    from flexgen_jax.engine.files import OutputFile
+    from flexgen_jax.models.checkpoint import digest
+
+    if output is None:
+        return None
+    how = [] if chat is None else ["chat", llm.chat_fingerprint, sorted(chat.variables.items())]
+    now = None
+    if chat is not None and llm.chat_tells_time:
+        now = (chat.now or datetime.now()).isoformat()
+    file = OutputFile(output, digest(llm.fingerprint, llm.resolved(params), *how), texts, now)
+    if chat is not None and chat.now is not None and file.now not in (None, chat.now.isoformat()):
+        file.close()
+        raise UserError(
+            f"--output {output} has texts of --now {file.now}: give that, or choose another file"
+        )
+    return file
+
+
+def _continued(
+    llm: LLM,
+    texts: Sequence[str],
+    prefix: str,
+    params: SamplingParams,
+    chat: Chat | None,
+    file: OutputFile | None,
+) -> list[RequestOutput]:
+    """Continues the texts that are not in the file, or answers them."""
+    more: dict[str, Any] = {}
+    if file is not None:
+        more = {"skip": frozenset(file.finished), "on_output": file.write}
+    if chat is None:
+        return llm.generate(texts, params, prefix=prefix or None, **more)
+    now = chat.now
+    if file is not None and file.now is not None:
+        now = datetime.fromisoformat(file.now)
+    asked = [[{"role": "user", "content": text}] for text in texts]
+    return llm.chat(asked, params, chat_template_kwargs=chat.variables, now=now, **more)
+
+
+def _impossible(given: Sequence[Prompt], error: PromptError) -> UserError:
+    """Returns the error of prompts that cannot be continued, with their places."""
+    places = "; ".join(given[index].where for index in error.indices[:5])
+    etc = ", ..." if len(error.indices) > 5 else ""
+    return UserError(f"{error} ({places}{etc})")

@@ -37,6 +37,9 @@ class Choices(Protocol):
         """Returns which tokens may come next in each request, see `Matcher.allowed`; None if all
         may."""
 
+    def wanted(self, requests: list[EncodedRequest]) -> list[EncodedRequest]:
+        """Returns those of some requests that wait which are still to be run."""
+
 
 FEWEST = 4
 """Others enter beside a run's batches when there are rows for this fraction of a batch."""
@@ -109,6 +112,8 @@ class Waiting:
             return {}
         if not self.left:  # they wait for a run of their own
             self._top_up(max(0, free - len(self._requests)))
+        if self._choices is not None:
+            self._requests = self._choices.wanted(self._requests)
         members = self._next(min(free, policy.batch_size * (most or policy.num_batches)), going)
         groups = grouped(members, policy.batch_size)
         entered = {}
@@ -255,6 +260,7 @@ def made_batch(
             if request.scored:
                 targets[row, -len(request.scored) :] = np.maximum(request.scored, 0)
         return Batch(ids, first_valid, targets=targets, most=most, branches=branches)
+    most = np.maximum(most - 1, 1)  # the last token is chosen, and not computed
     params = [r.params for r in members] + [SamplingParams()] * fill
     places = [r.draws_from for r in members] + [0] * fill
     starts = [r.continued for r in members] + [0] * fill

@@ -9,6 +9,7 @@ import os
 import stat
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -68,8 +69,10 @@ RESULT = ("prompt", "text", "token_ids", "finish_reason")
 
 
 def as_json(result: RequestOutput) -> dict[str, Any]:
-    """Returns the fields of a finished text that are written to a file."""
-    return {name: getattr(result, name) for name in RESULT}
+    """Returns the fields of a finished text that are written to a file, and of one that could not
+    be made its error."""
+    why = {} if result.error is None else {"error": result.error}
+    return {name: getattr(result, name) for name in RESULT} | why
 
 
 def lock(file: IO[bytes], held: str) -> None:
@@ -89,11 +92,15 @@ class OutputFile:
 
     A line has "run", a digest of everything that the texts depend on; "index", the prompt's index;
     and the fields of `as_json`. A file that exists already must be of this run and these prompts.
-    Its texts are then in `finished`, by index, and an incomplete last line is cut off.
+    Its texts are then in `finished`, by index, and an incomplete last line is cut off. now: the
+    time that prompts depend on, None if they do not; that of a file that exists already is kept.
     """
 
-    def __init__(self, path: Path, run: str, prompts: Sequence[str]) -> None:
+    def __init__(
+        self, path: Path, run: str, prompts: Sequence[str], now: str | None = None
+    ) -> None:
         self._path, self._run, self._prompts = path, run, prompts
+        self.now = now
         self.finished: dict[int, dict[str, Any]] = {}
         try:
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed in `close`
@@ -111,9 +118,13 @@ class OutputFile:
         self._file.close()
 
     def write(self, index: int, result: RequestOutput) -> None:
-        """Adds the text of a prompt; raises `UserError` if it cannot be written."""
-        content = as_json(result)
-        line = json.dumps({"run": self._run, "index": index, **content}) + "\n"
+        """Adds the text of a prompt, unless it could not be made; raises `UserError` if it cannot
+        be written."""
+        if result.error is not None:
+            return
+        content = as_json(replace(result, prompt=self._prompts[index]))
+        when = {} if self.now is None else {"now": self.now}
+        line = json.dumps({"run": self._run, "index": index, **when, **content}) + "\n"
         rest = memoryview(line.encode())
         try:
             while rest:
@@ -136,6 +147,7 @@ class OutputFile:
         for number, line in enumerate(lines, 1):
             found = self._read(line, number)
             self.finished[found["index"]] = {key: found[key] for key in RESULT}
+            self.now = found.get("now", self.now)
         if rest:
             begin = f'{{"run": "{self._run}"'.encode()
             if not (begin.startswith(rest) or rest.startswith(begin)):

@@ -10,10 +10,16 @@ from typing import Any
 import numpy as np
 
 from flexgen_jax.errors import UserError, first_line
+from flexgen_jax.models.reasoning import opened_by
 from flexgen_jax.models.tokenizer import Tokenizer
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is spelt: on one line, since small models may write blanks without end."""
+
+
+MAX_DIGITS = 24
+"""The most digits in a row of a JSON number, which a small model may write without end; integers of
+64 bits have 20, and doubles 17."""
 
 
 class MissingLibraryError(UserError):
@@ -25,10 +31,18 @@ class Matcher:
 
     The library does not raise: with a text that breaks the rules, or a schema that is too complex
     for it, a matcher is in error from then on.
+
+    vocabulary: bits of tokens that matter; made: the tokens of the text so far; opened: the mark
+    that ends the reasoning before the JSON, None where there is none.
     """
 
-    def __init__(self, matcher: Any, made: Sequence[int], vocab_size: int) -> None:
-        self._matcher, self._words = matcher, -(-vocab_size // 32)
+    def __init__(
+        self, matcher: Any, vocabulary: Vocabulary, made: Sequence[int], opened: str | None
+    ) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._opened = None if opened is None else opened.encode()
+        self._reasoning = b""
+        self._digits = Digits()
         for token in made:
             self.take(token)
 
@@ -43,13 +57,68 @@ class Matcher:
 
     def take(self, token: int) -> None:
         """Appends a token to the text."""
-        self._matcher.consume_token(token)
+        piece = self._vocabulary.piece(token)
+        if self._opened is None:
+            self._matcher.consume_token(token)
+            self._digits.take(piece)
+            return
+        self._reasoning = self._reasoning[-len(self._opened) :] + piece
+        if self._opened in self._reasoning:
+            self._opened = None
 
     def allowed(self) -> np.ndarray:
         """Returns which tokens may come next: bits of uint32 [vocabulary / 32, rounded up], the
-        lowest bit first; all after an error."""
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]
-        return np.full(self._words, ~np.uint32(0)) if self.error else mask
+        lowest bit first; all after an error, and in reasoning all but the end tokens."""
+        words = self._vocabulary.words
+        if self._opened is not None:
+            return ~self._vocabulary.ends
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[:words]
+        if self.error:
+            return np.full(words, ~np.uint32(0))
+        if self._digits.count < MAX_DIGITS:
+            return mask
+        shorter = mask & ~self._vocabulary.digits
+        return shorter if shorter.any() else mask
+
+
+class Digits:
+    """Counts the digits at the end of a JSON text that are of a number, not of a string."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._in_string = self._is_escaped = False
+
+    def take(self, piece: bytes) -> None:
+        """Appends bytes to the text."""
+        for byte in piece:
+            if self._in_string:
+                self._in_string = self._is_escaped or byte != ord('"')
+                self._is_escaped = not self._is_escaped and byte == ord("\\")
+            else:
+                self._in_string = byte == ord('"')
+                self.count = self.count + 1 if byte in b"0123456789" else 0
+
+
+class Vocabulary:
+    """The tokens of a model as bits of uint32 [vocabulary / 32, rounded up], the lowest bit first.
+
+    ends: the end tokens; digits: those that begin with a digit.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> None:
+        self.words = -(-size // 32)
+        self.piece = tokenizer.piece
+        self.ends = self._bits(eos_ids)
+        self._size = size
+
+    @cached_property
+    def digits(self) -> np.ndarray:
+        return self._bits([n for n in range(self._size) if self.piece(n)[:1].isdigit()])
+
+    def _bits(self, tokens: Sequence[int]) -> np.ndarray:
+        bits = np.zeros(self.words * 32, bool)
+        bits[list(tokens)] = True
+        return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def _said(matcher: Any) -> str:
@@ -69,10 +138,12 @@ class Grammars:
         """Raises `UserError` for a schema that `matcher` refuses."""
         self._compiled(schema)
 
-    def matcher(self, schema: str, made: Sequence[int]) -> Matcher:
+    def matcher(self, schema: str, prompt: Sequence[int], made: Sequence[int]) -> Matcher:
         """Returns the matcher of a text that has the tokens `made`. schema: a JSON schema, itself
-        as JSON. Raises `UserError` for one that is wrong or asks for what is not supported."""
-        return Matcher(self._compiled(schema).deep_copy(), made, self._vocab_size)
+        as JSON; prompt: the tokens before the text, which may begin reasoning. Raises `UserError`
+        for a schema that is wrong or asks for what is not supported."""
+        opened = opened_by(self._tokenizer, prompt)
+        return Matcher(self._compiled(schema).deep_copy(), self._bits, made, opened)
 
     def _compile(self, schema: str) -> Any:
         library = _library()
@@ -86,6 +157,10 @@ class Grammars:
         if matcher.is_error():
             raise UserError(f"json_schema cannot be used: {_said(matcher)}")
         return matcher
+
+    @cached_property
+    def _bits(self) -> Vocabulary:
+        return Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
 
     @cached_property
     def _vocabulary(self) -> Any:
@@ -136,6 +211,6 @@ def _library() -> Any:
         import llguidance
     except ImportError:
         raise MissingLibraryError(
-            "json_schema needs llguidance, which is not installed: pip install 'flexgen-jax[json]'"
+            "json_schema needs llguidance, which is not installed: pip install llguidance"
         ) from None
     return llguidance

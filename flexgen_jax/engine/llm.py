@@ -15,10 +15,11 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 
@@ -42,14 +43,14 @@ from flexgen_jax.engine.pairs import Context, Split
 from flexgen_jax.engine.planner import Planner
 from flexgen_jax.engine.requests import (
     EncodedRequest,
+    Encoder,
     Prefix,
     Request,
     check_ids,
     check_lengths,
-    check_params,
+    check_prompt,
     copies,
-    encoder,
-    room_for,
+    impossible,
     shared_tokens,
 )
 from flexgen_jax.engine.sampling import SamplingParams
@@ -63,10 +64,10 @@ from flexgen_jax.errors import (
 from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.profiles import read_profile
 from flexgen_jax.machine.start import start_jax
-from flexgen_jax.models.chat import Message
+from flexgen_jax.models.chat import ChatOptions, Message
 from flexgen_jax.models.defaults import SamplingDefaults
 from flexgen_jax.models.loading import open_model, resolve_dtype
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.reasoning import Reasoning, split_reasoning
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
@@ -77,6 +78,15 @@ from flexgen_jax.units import parse_bytes
 Prompts = str | Sequence[str]
 Text = str | Sequence[int]
 """A text, or its token ids."""
+
+Input = tuple[str | None, Sequence[int]]
+"""A prompt's text, if it has one, and its token ids."""
+
+Encode = Callable[[Request, int], EncodedRequest]
+"""Checks and encodes a request, given its place among all."""
+
+OnError = Literal["return", "raise"]
+"""What comes of prompts that cannot be continued."""
 
 FIRST_READ = 16
 """Requests of a stream that are read before it is known how many run together."""
@@ -107,10 +117,14 @@ class LLM:
             self._stages = Stages(asked, self.config, self._progress.say)
             self._finalizer = weakref.finalize(self, self._stages.close)
             on_cpu = self._stages.on_cpu
+        self._notes = dict.fromkeys(self._model.notes)
+        for note in self._notes:
+            self._progress.say(f"flexgen-jax: {note}")
         self._grammars: Grammars | None = None
         if self._model.tokenizer is not None:
-            vocabulary = (self.config.vocab_size, self.config.eos_ids)
-            self._grammars = Grammars(self._model.tokenizer, *vocabulary)
+            self._grammars = Grammars(
+                self._model.tokenizer, self.config.vocab_size, self.config.eos_ids
+            )
         self.dtype = resolve_dtype(asked.dtype, self.config, on_cpu)
         unified = on_cpu if asked.unified is None else asked.unified
         if unified and not on_cpu:
@@ -135,10 +149,10 @@ class LLM:
         )
         self._trace = Trace(Path(asked.trace)) if asked.trace is not None else None
         self._breakdown = asked.breakdown
-        self._said_defaults = False
         self._session: Session | None = None
         self._texts: Mapping[EncodedRequest, int] | None = {}
         self._running: Generation | Scoring | None = None
+        self._upcoming: Generation | None = None
         self._latest: Generation | None = None
         self._ready: deque[RequestOutput] = deque()
 
@@ -152,6 +166,7 @@ class LLM:
         on_output: OnOutput | None = None,
         on_token: OnToken | None = None,
         prefix: Prefix | None = None,
+        on_error: OnError = "return",
     ) -> list[RequestOutput]:
         """Continues every prompt; the results are in the prompts' order.
 
@@ -162,40 +177,85 @@ class LLM:
         on_token: called with a prompt's index as a text, or "index.number" for further texts of the
             same prompt, and each of its tokens.
         prefix: as in `Request`, with which all prompts begin.
+        on_error: "return" gives a prompt that cannot be continued, such as one that is too long, a
+            result whose `error` says why, and continues the others; "raise" raises a `PromptError`
+            before anything is run. If none can be continued, that is raised in any case.
         """
-        texts, ids = self._inputs(prompts, prompt_token_ids)
-        return self._continued(texts, ids, sampling_params, skip, on_output, on_token, prefix)
+        inputs = self._inputs(prompts, prompt_token_ids)
+        return self._continued(inputs, sampling_params, skip, on_output, on_token, prefix, on_error)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        now: datetime | None = None,
         skip: Container[int] = (),
         on_output: OnOutput | None = None,
         on_token: OnToken | None = None,
+        on_error: OnError = "return",
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several, as the model's chat template writes it.
 
-        messages: [{"role": "user", "content": "..."}], or a list of such lists. The other arguments
-        and the results are those of `generate`; a result's prompt is the conversation as text.
-        Raises `UserError` if the model's folder has no template.
+        messages: [{"role": "user", "content": "..."}], or a list of such lists. The template gets
+            them as they are, and so it does `tools`, `documents` and the variables in
+            `chat_template_kwargs`, such as {"enable_thinking": False}.
+        chat_template: a template's text, or the name of one of the folder's.
+        add_generation_prompt, continue_final_message: as in transformers; the latter continues the
+            last message in place of answering it.
+        now: what the template takes as the present time; None is the time of the call.
+
+        The other arguments and the results are those of `generate`; a result's prompt is the
+        conversation as text. Raises `UserError` if the model's folder has no template, or if it
+        refuses a conversation.
         """
         if not messages:
             raise UserError("the list of messages is empty")
         many = [messages] if isinstance(messages[0], Mapping) else messages
-        found = [self.chat_prompt(cast("Sequence[Message]", one)) for one in many]
-        texts, ids = [text for text, _ in found], [ids for _, ids in found]
-        return self._continued(texts, ids, sampling_params, skip, on_output, on_token, None)
+        options = ChatOptions(
+            tools=tools,
+            documents=documents,
+            variables=chat_template_kwargs or {},
+            adds_generation_prompt=add_generation_prompt and not continue_final_message,
+            continues_final=continue_final_message,
+            template=chat_template,
+            now=now or datetime.now(),
+        )
+        inputs = [self.chat_prompt(cast("Sequence[Message]", one), options) for one in many]
+        return self._continued(inputs, sampling_params, skip, on_output, on_token, None, on_error)
 
-    def chat_prompt(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+    def chat_prompt(
+        self, messages: Sequence[Message], options: ChatOptions | None = None
+    ) -> tuple[str, list[int]]:
         """Returns a conversation as the model's chat template writes it, and its token ids; raises
         `UserError` if the model's folder has no template, or if it refuses the messages."""
         chat, tokenizer = self._model.chat, self._model.tokenizer
         if chat is None or tokenizer is None:
             raise UserError("this model has no chat template: its weights are random")
-        text = chat.render(messages)
+        text = chat.render(messages, options)
+        if chat.joins_parts:
+            self.note(
+                "the chat template takes texts alone: a message's list of parts is given to it as "
+                "one text, a line for each part"
+            )
         return text, tokenizer.encode(text, is_whole=True)
+
+    def note(self, note: str) -> None:
+        """Says something once, and keeps it for the report."""
+        if note not in self._notes:
+            self._notes[note] = None
+            self._progress.say(f"flexgen-jax: {note}")
+
+    @property
+    def notes(self) -> list[str]:
+        """What was said about how the model's files and the requests were taken."""
+        return list(self._notes)
 
     def encode(self, text: str, is_whole: bool = False) -> list[int]:
         """Returns a text's token ids as of a prompt, with the special tokens that the model's
@@ -204,6 +264,12 @@ class LLM:
         if self._model.tokenizer is None:
             raise UserError("texts need a tokenizer, and this model has none")
         return self._model.tokenizer.encode(text, is_whole)
+
+    def special_id(self, role: str) -> int | None:
+        """Returns the id of the tokenizer's special token with a role, such as "bos_token"; None
+        without one."""
+        tokenizer = self._model.tokenizer
+        return None if tokenizer is None else tokenizer.special_id(role)
 
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes that a token stands for within a text; b"" without a tokenizer."""
@@ -214,6 +280,19 @@ class LLM:
     def chat_fingerprint(self) -> str | None:
         """Differs for models that write conversations differently."""
         return None if self._model.chat is None else self._model.chat.fingerprint
+
+    @property
+    def chat_tells_time(self) -> bool:
+        """Whether the text of a conversation may depend on the time."""
+        return self._model.chat is not None and self._model.chat.tells_time
+
+    def reasoning(self, result: RequestOutput) -> Reasoning | None:
+        """Returns the text of a result that begins with reasoning, such as after "<think>", in two
+        parts; None for a text without."""
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            return None
+        return split_reasoning(tokenizer, result.prompt_token_ids, result.token_ids, result.text)
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
@@ -233,36 +312,43 @@ class LLM:
 
     def _continued(
         self,
-        texts: Sequence[str | None],
-        ids: Sequence[Sequence[int]],
+        inputs: Sequence[Input],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         skip: Container[int],
         on_output: OnOutput | None,
         on_token: OnToken | None,
         prefix: Prefix | None,
+        on_error: OnError,
     ) -> list[RequestOutput]:
-        """Continues encoded prompts; see `generate`."""
-        encoded = self._requests(texts, ids, sampling_params)
-        asked = [copy for r in encoded if r.index not in skip for copy in copies(r, len(ids))]
+        """Continues prompts; see `generate`."""
+        count = len(inputs)
+        encoded, failures = self._requests(inputs, sampling_params)
+        if failures and (on_error == "raise" or not encoded):
+            raise impossible({index: str(result.error) for index, result in failures.items()})
+        asked = [copy for r in encoded if r.index not in skip for copy in copies(r, count)]
         requests = self._sharing(asked, prefix)
         made: defaultdict[int, dict[int, RequestOutput]] = defaultdict(dict)
-        found: dict[int, RequestOutput] = {}
+        results: dict[int, RequestOutput] = {}
 
         def finish(request: EncodedRequest, result: RequestOutput) -> None:
-            index = request.index % len(ids)
+            index = request.index % count
             texts = made[index]
             texts[request.index] = result
             if len(texts) == request.params.n:
                 first, *others = (text for _, text in sorted(texts.items()))
-                found[index] = replace(first, others=tuple(others))
+                results[index] = replace(first, others=tuple(others))
                 if on_output is not None:
-                    on_output(index, found[index])
+                    on_output(index, results[index])
 
+        for index, result in failures.items():
+            results[index] = result
+            if on_output is not None:
+                on_output(index, result)
         generation = self._generation(finish, on_token)
         generation.begin(requests)
         for _ in self._serve(Incoming(Listed(requests)), generation):
             pass
-        return [result for _, result in sorted(found.items())]
+        return [result for _, result in sorted(results.items())]
 
     def _sharing(
         self, requests: list[EncodedRequest], prefix: Prefix | None
@@ -293,10 +379,13 @@ class LLM:
         """
         ready = self._ready = deque[RequestOutput]()
         generation = self._generation(lambda _, result: ready.append(result), on_token)
-        encode = encoder(
-            self.config, self._model.tokenizer, self._shares, self.resolved, self._grammars
-        )
-        feed = Feed(requests, partial(_encoded, encode), FIRST_READ)
+        self._upcoming = generation
+        return self._streamed(requests, generation, ready)
+
+    def _streamed(
+        self, requests: Iterable[Request], generation: Generation, ready: deque[RequestOutput]
+    ) -> Generator[RequestOutput, None, None]:
+        feed = Feed(requests, partial(_encoded, self._encoder_of_single()), FIRST_READ)
         incoming = Incoming(Admitted(feed, generation, ready))
         try:
             for _ in self._serve(incoming, generation, feed.allow):
@@ -308,28 +397,50 @@ class LLM:
         finally:
             feed.close()
 
+    def _encoder_of_single(self) -> Encode:
+        """Returns how requests of one text each are encoded."""
+        encoder = self._encoder
+
+        def encode(request: Request, index: int) -> EncodedRequest:
+            if request.sampling_params.n > 1:
+                raise UserError("n is for generate and chat; give a stream the request n times")
+            return encoder.encode(request, index)
+
+        return encode
+
+    @property
+    def _encoder(self) -> Encoder:
+        return Encoder(
+            self.config, self._model.tokenizer, self._shares, self.resolved, self._grammars
+        )
+
     @property
     def _shares(self) -> bool:
         """Whether requests can share a prefix: sparse attention chooses among all tokens of a
-        sequence, a window begins elsewhere in each, and stages compute all that they are told."""
+        sequence, a window begins elsewhere in each, longrope's frequencies depend on a sequence's
+        length, and stages compute all that they are told."""
         is_apart = self._stages is not None or self._planner.policy.is_sparse
-        return not (is_apart or self.config.has_windows)
+        return self._has_fixed_positions and not (is_apart or self.config.has_windows)
+
+    @property
+    def _has_fixed_positions(self) -> bool:
+        """Whether keys do not depend on how long their sequence gets, as they do with longrope."""
+        return self.config.short_positions is None
 
     @property
     def _branches(self) -> bool:
         """Whether a row may have several continuations: not with frequencies that depend on a
         sequence's length, nor in stages."""
-        if self._stages is not None:
-            return False
-        layers = model_spec(self.config).decoders
-        kinds = {x.attention.rotary.kind for x in layers if x.attention.rotary is not None}
-        return "longrope" not in kinds
+        return self._stages is None and self._has_fixed_positions
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with the tokens that it has, from `on_token` or another thread; its result
-        says "cancelled". In `generate`, its id is the one that `on_token` has."""
-        if isinstance(self._running, Generation):
-            self._running.cancel(request_id)
+        says "cancelled". In `generate`, its id is the one that `on_token` has. One that is still to
+        come from a stream's source, or of a stream that has not begun, ends before its first token;
+        one that is finished stays as it is."""
+        for generation in {self._running, self._upcoming}:
+            if isinstance(generation, Generation):
+                generation.cancel(request_id)
 
     def _generation(self, on_output: OnFinished, on_token: OnToken | None = None) -> Generation:
         tokenizer, ends = self._model.tokenizer, self.config.eos_ids
@@ -347,8 +458,11 @@ class LLM:
         through_cache: score token by token, as a generation goes, so that every token sees those
             before it through the KV cache; slower, and shows what a quantized cache costs.
         """
-        given, ids = self._inputs(texts, prompt_token_ids)
-        return self._scored(given, ids, through_cache, 0)
+        inputs = self._inputs(texts, prompt_token_ids)
+        ids = [row for _, row in inputs]
+        for index, row in enumerate(ids):
+            check_ids(row, index, self.config)
+        return self._scored([text for text, _ in inputs], ids, through_cache, 0)
 
     def _scored(
         self,
@@ -416,7 +530,9 @@ class LLM:
             lengths.append(count)
         if not rows:
             return []
-        ids = self._inputs(None, rows)[1]
+        ids = [list(map(int, row)) for row in rows]
+        for index, row in enumerate(ids):
+            check_ids(row, index, self.config)
         most = self.config.max_positions if self._branches else 0
         split = Split.of(ids, lengths, self._shares and not through_cache, most)
         scores: list[PairScore | None] = [None] * len(ids)
@@ -467,6 +583,10 @@ class LLM:
         workload = None
         self._running = collector
         self._latest = collector if isinstance(collector, Generation) else None
+        if isinstance(collector, Generation):
+            collector.on_later = incoming.put_back
+        if self._upcoming is collector:
+            self._upcoming = None
         try:
             while incoming.wait():
                 allow(1)  # no more than these while it is planned for them
@@ -577,17 +697,17 @@ class LLM:
     def _padded(self, prompt_len: int) -> int:
         return padded_length(prompt_len, self.config.max_positions)
 
-    def resolved(self, params: SamplingParams) -> SamplingParams:
+    def resolved(self, params: SamplingParams, prompt_len: int = 0) -> SamplingParams:
         """Returns sampling parameters with the model's own defaults where they are not set; the
-        first time that it samples for this reason, it says so."""
+        first time that it samples for this reason, it says so. prompt_len: tokens of the prompt,
+        which a folder's own limits may count."""
         wish = self._model.sampling
-        if params.temperature is None and not wish.is_greedy and not self._said_defaults:
-            self._said_defaults = True
-            self._progress.say(
-                f"flexgen-jax: sampling as {self._model.name} asks for: temperature "
-                f"{wish.temperature:g}, top_k {wish.top_k}, top_p {wish.top_p:g}"
+        if params.temperature is None and not wish.is_greedy:
+            self.note(
+                f"sampling as {self._model.name} asks for: temperature {wish.temperature:g}, top_k "
+                f"{wish.top_k}, top_p {wish.top_p:g}; temperature 0 takes the likeliest tokens"
             )
-        return params.with_defaults(self._model.sampling)
+        return params.with_defaults(wish, prompt_len)
 
     @property
     def name(self) -> str:
@@ -616,7 +736,12 @@ class LLM:
         """Returns the measurements of the last run: seconds, bytes, peaks, and the split between
         tiers; of stages also those of each, under "stages"."""
         if self._stages is not None and (found := self._stages.report()) is not None:
-            return {"model": self._model.name, "dtype": self.dtype, **found}
+            return {
+                "model": self._model.name,
+                "dtype": self.dtype,
+                "notes": self.notes,
+                **found,
+            }
         if self._session is None:
             raise UserError("nothing has been run yet")
         report = self._session.report()
@@ -625,6 +750,7 @@ class LLM:
         return {
             "model": self._model.name,
             "dtype": self.dtype,
+            "notes": self.notes,
             **report,
             "predicted": predicted,
         }
@@ -679,56 +805,51 @@ class LLM:
 
     def _inputs(
         self, prompts: Prompts | None, prompt_token_ids: Sequence[Sequence[int]] | None
-    ) -> tuple[list[str | None], list[list[int]]]:
+    ) -> list[Input]:
         """Returns the prompts' texts, None where only ids were given, and their token ids."""
         if (prompts is None) == (prompt_token_ids is None):
             raise UserError("give either prompts or prompt_token_ids")
+        inputs: list[Input]
         if prompt_token_ids is not None:
-            ids = [[int(token) for token in row] for row in prompt_token_ids]
-            texts: list[str | None] = [None] * len(ids)
+            inputs = [(None, [int(token) for token in row]) for row in prompt_token_ids]
         else:
             assert prompts is not None
             strings = [prompts] if isinstance(prompts, str) else list(prompts)
-            if self._model.tokenizer is None:
-                raise UserError(
-                    "this model has no tokenizer: give prompt_token_ids, or, to measure speed, use "
-                    "`flexgen-jax bench`"
-                )
-            ids = [self._model.tokenizer.encode(text) for text in strings]
-            texts = [*strings]
-        if not ids:
+            for text in strings:
+                check_prompt(text)
+            inputs = [(text, self.encode(text)) for text in strings]
+        if not inputs:
             raise UserError("the list of prompts is empty")
-        for index, row in enumerate(ids):
-            check_ids(row, index, self.config)
-        return texts, ids
+        return inputs
 
     def _requests(
         self,
-        texts: Sequence[str | None],
-        ids: Sequence[Sequence[int]],
+        inputs: Sequence[Input],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[EncodedRequest]:
+    ) -> tuple[list[EncodedRequest], dict[int, RequestOutput]]:
+        """Returns prompts as requests, and the results of those that cannot be continued."""
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(ids)
+            params = [sampling_params or SamplingParams()] * len(inputs)
         else:
             params = list(sampling_params)
-        if len(params) != len(ids):
-            raise UserError(f"{len(ids)} prompts, but {len(params)} sampling_params")
-        check_lengths(ids, 1, self.config)
-        requests = []
-        for index, (text, row, choice) in enumerate(zip(texts, ids, params, strict=True)):
-            check_params(choice, self.config, self._grammars)
-            most, chosen = room_for(row, choice, self.config), self.resolved(choice)
-            requests.append(
-                EncodedRequest(index, tuple(row), chosen, most, id=str(index), prompt=text)
-            )
-        short = sum(request.max_tokens < request.params.max_tokens for request in requests)
+        if len(params) != len(inputs):
+            raise UserError(f"{len(inputs)} prompts, but {len(params)} sampling_params")
+        encoder, requests, failures = self._encoder, list[EncodedRequest](), {}
+        for index, ((text, ids), choice) in enumerate(zip(inputs, params, strict=True)):
+            given = None if text is not None else ids
+            request = Request(str(index), text, given, choice)
+            encoded = _encoded(partial(encoder.encode, ids=ids), request, index)
+            if isinstance(encoded, RequestOutput):
+                failures[index] = encoded
+            else:
+                requests.append(encoded)
+        short = sum(r.whole_limit < r.params.most_tokens for r in requests)
         if short:
             self._progress.say(
-                f"flexgen-jax: {short} of {len(ids)} prompts leave room for fewer new tokens than "
-                f"asked for, in the model's context of {self.config.max_positions}"
+                f"flexgen-jax: {short} of {len(inputs)} prompts leave room for fewer new tokens "
+                f"than asked for, in the model's context of {self.config.max_positions}"
             )
-        return requests
+        return requests, failures
 
     def _workload(
         self,
@@ -758,9 +879,7 @@ class LLM:
         return found if before is None else found.covering(before)
 
 
-def _encoded(
-    encode: Callable[[Request, int], EncodedRequest], request: Request, index: int
-) -> EncodedRequest | RequestOutput:
+def _encoded(encode: Encode, request: Request, index: int) -> EncodedRequest | RequestOutput:
     """Returns a request encoded, or the result of an impossible one."""
     try:
         return encode(request, index)

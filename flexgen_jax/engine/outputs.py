@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -20,6 +20,10 @@ ENOUGH = 8
 
 REMEMBERED = 2_000
 """Most requests of which it is kept how long their texts were."""
+
+RECENT = 1 << 16
+"""Finished requests whose ids are known, so that cancelling one of them late cancels no later one
+of the same id."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -76,7 +80,8 @@ class Generation:
 
     on_output: called with a request and its result when it is finished; on_token: with the
     request's id and a token; grammars: makes what texts of a schema are held to. texts: the tokens
-    of finished requests, None if there are many.
+    of finished requests, None if there are many. on_later: called with a request that goes on in
+    another pass, see `EncodedRequest.later`; where there is none, requests have no `later`.
     """
 
     def __init__(
@@ -93,7 +98,9 @@ class Generation:
         self._sequences: dict[int, _Sequence] = {}
         self._ids: set[str] = set()
         self._cancelled: set[str] = set()
+        self._recent: OrderedDict[str, None] = OrderedDict()
         self._finished = Done()
+        self.on_later: Callable[[Sequence[EncodedRequest]], object] = lambda requests: None
         self.texts: dict[EncodedRequest, int] | None = {}
         self.num_tokens = 0
 
@@ -105,11 +112,12 @@ class Generation:
             sequence = _Sequence(request, made, shown=len(made), matcher=matcher)
             self._sequences[request.index] = sequence
             self._ids.add(request.id)
+            self._recent.pop(request.id, None)
 
     def _matcher(self, request: EncodedRequest) -> Matcher | None:
         if request.params.schema is None or self._grammars is None:
             return None
-        return self._grammars.matcher(request.params.schema, request.made_ids)
+        return self._grammars.matcher(request.params.schema, request.given_ids, request.made_ids)
 
     def receive(self, requests: Sequence[EncodedRequest], token: int, result: Any) -> list[int]:
         """Takes a token of each request of a batch, int32 [batch, 1], or this with its
@@ -117,7 +125,7 @@ class Generation:
         the number of the token."""
         ids, *logprobs = result if isinstance(result, tuple) else (result,)
         for row, (request, found) in enumerate(zip(requests, ids[:, 0], strict=False)):
-            sequence = self._sequences.get(request.index)
+            sequence = self._under_way(request)
             if sequence is None:
                 continue
             if logprobs and request.params.logprobs is not None:
@@ -126,7 +134,12 @@ class Generation:
                 most = request.params.logprobs
                 sequence.logprobs.append(TokenLogprob(float(chosen), tuple(pairs)[:most]))
             self._append(sequence, int(found))
-        return [row for row, r in enumerate(requests) if r.index in self._sequences]
+        return [row for row, r in enumerate(requests) if self._under_way(r) is not None]
+
+    def _under_way(self, request: EncodedRequest) -> _Sequence | None:
+        """Returns the sequence of a request; None if it is finished, or goes on as another."""
+        sequence = self._sequences.get(request.index)
+        return sequence if sequence is not None and sequence.request is request else None
 
     def adjustments(
         self, requests: Sequence[EncodedRequest]
@@ -137,7 +150,14 @@ class Generation:
         for request in requests:
             sequence = self._sequences.get(request.index)
             ids = [] if sequence is None else sequence.ids
-            found.append(request.params.adjustments(request.given_ids, ids, self._eos_ids))
+            found.append(
+                request.params.adjustments(
+                    prompt=request.given_ids,
+                    made=ids,
+                    eos_ids=self._eos_ids,
+                    max_tokens=request.whole_limit,
+                )
+            )
         return found
 
     def allowed(self, requests: Sequence[EncodedRequest]) -> list[np.ndarray | None]:
@@ -169,6 +189,9 @@ class Generation:
             result = self._result(sequence, "cancelled")
         if result is not None:
             self._finish(sequence, result)
+        elif len(sequence.ids) == request.whole_limit - request.later:
+            sequence.request = request.going_on(sequence.ids)
+            self.on_later([sequence.request])
 
     def _ended(self, sequence: _Sequence) -> RequestOutput | None:
         """Returns a request's result if its last token ends it."""
@@ -178,11 +201,13 @@ class Generation:
             return replace(self._result(sequence, "error"), error=why)
         if sequence.ids[-1] in self._eos_ids and not params.ignore_eos:
             return self._result(sequence, "stop")
+        if sequence.ids[-1] in params.end_ids:
+            return self._result(sequence, "stop")
         if sequence.matcher is not None and sequence.matcher.is_done:
             return self._result(sequence, "stop")
         if params.stop and (text := self._until_stop(sequence)) is not None:
             return self._result(sequence, "stop", text)
-        if len(sequence.ids) >= request.continued + request.max_tokens:
+        if len(sequence.ids) >= request.whole_limit:
             return self._result(sequence, "length")
         return None
 
@@ -198,6 +223,9 @@ class Generation:
         del self._sequences[request.index]
         self._ids.discard(request.id)
         self._cancelled.discard(request.id)
+        self._recent[request.id] = None
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
         self._finished.add(len(sequence.ids))
         if self.texts is not None:
             self.texts[request] = len(sequence.ids) - request.continued
@@ -219,8 +247,21 @@ class Generation:
         )
 
     def cancel(self, request_id: str) -> None:
-        """Finishes a request with its next token; may be called from any thread."""
-        self._cancelled.add(request_id)
+        """Finishes a request with its next token, or before its first one if it is still to come;
+        nothing if it is finished. May be called from any thread."""
+        if request_id in self._ids or request_id not in self._recent:
+            self._cancelled.add(request_id)
+
+    def wanted(self, requests: list[EncodedRequest]) -> list[EncodedRequest]:
+        """Returns those of some requests that have not begun and are not cancelled; the others are
+        finished."""
+        if not self._cancelled:
+            return requests
+        for request in requests:
+            sequence = self._under_way(request)
+            if sequence is not None and request.id in self._cancelled:
+                self._finish(sequence, self._result(sequence, "cancelled"))
+        return [request for request in requests if self._under_way(request) is not None]
 
     def has(self, request_id: str) -> bool:
         """Returns whether a request with this id is not finished."""

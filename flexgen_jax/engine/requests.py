@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,7 +57,8 @@ class EncodedRequest:
     a prefix that other requests share; continued: how many of its last tokens are of the text, made
     by an earlier run; place: what its random draws follow from, None for the index; branches: what
     the prompt ends with, in which case `scored` has the tokens after each of theirs, and `NOTHING`
-    after padding.
+    after padding; later: tokens that may follow after `max_tokens`, once the whole sequence is
+    computed anew, since longrope has other frequencies from there on.
     """
 
     index: int
@@ -71,6 +73,23 @@ class EncodedRequest:
     place: int | None = None
     scored: tuple[int, ...] = ()
     branches: Branches | None = None
+    later: int = 0
+
+    @property
+    def whole_limit(self) -> int:
+        """The most tokens of its text, those of an earlier run included."""
+        return self.continued + self.max_tokens + self.later
+
+    def going_on(self, made: Sequence[int]) -> EncodedRequest:
+        """Returns the request that continues a text of `made` tokens with those of `later`."""
+        return replace(
+            self,
+            prompt_ids=(*self.given_ids, *made),
+            continued=len(made),
+            max_tokens=self.later,
+            later=0,
+            prefix_len=0,
+        )
 
     @property
     def draws_from(self) -> int:
@@ -142,6 +161,24 @@ def check_ids(ids: Sequence[int], index: int, config: ModelConfig) -> None:
         )
 
 
+def impossible(errors: Mapping[int, str]) -> PromptError:
+    """Returns the error of prompts that cannot be continued. errors: what is wrong, by index."""
+    index, said = next(iter(errors.items()))
+    said = re.sub("^the prompt", f"prompt {index}", said)
+    said = said if said.startswith("prompt ") else f"prompt {index}: {said}"
+    others = f"; {len(errors) - 1} more prompts do not fit" if len(errors) > 1 else ""
+    return PromptError(f"{said}{others}", list(errors))
+
+
+def check_prompt(prompt: object) -> None:
+    """Raises `UserError` for a prompt that is no text."""
+    if isinstance(prompt, str):
+        return
+    is_ids = isinstance(prompt, Sequence) and all(isinstance(x, int) for x in prompt)
+    hint = "; give token ids as prompt_token_ids=[...]" if is_ids else ""
+    raise UserError(f"a prompt must be a text, not {type(prompt).__name__}{hint}")
+
+
 def check_params(params: SamplingParams, config: ModelConfig, grammars: Grammars | None) -> None:
     """Raises `UserError` for parameters that this model cannot follow: a bias of a token that the
     vocabulary has not, a schema that is wrong, or texts where it has no tokenizer. grammars: None
@@ -150,11 +187,13 @@ def check_params(params: SamplingParams, config: ModelConfig, grammars: Grammars
         grammars.check(params.schema)
     if grammars is None and (params.stop or params.schema is not None):
         raise UserError("stop strings and JSON need a tokenizer, and this model has none")
-    for token, _ in params.biases:
-        if token >= config.vocab_size:
-            raise UserError(
-                f"logit_bias has token id {token}; the vocabulary has {config.vocab_size}"
-            )
+    named = {"logit_bias": [token for token, _ in params.biases], "stop_token_ids": params.end_ids}
+    for name, tokens in named.items():
+        for token in tokens:
+            if token >= config.vocab_size:
+                raise UserError(
+                    f"{name} has token id {token}; the vocabulary has {config.vocab_size}"
+                )
 
 
 def check_lengths(rows: Sequence[Sequence[int]], new: int, config: ModelConfig) -> None:
@@ -169,41 +208,37 @@ def check_lengths(rows: Sequence[Sequence[int]], new: int, config: ModelConfig) 
         )
 
 
-def room_for(prompt: Sequence[int], params: SamplingParams, config: ModelConfig) -> int:
-    """Returns the new tokens that a prompt may have."""
-    return min(params.max_tokens, config.max_positions - len(prompt))
+Resolve = Callable[[SamplingParams, int], SamplingParams]
+"""Sets the parameters that a request does not, given its prompt's number of tokens."""
 
 
-def encoder(
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    shares: bool,
-    resolved: Callable[[SamplingParams], SamplingParams],
-    grammars: Grammars | None,
-) -> Callable[[Request, int], EncodedRequest]:
-    """Returns a function that checks and encodes a request, given its index; it raises `UserError`
-    for an impossible one.
+class Encoder:
+    """Checks requests and encodes their texts.
 
-    shares: whether requests share a prefix; resolved: sets the parameters that a request does not;
-    grammars: see `check_params`.
+    shares: whether requests share a prefix; resolve: see `Resolve`; grammars: see `check_params`.
     """
-    known: dict[str, list[int]] = {}
 
-    def encode(request: Request, index: int) -> EncodedRequest:
-        if (request.prompt is None) == (request.prompt_token_ids is None):
-            raise UserError("give either prompt or prompt_token_ids")
-        params = resolved(request.sampling_params)
-        has_text = request.prompt is not None or isinstance(request.prefix, str)
-        if tokenizer is None and has_text:
-            raise UserError("texts need a tokenizer, and this model has none")
-        if request.prompt is not None and tokenizer is not None:
-            ids = tokenizer.encode(request.prompt)
-        else:
-            ids = [int(token) for token in request.prompt_token_ids or ()]
-        made = [int(token) for token in request.continued]
-        check_params(params, config, grammars)
-        if params.n > 1:
-            raise UserError("n is for generate and chat; give a stream the request n times")
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        shares: bool,
+        resolve: Resolve,
+        grammars: Grammars | None,
+    ) -> None:
+        self._config, self._tokenizer, self._shares = config, tokenizer, shares
+        self._resolve, self._grammars = resolve, grammars
+        self._prefixes: dict[str, list[int]] = {}  # the latest one, since jobs have one
+
+    def encode(
+        self, request: Request, index: int, ids: Sequence[int] | None = None
+    ) -> EncodedRequest:
+        """Returns a request as token ids; raises `UserError` for an impossible one.
+
+        index: its place among all; ids: its prompt's token ids, where they are known already.
+        """
+        config, made = self._config, [int(token) for token in request.continued]
+        ids = self._ids(request) if ids is None else ids
         for token in [*ids, *made]:
             if not 0 <= token < config.vocab_size:
                 raise UserError(f"token id {token}; the vocabulary has {config.vocab_size}")
@@ -211,13 +246,54 @@ def encoder(
             raise UserError(
                 f"the prompt has {len(ids)} tokens; the model takes 1 to {config.max_positions - 1}"
             )
-        most = room_for(ids, params, config) - len(made)
-        prefix = known.get(request.prefix) if isinstance(request.prefix, str) else request.prefix
-        if prefix is None and isinstance(request.prefix, str) and tokenizer is not None:
-            known.clear()
-            prefix = known[request.prefix] = tokenizer.encode(request.prefix)
-        shared = shared_tokens(ids, prefix or ()) if shares else 0
-        named = (str(request.id), request.prompt, shared, len(made), request.place)
-        return EncodedRequest(index, (*ids, *made), params, most, (), *named)
+        check_params(request.sampling_params, config, self._grammars)
+        params = self._resolve(request.sampling_params, len(ids))
+        room = min(params.most_tokens, config.max_positions - len(ids)) - len(made)
+        encoded = EncodedRequest(
+            index=index,
+            prompt_ids=(*ids, *made),
+            params=params,
+            max_tokens=room,
+            id=str(request.id),
+            prompt=request.prompt,
+            prefix_len=shared_tokens(ids, self._prefix(request.prefix)) if self._shares else 0,
+            continued=len(made),
+            place=request.place,
+        )
+        return divided(encoded, config.short_positions)
 
-    return encode
+    def _ids(self, request: Request) -> list[int]:
+        if (request.prompt is None) == (request.prompt_token_ids is None):
+            raise UserError("give either prompt or prompt_token_ids")
+        if request.prompt_token_ids is not None:
+            return [int(token) for token in request.prompt_token_ids]
+        check_prompt(request.prompt)
+        return self._encoded(str(request.prompt))
+
+    def _encoded(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise UserError(
+                "texts need a tokenizer, and this model has none: give prompt_token_ids, or, to "
+                "measure speed, use `flexgen-jax bench`"
+            )
+        return self._tokenizer.encode(text)
+
+    def _prefix(self, prefix: Prefix | None) -> Sequence[int]:
+        if not isinstance(prefix, str):
+            return prefix or ()
+        if prefix not in self._prefixes:
+            self._prefixes = {prefix: self._encoded(prefix)}
+        return self._prefixes[prefix]
+
+
+def divided(request: EncodedRequest, border: int | None) -> EncodedRequest:
+    """Returns a request that ends where its sequence gets longer than `border` tokens, and goes on
+    later.
+
+    With a border of 64 and a prompt of 50, the first 15 tokens follow from 50 to 64 tokens; the
+    next one follows from 65.
+    """
+    first = 0 if border is None else border + 1 - len(request.prompt_ids)
+    if not 0 < first < request.max_tokens:
+        return request
+    return replace(request, max_tokens=first, later=request.max_tokens - first)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import inf, isfinite
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,6 +15,12 @@ from flexgen_jax.models.defaults import SamplingDefaults
 
 MOST_LOGPROBS = 20
 """The most tokens whose log-probabilities are returned beside the chosen one's."""
+
+DEFAULT_TOKENS = 32
+"""New tokens where neither a request nor the model's folder says how many."""
+
+FORCED = 1e9
+"""What is added to the logit of a token that has to come."""
 
 LEAST_ADJUSTED = 16
 """Rows adjust a power of two of logits, this or more, so that few programs are compiled."""
@@ -28,67 +34,102 @@ LIMITS: dict[str, tuple[float, float]] = {
 }
 """The least and the largest values of parameters that are real numbers."""
 
+WHOLE: dict[str, tuple[int | None, int | None]] = {
+    "n": (1, None),
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
+    "seed": (None, None),
+    "top_k": (0, 2**31 - 1),
+    "logprobs": (0, MOST_LOGPROBS),
+    "no_repeat_ngram_size": (0, None),
+}
+"""The same for those that are whole numbers."""
+
+ID_LISTS = ("stop_token_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
+"""Parameters that are lists of token ids."""
+
+CHOICE = ("temperature", "top_k", "top_p", "min_p")
+"""Parameters of random choices."""
+
+OWN_RULES = (
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_eos_token_id",
+)
+"""Parameters that a folder may set for greedy texts, too."""
+
+RULES = ("min_tokens", *OWN_RULES[1:])
+"""Parameters that ban or force tokens."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request.
 
-    Temperature, top_k and top_p are as the model's folder wants (generation_config.json) where they
-    are None, and greedy if it has no wish. A temperature of 0 is greedy; top_k 0, top_p 1 and min_p
-    0 exclude no token; min_p is a share of the likeliest token's probability. The `stop` strings
-    end a sequence and are not part of its text. Its random draws depend only on `seed` and on the
-    request's place in the call, whatever else runs beside it. With `ignore_eos`, the end token does
-    not end a sequence.
+    What is None is as the model's folder wants (generation_config.json), or does nothing if it has
+    no wish; so is `stop` if it is empty. Temperature, top_k, top_p and min_p are greedy without a
+    wish; who sets the temperature chooses without the folder's three others. A temperature of 0 is
+    greedy; top_k 0, top_p 1 and min_p 0 exclude no token; min_p is a share of the likeliest token's
+    probability. The `stop` strings end a sequence and are not part of its text. Its random draws
+    depend only on `seed` and on the request's place in the call, whatever else runs beside it. With
+    `ignore_eos`, the end token does not end a sequence.
 
-    min_tokens: the end token cannot come before so many tokens. repetition_penalty divides the
-    logits above 0 of tokens in the prompt or the text, and multiplies others; logit_bias is added
-    to the logits of single tokens, by id; presence_penalty is taken off those of tokens in the
-    text, frequency_penalty as often as they are in it; in this order. logprobs: returns each
-    token's log-probability, before all of these, with those of so many likeliest tokens.
-    n: how many texts are made of the prompt, in `LLM.generate` and `LLM.chat`.
+    max_tokens: the most new tokens; 32 if the folder does not say. min_tokens: the end token cannot
+    come before so many tokens. stop_token_ids: tokens that end a text as the end token does, with
+    `ignore_eos`, too. repetition_penalty divides the logits above 0 of tokens in the prompt or the
+    text, and multiplies others; logit_bias is added to the logits of single tokens, by id;
+    presence_penalty is taken off those of tokens in the text, frequency_penalty as often as they
+    are in it; in this order. no_repeat_ngram_size: no sequence of so many tokens comes twice, in
+    prompt and text. bad_words_ids: sequences of tokens that do not come. suppress_tokens: tokens
+    that do not come; begin_suppress_tokens: not as the first one. forced_eos_token_id: one of these
+    comes as the last token that `max_tokens` allows. These are as transformers has them.
+    logprobs: returns each token's log-probability, before all of these, with those of so many
+    likeliest tokens. n: how many texts are made of the prompt, in `LLM.generate` and `LLM.chat`.
     json_schema: the text is JSON of this schema, which is an object, or JSON text; `max_tokens` may
-    still cut it off.
+    still cut it off. Where the prompt ends with "<think>", the JSON begins after "</think>".
 
     Raises `ValueError` that names the parameter.
     """
 
-    max_tokens: int = 32
+    max_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     stop: Sequence[str] = ()
     seed: int = 0
     ignore_eos: bool = False
-    min_p: float = 0.0
-    min_tokens: int = 0
+    min_p: float | None = None
+    min_tokens: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
     n: int = 1
+    stop_token_ids: Sequence[int] = ()
+    no_repeat_ngram_size: int | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    suppress_tokens: Sequence[int] | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
+    forced_eos_token_id: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        given = self.logit_bias
-        pairs = given.items() if isinstance(given, Mapping) else given
-        object.__setattr__(self, "logit_bias", tuple(sorted((i, bias) for i, bias in pairs)))
+        for name, value in _normalized(self).items():
+            object.__setattr__(self, name, value)
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
             if self.min_tokens or self.ignore_eos or self.stop:
                 others = "min_tokens, ignore_eos or stop"
                 raise ValueError(f"json_schema says where a text ends: no {others}")
-        _check_integer("n", self.n, 1)
-        _check_integer("max_tokens", self.max_tokens, 1)
-        _check_integer("min_tokens", self.min_tokens, 0)
-        _check_integer("seed", self.seed, None)
-        if self.top_k is not None:
-            _check_integer("top_k", self.top_k, 0, 2**31 - 1)
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+        for name, (least, most) in WHOLE.items():
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), least, most)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
         for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and low <= value <= high):
@@ -101,6 +142,25 @@ class SamplingParams:
             _check_integer("a token id in logit_bias", token, 0)
             if not (_is_number(bias) and -100 <= bias <= 100):
                 raise ValueError(f"logit_bias must be from -100 to 100, not {bias!r}")
+        for name in ID_LISTS:
+            for token in getattr(self, name) or ():
+                _check_integer(f"a token id in {name}", token, 0)
+        for row in self.bad_words_ids or ():
+            if not row:
+                raise ValueError("bad_words_ids must not have an empty sequence")
+            for token in row:
+                _check_integer("a token id in bad_words_ids", token, 0)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids` as a tuple."""
+        assert isinstance(self.stop_token_ids, tuple), "made so at the beginning"
+        return self.stop_token_ids
+
+    @property
+    def most_tokens(self) -> int:
+        """`max_tokens`, or the default where nobody says."""
+        return DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def schema(self) -> str | None:
@@ -122,8 +182,9 @@ class SamplingParams:
     @property
     def is_adjusted(self) -> bool:
         """Whether logits of single tokens are changed."""
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
-        return bool(any(penalties) or self.logit_bias or self.min_tokens)
+        penalties = (self.presence_penalty, self.frequency_penalty, self.logit_bias)
+        is_penalised = self.repetition_penalty not in (None, 1)
+        return bool(is_penalised or any(penalties) or any(getattr(self, name) for name in RULES))
 
     @property
     def is_plain(self) -> bool:
@@ -131,36 +192,107 @@ class SamplingParams:
         asks = self.logprobs is not None or self.json_schema is not None
         return not (self.is_sampled or self.is_adjusted or asks)
 
-    def with_defaults(self, defaults: SamplingDefaults) -> SamplingParams:
+    def with_defaults(self, defaults: SamplingDefaults, prompt_len: int = 0) -> SamplingParams:
         """Returns parameters that are all set. Who sets the temperature chooses without the
-        folder's top_k and top_p."""
+        folder's top_k, top_p and min_p. prompt_len: tokens of the prompt, which a folder's
+        max_length and min_length count."""
         if self.temperature is not None:
-            defaults = SamplingDefaults(self.temperature)
-        return replace(
-            self,
-            temperature=defaults.temperature,
-            top_k=defaults.top_k if self.top_k is None else self.top_k,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-        )
+            defaults = replace(
+                defaults, temperature=self.temperature, top_k=0, top_p=1.0, min_p=0.0
+            )
+        wishes = {name: getattr(defaults, name) for name in (*CHOICE, *OWN_RULES)}
+        wishes["max_tokens"] = defaults.max_tokens or DEFAULT_TOKENS
+        if defaults.max_length is not None:
+            wishes["max_tokens"] = max(1, defaults.max_length - prompt_len)
+        wishes["min_tokens"] = max(defaults.min_tokens, defaults.min_length - prompt_len)
+        if self.json_schema is not None or self.ignore_eos:
+            wishes["min_tokens"] = 0
+        given = {name: getattr(self, name) for name in wishes}
+        found = {name: wishes[name] if x is None else x for name, x in given.items()}
+        stop = self.stop or (() if self.json_schema is not None else defaults.stop)
+        return replace(self, **found, stop=stop)
 
     def adjustments(
-        self, prompt: Collection[int], made: Sequence[int], eos_ids: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        made: Sequence[int],
+        eos_ids: Sequence[int],
+        max_tokens: int,
     ) -> dict[int, tuple[float, float]]:
         """Returns the factor and the addend of each logit that is changed for the next token; see
-        `layers.sampling.adjust`. made: the tokens of the text so far."""
+        `layers.sampling.adjust`. made: the tokens of the text so far; max_tokens: the most it may
+        have."""
         factors: dict[int, float] = {}
         added: defaultdict[int, float] = defaultdict(float)
-        if self.repetition_penalty != 1:
-            factors = dict.fromkeys({*prompt, *made}, self.repetition_penalty)
+        if self.repetition_penalty not in (None, 1):
+            factors = dict.fromkeys({*prompt, *made}, self.repetition_penalty or 1.0)
         if self.presence_penalty or self.frequency_penalty:
             for token, times in Counter(made).items():
                 added[token] -= self.presence_penalty + times * self.frequency_penalty
         for token, bias in self.biases:
             added[token] += bias
-        if len(made) < self.min_tokens and not self.ignore_eos:
-            for token in eos_ids:
-                added[token] = -inf
+        for token in self._banned(prompt, made, eos_ids):
+            added[token] = -inf
+        if self.forced_eos_token_id and len(made) == max_tokens - 1:
+            for token in cast("Sequence[int]", self.forced_eos_token_id):
+                added[token] = FORCED
         return {token: (factors.get(token, 1.0), added[token]) for token in {*factors, *added}}
+
+    def _banned(
+        self, prompt: Sequence[int], made: Sequence[int], eos_ids: Sequence[int]
+    ) -> Iterator[int]:
+        """Yields the tokens that may not come next."""
+        if len(made) < (self.min_tokens or 0):
+            yield from () if self.ignore_eos else eos_ids
+            yield from self.end_ids
+        yield from self.suppress_tokens or ()
+        if not made:
+            yield from self.begin_suppress_tokens or ()
+        size = self.no_repeat_ngram_size
+        if size:
+            yield from _repeating(np.array([*prompt, *made], np.int64), size)
+        for *before, last in self.bad_words_ids or ():
+            is_end = not before and last in eos_ids  # as in transformers
+            latest = [*prompt, *made][-len(before) :] if before else []
+            if latest == before and not is_end:
+                yield last
+
+
+def _repeating(ids: np.ndarray, size: int) -> list[int]:
+    """Returns the tokens that would make a sequence of `size` tokens come again after `ids`.
+
+    With [5, 6, 7, 5, 6] and 3, it is 7: 5, 6, 7 is there already, and 5, 6 is the end.
+    """
+    if len(ids) < size:
+        return []
+    windows = np.lib.stride_tricks.sliding_window_view(ids, size)
+    ending = ids[len(ids) + 1 - size :]
+    found: list[int] = windows[(windows[:, :-1] == ending).all(axis=1), -1].tolist()
+    return found
+
+
+def _normalized(params: SamplingParams) -> dict[str, Any]:
+    """Returns all parameters as Python's own numbers and tuples, and with None where a parameter
+    may be left out as its default."""
+    found: dict[str, Any] = {f.name: _python(getattr(params, f.name)) for f in fields(params)}
+    for name, default in {f.name: f.default for f in fields(params)}.items():
+        found[name] = default if found[name] is None else found[name]
+    stop = found["stop"]
+    found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    given = found["logit_bias"]
+    pairs = given.items() if isinstance(given, Mapping) else given
+    found["logit_bias"] = tuple(sorted((_python(i), _python(bias)) for i, bias in pairs))
+    for name in ID_LISTS:
+        ids = [found[name]] if isinstance(found[name], int) else found[name]
+        found[name] = None if ids is None else tuple(map(_python, ids))
+    rows = found["bad_words_ids"]
+    found["bad_words_ids"] = None if rows is None else tuple(tuple(map(_python, r)) for r in rows)
+    return found
+
+
+def _python(value: Any) -> Any:
+    """Returns a scalar of NumPy as Python's own."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _is_number(value: Any) -> bool:
@@ -168,7 +300,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_integer(name: str, value: Any, low: int | None, high: int | None = None) -> None:
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
     if is_whole and (low is None or value >= low) and (high is None or value <= high):
         return
     limits = "" if low is None else f" of at least {low}"
@@ -195,7 +327,7 @@ def sampling_arrays(
         np.array([p.temperature or 0 for p in params], np.float32),
         np.array([p.top_k or 0 for p in params], np.int32),
         np.array([1 if p.top_p is None else p.top_p for p in params], np.float32),
-        np.array([p.min_p for p in params], np.float32),
+        np.array([p.min_p or 0 for p in params], np.float32),
         np.stack(keys),
         np.array(starts, np.int32),
     )

@@ -1,22 +1,27 @@
 """An adapter for EleutherAI's lm-evaluation-harness 0.4 (`lm_eval`).
 
 Importing this module registers it: `lm_eval.simple_evaluate(model="flexgen-jax", ...)` then takes
-`model_args` such as "model=path/to/model,dtype=float32", which are arguments of `LLM`.
+`model_args` such as "model=path/to/model,dtype=float32", which are arguments of `LLM`. With
+`task_manager=CheckedTasks()` it refuses options of tasks that are not supported before it runs any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - registers the others, which it does only before any is
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import postprocess_generated_text
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.errors import UserError
+from flexgen_jax.models.chat import ChatOptions
 
 NEW_TOKENS = 256
 """New tokens where a task does not say how many, as in the harness's own models."""
@@ -37,27 +42,43 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
         max_batch_size: int | None = None,
         device: str | None = None,
         max_gen_toks: int = NEW_TOKENS,
+        max_length: int | None = None,
+        prefix_token_id: int | None = None,
+        think_end_token: str | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """model, or `pretrained`: a folder or a known name, or an `LLM`; options: those of `LLM`.
-        batch_size and device are the harness's; here the policy chooses the batches."""
+        The others are as of the harness's own `hf` model; batch_size and device mean nothing here,
+        since the policy chooses the batches."""
         super().__init__()
         given = pretrained if model is None else model
         self.llm = given if isinstance(given, LLM) else LLM(given, **options)
         self.max_gen_toks = max_gen_toks
-        self.max_length = self.llm.config.max_positions
+        self.max_length = max_length or self.llm.config.max_positions
+        self._prefix_token_id, self._think_end_token = prefix_token_id, think_end_token
+        self._variables = dict(chat_template_args or {})
+        if enable_thinking is not None:
+            self._variables["enable_thinking"] = enable_thinking
 
     @property
     def eot_token_id(self) -> int:
-        ends = self.llm.config.eos_ids
+        """The end token: the tokenizer's, or else the model's."""
+        end = self.llm.special_id("eos_token")
+        ends = self.llm.config.eos_ids if end is None else (end,)
         if not ends:
             raise UserError("the model has no end token, which scoring without a context needs")
         return ends[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context: its beginning token, or the end token."""
-        begins = self.tok_encode("")
+        """What stands before a text without a context: the tokenizer's beginning token, or the end
+        token."""
+        if self._prefix_token_id is not None:
+            return self._prefix_token_id
+        begin = self.llm.special_id("bos_token")
+        begins = self.tok_encode("") if begin is None else [begin]
         return begins[0] if begins else self.eot_token_id
 
     @property
@@ -77,9 +98,20 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        if not add_generation_prompt:
-            raise UserError("continuing an assistant's message is not supported")
-        return self.llm.chat_prompt(chat_history)[0]
+        """Without a generation prompt, the assistant's last message goes on. As in the harness, a
+        template that refuses system messages gets the others."""
+        options = ChatOptions(
+            variables=self._variables,
+            adds_generation_prompt=add_generation_prompt,
+            continues_final=not add_generation_prompt,
+        )
+        others = [message for message in chat_history if message["role"] != "system"]
+        try:
+            return self.llm.chat_prompt(chat_history, options)[0]
+        except UserError:
+            if len(others) == len(chat_history):
+                raise
+            return self.llm.chat_prompt(others, options)[0]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The harness keeps it with its results; the model's folder has the template itself."""
@@ -120,33 +152,134 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
         return [(None, *make_disjoint_window(window)) for window in windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        texts = [request.args[0] for request in requests]
-        asked = [dict(request.args[1]) for request in requests]
-        params = [self._params(kwargs) for kwargs in asked]
-        ids = []
-        for text, choice in zip(texts, params, strict=True):
-            room = self.max_length - choice.max_tokens
-            if room < 1:
-                raise UserError(
-                    f"max_gen_toks={choice.max_tokens} leaves no room for a prompt: the model's "
-                    f"context has {self.max_length} tokens"
-                )
-            ids.append(self.tok_encode(text)[-room:])
-        found = [x.text for x in self.llm.generate(prompt_token_ids=ids, sampling_params=params)]
-        for request, text in zip(requests, found, strict=True):
+        wishes = [self._wish(request.args[1]) for request in requests]
+        params, ids = [], []
+        for request, wish in zip(requests, wishes, strict=True):
+            row, choice = self._fitting(self.tok_encode(request.args[0]), wish)
+            ids.append(row)
+            params.append(choice)
+        results = self.llm.generate(prompt_token_ids=ids, sampling_params=params, on_error="raise")
+        texts = [
+            wish.text_of(result.text, self._think_end_token)
+            for wish, result in zip(wishes, results, strict=True)
+        ]
+        for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
-        return found
+        return texts
 
-    def _params(self, kwargs: dict[str, Any]) -> SamplingParams:
-        """Returns sampling parameters from a task's `generation_kwargs`."""
-        until = kwargs.pop("until", None) or ()
-        until = (until,) if isinstance(until, str) else tuple(text for text in until if text)
-        tokens = kwargs.pop("max_gen_toks", self.max_gen_toks)
-        is_sampled = kwargs.pop("do_sample", kwargs.get("temperature", 0) > 0)
-        temperature = kwargs.pop("temperature", 1.0 if is_sampled else 0.0)
-        known = {name: kwargs.pop(name) for name in ("top_k", "top_p", "min_p") if name in kwargs}
-        if kwargs:
-            raise UserError(f"generation_kwargs has {sorted(kwargs)[0]!r}, which is not supported")
-        return SamplingParams(
-            tokens, temperature=temperature if is_sampled else 0.0, stop=until, **known
+    def _fitting(self, ids: list[int], wish: Wish) -> tuple[list[int], SamplingParams]:
+        """Returns a prompt's last tokens, so many that the new ones have room, and how to continue
+        it."""
+        most = wish.params.most_tokens
+        if wish.max_length is not None:
+            most = max(1, wish.max_length - len(ids))
+        room = self.max_length - most
+        if room < 1:
+            raise UserError(
+                f"max_gen_toks={most} leaves no room for a prompt: the model's context has "
+                f"{self.max_length} tokens"
+            )
+        return ids[-room:], replace(wish.params, max_tokens=most)
+
+    def _wish(self, kwargs: Mapping[str, Any]) -> Wish:
+        return read_wish(kwargs, self.max_gen_toks, self._think_end_token is not None)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A task's `generation_kwargs`. until: where a text ends; max_length: the most tokens of prompt
+    and text together, None where the new ones are limited; think_end_token: what comes before the
+    answer."""
+
+    params: SamplingParams
+    until: tuple[str, ...] = ()
+    max_length: int | None = None
+    think_end_token: str | None = None
+
+    def text_of(self, made: str, think_end_token: str | None) -> str:
+        """Returns the answer in a text: what comes after the reasoning, and before the first of the
+        texts that end it."""
+        end = self.think_end_token or think_end_token
+        return str(postprocess_generated_text(made, list(self.until), end))
+
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "use_cache": (True, False),
+    "early_stopping": (True, False),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+}
+"""Options of tasks that may have these values only, which ask for nothing."""
+
+
+def read_wish(kwargs: Mapping[str, Any], tokens: int, thinks: bool = False) -> Wish:
+    """Reads a task's `generation_kwargs`; raises `UserError` for an option that is not supported.
+
+    tokens: new tokens where the task does not say; thinks: whether reasoning comes before the
+    answer, in which case texts that end an answer do not end the reasoning.
+    """
+    left = {key: value for key, value in kwargs.items() if value is not None}
+    until = left.pop("until", ())
+    until = (until,) if isinstance(until, str) else tuple(text for text in until if text)
+    named = [left.pop(name) for name in MOST_TOKENS if name in left]
+    is_sampled = left.pop("do_sample", left.get("temperature", 0) > 0)
+    temperature = left.pop("temperature", 1.0 if is_sampled else 0.0)
+    for name, allowed in NEUTRAL.items():
+        if name in left and left.pop(name) not in allowed:
+            raise UserError(
+                f"generation_kwargs has {name}={kwargs[name]!r}, which is not supported"
+            )
+    for name in ("pad_token_id", "eos_token_id"):
+        left.pop(name, None)
+    end = left.pop("think_end_token", None)
+    length = left.pop("max_length", None)
+    known = {name: left.pop(name) for name in PASSED_ON if name in left}
+    if left:
+        raise UserError(f"generation_kwargs has {sorted(left)[0]!r}, which is not supported")
+    try:
+        params = SamplingParams(
+            max_tokens=int(named[0]) if named else tokens,
+            temperature=temperature if is_sampled else 0.0,
+            stop=() if end or thinks else until,
+            **known,
         )
+    except (ValueError, TypeError) as error:
+        raise UserError(f"generation_kwargs: {error}") from None
+    return Wish(params, until, None if named else length, end)
+
+
+MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the most new tokens, in the harness's order."""
+
+PASSED_ON = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "no_repeat_ngram_size",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+)
+"""Options that are `SamplingParams` of the same name."""
+
+
+class CheckedTasks(TaskManager):  # type: ignore[misc]
+    """The harness's tasks, whose `generation_kwargs` are checked when they are loaded, before hours
+    of work on others."""
+
+    def load(self, task_list: Any) -> Any:
+        loaded = super().load(task_list)
+        for name, task in loaded["tasks"].items():
+            if task.OUTPUT_TYPE != "generate_until":
+                continue
+            try:
+                read_wish(task.config.generation_kwargs or {}, NEW_TOKENS)
+            except UserError as error:
+                raise UserError(f"task {name}: {error}") from None
+        return loaded

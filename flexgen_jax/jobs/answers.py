@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
 from flexgen_jax.jobs.lines import Line, LineError
+from flexgen_jax.models.reasoning import Reasoning
 
-Piece = Callable[[int], bytes]
-"""Returns the bytes that a token stands for."""
+
+class Speaker(Protocol):
+    """What records need of the engine that made the texts."""
+
+    @property
+    def name(self) -> str: ...
+
+    def piece(self, token_id: int) -> bytes:
+        """Returns the bytes that a token stands for."""
+
+    def reasoning(self, result: RequestOutput) -> Reasoning | None:
+        """Returns the two parts of a text that begins with reasoning; None for another one."""
+
+
+Name = Callable[[int], str]
+"""Names a token."""
 
 
 def failure(number: int, error: LineError, job: str) -> dict[str, Any]:
@@ -29,20 +45,20 @@ def failure(number: int, error: LineError, job: str) -> dict[str, Any]:
 
 
 def answer(
-    line: Line, results: Sequence[RequestOutput], model: str, job: str, piece: Piece
+    line: Line, results: Sequence[RequestOutput], speaker: Speaker, job: str
 ) -> dict[str, Any]:
     """Returns the record of a line's results, one for each of its choices."""
     usage = _usage(line, results)
     if line.form == "plain":
-        return _plain(line, results, usage)
+        return _plain(line, results, usage, speaker)
     is_chat = line.form == "chat"
     choose = _chat_choice if is_chat else _completion_choice
     body = {
         "id": _name("chatcmpl" if is_chat else "cmpl", job, line.number),
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
-        "model": line.model or model,
-        "choices": [choose(n, result, piece) for n, result in enumerate(results)],
+        "model": line.model or speaker.name,
+        "choices": [choose(n, result, line, speaker) for n, result in enumerate(results)],
         "usage": usage,
     }
     request_id = _name("req", job, line.number)
@@ -65,7 +81,9 @@ def _usage(line: Line, results: Sequence[RequestOutput]) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
 
 
-def _plain(line: Line, results: Sequence[RequestOutput], usage: dict[str, int]) -> dict[str, Any]:
+def _plain(
+    line: Line, results: Sequence[RequestOutput], usage: dict[str, int], speaker: Speaker
+) -> dict[str, Any]:
     choices = []
     for result in results:
         choice: dict[str, Any] = {
@@ -73,65 +91,103 @@ def _plain(line: Line, results: Sequence[RequestOutput], usage: dict[str, int]) 
             "token_ids": result.token_ids,
             "finish_reason": result.finish_reason,
         }
+        parts = speaker.reasoning(result) if line.messages is not None else None
+        if parts is not None:
+            choice |= {"text": parts.content or "", "reasoning_content": parts.reasoning}
         if result.logprobs is not None:
             choice["logprobs"] = [
                 {"logprob": x.logprob, "top": [list(pair) for pair in x.top]}
                 for x in result.logprobs
             ]
         choices.append(choice)
-    found = choices[0] if line.count == 1 else {"choices": choices}
-    return {"id": line.name, "line": line.number, **found, "usage": usage, "error": None}
+    own = choices[0] if line.count == 1 else {"choices": choices}
+    return {"id": line.name, "line": line.number, **own, "usage": usage, "error": None}
 
 
-def _completion_choice(index: int, result: RequestOutput, piece: Piece) -> dict[str, Any]:
+def _completion_choice(
+    index: int, result: RequestOutput, line: Line, speaker: Speaker
+) -> dict[str, Any]:
     choice = {"index": index, "text": result.text, "finish_reason": result.finish_reason}
     if result.logprobs is None:
         return {**choice, "logprobs": None}
-    tokens = [_text(token, piece) for token in result.token_ids]
-    found = {
-        "tokens": tokens,
+
+    def name(token: int) -> str:
+        return _by_id(token) if line.names_by_id else _completion_name(speaker.piece(token))
+
+    pairs = list(zip(result.token_ids, result.logprobs, strict=True))
+    logprobs = {
+        "tokens": [name(token) for token in result.token_ids],
         "token_logprobs": [x.logprob for x in result.logprobs],
-        "top_logprobs": [
-            _by_text(token, x, piece)
-            for token, x in zip(result.token_ids, result.logprobs, strict=True)
-        ],
-        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
+        "top_logprobs": [_by_name(token, x, name) for token, x in pairs],
+        "text_offset": _offsets(result.token_ids, speaker),
     }
-    return {**choice, "logprobs": found}
+    return {**choice, "logprobs": logprobs}
 
 
-def _by_text(token: int, found: TokenLogprob, piece: Piece) -> dict[str, float]:
-    """Returns log-probabilities by text, the likeliest first; the token's own is among them."""
-    texts: dict[str, float] = {}
-    for other, logprob in (*found.top, (token, found.logprob)):
-        texts.setdefault(_text(other, piece), logprob)
-    return texts
+def _offsets(token_ids: Sequence[int], speaker: Speaker) -> list[int]:
+    """Returns for each token how many whole characters come before it."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    counts = [len(decoder.decode(speaker.piece(token))) for token in token_ids]
+    return list(accumulate(counts[:-1], initial=0))[: len(counts)]
 
 
-def _text(token: int, piece: Piece) -> str:
-    return piece(token).decode(errors="replace")
+def _by_name(token: int, found: TokenLogprob, name: Name) -> dict[str, float]:
+    """Returns log-probabilities by the tokens' names, the likeliest first; the token's own is among
+    them. Of two tokens with one name, the second one is named by its id."""
+    named: dict[str, float] = {}
+    pairs = dict([*found.top, (token, found.logprob)])
+    for other, logprob in pairs.items():
+        own = name(other)
+        named[_by_id(other) if own in named else own] = logprob
+    return named
 
 
-def _chat_choice(index: int, result: RequestOutput, piece: Piece) -> dict[str, Any]:
+def _by_id(token: int) -> str:
+    """Names a token as vLLM does."""
+    return f"token_id:{token}"
+
+
+def _completion_name(piece: bytes) -> str:
+    """Names a token as OpenAI's completions do: by its text, or by its bytes if it is a part of a
+    character."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + _escaped(piece)
+
+
+def _escaped(piece: bytes) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _chat_choice(index: int, result: RequestOutput, line: Line, speaker: Speaker) -> dict[str, Any]:
     logprobs = None
     if result.logprobs is not None:
         pairs = zip(result.token_ids, result.logprobs, strict=True)
-        content = [_chat_token(token, x, piece) for token, x in pairs]
+        content = [_chat_token(token, x, line, speaker) for token, x in pairs]
         logprobs = {"content": content, "refusal": None}
+    message = {"role": "assistant", "content": result.text, "refusal": None}
+    parts = speaker.reasoning(result)
+    if parts is not None:
+        message |= {"content": parts.content, "reasoning_content": parts.reasoning}
     return {
         "index": index,
-        "message": {"role": "assistant", "content": result.text, "refusal": None},
+        "message": message,
         "logprobs": logprobs,
         "finish_reason": result.finish_reason,
     }
 
 
-def _chat_token(token: int, found: TokenLogprob, piece: Piece) -> dict[str, Any]:
-    top = [_token(other, logprob, piece) for other, logprob in found.top]
-    return {**_token(token, found.logprob, piece), "top_logprobs": top}
+def _chat_token(token: int, found: TokenLogprob, line: Line, speaker: Speaker) -> dict[str, Any]:
+    top = [_token(other, logprob, line, speaker) for other, logprob in found.top]
+    return {**_token(token, found.logprob, line, speaker), "top_logprobs": top}
 
 
-def _token(token: int, logprob: float, piece: Piece) -> dict[str, Any]:
-    found = piece(token)
-    text = found.decode(errors="replace")
-    return {"token": text, "logprob": logprob, "bytes": list(found)}
+def _token(token: int, logprob: float, line: Line, speaker: Speaker) -> dict[str, Any]:
+    piece = speaker.piece(token)
+    try:
+        text = piece.decode()
+    except UnicodeDecodeError:
+        text = _escaped(piece)
+    name = _by_id(token) if line.names_by_id else text
+    return {"token": name, "logprob": logprob, "bytes": list(piece)}

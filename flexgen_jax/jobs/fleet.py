@@ -18,6 +18,9 @@ from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import OnToken, RequestOutput, TokenLogprob
 from flexgen_jax.engine.requests import Request
 from flexgen_jax.machine.jax_settings import set_up_jax
+from flexgen_jax.models.chat import ChatOptions
+from flexgen_jax.models.defaults import SamplingDefaults
+from flexgen_jax.models.reasoning import Reasoning
 
 Unfinished = tuple[str, list[int], list[TokenLogprob]]
 """A request's id, its tokens so far, and those tokens' log-probabilities, if it asked for them."""
@@ -195,11 +198,27 @@ class Fleet:
         return self._llm.chat_fingerprint
 
     @property
-    def sampling_defaults(self) -> object:
+    def chat_tells_time(self) -> bool:
+        return self._llm.chat_tells_time
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
         return self._llm.sampling_defaults
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
-        return self._llm.chat_prompt(messages)
+    @property
+    def notes(self) -> list[str]:
+        return self._llm.notes
+
+    def note(self, note: str) -> None:
+        self._llm.note(note)
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
+    ) -> tuple[str, list[int]]:
+        return self._llm.chat_prompt(messages, options)
+
+    def reasoning(self, result: RequestOutput) -> Reasoning | None:
+        return self._llm.reasoning(result)
 
     def piece(self, token_id: int) -> bytes:
         return self._llm.piece(token_id)

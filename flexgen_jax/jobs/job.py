@@ -8,15 +8,20 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from flexgen_jax.engine.outputs import OnToken, RequestOutput, TokenLogprob
 from flexgen_jax.engine.requests import LEAST_PREFIX, Prefix, Request, common_length
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.lines import MOST_CHOICES, Line, LineError, line_name, read_line
+from flexgen_jax.jobs.source import InputFacts, Source
 from flexgen_jax.jobs.store import Disk, Journal, Manifest, Results
+from flexgen_jax.models.chat import ChatOptions
+from flexgen_jax.models.defaults import SamplingDefaults
+from flexgen_jax.models.reasoning import Reasoning
 
 WINDOW = 512
 """Lines that are read together and sorted by length, so that prompts of a batch are alike."""
@@ -28,6 +33,9 @@ REPORT_S = 2.0
 """Seconds between two versions of the progress file."""
 
 
+CHAT_TOKENS = 512
+"""New tokens of a conversation where neither it nor the model's folder says how many."""
+
 Prompt = tuple[str | None, Sequence[int] | None]
 """A text or token ids; of a conversation both."""
 
@@ -36,40 +44,26 @@ Prompt = tuple[str | None, Sequence[int] | None]
 class JobOptions:
     """What a job does.
 
-    source: a file of requests, a line each; results: where their records go. seed: of requests
-    without their own; chat_tokens: new tokens of a conversation that does not say how many; limit:
-    the most requests to begin, None for all; journal_s: seconds between two journals; is_ordered:
-    whether the results are put into the input's order at the end; progress_file: a file that says
-    how far the job is, as JSON.
+    source: a file of requests, a line each, which gzip or zstd may have compressed, or a stream;
+    "-" is standard input; results: where their records go. seed: of requests without their own;
+    chat_tokens: new tokens of a conversation that does not say how many, None for as many as the
+    model's folder says, or else 512; limit: the most requests to begin, None for all; journal_s:
+    seconds between two journals; is_ordered: whether the results are put into the input's order at
+    the end; progress_file: a file that says how far the job is, as JSON. retries_errors: whether
+    lines whose record is an error are run again. now: what chat templates take as the present time,
+    None for the time when the job began.
     """
 
     source: Path
     results: Path
     seed: int = 0
-    chat_tokens: int = 512
+    chat_tokens: int | None = None
     limit: int | None = None
     journal_s: float = 60.0
     is_ordered: bool = False
     progress_file: Path | None = None
-
-
-class InputFacts(NamedTuple):
-    """A digest of a file's bytes, and how many of its lines are not blank."""
-
-    digest: str
-    lines: int
-
-    @classmethod
-    def of(cls, path: Path) -> InputFacts:
-        found, lines = hashlib.sha256(), 0
-        try:
-            with open(path, "rb") as file:
-                for content in file:
-                    found.update(content)
-                    lines += bool(content.strip())
-        except OSError as error:
-            raise UserError(f"cannot read the requests {path}: {error.strerror}") from None
-        return cls(found.hexdigest(), lines)
+    retries_errors: bool = False
+    now: datetime | None = None
 
 
 @dataclass
@@ -77,7 +71,8 @@ class Summary:
     """What a run of a job did.
 
     total: lines of the input; finished: those that have a record; errors: those of them that could
-    not be run; tokens: new tokens of this run; taken_up: tokens that the journal had.
+    not be run; tokens: new tokens of this run; taken_up: tokens that the journal had; commonest:
+    what most of the errors say, and how many do; notes: what else there is to know.
     """
 
     total: int
@@ -86,6 +81,8 @@ class Summary:
     tokens: int = 0
     taken_up: int = 0
     seconds: float = 0.0
+    commonest: tuple[str, int] | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -111,9 +108,21 @@ class Engine(Protocol):
     def chat_fingerprint(self) -> str | None: ...
 
     @property
-    def sampling_defaults(self) -> object: ...
+    def chat_tells_time(self) -> bool: ...
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]: ...
+    @property
+    def sampling_defaults(self) -> SamplingDefaults: ...
+
+    @property
+    def notes(self) -> list[str]: ...
+
+    def note(self, note: str) -> None: ...
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
+    ) -> tuple[str, list[int]]: ...
+
+    def reasoning(self, result: RequestOutput) -> Reasoning | None: ...
 
     def piece(self, token_id: int) -> bytes: ...
 
@@ -133,7 +142,10 @@ class Job:
     def __init__(self, llm: Engine, options: JobOptions, disk: Disk | None = None) -> None:
         self._llm, self._options = llm, options
         self._disk = disk or Disk()
-        self._facts = InputFacts.of(options.source)
+        self._manifest = Manifest(options.results, self._disk)
+        self._manifest.check_ownership()
+        self._source = Source(options.source, options.results)
+        self._facts = InputFacts.of(self._source, self._manifest.recorded("input size"))
         self._states: dict[int, State] = {}
         self._kept: dict[int, dict[str, Any]] = {}
         self._names: set[bytes] = set()
@@ -142,16 +154,19 @@ class Job:
         self.summary = Summary(self._facts.lines)
         self._began = self._journal_due = self._report_due = 0.0
         self._done_before = 0
+        self._now: datetime | None = None
+        most = options.chat_tokens or llm.sampling_defaults.max_tokens
+        self._chat_tokens = most or CHAT_TOKENS
 
     def run(self) -> Summary:
         self._began = time.monotonic()
         self._journal_due = self._began + self._options.journal_s
-        manifest = Manifest(self._options.results, self._disk)
-        manifest.check_ownership()
         with closing(Results(self._options.results, self._disk)) as self._results:
-            self._done_before = self._results.done
             self._kept = self._journal.read()
-            manifest.check(self._depends_on(), not (self._results.done or self._kept))
+            self._begin_or_go_on()
+            if self._options.retries_errors:
+                self._results.forget_errors()
+            self._done_before = self._results.done
             self._continue()
             self._results.sync(is_due=True)
             left = self._left()
@@ -163,19 +178,36 @@ class Job:
                 self._results.put_in_order()
             self.summary.finished = self._results.done
             self.summary.errors = self._results.errors
+            self.summary.commonest = self._results.commonest_error
+        if self.summary.finished == self.summary.total:
+            self._source.forget()
+        self.summary.notes = self._llm.notes
         self.summary.seconds = time.monotonic() - self._began
         self._report(force=True)
         return self.summary
 
-    def _depends_on(self) -> dict[str, Any]:
-        return {
+    def _begin_or_go_on(self) -> None:
+        """Writes the manifest of a new job, or compares it with the one that goes on; lines may
+        have come after those that it had."""
+        own = {
             "input": self._facts.digest,
             "model": self._llm.fingerprint,
             "seed": self._options.seed,
-            "tokens of conversations": self._options.chat_tokens,
+            "tokens of conversations": self._chat_tokens,
             "chat template": self._llm.chat_fingerprint,
             "sampling defaults": str(self._llm.sampling_defaults),
         }
+        if self._llm.chat_tells_time:
+            given, recorded = self._options.now, self._manifest.recorded("time of conversations")
+            moment = given.isoformat() if given else recorded
+            self._now = datetime.fromisoformat(str(moment)) if moment else datetime.now()
+            own["time of conversations"] = self._now.isoformat()
+        known, is_new = self._manifest.recorded("input"), not (self._results.done or self._kept)
+        if not is_new:
+            begins_alike = known == self._facts.earlier
+            self._manifest.check({**own, "input": known} if begins_alike else own)
+        if is_new or known != own["input"]:
+            self._manifest.write({**own, "input size": self._facts.size})
 
     def _continue(self) -> None:
         """Runs all lines that have no record; what is unfinished when this is broken off goes to
@@ -213,7 +245,7 @@ class Job:
 
     def _lines(self) -> Iterator[Line]:
         begun = 0
-        with open(self._options.source, "rb") as file:
+        with self._source.opened() as file:
             for number, content in enumerate(file, 1):
                 if not content.strip():
                     continue
@@ -224,7 +256,7 @@ class Job:
                     return
                 begun += 1
                 try:
-                    line = read_line(content, number, self._options.chat_tokens, self._options.seed)
+                    line = read_line(content, number, self._chat_tokens, self._options.seed)
                     if not self._remember(line.name):
                         raise line.error(f"{line.name!r} is an earlier line's id")
                 except LineError as error:
@@ -249,7 +281,17 @@ class Job:
         """Returns a line's prompts; raises `UserError` for a conversation that the model's chat
         template cannot write."""
         if line.messages is not None:
-            return [self._llm.chat_prompt(line.messages)]
+            options = line.chat
+            if options is not None and options.tools:
+                self._llm.note(
+                    "tools are shown to the model, and its calls of them are part of its texts: "
+                    "no results have tool_calls"
+                )
+            if self._now is not None:
+                options = replace(options or ChatOptions(), now=self._now)
+            if options is None:
+                return [self._llm.chat_prompt(line.messages)]
+            return [self._llm.chat_prompt(line.messages, options)]
         return [(p, None) if isinstance(p, str) else (None, p) for p in line.prompts]
 
     def _asked(self, line: Line, prompts: Sequence[Prompt]) -> list[Request]:
@@ -327,7 +369,7 @@ class Job:
 
     def _give(self, state: State) -> None:
         results = [state.done[choice] for choice in range(state.line.choices)]
-        made = answer(state.line, results, self._llm.name, self._facts.digest, self._llm.piece)
+        made = answer(state.line, results, self._llm, self._facts.digest)
         self._results.add(made)
         del self._states[state.line.number]
 

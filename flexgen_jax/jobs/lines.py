@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.jobs.fields import MEDIA, without_neutral
+from flexgen_jax.models.chat import Arguments, ChatOptions
 
 Form = Literal["completions", "chat", "plain"]
 
@@ -20,23 +22,17 @@ DEFAULT_TOKENS = 16
 """New tokens of a completion that does not say how many, as in OpenAI's API."""
 
 SHARED = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
-OWN = ("top_k", "min_p", "min_tokens", "repetition_penalty", "ignore_eos", "json_schema")
+OWN = (
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "ignore_eos",
+    "json_schema",
+    "stop_token_ids",
+    "no_repeat_ngram_size",
+)
 """Parameters that all forms take as they are: those that OpenAI's API has, too, and others."""
-
-IGNORED = {"model", "user", "metadata", "store", "service_tier", "safety_identifier"}
-"""Fields of OpenAI's bodies that change no text."""
-
-MEANINGLESS: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "stream_options": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-}
-"""Fields that may be null or one of these; another value asks for what this engine does not do."""
 
 
 class LineError(ValueError):
@@ -54,7 +50,8 @@ class Line:
 
     number: its place in the file, from 1; name: its id; prompts: texts, or token ids; messages: a
     conversation in their place; count: texts for each prompt; has_seed: whether it names a seed;
-    model: the name in its body.
+    model: the name in its body; chat: how a conversation is rendered, None for the usual way;
+    names_by_id: whether tokens with log-probabilities are named "token_id:N".
     """
 
     number: int
@@ -66,6 +63,8 @@ class Line:
     count: int
     has_seed: bool
     model: str | None
+    chat: ChatOptions | None = None
+    names_by_id: bool = False
 
     @property
     def choices(self) -> int:
@@ -77,11 +76,11 @@ class Line:
         return LineError(message, self.name, self.form == "plain")
 
 
-def read_line(content: bytes, number: int, chat_tokens: int, seed: int) -> Line:
+def read_line(content: bytes, number: int, chat_tokens: int | None, seed: int) -> Line:
     """Returns what a line asks for; raises `LineError`, which says what is wrong with it.
 
-    chat_tokens: new tokens of a conversation that does not say how many; seed: for requests
-    without one.
+    chat_tokens: new tokens of a conversation that does not say how many, None for as many as the
+    model's folder says; seed: for requests without one.
     """
     raw = _object(content)
     is_openai, name = _named(raw)
@@ -132,7 +131,9 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _from_openai(raw: dict[str, Any], name: str, number: int, tokens: int, seed: int) -> Line:
+def _from_openai(
+    raw: dict[str, Any], name: str, number: int, tokens: int | None, seed: int
+) -> Line:
     _know(raw, {"custom_id", "method", "url", "body"})
     if raw.get("method", "POST") != "POST":
         raise LineError(f'"method" must be "POST", not {raw["method"]!r}')
@@ -141,50 +142,111 @@ def _from_openai(raw: dict[str, Any], name: str, number: int, tokens: int, seed:
         raise LineError(f'"url" must be one of {", ".join(URLS)}, not {url!r}')
     if not isinstance(body, dict):
         raise LineError(f'"body" must be an object, not {body!r}')
-    given = {key: value for key, value in body.items() if value is not None}
-    form = URLS[url]
-    for key, allowed in MEANINGLESS.items():
-        if key in given and given.pop(key) not in allowed:
-            raise LineError(f'"{key}" is not supported by this engine but as null')
-    for key in IGNORED - {"model"}:
-        given.pop(key, None)
+    given, form = without_neutral(body), URLS[url]
     schema = _schema(given.pop("response_format", {"type": "text"}))
-    if schema is not None:
-        if "json_schema" in given:
-            raise LineError('give one of "response_format" and "json_schema"')
-        given["json_schema"] = schema
+    schemas = [schema, given.pop("guided_json", None), given.get("json_schema")]
+    asked = [found for found in schemas if found is not None]
+    if len(asked) > 1:
+        raise LineError('give one of "response_format", "guided_json" and "json_schema"')
+    if asked:
+        given["json_schema"] = asked[0]
     model = given.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise LineError(f'"model" must be a text, not {model!r}')
-    wanted: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    wanted: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     take = _take_completion if form == "completions" else _take_chat
-    prompts, messages = take(given, wanted, tokens)
-    return _line(given, wanted, (number, name, form, prompts, messages), seed, model)
+    prompts, messages, chat = take(given, wanted, tokens)
+    if messages is not None:
+        messages = tuple(map(_with_arguments, messages))
+    return _line(given, wanted, (number, name, form, prompts, messages, chat), seed, model)
 
 
-def _take_completion(given: dict[str, Any], wanted: dict[str, Any], _tokens: int) -> Any:
+def _take_completion(given: dict[str, Any], wanted: dict[str, Any], _tokens: int | None) -> Any:
     wanted["max_tokens"] = given.pop("max_tokens", DEFAULT_TOKENS)
     if "logprobs" in given:
         wanted["logprobs"] = _limited("logprobs", given.pop("logprobs"), 5)
-    return _prompts(given.pop("prompt", None)), None
+    return _prompts(given.pop("prompt", None)), None, None
 
 
-def _take_chat(given: dict[str, Any], wanted: dict[str, Any], tokens: int) -> Any:
+def _take_chat(given: dict[str, Any], wanted: dict[str, Any], tokens: int | None) -> Any:
     most = given.pop("max_completion_tokens", None)
     older = given.pop("max_tokens", None)
     wanted["max_tokens"] = next((n for n in (most, older) if n is not None), tokens)
     asks, top = given.pop("logprobs", False), given.pop("top_logprobs", None)
     if not isinstance(asks, bool):
         raise LineError(f'"logprobs" must be true or false, not {asks!r}')
-    if top is not None and not asks:
+    if top not in (None, 0) and not asks:
         raise LineError('"top_logprobs" needs "logprobs": true')
     if asks:
         wanted["logprobs"] = _limited("top_logprobs", top or 0, 20)
-    return (), _messages(given.pop("messages", None))
+    return (), _messages(given.pop("messages", None)), _chat_options(given)
 
 
-def _from_plain(raw: dict[str, Any], name: str, number: int, tokens: int, seed: int) -> Line:
-    given = {key: value for key, value in raw.items() if value is not None and key != "id"}
+def _chat_options(given: dict[str, Any]) -> ChatOptions | None:
+    """Takes out the fields that say how a conversation is rendered; None if there are none."""
+    kinds: dict[str, type] = {
+        "tools": list,
+        "documents": list,
+        "chat_template": str,
+        "chat_template_kwargs": dict,
+        "add_generation_prompt": bool,
+        "continue_final_message": bool,
+        "reasoning_effort": str,
+    }
+    named = {name: given.pop(name) for name in kinds if name in given}
+    for name, value in named.items():
+        if not isinstance(value, kinds[name]):
+            raise LineError(f'"{name}" must be {KIND_NAMES[kinds[name]]}, not {value!r}')
+    for name in ("tools", "documents"):
+        if not all(isinstance(each, dict) for each in named.get(name, ())):
+            raise LineError(f'"{name}" must be a list of objects')
+    if not named:
+        return None
+    variables = dict(named.get("chat_template_kwargs") or {})
+    if "reasoning_effort" in named:
+        variables.setdefault("reasoning_effort", named["reasoning_effort"])
+    continues = named.get("continue_final_message", False)
+    return ChatOptions(
+        tools=named.get("tools") or None,
+        documents=named.get("documents") or None,
+        variables=variables,
+        adds_generation_prompt=named.get("add_generation_prompt", not continues),
+        continues_final=continues,
+        template=named.get("chat_template"),
+    )
+
+
+KIND_NAMES: Mapping[type, str] = {
+    list: "a list",
+    str: "a text",
+    dict: "an object",
+    bool: "true or false",
+}
+"""Types of JSON as messages name them."""
+
+
+def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose tool calls have their arguments as objects, which OpenAI's API has as
+    JSON texts."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(text, str) or not isinstance(function, dict):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": Arguments(text)}}
+    except (ValueError, RecursionError):
+        return call  # it stays a text
+
+
+def _from_plain(raw: dict[str, Any], name: str, number: int, tokens: int | None, seed: int) -> Line:
+    given = without_neutral({key: value for key, value in raw.items() if key != "id"})
     sources = [key for key in ("prompt", "prompt_token_ids", "messages") if key in given]
     if len(sources) != 1:
         raise LineError('give one of "prompt", "prompt_token_ids" and "messages"')
@@ -201,9 +263,11 @@ def _from_plain(raw: dict[str, Any], name: str, number: int, tokens: int, seed: 
         raise LineError(f'"{sources[0]}" must be {kind}')
     own = ("max_tokens", "logprobs")
     wanted: dict[str, Any] = {key: given.pop(key) for key in own if key in given}
+    chat = None
     if messages is not None:
         wanted.setdefault("max_tokens", tokens)
-    return _line(given, wanted, (number, name, "plain", prompts, messages), seed, None)
+        chat = _chat_options(given)
+    return _line(given, wanted, (number, name, "plain", prompts, messages, chat), seed, None)
 
 
 def _line(
@@ -211,13 +275,17 @@ def _line(
 ) -> Line:
     """Returns the line with the sampling parameters that are left in `given`; raises `LineError`
     for what is none."""
-    known = {*SHARED, *OWN, "stop", "logit_bias", "n"}
+    known = {*SHARED, *OWN, "stop", "logit_bias", "n", "return_tokens_as_token_ids"}
     _know(given, known)
+    if given.get("top_k") == -1:  # as in vLLM
+        given["top_k"] = 0
+    names_by_id = given.get("return_tokens_as_token_ids", False)
+    if not isinstance(names_by_id, bool):
+        raise LineError('"return_tokens_as_token_ids" must be true or false')
     wanted |= {key: given[key] for key in (*SHARED, *OWN) if key in given}
     wanted["seed"] = given.get("seed", seed)
-    for key in ("ignore_eos",):
-        if not isinstance(wanted.get(key, False), bool):
-            raise LineError(f'"{key}" must be true or false, not {wanted[key]!r}')
+    if not isinstance(wanted.get("ignore_eos", False), bool):
+        raise LineError(f'"ignore_eos" must be true or false, not {wanted["ignore_eos"]!r}')
     stop = given.get("stop", ())
     if not isinstance(stop, str | list | tuple):
         raise LineError(f'"stop" must be a text or a list of texts, not {stop!r}')
@@ -226,12 +294,23 @@ def _line(
     count = given.get("n", 1)
     if not _is_whole(count) or not 1 <= count <= MOST_CHOICES:
         raise LineError(f'"n" must be a whole number from 1 to {MOST_CHOICES}, not {count!r}')
-    number, name, form, prompts, messages = what
+    number, name, form, prompts, messages, chat = what
     if count * max(1, len(prompts)) > MOST_CHOICES:
         raise LineError(f"more than {MOST_CHOICES} texts: {len(prompts)} prompts, n = {count}")
     params = SamplingParams(stop=stop, **wanted)
-    has_seed = "seed" in given
-    return Line(number, name, form, prompts, messages, params, count, has_seed, model)
+    return Line(
+        number=number,
+        name=name,
+        form=form,
+        prompts=prompts,
+        messages=messages,
+        params=params,
+        count=count,
+        has_seed="seed" in given,
+        model=model,
+        chat=chat,
+        names_by_id=names_by_id,
+    )
 
 
 def _schema(found: Any) -> Any:
@@ -276,22 +355,19 @@ def _messages(found: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _message(found: Any) -> Mapping[str, Any]:
-    """Returns a message whose content is one text."""
+    """Returns a message as it is."""
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
         raise LineError('a message must be an object with a text as "role"')
     content = found.get("content")
-    if isinstance(content, list):
-        parts = [p.get("text") if isinstance(p, dict) and _is_text(p) else None for p in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise LineError('"content" has a part that is not of type "text"')
-        content = "".join(str(part) for part in parts)
-    if not isinstance(content, str):
-        raise LineError(f'"content" must be a text, not {content!r}')
-    return {**found, "content": content}
-
-
-def _is_text(part: Mapping[str, Any]) -> bool:
-    return part.get("type") == "text"
+    if content is not None and not isinstance(content, str | list):
+        raise LineError(f'"content" must be a text or a list of parts, not {content!r}')
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, str | dict) or (isinstance(part, dict) and kind is None):
+            raise LineError(f'"content" has a part without a "type": {part!r}')
+        if kind in MEDIA:
+            raise LineError(f'"content" has a part of type "{kind}": this engine reads texts alone')
+    return found
 
 
 def _biases(found: Any) -> dict[int, float]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from pathlib import Path
@@ -17,6 +19,10 @@ from flexgen_jax.errors import UserError
 
 SYNC_S = 1.0
 """Results are forced to the disk together, when the oldest of them has waited for so long."""
+
+
+KINDS_OF_ERRORS = 1000
+"""Messages of errors that are counted."""
 
 
 class Disk:
@@ -65,12 +71,14 @@ class Results:
     """A file of records, a line of JSON each, of which each has its line in the input as "line".
 
     May be used from several threads. finished: whether a line of the input has its record, as a
-    byte; done: the number of records; errors: of those that say why a line could not be run.
+    byte; done: the number of records; errors: of those that say why a line could not be run; said:
+    what these say, of which few kinds are kept.
     """
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self._path, self._disk, self._lock = path, disk, threading.Lock()
         self._finished, self.done, self.errors = bytearray(), 0, 0
+        self._said: Counter[str] = Counter()
         self._waits_since: float | None = None
         try:
             self._file: IO[bytes] = open(path, "a+b", buffering=0)  # noqa: SIM115 - see `close`
@@ -116,6 +124,36 @@ class Results:
         finally:
             self._file.close()
 
+    @property
+    def commonest_error(self) -> tuple[str, int] | None:
+        """What most errors say, without their lines' numbers, and how many do; None without
+        errors."""
+        return next(iter(self._said.most_common(1)), None)
+
+    def forget_errors(self) -> None:
+        """Takes out the records of lines that could not be run."""
+        if not self.errors:
+            return
+
+        def good() -> Iterator[bytes]:
+            with open(self._path, "rb") as file:
+                yield from (line for line in file if json.loads(line)["error"] is None)
+
+        self._rewrite(good())
+        self._finished, self.done, self.errors = bytearray(), 0, 0
+        self._said.clear()
+        self._take_up()
+
+    def _rewrite(self, content: Iterable[bytes]) -> None:
+        """Replaces the file's content, and goes on with the new file."""
+        try:
+            self._disk.write_whole(self._path, content)
+        except OSError as error:
+            raise self._failed(error) from None
+        old, self._file = self._file, open(self._path, "a+b", buffering=0)  # noqa: SIM115
+        lock(self._file, f"{self._path} is being written by another job")
+        old.close()
+
     def put_in_order(self) -> None:
         """Rewrites the file in the order of the input's lines."""
         places: list[tuple[int, int, int]] = []
@@ -130,10 +168,7 @@ class Results:
                     file.seek(begin)
                     yield file.read(size)
 
-            try:
-                self._disk.write_whole(self._path, ordered())
-            except OSError as error:
-                raise self._failed(error) from None
+            self._rewrite(ordered())
 
     def _sync(self, now: float) -> None:
         if self._waits_since is None and now < inf:
@@ -148,7 +183,13 @@ class Results:
             self._finished.extend(bytes(line + 1 - len(self._finished)))
         self._finished[line] = 1
         self.done += 1
-        self.errors += record["error"] is not None
+        error = record["error"]
+        if error is not None:
+            self.errors += 1
+            message = error.get("message", "") if isinstance(error, Mapping) else error
+            said = re.sub(r"^line \d+: ", "", str(message))
+            if said in self._said or len(self._said) < KINDS_OF_ERRORS:
+                self._said[said] += 1
 
     def _failed(self, error: OSError) -> UserError:
         return UserError(
@@ -207,6 +248,10 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
 
+NOT_COMPARED = frozenset(("input size",))
+"""Entries of a manifest that are there to be read."""
+
+
 class Manifest:
     """What a job's results depend on, by name; a job is taken up only if it is the same."""
 
@@ -222,28 +267,39 @@ class Manifest:
                 "job; choose another file"
             )
 
-    def check(self, content: Mapping[str, Any], is_new: bool) -> None:
-        """Writes the manifest of a new job; raises `UserError` if an old one differs, and says in
-        what."""
-        if is_new:
-            try:
-                self._disk.write_whole(self._path, [json.dumps(content, indent=2).encode() + b"\n"])
-            except OSError as error:
-                raise UserError(f"cannot write {self._path}: {error.strerror}") from None
-            return
+    def recorded(self, name: str) -> Any:
+        """Returns what the manifest of an earlier run says; None if it says nothing."""
+        return self._read().get(name)
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Writes the manifest of a job that begins, or whose input has more lines now."""
         try:
-            old = json.loads(self._path.read_bytes())
-        except (OSError, ValueError):
-            old = None
-        if not isinstance(old, dict):
+            self._disk.write_whole(self._path, [json.dumps(content, indent=2).encode() + b"\n"])
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror}") from None
+
+    def check(self, content: Mapping[str, Any]) -> None:
+        """Raises `UserError` if an earlier run's manifest differs, and says in what."""
+        old = self._read()
+        if not old:
             raise UserError(
                 f"{self._results} has results, but its manifest {self._path} cannot be read; "
                 "choose another file"
             )
-        differs = [name for name in {*old, *content} if old.get(name) != content.get(name)]
+        names = {*content, *old} - NOT_COMPARED
+        differs = [name for name in names if old.get(name) != content.get(name)]
         if differs:
             what = ", ".join(f"the {name}" for name in sorted(differs))
+            hint = "; lines may only be added at its end" if "input" in differs else ""
             raise UserError(
-                f"{self._results} is of a job that differs in {what}; choose another file, or give "
-                "what that job was given"
+                f"{self._results} is of a job that differs in {what}{hint}; choose another file, "
+                "or give what that job was given"
             )
+
+    def _read(self) -> dict[str, Any]:
+        """Returns the manifest, an empty one if it cannot be read."""
+        try:
+            raw = json.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return raw if isinstance(raw, dict) else {}

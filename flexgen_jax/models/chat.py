@@ -2,58 +2,288 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flexgen_jax.models.checkpoint import CheckpointError, digest, read_json
+from flexgen_jax.models.checkpoint import digest
+from flexgen_jax.models.folder import CheckpointError, read_object
+from flexgen_jax.models.special_tokens import CONFIG, read_special_tokens
 
 Message = Mapping[str, Any]
 """A message: {"role": "user", "content": "..."}."""
 
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of templates where a folder has several; the second one is for conversations with tools."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names under which messages have an assistant's reasoning; templates read the first."""
+
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a conversation is rendered, beside its messages; as in transformers'
+    `apply_chat_template`.
+
+    tools, documents: objects that the template may describe. variables: what else the template is
+    told, such as {"enable_thinking": False}. adds_generation_prompt: whether the assistant's
+    message begins at the end. continues_final: whether the last message goes on, in place of a new
+    one. template: a template's text, or the name of one of the folder's, in place of its default.
+    now: what `strftime_now` tells the template; None is the present time.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    adds_generation_prompt: bool = True
+    continues_final: bool = False
+    template: str | None = None
+    now: datetime | None = None
+
 
 class ChatTemplate:
-    """The template of a Hugging Face folder, from chat_template.jinja or tokenizer_config.json.
+    """The templates of a Hugging Face folder, from chat_template.jinja, additional_chat_templates/
+    or tokenizer_config.json.
 
-    It is a program by whoever made the folder, so it is rendered in Jinja's sandbox, which lets it
-    neither call anything dangerous nor change what it is given.
+    They are programs by whoever made the folder, so they are rendered in Jinja's sandbox, which
+    lets them neither call anything dangerous nor change what they are given. joins_parts: whether a
+    list of parts was given to a template as one text.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._source, self._tokens = _read(folder)
+        self._folder, self._tokens = folder, read_special_tokens(folder).texts
+        self._sources = _read(folder)
+        self.joins_parts = False
 
     @property
     def fingerprint(self) -> str:
         """Differs for templates that write conversations differently."""
-        return digest(self._source, sorted(self._tokens.items()))
+        return digest(sorted(self._sources.items()), sorted(self._tokens.items()))
 
-    def render(self, messages: Sequence[Message]) -> str:
+    @property
+    def tells_time(self) -> bool:
+        """Whether the text of a conversation may depend on the time."""
+        return any("strftime_now" in source for source in self._sources.values())
+
+    def render(self, messages: Sequence[Message], options: ChatOptions | None = None) -> str:
         """Returns a conversation as text, up to where the assistant's next message begins.
 
-        Raises `CheckpointError` if the folder has no template, or if it refuses the messages.
+        The template gets the messages as they are, less fields that are None, as in transformers. A
+        list of parts that it does not walk through is given to it again as one text, a line for
+        each part: such a template knows texts alone. Raises `CheckpointError` if the folder has no
+        template, or if it refuses the messages.
         """
         from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        if self._source is None:
-            raise CheckpointError(
-                f"{self._folder} has no chat template; give the whole prompt as a text instead"
-            )
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        options = options or ChatOptions()
+        source = self._source(options)
         try:
-            template = environment.from_string(self._source)
-            made: str = template.render(
-                messages=[dict(m) for m in messages], add_generation_prompt=True, **self._tokens
-            )
-        except (TemplateError, TypeError, ValueError, OverflowError) as error:
+            chat = _normalized(messages)
+            if options.continues_final:
+                _mark_final(chat)
+            made = self._rendered(source, chat, options)
+            return _unmarked(made) if options.continues_final else made
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            ArithmeticError,
+            LookupError,
+        ) as error:
             raise CheckpointError(f"{self._folder}: the chat template says: {error}") from None
-        return made
+
+    def _source(self, options: ChatOptions) -> str:
+        named = options.template
+        if named is not None:
+            return self._sources.get(named, named)
+        name = TOOL_USE if options.tools is not None and TOOL_USE in self._sources else DEFAULT
+        if name in self._sources:
+            return self._sources[name]
+        if self._sources:
+            raise CheckpointError(
+                f"{self._folder} has several chat templates and no default: choose one of "
+                f"{', '.join(sorted(self._sources))}"
+            )
+        raise CheckpointError(
+            f"{self._folder} has no chat template; give the whole prompt as a text instead"
+        )
+
+    def _rendered(self, source: str, chat: list[dict[str, Any]], options: ChatOptions) -> str:
+        moment = options.now or datetime.now()
+        told = {
+            "strftime_now": moment.strftime,
+            "tools": _plain(options.tools),
+            "documents": _plain(options.documents),
+            "add_generation_prompt": options.adds_generation_prompt and not options.continues_final,
+            **self._tokens,
+            **_plain(options.variables),
+        }
+        template = _compiled(source)
+        lists = [m["content"] for m in chat if isinstance(m.get("content"), _Parts)]
+        try:
+            made: str = template.render(messages=chat, **told)
+        except TypeError:  # such as for a list beside "+"
+            if all(parts.is_walked for parts in lists):
+                raise
+        else:
+            if all(parts.is_walked for parts in lists):
+                return made
+        for message in chat:
+            parts = message.get("content")
+            if isinstance(parts, _Parts) and not parts.is_walked:
+                message["content"] = parts.joined()
+                self.joins_parts = True
+        return str(template.render(messages=chat, **told))
+
+
+class _Parts(list[Any]):
+    """The parts of a message's content, which notice whether a template walks through them."""
+
+    is_walked = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.is_walked = True  # when the first part is asked for
+        yield from super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.is_walked = True
+        return super().__getitem__(index)
+
+    def joined(self) -> str:
+        """The texts of all parts, a line each; raises `ValueError` for a part without a text."""
+        texts = []
+        for part in list.__iter__(self):
+            text = part if isinstance(part, str) else dict(part).get("text")
+            if not isinstance(text, str):
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                raise ValueError(f"it takes texts alone, and a message has a part {kind!r}")
+            texts.append(text)
+        return "\n".join(texts)
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call. Templates take them as an object, and OpenAI's API has them as
+    a JSON text: this is the object, which a template that writes it as it is writes as that
+    text."""
+
+    def __init__(self, text: str) -> None:
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+        super().__init__(found)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def _normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns messages of plain data, without fields that are None, and with the reasoning under
+    each name that templates know."""
+    chat = []
+    for message in messages:
+        plain = _plain(message)
+        if not isinstance(plain, dict):
+            raise TypeError(f"a message must be an object, not {message!r}")
+        plain = {key: value for key, value in plain.items() if value is not None}
+        reasoning = next((plain[key] for key in REASONING if key in plain), None)
+        if reasoning is not None:
+            plain = {"thinking": reasoning, **plain, REASONING[0]: reasoning}
+        if isinstance(plain.get("content"), list):
+            plain["content"] = _Parts(plain["content"])
+        chat.append(plain)
+    return chat
+
+
+def _plain(value: Any) -> Any:
+    """Returns data of which templates see nothing but JSON's types: pydantic's objects, such as
+    those of OpenAI's library, and dataclasses become objects, and NumPy's scalars numbers."""
+    if value is None or isinstance(value, Arguments) or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    for method in ("model_dump", "item"):
+        if callable(getattr(value, method, None)):
+            return _plain(getattr(value, method)())
+    return f"<{type(value).__name__}>"
+
+
+def _mark_final(chat: list[dict[str, Any]]) -> None:
+    """Puts a mark after the text of the last message, where the rendered text is cut."""
+    content = chat[-1].get("content") if chat else None
+    if isinstance(content, str):
+        chat[-1]["content"] = content + CONTINUED
+        return
+    texts = [p for p in content or () if isinstance(p, dict) and isinstance(p.get("text"), str)]
+    if not texts:
+        raise ValueError("the last message has no text that could go on")
+    texts[-1]["text"] += CONTINUED
+
+
+def _unmarked(made: str) -> str:
+    """Returns the text before the mark; blanks before it are as the template left them."""
+    at = made.rfind(CONTINUED.strip())
+    if at < 0:
+        raise ValueError("it does not write the last message, which therefore cannot go on")
+    return made[:at] if made.startswith(CONTINUED, at) else made[:at].rstrip()
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> Any:
+    """Returns a template, with the filters and tags that transformers gives them."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what a model is trained on; here it changes nothing."""
+
+        tags = {"generation"}  # noqa: RUF012 - as the library has it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(source)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which is wrong in a prompt."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _refuse(message: str) -> NoReturn:
@@ -62,18 +292,28 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _read(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """Returns a folder's template, and the special tokens that it may name."""
-    path, own = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    raw = read_json(path) if path.is_file() else {}
-    raw = raw if isinstance(raw, dict) else {}
-    tokens = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        found = raw.get(name)
-        text = found.get("content") if isinstance(found, dict) else found
-        tokens[name] = text if isinstance(text, str) else ""
-    source = own.read_text(encoding="utf-8") if own.is_file() else raw.get("chat_template")
-    if isinstance(source, list):  # several by name
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else None, tokens
+def _read(folder: Path) -> dict[str, str]:
+    """Returns a folder's templates by name; those in files of their own come first."""
+    sources: dict[str, str] = {}
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        sources[DEFAULT] = _text(own)
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[path.stem] = _text(path)
+    if sources:
+        return sources
+    found = read_object(folder / CONFIG).get("chat_template")
+    if found is None:  # as multimodal models' processors had it
+        found = read_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, str):
+        return {DEFAULT: found}
+    named = found if isinstance(found, list) else []
+    pairs = [(e.get("name"), e.get("template")) for e in named if isinstance(e, Mapping)]
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8: {error}") from None

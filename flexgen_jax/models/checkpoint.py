@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +20,10 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from flexgen_jax.errors import UserError
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.families import family_of, read_config
-from flexgen_jax.models.family import Stored
+from flexgen_jax.models.families import QUANTIZED, family_of, read_config
+from flexgen_jax.models.family import Fields, Stored
+from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, read_json, weight_files
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.spec import TensorSpec, model_spec
 
@@ -32,9 +34,23 @@ FINGERPRINT_SAMPLES = 256
 
 MAX_HEADER_BYTES = 100 << 20
 
+READ = ("F32", "F16", "BF16")
+"""Names of dtypes in safetensors that are read."""
 
-class CheckpointError(UserError):
-    """A checkpoint that cannot be read; the message names the file and the tensor."""
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+PIECE_BYTES = 16 << 20
+"""Bytes that are compared at once."""
+
+BUFFERS = (
+    "inv_freq",
+    "masked_bias",
+    "position_ids",
+    ".version",
+    "._float_tensor",
+    "attention.bias",
+)
+"""Ends of names of tensors that are passed over without a word: they are computed anew."""
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -110,50 +126,127 @@ class Checkpoint:
     """A Hugging Face folder's safetensors, single or sharded, read lazily and in place.
 
     Opening it checks all headers: every tensor of the model must be there with its shape, and no
-    tensor that is not part of the model. Raises `CheckpointError` otherwise.
+    tensor that is neither part of the model nor known to be useless. Raises `CheckpointError`
+    otherwise. notes: what a user should know about how the files were taken.
     """
 
     reads_at_once = 1
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.notes: list[str] = []
         self.config = read_folder_config(folder)
-        self._identity = {path: _identity(path) for path in _shards(folder)}
+        self._identity = {path: _identity(path) for path in weight_files(folder)}
         self._files = {path: _open_shard(path) for path in self._identity}
         where = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
+        self._refuse_quantized(where)
+        self.config = self._as_stored(where)
         self._where = self._match(where)
+
+    def _refuse_quantized(self, where: Mapping[str, Path]) -> None:
+        """Raises `CheckpointError` for tensors in a format of a few bits, which a config may not
+        mention."""
+        for name, path in where.items():
+            dtype = self._files[path].get_slice(name).get_dtype()
+            is_packed = name.endswith((".qweight", ".weight_packed", ".weight_scale_inv"))
+            if (name.endswith(".weight") and dtype not in READ) or is_packed:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is {dtype}; only {', '.join(READ)} are read: "
+                    f"{QUANTIZED}"
+                )
+
+    def _as_stored(self, where: Mapping[str, Path]) -> ModelConfig:
+        """Returns the config, with a head of its own where one is stored that differs from the
+        embedding, although the config ties them. As in transformers."""
+        family = family_of(self.config)
+        names = [family.names[key] for key in ("embedding.tokens", "head.tokens")]
+        stored = [family.full_name(str(name), where) for name in names]
+        if not self.config.tied_head or None in stored:
+            return self.config
+        embedding, head = map(str, stored)
+        if self._are_equal(embedding, head, where):
+            return self.config
+        self.notes.append(
+            f"{head} differs from {embedding}, although config.json ties them: both are used as "
+            'they are; "tie_word_embeddings": false in config.json says so'
+        )
+        return replace(self.config, tied_head=False)
+
+    def _are_equal(self, one: str, other: str, where: Mapping[str, Path]) -> bool:
+        """Returns whether two stored tensors are equal; reads them in pieces."""
+        first, second = (self._files[where[name]].get_slice(name) for name in (one, other))
+        shape = tuple(first.get_shape())
+        if shape != tuple(second.get_shape()) or first.get_dtype() != second.get_dtype():
+            return False
+        rows = max(1, PIECE_BYTES // max(1, 4 * prod(shape[1:])))
+        count = shape[0]
+        pieces = (slice(row, min(row + rows, count)) for row in range(0, count, rows))
+        return all(np.array_equal(_bytes(first[p]), _bytes(second[p])) for p in pieces)
 
     def _match(self, where: Mapping[str, Path]) -> dict[str, tuple[Stored, Path]]:
         """Returns for each tensor's key how it is stored, by its full name, and the file's path."""
         family = family_of(self.config)
-        found: dict[str, tuple[Stored, Path]] = {}
+        matched: dict[str, tuple[Stored, Path]] = {}
         for key, tensor in model_spec(self.config).tensors.items():
-            stored = family.stored(tensor, self.config)
-            name = stored.name
-            full = next((p + name for p in family.prefixes if p + name in where), None)
+            layouts = family.layouts(tensor, self.config)
+            named = [(stored, family.full_name(stored.name, where)) for stored in layouts]
+            named.append((layouts[0], self._head_as_table(key, where)))
+            stored, full = next((x for x in named if x[1] is not None), named[0])
             if full is None:
-                raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
-            found[key] = (replace(stored, name=full), where[full])
-            rows = tensor.shape[0] if stored.total is None else stored.total
-            self._check_shape(full, where[full], (rows, *tensor.shape[1:]))
+                raise self._missing(key, stored.name)
+            matched[key] = (replace(stored, name=full), where[full])
+            self._check_shape(full, where[full], stored.shape(tensor))
+        self._pass_over({stored.name for stored, _ in matched.values()}, where)
+        return matched
+
+    def _head_as_table(self, key: str, where: Mapping[str, Path]) -> str | None:
+        """Returns the head's stored name where it is tied, and the only one of both that is
+        stored."""
+        if key != "embedding.tokens" or not self.config.tied_head:
+            return None
+        family = family_of(self.config)
+        return family.full_name(str(family.names["head.tokens"]), where)
+
+    def _missing(self, key: str, name: str) -> CheckpointError:
+        said = f"{self.folder}: tensor {name!r} is missing"
+        if key == "head.tokens":
+            said += (
+                "; config.json says that the head has a table of its own: if it is the "
+                'embedding\'s, set "tie_word_embeddings": true there'
+            )
+        return CheckpointError(said)
+
+    def _pass_over(self, known: set[str], where: Mapping[str, Path]) -> None:
+        """Notes which stored tensors are useless; raises `CheckpointError` for one of which that is
+        not known."""
+        family, count = family_of(self.config), len(self.config.pattern)
         tied = {family.names["head.tokens"]} if self.config.tied_head else set()
-        known = {stored.name for stored, _ in found.values()}
+        useless = []
         for full in sorted(set(where) - known):
-            bare = next((full[len(p) :] for p in family.prefixes if full.startswith(p)), full)
-            if bare not in tied and not family.is_ignored(bare):
+            bare = family.bare_name(full)
+            if bare in tied:
+                continue
+            if not family.is_ignored(bare, count) and not family.is_ignored(full, count):
                 raise CheckpointError(f"{where[full]}: tensor {full!r} is not part of the model")
-        return found
+            useless.append(full)
+        told = [name for name in useless if not name.endswith(BUFFERS)]
+        if told:
+            kinds = dict.fromkeys(re.sub(r"\d+", "*", name) for name in told)
+            shown = ", ".join(list(kinds)[:4]) + (", ..." if len(kinds) > 4 else "")
+            self.notes.append(
+                f"passed over {len(told)} tensors that generation does not need: {shown}"
+            )
 
     def _check_shape(self, name: str, path: Path, shape: tuple[int, ...]) -> None:
-        found = self._files[path].get_slice(name)
-        if tuple(found.get_shape()) != shape:
+        stored = self._files[path].get_slice(name)
+        if tuple(stored.get_shape()) != shape:
             raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {tuple(found.get_shape())}, "
+                f"{path}: tensor {name!r} has shape {tuple(stored.get_shape())}, "
                 f"the config says {shape}"
             )
-        if found.get_dtype() not in ("F32", "F16", "BF16"):
+        if stored.get_dtype() not in READ:
             raise CheckpointError(
-                f"{path}: tensor {name!r} is {found.get_dtype()}; only F32, F16 and BF16 are read"
+                f"{path}: tensor {name!r} is {stored.get_dtype()}; only {', '.join(READ)} are read"
             )
 
     def read(self, tensor: TensorSpec, start: int, stop: int, dtype: str) -> np.ndarray:
@@ -183,6 +276,11 @@ class Checkpoint:
         return {path: _sampled_hash(path) for path in self._identity}
 
 
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """Returns an array's bytes, in which NaN equals itself."""
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
 def _rows_of(whole: Any, stored: Stored, start: int, stop: int) -> np.ndarray:
     """Reads rows [start, stop) of a tensor that is stored as `stored` says."""
     unit, first = stored.unit, stored.first
@@ -194,7 +292,8 @@ def _rows_of(whole: Any, stored: Stored, start: int, stop: int) -> np.ndarray:
         number, at = divmod(start, unit)
         end = min(stop, (number + 1) * unit)
         begin = first + number * stored.stride + at
-        pieces.append(whole[begin : begin + end - start])
+        rows = slice(begin, begin + end - start)
+        pieces.append(whole[rows] if stored.expert is None else whole[stored.expert, rows])
         start = end
     return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
@@ -224,13 +323,6 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
-
-
 def read_folder_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
@@ -239,43 +331,22 @@ def read_folder_config(folder: Path) -> ModelConfig:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     try:
-        return read_config(raw)
+        config = read_config(raw)
+        if Fields(raw).dtype is None and Fields(raw.get("text_config") or {}).dtype is None:
+            config = replace(config, dtype=_stored_dtype(folder) or config.dtype)
+        return config
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _shards(folder: Path) -> list[Path]:
-    """Returns the folder's safetensors files; an index may name only files inside the folder."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        single = folder / "model.safetensors"
-        if single.is_file():
-            return [single]
-        hint = ""
-        if any(folder.glob("*.bin")):
-            hint = f"; it has .bin files: run `flexgen-jax convert {folder} DST` first"
-        raise CheckpointError(
-            f"{folder} has no model.safetensors{hint or '; .bin files have to be converted first'}"
-        )
-    raw = read_json(index)
-    names = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files")
-    return [safe_member(folder, name, index) for name in sorted(set(names.values()))]
-
-
-def safe_member(folder: Path, name: str, index: Path) -> Path:
-    """Returns `folder` / `name`, a file that `index` names.
-
-    Raises `CheckpointError` if the file is missing or the name points outside the folder.
-    """
-    path = folder / name
-    # The path is not resolved: files in the hub's cache are links to a blob store elsewhere.
-    if Path(name).name != name or name in (".", ".."):
-        raise CheckpointError(f"{index} names the file {name!r}, which is outside its folder")
-    if not path.is_file():
-        raise CheckpointError(f"{index} names {name!r}, which is missing")
-    return path
+def _stored_dtype(folder: Path) -> str | None:
+    """Returns the dtype of the first weight that is stored, as transformers takes it where a config
+    does not say; None if there are no weights."""
+    if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
+        return None
+    file = _open_shard(weight_files(folder)[0])
+    dtypes = (file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118
+    return next((DTYPE_NAMES[dtype] for dtype in dtypes if dtype in DTYPE_NAMES), None)
 
 
 def _open_shard(path: Path) -> Any:

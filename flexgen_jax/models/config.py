@@ -108,5 +108,13 @@ class ModelConfig:
         return any(kind.attention.window is not None for kind in self.kinds)
 
     @property
+    def short_positions(self) -> int | None:
+        """The most tokens of a sequence for which longrope has its short frequencies; None without
+        longrope."""
+        rotaries = (kind.attention.rotary for kind in self.kinds)
+        borders = [r.original for r in rotaries if r is not None and r.kind == "longrope"]
+        return min(borders, default=None)
+
+    @property
     def has_experts(self) -> bool:
         return any(isinstance(kind.mlp, ExpertsSpec) for kind in self.kinds)

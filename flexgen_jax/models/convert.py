@@ -1,33 +1,45 @@
-"""Converts PyTorch .bin checkpoints to safetensors, one shard in memory at a time."""
+"""Converts PyTorch .bin checkpoints to safetensors, one tensor in memory at a time."""
 
 from __future__ import annotations
 
 import json
 import pickle
 import shutil
+import struct
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flexgen_jax.models.checkpoint import (
-    CheckpointError,
-    read_folder_config,
-    read_json,
-    safe_member,
-)
+from flexgen_jax.models.checkpoint import read_folder_config
+from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, read_object, safe_member
 
-COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-)
+WEIGHTS = (".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+"""Ends of names of files with weights, which are not copied."""
+
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""Safetensors' names of PyTorch's dtypes."""
+
+PIECE_BYTES = 16 << 20
+"""Bytes that are written at once."""
 
 
 def convert_folder(source: Path, destination: Path) -> list[Path]:
-    """Writes `source`'s tensors to `destination` as safetensors, and copies its other files.
+    """Writes `source`'s tensors to `destination` as safetensors, and copies its other files, such
+    as those of the tokenizer and the chat template.
 
     Every file appears whole or not at all, config.json last. Returns the weight files. Raises
     `CheckpointError` if PyTorch is missing or a file holds anything but tensors.
@@ -38,7 +50,7 @@ def convert_folder(source: Path, destination: Path) -> list[Path]:
     written, where, total = [], {}, 0
     for number, shard in enumerate(shards, 1):
         tensors = _load(shard)
-        name = "model.safetensors"
+        name = SINGLE
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         total += _save(tensors, destination / name)
@@ -46,29 +58,44 @@ def convert_folder(source: Path, destination: Path) -> list[Path]:
         written.append(destination / name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        _replace(destination / "model.safetensors.index.json", json.dumps(index, indent=2))
-    for name in reversed(COPIED):
-        if (source / name).is_file() and source.resolve() != destination.resolve():
-            shutil.copyfile(source / name, destination / f"{name}.part")
-            (destination / f"{name}.part").replace(destination / name)
+        part = destination / f"{INDEX}.part"
+        part.write_text(json.dumps(index, indent=2))
+        part.replace(destination / INDEX)
+    if source.resolve() != destination.resolve():
+        _copy_others(source, destination)
     return written
 
 
+def _copy_others(source: Path, destination: Path) -> None:
+    """Copies all that is not weights, config.json last."""
+    others = [path for path in source.iterdir() if path.is_file()]
+    others += (source / "additional_chat_templates").glob("*.jinja")
+    for path in sorted(others, key=lambda path: path.name == "config.json"):
+        if path.name.startswith(".") or path.name.endswith((*WEIGHTS, ".index.json")):
+            continue
+        target = destination / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        part = target.with_name(f"{target.name}.part")
+        shutil.copyfile(path, part)
+        part.replace(target)
+
+
 def _bin_files(source: Path) -> list[Path]:
-    index = source / "pytorch_model.bin.index.json"
-    if index.is_file():
-        raw = read_json(index)
-        names = raw.get("weight_map") if isinstance(raw, dict) else None
-        if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-            raise CheckpointError(f"{index} has no weight_map from tensors to files")
-        return [safe_member(source, name, index) for name in sorted(set(names.values()))]
-    single = source / "pytorch_model.bin"
-    if not single.is_file():
+    """Returns the files to convert, chosen as transformers does: one whole file comes first."""
+    single, index = source / "pytorch_model.bin", source / "pytorch_model.bin.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
         raise CheckpointError(f"{source} has no pytorch_model.bin to convert")
-    return [single]
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensors to files")
+    return [safe_member(source, name, index) for name in sorted(set(names.values()))]
 
 
 def _load(shard: Path) -> dict[str, Any]:
+    """Returns the tensors of a file, which stay in the file until they are read where that is
+    possible; files of before PyTorch 1.6 are in memory as a whole."""
     try:
         import torch
     except ImportError:
@@ -77,32 +104,49 @@ def _load(shard: Path) -> dict[str, Any]:
             "checkpoint as safetensors"
         ) from None
     try:
-        loaded = torch.load(shard, map_location="cpu", weights_only=True, mmap=True)
+        loaded = torch.load(
+            shard, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(shard)
+        )
     except (pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"{shard}: cannot be read as a checkpoint that holds only tensors: {first}"
         ) from None
-    if not isinstance(loaded, dict):
+    if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{shard} does not hold tensors by name")
     wrong = [name for name, value in loaded.items() if not isinstance(value, torch.Tensor)]
     if wrong:
         raise CheckpointError(f"{shard}: {wrong[0]!r} is not a tensor")
-    return loaded
+    return dict(loaded)
 
 
 def _save(tensors: dict[str, Any], path: Path) -> int:
-    """Writes one file and returns its tensors' bytes; tensors that share memory are duplicated."""
-    from safetensors.torch import save_file
-
-    copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    """Writes one file, tensor by tensor, and returns its tensors' bytes; tensors that share memory
+    are written each."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors.items():
+        dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        if dtype is None:
+            raise CheckpointError(f"{path}: {name!r} is {tensor.dtype}, which safetensors has not")
+        end = at + tensor.nbytes
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
     part = path.with_suffix(".part")
-    save_file(copies, part, metadata={"format": "pt"})
+    with open(part, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            _write(tensor, file)
     part.replace(path)
-    return sum(tensor.nbytes for tensor in copies.values())
+    return at
 
 
-def _replace(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    part.replace(path)
+def _write(tensor: Any, file: Any) -> None:
+    """Writes a tensor's bytes; only one whose elements are not in order is copied first."""
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    for begin in range(0, flat.numel(), PIECE_BYTES):
+        file.write(memoryview(flat[begin : begin + PIECE_BYTES].numpy()))

@@ -17,6 +17,7 @@ from flexgen_jax.models.family import (
     Family,
     Fields,
     Find,
+    fused,
     joined,
     pairs,
     pattern_of,
@@ -125,7 +126,7 @@ def _read_llama(
         "model_type": raw["model_type"],
         "vocab_size": own.get("vocab_size"),
         "hidden_size": hidden,
-        "max_positions": own.get("max_position_embeddings"),
+        "max_positions": own.max_positions,
         "embed_size": hidden,
         "norm": NormSpec(is_rms=True, eps=own.number("rms_norm_eps", 1e-6)),
         "tied_head": bool(raw.get("tie_word_embeddings", False)),
@@ -315,11 +316,10 @@ _GEMMA_NAMES = _NAMES | {
     **pairs("decoder.{i}.mlp_norm", f"{_LAYER}.pre_feedforward_layernorm", NORM),
     **pairs("decoder.{i}.mlp_result_norm", f"{_LAYER}.post_feedforward_layernorm", NORM),
 }
-_BUFFERS = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
-LLAMA = Family("llama", _plain, _NAMES, ignored=_BUFFERS)
-MISTRAL = Family("mistral", _mistral, _NAMES, ignored=_BUFFERS)
-QWEN2 = Family("qwen2", _qwen2, _NAMES, ignored=_BUFFERS)
+LLAMA = Family("llama", _plain, _NAMES)
+MISTRAL = Family("mistral", _mistral, _NAMES)
+QWEN2 = Family("qwen2", _qwen2, _NAMES)
 QWEN3 = Family("qwen3", _qwen3, _NAMES)
 GEMMA2 = Family("gemma2", _gemma2, _GEMMA_NAMES)
 GEMMA3 = Family("gemma3_text", _gemma3, _GEMMA_NAMES)
@@ -328,7 +328,6 @@ GEMMA3_SEEING = Family(
     _gemma3,
     _GEMMA_NAMES,
     prefixes=("language_model.model.", "model.language_model.", "language_model.", "model.", ""),
-    ignored=(r"vision_tower\..*", r"multi_modal_projector\..*"),
 )
 
 
@@ -374,6 +373,14 @@ STARCODER2 = Family(
 _MIXTRAL_EXPERT = f"{_LAYER}.block_sparse_moe.experts.{{e}}"
 _EXPERT = f"{_LAYER}.mlp.experts.{{e}}"
 
+_FUSED_EXPERTS: dict[str, str | Find] = {
+    "decoder.{i}.router.kernel": f"{_LAYER}.mlp.gate.weight",
+    "decoder.{i}.experts.{e}.gate.kernel": fused(f"{_LAYER}.mlp.experts.gate_up_proj", 0, 2),
+    "decoder.{i}.experts.{e}.up.kernel": fused(f"{_LAYER}.mlp.experts.gate_up_proj", 1, 2),
+    "decoder.{i}.experts.{e}.down.kernel": fused(f"{_LAYER}.mlp.experts.down_proj", 0, 1),
+}
+"""Experts that are stored together, as transformers 5 has them."""
+
 MIXTRAL = Family(
     "mixtral",
     _mistral,
@@ -384,6 +391,7 @@ MIXTRAL = Family(
         "decoder.{i}.experts.{e}.up.kernel": f"{_MIXTRAL_EXPERT}.w3.weight",
         "decoder.{i}.experts.{e}.down.kernel": f"{_MIXTRAL_EXPERT}.w2.weight",
     },
+    _FUSED_EXPERTS,
 )
 
 _QWEN_MOE_NAMES = _NAMES | {
@@ -397,8 +405,8 @@ _QWEN_MOE_NAMES = _NAMES | {
     **pairs("decoder.{i}.experts.{e}.down", f"{_EXPERT}.down_proj", LINEAR),
 }
 
-QWEN2_MOE = Family("qwen2_moe", _qwen2, _QWEN_MOE_NAMES)
-QWEN3_MOE = Family("qwen3_moe", _qwen3, _QWEN_MOE_NAMES)
+QWEN2_MOE = Family("qwen2_moe", _qwen2, _QWEN_MOE_NAMES, _FUSED_EXPERTS)
+QWEN3_MOE = Family("qwen3_moe", _qwen3, _QWEN_MOE_NAMES, _FUSED_EXPERTS)
 
 
 # GPT-NeoX and Pythia
@@ -418,7 +426,7 @@ def _read_neox(raw: Mapping[str, Any]) -> ModelConfig:
         model_type="gpt_neox",
         vocab_size=own.get("vocab_size"),
         hidden_size=hidden,
-        max_positions=own.get("max_position_embeddings"),
+        max_positions=own.max_positions,
         **pattern_of([LayerParts(attention, mlp)] * own.count("num_hidden_layers")),
         embed_size=hidden,
         norm=NormSpec(eps=own.number("layer_norm_eps", 1e-5)),
@@ -449,7 +457,6 @@ NEOX = Family(
         **pairs("decoder.{i}.mlp.down", f"{_LAYER}.mlp.dense_4h_to_h", LINEAR),
     },
     prefixes=("gpt_neox.", ""),
-    ignored=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
 )
 
 

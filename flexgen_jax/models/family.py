@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import log, sqrt
 from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.parts import ConfigError, LayerParts, Rotary
+from flexgen_jax.models.parts import ConfigError, ExpertsSpec, LayerParts, Rotary
 from flexgen_jax.models.spec import TensorSpec
 
 
@@ -18,7 +18,9 @@ class Stored:
     """Where a tensor is in a checkpoint: the name of the stored one, and which of its rows.
 
     Row r of the tensor is row `first + r // unit * stride + r % unit` of the stored one; of a whole
-    tensor, `unit` is None. total: rows of the stored one, None if it is whole.
+    tensor, `unit` is None. total: rows of the stored one, None if it is whole. expert, experts: of
+    a tensor that has one more axis before these rows, for the experts of a layer: which one it is,
+    and how many there are.
     """
 
     name: str
@@ -26,11 +28,33 @@ class Stored:
     unit: int | None = None
     stride: int = 0
     total: int | None = None
+    expert: int | None = None
+    experts: int = 0
+
+    def shape(self, tensor: TensorSpec) -> tuple[int, ...]:
+        """Returns the shape of the stored tensor."""
+        rows = tensor.shape[0] if self.total is None else self.total
+        before = () if self.expert is None else (self.experts,)
+        return (*before, rows, *tensor.shape[1:])
 
 
 Find = Callable[[TensorSpec, LayerParts], Stored]
 """Finds a decoder layer's tensor that is stored with others in one; "{i}" in the name is the
 layer's index."""
+
+
+USELESS = (
+    r"(.*\.)?rotary_emb\.inv_freq",
+    r"(.*\.)?(attn|attention|self_attn)\.(bias|masked_bias)",
+    r"(.*\.)?position_ids",
+    r"(.*\.)?[kvq]_(proj\.)?(output_)?scale",
+    r"(score|classifier|v_head|value_head|regression_head)\..*",
+    r"mtp\..*",
+    r"(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower)\..*",
+)
+"""Patterns of names of tensors that checkpoints of several families have, and that generation does
+not need: buffers, scales of a quantized KV cache, heads of other tasks, layers that predict further
+tokens, and towers for pictures and sound."""
 
 
 @dataclass(frozen=True)
@@ -39,33 +63,67 @@ class Family:
 
     names: Hugging Face's tensor names by this package's keys, or functions that find tensors that
         are stored in one; "{i}" is the decoder layer's index, "{e}" the expert's.
+    other_names: names in another layout of the same model, such as that of experts which are
+        stored together.
     prefixes: strings that may precede every Hugging Face name.
-    ignored: patterns of names of tensors in checkpoints that inference does not need.
+    ignored: patterns of names of tensors in checkpoints that inference does not need, beside
+        `USELESS`.
     """
 
     model_type: str
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     names: Mapping[str, str | Find]
+    other_names: Mapping[str, str | Find] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ("model.", "")
     ignored: tuple[str, ...] = ()
 
+    def layouts(self, tensor: TensorSpec, config: ModelConfig) -> list[Stored]:
+        """Returns where a tensor may be, the usual place first; the names have no prefix:
+        "decoder.layers.3.fc1.weight"."""
+        return [
+            self._stored(names, tensor, config)
+            for names in (self.names, self.other_names)
+            if self._key(tensor) in names
+        ]
+
     def stored(self, tensor: TensorSpec, config: ModelConfig) -> Stored:
-        """Returns where a tensor is; the name has no prefix: "decoder.layers.3.fc1.weight"."""
-        layer = re.match(r"decoder\.(\d+)\.(.*)", tensor.key)
+        """Returns where a tensor usually is."""
+        return self.layouts(tensor, config)[0]
+
+    def _key(self, tensor: TensorSpec) -> str:
+        """Returns the key of a tensor in `names`."""
+        key = re.sub(r"^decoder\.\d+\.", "decoder.{i}.", tensor.key)
+        return re.sub(r"^decoder\.\{i\}\.experts\.\d+\.", "decoder.{i}.experts.{e}.", key)
+
+    def _stored(
+        self, names: Mapping[str, str | Find], tensor: TensorSpec, config: ModelConfig
+    ) -> Stored:
+        layer = re.match(r"decoder\.(\d+)\.", tensor.key)
+        found = names[self._key(tensor)]
         if layer is None:
-            name = self.names[tensor.key]
-            assert isinstance(name, str), "only decoder layers are stored in parts"
-            return Stored(name)
-        path = re.sub(r"^experts\.\d+\.", "experts.{e}.", layer[2])
-        found = self.names["decoder.{i}." + path]
+            assert isinstance(found, str), "only decoder layers are stored in parts"
+            return Stored(found)
         if not isinstance(found, str):
             parts = config.kinds[config.pattern[int(layer[1])]]
             where = found(tensor, parts)
             return replace(where, name=where.name.replace("{i}", layer[1]))
         return Stored(found.replace("{i}", layer[1]).replace("{e}", str(tensor.expert)))
 
-    def is_ignored(self, name: str) -> bool:
-        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+    def full_name(self, name: str, stored: Container[str]) -> str | None:
+        """Returns a tensor's name as it is stored, with a prefix perhaps; None if it is not."""
+        return next((p + name for p in self.prefixes if p + name in stored), None)
+
+    def bare_name(self, full: str) -> str:
+        """Returns a stored tensor's name without a prefix."""
+        return next((full[len(p) :] for p in self.prefixes if p and full.startswith(p)), full)
+
+    def is_ignored(self, name: str, num_layers: int) -> bool:
+        """Returns whether a tensor that is not the model's is known to be useless: those of layers
+        from `num_layers` on predict further tokens."""
+        layer = re.match(r"layers\.(\d+)\.", name)
+        if layer is not None and int(layer[1]) >= num_layers:
+            return True
+        return any(re.fullmatch(pattern, name) for pattern in (*self.ignored, *USELESS))
 
 
 def joined(name: str, sizes: Callable[[LayerParts], Sequence[int]], index: int) -> Find:
@@ -76,6 +134,26 @@ def joined(name: str, sizes: Callable[[LayerParts], Sequence[int]], index: int) 
         rows = sizes(parts)
         size = rows[index]
         return Stored(name, sum(rows[:index]), size, size, sum(rows))
+
+    return find
+
+
+def fused(name: str, index: int, count: int) -> Find:
+    """Returns how to find the part `index` of `count` equal ones by rows, in a tensor that has
+    those of all experts: [expert, part x row, column]."""
+
+    def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
+        assert isinstance(parts.mlp, ExpertsSpec)
+        rows = tensor.shape[0]
+        return Stored(
+            name,
+            first=index * rows,
+            unit=rows,
+            stride=rows,
+            total=count * rows,
+            expert=tensor.expert,
+            experts=parts.mlp.count,
+        )
 
     return find
 
@@ -123,6 +201,32 @@ class Fields:
             raise ConfigError(f"{name} must be a number, not {value!r}")
         return float(value)
 
+    @property
+    def dtype(self) -> str | None:
+        """The weights' dtype as the config has it, None if it does not say."""
+        for name in ("dtype", "torch_dtype"):
+            found = self.raw.get(name)
+            if found is not None and found != "auto":
+                return found.removeprefix("torch.") if isinstance(found, str) else found
+        return None
+
+    @property
+    def max_positions(self) -> int:
+        """The most tokens of a sequence: those of training, or those to which scaled rotary
+        embeddings stretch them, if these are more.
+
+        Linear scaling and yarn stretch by a factor; llama3 and longrope are for the number that
+        the config has, and dynamic scaling is not done beyond it.
+        """
+        longest = self.count("max_position_embeddings")
+        found = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        kind = found.get("rope_type") or found.get("type") if isinstance(found, Mapping) else None
+        if kind not in ("linear", "yarn") or not isinstance(found.get("factor"), int | float):
+            return longest
+        name = "original_max_position_embeddings"
+        original = self.raw.get(name) or found.get(name) if kind == "yarn" else None
+        return max(longest, int(found["factor"] * (original or longest)))
+
     def ids(self, bos: int | None = None, eos: int | None = None) -> dict[str, Any]:
         """Returns the fields of `ModelConfig` for special tokens and the dtype, with a family's
         own defaults. Where there is no padding token, another one serves: padding is masked."""
@@ -134,7 +238,7 @@ class Fields:
             "bos_id": self.raw.get("bos_token_id", bos),
             "eos_ids": ends,
             "pad_id": pad if is_id else 0,
-            "dtype": self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32",
+            "dtype": self.dtype or "float32",
         }
 
     def rotary(self, head_dim: int, layer_type: str | None = None, **defaults: Any) -> Rotary:

@@ -3,38 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from flexgen_jax.errors import (
     UserError,
     first_line,
 )
 from flexgen_jax.models.chat import ChatTemplate
-from flexgen_jax.models.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    DummyWeights,
-    WeightSource,
-    read_folder_config,
-)
+from flexgen_jax.models.checkpoint import Checkpoint, DummyWeights, WeightSource, read_folder_config
 from flexgen_jax.models.config import (
     DTYPES,
     ModelConfig,
 )
-from flexgen_jax.models.defaults import GREEDY, SamplingDefaults, read_defaults
+from flexgen_jax.models.defaults import (
+    FILE,
+    GREEDY,
+    GenerationDefaults,
+    SamplingDefaults,
+    read_defaults,
+)
+from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, indexed_names
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.tokenizer import Tokenizer
 
-HUB_FILES = ("*.json", "*.safetensors", "merges.txt", "chat_template.jinja")
+HUB_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Files of a model on the hub beside its weights."""
+
+HUB_LEFT_OUT = ("*/*.json", "*/*.txt", "*/*.model", "consolidated*")
+"""Files of other formats, such as those in original/ or onnx/."""
 
 
 @dataclass(frozen=True)
 class Model:
     """An opened model. The tokenizer is None if there is none, as with dummy weights.
 
-    sampling: what the folder wants for requests that do not say; chat: the folder's template.
+    sampling: what the folder wants for requests that do not say; chat: the folder's template;
+    notes: what a user should know about how the folder's files were taken.
     """
 
     name: str
@@ -43,6 +51,7 @@ class Model:
     tokenizer: Tokenizer | None
     sampling: SamplingDefaults = GREEDY
     chat: ChatTemplate | None = None
+    notes: tuple[str, ...] = ()
 
 
 def shipped_model() -> Path:
@@ -65,10 +74,45 @@ def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model
     folder = shipped_model() if name is None else _local_folder(str(name), needs_weights=True)
     checkpoint, wishes = Checkpoint(folder), read_defaults(folder)
     config = checkpoint.config
-    if wishes.eos_ids is not None:
-        config = replace(config, eos_ids=wishes.eos_ids)
     tokenizer, chat = Tokenizer(folder, config.bos_id), ChatTemplate(folder)
-    return Model(str(name or folder.name), config, checkpoint, tokenizer, wishes.sampling, chat)
+    ends = config.eos_ids if wishes.eos_ids is None else wishes.eos_ids
+    notes = [f"{folder}: {note}" for note in checkpoint.notes]
+    notes += _notes_on_wishes(folder, wishes)
+    end = tokenizer.special_id("eos_token")
+    if end is not None and end not in ends:
+        notes.append(
+            f"{folder}: the tokenizer's end token {tokenizer.special.text('eos_token')} (id {end}) "
+            "ends texts, too, although neither config.json nor generation_config.json names it"
+        )
+        ends = (*ends, end)
+    return Model(
+        name=str(name or folder.name),
+        config=replace(config, eos_ids=ends),
+        source=checkpoint,
+        tokenizer=tokenizer,
+        sampling=wishes.sampling,
+        chat=chat,
+        notes=tuple(notes),
+    )
+
+
+def _notes_on_wishes(folder: Path, wishes: GenerationDefaults) -> list[str]:
+    """Returns what is done of a folder's wishes beside temperature, top_k and top_p, and what is
+    not."""
+    notes = []
+    if wishes.sampling.rules:
+        rules = ", ".join(f"{name} {_short(x)}" for name, x in wishes.sampling.rules.items())
+        notes.append(f"{folder / FILE}: texts follow {rules}, unless a request says otherwise")
+    if wishes.undone:
+        file = folder / FILE if (folder / FILE).is_file() else folder / "config.json"
+        notes.append(f"{file}: not done: {', '.join(wishes.undone)}")
+    return notes
+
+
+def _short(value: Any) -> str:
+    """Returns a value as text, of long lists their number of elements."""
+    is_long = isinstance(value, tuple) and len(value) > 4
+    return f"({len(value)} entries)" if is_long else str(value)
 
 
 def shape_of(name: str | None) -> ModelConfig:
@@ -87,22 +131,37 @@ def _local_folder(name: str, needs_weights: bool = False) -> Path:
         return folder
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(f"{name} does not exist; name a Hugging Face folder or a hub id")
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # the hub raises many kinds of network errors
-        raise CheckpointError(
-            f"{name} is not a local folder and cannot be downloaded from the hub: "
-            f"{first_line(error)}"
-        ) from None
-    if needs_weights and not any(folder.glob("*.safetensors")):
+    if not needs_weights:
+        return _from_hub(name, HUB_FILES)
+    folder = _from_hub(name, (*HUB_FILES, SINGLE))  # which comes before an index
+    if (folder / SINGLE).is_file():
+        return folder
+    if not (folder / INDEX).is_file():
         raise CheckpointError(
             f"{name} has no safetensors on the hub: get its .bin files with `hf download {name} "
             "--local-dir SRC`, install PyTorch, run `flexgen-jax convert SRC DST`, and give "
             "--model DST"
         )
-    return folder
+    return _from_hub(name, (*HUB_FILES, *indexed_names(folder)))
+
+
+def _from_hub(name: str, patterns: Sequence[str]) -> Path:
+    """Returns the folder of a hub's model, with the files that match `patterns`."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name, allow_patterns=list(patterns), ignore_patterns=list(HUB_LEFT_OUT)
+            )
+        )
+    except Exception as error:  # the hub raises many kinds of network errors
+        raise CheckpointError(
+            f"{name} is neither a local folder nor to be had from the hub "
+            f"({type(error).__name__}: {first_line(error)}). Check the spelling and the network; "
+            f"or, on a machine with a network, run `hf download {name} --local-dir FOLDER`, copy "
+            "FOLDER here, and give --model FOLDER"
+        ) from None
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, on_cpu: bool) -> str:

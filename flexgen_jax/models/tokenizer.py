@@ -8,24 +8,40 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import AddedToken, ByteLevelBPETokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
-from flexgen_jax.models.checkpoint import CheckpointError, digest, read_json
+from flexgen_jax.models.checkpoint import digest
+from flexgen_jax.models.folder import CheckpointError, read_object
+from flexgen_jax.models.special_tokens import CONFIG, SpecialTokens, read_special_tokens
 
 
 class Tokenizer:
     """A tokenizer of the `tokenizers` library.
 
     A prompt gets the special tokens that the model's folder asks for: by the post-processor of
-    tokenizer.json, or by `add_bos_token` for GPT-2's two files. special_ids: those of tokens that
-    stand for no text.
+    tokenizer.json, or by `add_bos_token` for GPT-2's two files, as in transformers 5. special: the
+    folder's special tokens; special_ids: those of tokens that stand for no text.
     """
 
     def __init__(self, folder: Path, bos_id: int | None) -> None:
         self._tokenizer = _load(folder)
-        self.special_ids = _special_ids(folder, self._tokenizer)
+        self.special = read_special_tokens(folder)
+        _add(self._tokenizer, self.special)
+        marked = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_ids = {number for number, token in marked if token.special}
         self._bos_id = bos_id if _wants_bos(folder) else None
+
+    def special_id(self, name: str) -> int | None:
+        """Returns the id of the special token with a role, such as "eos_token"; None without
+        one."""
+        text = self.special.text(name)
+        return None if text is None else self.token_id(text)
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token of the vocabulary, None if it has none of this name."""
+        number: int | None = self._tokenizer.token_to_id(token)
+        return number
 
     @property
     def fingerprint(self) -> str:
@@ -36,15 +52,24 @@ class Tokenizer:
     def encode(self, text: str, is_whole: bool = False) -> list[int]:
         """Returns the prompt's token ids; raises `CheckpointError` for text that is not Unicode.
 
-        is_whole: whether the text has its special tokens already, as a chat template makes them.
+        is_whole: whether the text has its special tokens already, as a chat template makes them. A
+        text that begins with the beginning token gets no second one in any case.
         """
         try:
             ids = list(self._tokenizer.encode(text, add_special_tokens=not is_whole).ids)
         except TypeError:
             raise CheckpointError(f"the prompt {text!r} is not valid Unicode text") from None
-        if is_whole or self._bos_id is None or ids[:1] == [self._bos_id]:
+        if is_whole:
             return ids
-        return [self._bos_id, *ids]
+        if self._bos_id is not None and ids[:1] != [self._bos_id]:
+            return [self._bos_id, *ids]
+        return ids[1:] if len(ids) > 1 and ids[0] == ids[1] == self._begin_id else ids
+
+    @cached_property
+    def _begin_id(self) -> int | None:
+        """The special token that the tokenizer puts before every prompt, None without one."""
+        ids = self._tokenizer.encode("", add_special_tokens=True).ids
+        return ids[0] if ids and ids[0] in self.special_ids else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens."""
@@ -99,23 +124,21 @@ def _load(folder: Path) -> FastTokenizer:
 
 
 def _wants_bos(folder: Path) -> bool:
-    """Returns whether the folder asks for a beginning token; OPT's two files do by default."""
-    path = folder / "tokenizer_config.json"
-    raw = read_json(path) if path.is_file() else {}
-    default = not (folder / "tokenizer.json").is_file()
-    return bool(raw.get("add_bos_token", default)) if isinstance(raw, dict) else default
+    """Returns whether a beginning token goes before prompts of GPT-2's two files, as by default.
+    A tokenizer.json says so itself; there transformers 5 ignores `add_bos_token`, too."""
+    if (folder / "tokenizer.json").is_file():
+        return False
+    return bool(read_object(folder / CONFIG).get("add_bos_token", True))
 
 
-def _special_ids(folder: Path, tokenizer: FastTokenizer) -> set[int]:
-    """Returns ids that stand for no text: those the tokenizer marks, and those the folder names."""
-    added = tokenizer.get_added_tokens_decoder()
-    special = {i for i, token in added.items() if token.special}
-    named = folder / "special_tokens_map.json"
-    if named.is_file():
-        entries = read_json(named)
-        for entry in entries.values() if isinstance(entries, dict) else ():
-            text = entry.get("content") if isinstance(entry, dict) else entry
-            found = tokenizer.token_to_id(text) if isinstance(text, str) else None
-            if found is not None:
-                special.add(found)
-    return special
+def _add(tokenizer: FastTokenizer, special: SpecialTokens) -> None:
+    """Makes the tokenizer know special tokens that its own file does not mark, so that they are
+    read as one token each, and left out of texts."""
+    marked = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(t.text, lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=True)
+            for t in special.all
+            if t.text not in marked
+        ]
+    )

@@ -144,7 +144,7 @@ def test_a_copy_of_the_model_goes_on_and_another_tokenizer_does_not(
     os.utime(copy / "model.safetensors", (1, 1))
     result = run(*command, "--model", copy)
     assert result.exit_code == 0, result.output
-    (copy / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    (copy / "tokenizer_config.json").write_text('{"extra_special_tokens": ["e"]}')
     assert "is not of this run" in run(*command, "--model", copy).stderr
 
 

@@ -131,5 +131,5 @@ def test_what_cannot_be_followed_is_refused(llm: LLM, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match=r"pip install"):  # it is no fault of the request
         list(llm.stream([Request("a", PROMPTS[0], None, params({"type": "null"}, 0.0))]))
-    with pytest.raises(UserError, match=r"pip install 'flexgen-jax\[json\]'"):
+    with pytest.raises(UserError, match=r"pip install llguidance"):
         llm.generate(PROMPTS[:1], params({"type": "number"}, 0.0))

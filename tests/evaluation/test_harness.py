@@ -127,5 +127,5 @@ def test_it_is_registered_by_name(checkpoint: Callable[..., Path], tasks: Path) 
     assert isinstance(made, harness.FlexGenLM)
     assert made.max_length == 96
     with pytest.raises(UserError, match="not supported"):
-        made._params({"num_beams": 4})
+        made._wish({"num_beams": 4})
     made.llm.close()

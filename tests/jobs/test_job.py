@@ -202,7 +202,7 @@ def test_a_job_of_something_else_is_refused(llm: LLM, source: Path) -> None:
     run(llm, source)
     with pytest.raises(UserError, match="differs in the seed"):
         run(llm, source, seed=1)
-    source.write_text(source.read_text() + json.dumps(completion(9)) + "\n")
+    source.write_text(json.dumps(completion(9)) + "\n" + source.read_text())
     with pytest.raises(UserError, match="differs in the input"):
         run(llm, source)
     other = LLM(policy=Policy(batch_size=3, weight_bits=4))

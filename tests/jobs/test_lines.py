@@ -58,7 +58,7 @@ def test_defaults_are_those_of_each_form() -> None:
     line = read(openai(CHAT, messages=[{"role": "user", "content": "x"}]))
     assert (line.params.max_tokens, line.form) == (99, "chat")
     line = read({"id": "b", "prompt": "x"})
-    assert (line.params.max_tokens, line.params.temperature) == (32, None)
+    assert (line.params.max_tokens, line.params.temperature) == (None, None)
     line = read({"id": "b", "messages": [{"role": "user", "content": "x"}]})
     assert line.params.max_tokens == 99
 
@@ -76,7 +76,7 @@ def test_what_is_given_is_taken() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": parts}]
     line = read(openai(CHAT, messages=messages, logprobs=True, top_logprobs=2))
-    assert line.messages[0]["content"] == "ab" and line.params.logprobs == 2
+    assert line.messages == (messages[0],) and line.params.logprobs == 2
 
 
 @pytest.mark.parametrize(

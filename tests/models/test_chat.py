@@ -12,8 +12,8 @@ import pytest
 from flexgen_jax import LLM, SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatTemplate
-from flexgen_jax.models.checkpoint import CheckpointError
 from flexgen_jax.models.defaults import SamplingDefaults, read_defaults
+from flexgen_jax.models.folder import CheckpointError
 from tests.helpers.command_line import run
 from tests.helpers.models import write_checkpoint
 
@@ -96,13 +96,13 @@ def test_a_folder_says_how_to_sample(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert read_defaults(folder).sampling.is_greedy
     wish = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "eos_token_id": [7, 9]}
     (folder / "generation_config.json").write_text(json.dumps(wish))
-    assert read_defaults(folder).sampling == SamplingDefaults(0.7, 0, 0.9)
+    assert read_defaults(folder).sampling == SamplingDefaults(0.7, 50, 0.9)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     with LLM(folder, dtype="float32", progress=True) as llm:
         assert llm.config.eos_ids == (7, 9)
         found = llm.generate(prompt_token_ids=[[5, 6, 8]] * 2, sampling_params=params)
         assert "temperature 0.7" in capsys.readouterr().err
-        given = SamplingParams(12, 0.7, top_p=0.9, ignore_eos=True)
+        given = SamplingParams(12, 0.7, top_k=50, top_p=0.9, ignore_eos=True)
         same = llm.generate(prompt_token_ids=[[5, 6, 8]] * 2, sampling_params=given)
         greedy = SamplingParams(12, 0.0, ignore_eos=True)
         likeliest = llm.generate(prompt_token_ids=[[5, 6, 8]] * 2, sampling_params=greedy)

@@ -15,8 +15,9 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
 
 from flexgen_jax import LLM, Policy
-from flexgen_jax.models.checkpoint import Checkpoint, CheckpointError, DummyWeights
+from flexgen_jax.models.checkpoint import Checkpoint, DummyWeights
 from flexgen_jax.models.families import read_config
+from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import model_spec

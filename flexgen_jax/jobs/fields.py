@@ -1,0 +1,97 @@
+"""Fields of OpenAI's request bodies, and of vLLM's beyond them: which are done, and which are not.
+
+`docs/batch.md` lists them for users. Fields that are neither here nor read by `jobs.lines` are
+refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+IGNORED = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "prediction",
+        "stream_options",
+        "parallel_tool_calls",
+        "verbosity",
+        "priority",
+        "request_id",
+        "cache_salt",
+    )
+)
+"""Fields that change no text here, whatever they are."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "modalities": (["text"],),
+    "audio": (),
+    "moderation": (),
+    "web_search_options": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "tool_choice": ("none", "auto"),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "add_special_tokens": (),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "detokenize": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "mm_processor_kwargs": (),
+}
+"""Fields that may have these values, beside null, which ask for nothing; another value asks for
+what this engine does not do."""
+
+MEDIA = frozenset(
+    (
+        "image",
+        "image_url",
+        "input_image",
+        "audio",
+        "audio_url",
+        "input_audio",
+        "video",
+        "video_url",
+        "file",
+        "input_file",
+    )
+)
+"""Types of parts of messages that are no text."""
+
+
+def without_neutral(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a body's fields less those that are null or ask for nothing; raises `ValueError` that
+    names a field which asks for what is not done."""
+    given = {key: value for key, value in body.items() if value is not None}
+    for key in IGNORED:
+        given.pop(key, None)
+    for key, allowed in NEUTRAL.items():
+        if key in given and given.pop(key) not in allowed:
+            others = " or ".join(map(json.dumps, allowed))
+            instead = f"leave it out{f', or set it to {others}' if others else ''}"
+            raise ValueError(f'"{key}" is not supported by this engine; {instead}')
+    return given

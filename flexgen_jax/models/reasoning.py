@@ -1,0 +1,60 @@
+"""Texts that begin with a model's reasoning, between marks such as "<think>" and "</think>"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flexgen_jax.models.tokenizer import Tokenizer
+
+MARKS = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+    "<reasoning>": "</reasoning>",
+}
+"""What reasoning begins with, and what it ends with."""
+
+LOOKED_AT = 16
+"""Tokens at a prompt's end among which the mark is."""
+
+
+class Reasoning(NamedTuple):
+    """The two parts of a text. content: what comes after the reasoning, None if that has no end."""
+
+    reasoning: str
+    content: str | None
+
+
+def opened_by(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str | None:
+    """Returns the mark that will end the reasoning which a prompt begins; None if it begins
+    none."""
+    ids = prompt_ids[-LOOKED_AT:]
+    end = b"".join(map(tokenizer.piece, ids)).decode(errors="replace").rstrip()
+    return next((close for mark, close in MARKS.items() if end.endswith(mark)), None)
+
+
+def split_reasoning(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str
+) -> Reasoning | None:
+    """Returns a text's reasoning and the rest, if the prompt or the text begins with the mark; None
+    without. token_ids: the text's tokens, which have marks that are special tokens, and the text
+    has not."""
+    close = opened_by(tokenizer, prompt_ids)
+    if close is None:
+        mark = next((mark for mark in MARKS if text.lstrip().startswith(mark)), None)
+        hidden = next(
+            (m for m in MARKS if token_ids and tokenizer.token_id(m) == token_ids[0]), None
+        )
+        if mark is None and hidden is None:
+            return None
+        close = MARKS[mark or hidden or ""]
+        text = text.lstrip().removeprefix(mark) if mark else text
+    if close in text:
+        reasoning, _, content = text.partition(close)
+        return Reasoning(reasoning, content)
+    end = tokenizer.token_id(close)
+    if end not in token_ids:
+        return Reasoning(text, None)
+    reasoning = tokenizer.decode(token_ids[: token_ids.index(end)])
+    return Reasoning(reasoning, text.removeprefix(reasoning))
