@@ -8,10 +8,16 @@ from flexgen_jax.version import __version__
 
 __all__ = [
     "LLM",
+    "EngineOptions",
+    "PairScore",
     "Placement",
     "Policy",
+    "PromptError",
     "Request",
+    "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
+    "TokenLogprob",
     "UserError",
     "__version__",
     "set_up_jax",
@@ -19,18 +25,27 @@ __all__ = [
 
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
+    from flexgen_jax.engine.options import EngineOptions
+    from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
     from flexgen_jax.engine.requests import Request
     from flexgen_jax.engine.sampling import SamplingParams
-    from flexgen_jax.errors import UserError
+    from flexgen_jax.engine.scoring import PairScore, ScoreOutput
+    from flexgen_jax.errors import PromptError, UserError
     from flexgen_jax.machine.jax_settings import set_up_jax
     from flexgen_jax.policy.policy import Placement, Policy
 
 _HOMES = {
+    "EngineOptions": "flexgen_jax.engine.options",
     "LLM": "flexgen_jax.engine.llm",
+    "PairScore": "flexgen_jax.engine.scoring",
     "Placement": "flexgen_jax.policy.policy",
     "Policy": "flexgen_jax.policy.policy",
+    "PromptError": "flexgen_jax.errors",
     "Request": "flexgen_jax.engine.requests",
+    "RequestOutput": "flexgen_jax.engine.outputs",
     "SamplingParams": "flexgen_jax.engine.sampling",
+    "ScoreOutput": "flexgen_jax.engine.scoring",
+    "TokenLogprob": "flexgen_jax.engine.outputs",
     "UserError": "flexgen_jax.errors",
     "set_up_jax": "flexgen_jax.machine.jax_settings",
 }

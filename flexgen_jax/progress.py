@@ -1,7 +1,9 @@
-"""Progress bars on stderr for long work, with throughput and the estimated time left."""
+"""Progress bars on stderr for long work, with throughput and the estimated time left; and messages
+beside them, by the logger "flexgen_jax"."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,25 @@ EVERY_S = 0.2
 """Seconds between two looks at how far a run is."""
 
 
+class _BesideBars(logging.Handler):
+    """Writes messages to stderr, above progress bars that are there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def logger() -> logging.Logger:
+    """Returns the package's logger. Unless it has been told where messages go, they go to
+    stderr."""
+    found = logging.getLogger("flexgen_jax")
+    if not found.handlers:
+        found.addHandler(_BesideBars())
+        found.propagate = False
+    if found.level == logging.NOTSET:
+        found.setLevel(logging.INFO)
+    return found
+
+
 class Amount(NamedTuple):
     """Tokens that are made, and that will be in all as far as is known; finished requests."""
 
@@ -26,7 +47,8 @@ class Amount(NamedTuple):
 
 
 class Progress:
-    """Progress bars, which appear only if `shown` is true, and messages, which always appear."""
+    """Progress bars, which appear only if `shown` is true, and messages, which appear as the logger
+    says."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
@@ -62,16 +84,23 @@ class Progress:
 
     def say(self, message: str) -> None:
         """Prints a message on a line of its own."""
-        tqdm.write(message, file=sys.stderr)
+        logger().info(message)
+
+    def detail(self, message: str) -> None:
+        """Prints a message that only those want to see who ask for more."""
+        logger().debug(message)
 
     @contextmanager
-    def generating(self, amount: Callable[[], Amount]) -> Iterator[Callable[[], object]]:
+    def generating(
+        self, amount: Callable[[], Amount], compiling_s: Callable[[], float] = lambda: 0.0
+    ) -> Iterator[Callable[[], object]]:
         """Shows a bar of tokens, with finished requests, tokens per second and the time left.
 
-        Yields a function to call after every step; amount: returns what is done so far.
+        Yields a function to call after every step; amount: returns what is done so far;
+        compiling_s: seconds of compiling so far, which count in no rate.
         """
         started = due = time.perf_counter()
-        begun = amount().done
+        begun, compiled_s = amount().done, compiling_s()
         bar: Any = tqdm(
             total=1, desc="generating", bar_format=_BAR, disable=not self._shown, leave=False
         )
@@ -85,7 +114,7 @@ class Progress:
             took = time.perf_counter() - now
             due = now + max(EVERY_S, 50 * took)  # looking at a million requests takes a while
             bar.total = max(total - begun, 1)
-            rate = (done - begun) / (now - started)
+            rate = (done - begun) / max(now - started - compiling_s() + compiled_s, 1e-9)
             bar.set_postfix_str(f"{requests} done, {rate:.1f} token/s", refresh=False)
             bar.update(done - begun - bar.n)
 

@@ -13,15 +13,16 @@ _UNITS = {
 }
 
 
-def parse_bytes(size: str | int | None) -> int | None:
+def parse_bytes(size: str | int | None, name: str = "") -> int | None:
     """Returns a size in bytes: "16GB" is 16 * 10^9, "512MiB" is 512 * 2^20.
 
-    An integer is a number of bytes already, and None stays None. Raises `UserError` for a text
-    that is not a size.
+    An integer is a number of bytes already, and None stays None. name: of what has this size.
+    Raises `UserError` for a text that is not a size.
     """
     if size is None or isinstance(size, int):
         return size
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())
     if found is None or found[2] not in _UNITS:
-        raise UserError(f"{size!r} is not a size; write for example 16GB or 512MiB")
+        what = f"{name}: " if name else ""
+        raise UserError(f"{what}{size!r} is not a size; write for example 16GB or 512MiB")
     return int(float(found[1]) * _UNITS[found[2]])

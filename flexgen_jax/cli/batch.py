@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from flexgen_jax.cli.commands import Command, Terminated
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
@@ -19,11 +20,7 @@ if TYPE_CHECKING:
     from flexgen_jax.jobs.job import JobOptions, Summary
 
 
-class Terminated(KeyboardInterrupt):
-    """The process was asked to end (SIGTERM)."""
-
-
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "-i",
     "--input",

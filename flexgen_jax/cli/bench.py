@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flexgen_jax.cli.commands import Command
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.errors import UserError
@@ -20,9 +21,16 @@ SIGMA = 0.8
 """Spread of the logarithms of text lengths, as in logs of chats."""
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--prompt-len", default=128, show_default=True, help="Tokens in each prompt.")
-@click.option("--gen-len", default=32, show_default=True, help="Tokens generated for each.")
+@click.option(
+    "--max-tokens",
+    "--gen-len",
+    "gen_len",
+    default=32,
+    show_default=True,
+    help="Tokens generated for each.",
+)
 @click.option(
     "--lengths",
     help="Texts of different lengths, up to --gen-len, which end by themselves: a FILE with a "
@@ -30,7 +38,9 @@ SIGMA = 0.8
     metavar="FILE|lognormal:MEAN",
 )
 @click.option(
-    "--num-sequences", type=click.IntRange(1), help="How many prompts; default: one block's."
+    "--num-sequences",
+    type=click.IntRange(1),
+    help="How many prompts; default: one block's, which may be hundreds.",
 )
 @click.option(
     "--copies",
@@ -71,7 +81,8 @@ def bench(
 ) -> None:
     """Measure generation on random prompts: speed, bytes moved, peak memory.
 
-    Compilation and the placing of the weights are done first and not counted.
+    Compilation and the placing of the weights are done first and not counted; the first touch of
+    fresh memory is, unless --warm-up is given.
     """
     check_json(json_file)
     unified = False if copies else None
@@ -109,6 +120,12 @@ def run_bench(
     if num_sequences is not None and num_sequences < 1:
         raise UserError(f"--num-sequences must be positive, not {num_sequences}")
     count = num_sequences or llm.block_sequences(prompt_len, gen_len)
+    if num_sequences is None:
+        click.echo(
+            f"flexgen-jax: {count} sequences of {prompt_len} + {gen_len} tokens, a block of the "
+            "policy; --num-sequences asks for fewer",
+            err=True,
+        )
     llm.warm_up(prompt_len, gen_len, count)
     generator = np.random.default_rng(seed)
     prompts = generator.integers(0, llm.config.vocab_size, (count, prompt_len)).tolist()
@@ -193,6 +210,11 @@ def breakdown_table(report: dict[str, Any]) -> str:
         cells = [_cell(found.get((resource, content, phase))) for phase in PHASES]
         name = f"{resource.replace('_', ' ')}: {content}"
         rows.append(f"{name:34}{'  '.join(cells)}")
+    others = [
+        f"{max(0.0, report[f'{phase}_s'] - (report['any_busy_s'][phase] or 0.0)):10.2f}{'':14}"
+        for phase in PHASES
+    ]
+    rows.append(f"{'other (nothing of these under way)':34}{'  '.join(others)}")
     return "\n".join(row.rstrip() for row in rows)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from flexgen_jax.cli.commands import Command
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.errors import UserError
@@ -17,7 +18,7 @@ def evaluate() -> None:
     """Measure a model's quality, under any placement and number of bits."""
 
 
-@evaluate.command()
+@evaluate.command(cls=Command)
 @click.option(
     "--file",
     "source",
@@ -62,7 +63,7 @@ def perplexity(
     )
 
 
-@evaluate.command("lm-eval")
+@evaluate.command("lm-eval", cls=Command)
 @click.option("--tasks", required=True, help="Names of tasks, separated by commas.")
 @click.option(
     "--include-path",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flexgen_jax.cli.commands import Size, under
 from flexgen_jax.cli.stage import lead_or_join
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import UserError
@@ -25,21 +26,36 @@ from flexgen_jax.policy.schedule import SCHEDULES
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
 
-Command = Callable[..., Any]
+Function = Callable[..., Any]
+"""A function that is, or becomes, a command."""
+
+MODEL, MEMORY, POLICY = "Model", "Memory and machines", "Policy: where data lies"
+PRECISION, PLANNING = "Precision and attention", "Planning"
+"""Headings of flags in --help."""
 
 
-def _apply(command: Command, options: list[Callable[[Command], Command]]) -> Command:
+def _apply(
+    command: Function, heading: str, options: list[Callable[[Function], Function]]
+) -> Function:
     for option in reversed(options):
-        command = option(command)
+        command = under(heading, option(command))
     return command
 
 
-def model_options(command: Command) -> Command:
+def model_options(command: Function) -> Function:
     """Adds the flags for the model, its dtype and its budgets to a command."""
+    return _model_flags(_memory_flags(command))
+
+
+def _model_flags(command: Function) -> Function:
     return _apply(
         command,
+        MODEL,
         [
-            click.option("--model", help="Hugging Face folder or hub id; default: a small OPT."),
+            click.option(
+                "--model",
+                help="Hugging Face folder or hub id; default: a toy of 5 million parameters.",
+            ),
             click.option(
                 "--dummy-weights",
                 is_flag=True,
@@ -52,11 +68,48 @@ def model_options(command: Command) -> Command:
                 show_default=True,
                 help="Compute and store in this type; auto: the checkpoint's.",
             ),
-            click.option("--device-memory", metavar="SIZE", help="GPU memory to use, e.g. 16GB."),
-            click.option("--host-memory", metavar="SIZE", help="RAM to use, e.g. 64GB."),
-            click.option("--disk-space", metavar="SIZE", help="Disk space to use, e.g. 1TB."),
+            click.option(
+                "--seed",
+                type=click.IntRange(0),
+                default=EngineOptions.seed,
+                show_default=True,
+                help="Seed of all random numbers.",
+            ),
+            click.option(
+                "--progress/--no-progress",
+                default=None,
+                help="Show a progress bar; default: on a terminal.",
+            ),
+        ],
+    )
+
+
+def _memory_flags(command: Function) -> Function:
+    return _apply(
+        command,
+        MEMORY,
+        [
+            click.option(
+                "--device-memory",
+                type=Size(),
+                metavar="SIZE",
+                help="GPU memory to use, e.g. 16GB; default: what is free.",
+            ),
+            click.option(
+                "--host-memory",
+                type=Size(),
+                metavar="SIZE",
+                help="RAM to use, e.g. 64GB; default: what is free.",
+            ),
+            click.option(
+                "--disk-space",
+                type=Size(),
+                metavar="SIZE",
+                help="Disk space to use, e.g. 1TB; default: what is free.",
+            ),
             click.option(
                 "--write-limit",
+                type=Size(),
                 metavar="SIZE",
                 help="What may be written to the disk a day, e.g. 200GB: writing wears an SSD. "
                 "Plans that write more are not chosen, and refused if they are given.",
@@ -66,13 +119,6 @@ def model_options(command: Command) -> Command:
                 type=click.Path(path_type=Path),
                 help="Folder on a fast disk for what does not fit; default: "
                 "~/.cache/flexgen_jax/offload. A model's weights stay there for later runs.",
-            ),
-            click.option(
-                "--seed",
-                type=click.IntRange(0),
-                default=EngineOptions.seed,
-                show_default=True,
-                help="Seed of all random numbers.",
             ),
             click.option(
                 "--stages",
@@ -90,11 +136,6 @@ def model_options(command: Command) -> Command:
                 "runs; only the first stage is started on this one. Where srun, mpirun or the like "
                 "runs this command on all machines, the first process leads, others are stages.",
             ),
-            click.option(
-                "--progress/--no-progress",
-                default=None,
-                help="Show a progress bar; default: on a terminal.",
-            ),
         ],
     )
 
@@ -103,7 +144,7 @@ def _as_int(_context: click.Context, _option: click.Parameter, value: str | None
     return int(value) if value else None
 
 
-def _bits_option(name: str, what: str) -> Callable[[Command], Command]:
+def _bits_option(name: str, what: str) -> Callable[[Function], Function]:
     return click.option(
         f"--{name}-bits",
         type=click.Choice([str(bits) for bits in BITS]),
@@ -113,10 +154,11 @@ def _bits_option(name: str, what: str) -> Callable[[Command], Command]:
     )
 
 
-def plan_options(command: Command) -> Command:
+def plan_options(command: Function) -> Function:
     """Adds the flags for the purpose of a plan, and for what it may choose, to a command."""
     return _apply(
         command,
+        PLANNING,
         [
             click.option(
                 "--hardware",
@@ -125,7 +167,14 @@ def plan_options(command: Command) -> Command:
                 "profile's file; default: this machine, which is measured once.",
             ),
             click.option("--prompt-len", default=512, show_default=True, help="Tokens a prompt."),
-            click.option("--gen-len", default=32, show_default=True, help="New tokens for each."),
+            click.option(
+                "--max-tokens",
+                "--gen-len",
+                "gen_len",
+                default=32,
+                show_default=True,
+                help="New tokens for each.",
+            ),
             click.option(
                 "--num-sequences",
                 type=click.IntRange(1),
@@ -165,12 +214,17 @@ def plan_options(command: Command) -> Command:
     )
 
 
-def policy_options(command: Command) -> Command:
+def policy_options(command: Function) -> Function:
     """Adds the flags for a policy, where data lies and how a block of batches is walked, to a
     command."""
+    return _placement_flags(_precision_flags(command))
+
+
+def _placement_flags(command: Function) -> Function:
     by_name = "By name, in place of --percent: device=20,host=80"
     return _apply(
         command,
+        POLICY,
         [
             click.option(
                 "--policy",
@@ -207,6 +261,16 @@ def policy_options(command: Command) -> Command:
                 help="When batches enter: as soon as others have finished rows (continuous, the "
                 "default), one a pass (diagonal), when all have left (zigzag), one by one (row).",
             ),
+            click.option("--no-overlap", is_flag=True, help="Do not prefetch."),
+        ],
+    )
+
+
+def _precision_flags(command: Function) -> Function:
+    return _apply(
+        command,
+        PRECISION,
+        [
             _bits_option("weight", "weights"),
             _bits_option("cache", "full blocks of the KV cache"),
             click.option(
@@ -241,7 +305,6 @@ def policy_options(command: Command) -> Command:
                 "weights: fewer need less memory, and more passes. Default: "
                 f"{Policy().prefill_chunk}, or less where a plan needs it.",
             ),
-            click.option("--no-overlap", is_flag=True, help="Do not prefetch."),
         ],
     )
 

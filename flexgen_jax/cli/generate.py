@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from flexgen_jax.cli.commands import Command
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
@@ -29,7 +30,7 @@ MAX_TOKENS = 64
 DEMO_PROMPT = "The people of the United States"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("prompts", nargs=-1)
 @click.option(
     "--prompts-file",
@@ -108,10 +109,10 @@ def generate(
     json_file: Path | None,
     **flags: Any,
 ) -> None:
-    """Continue each of PROMPTS and print the text.
+    """Continue each of PROMPTS and print the text; without PROMPTS, a built-in one.
 
-    Without --model, a small OPT model that comes with this package is used. For long runs give
-    --output: the same command goes on where it was broken off.
+    Without --model, a toy of 5 million parameters that comes with this package is used, whose texts
+    make no sense. For long runs give --output: the same command goes on where it was broken off.
     """
     from flexgen_jax.engine.files import Prompt, read_prompts, read_text
     from flexgen_jax.engine.requests import impossible
@@ -122,6 +123,7 @@ def generate(
         given += read_prompts(prompts_file)
     elif not given:
         given = [Prompt(DEMO_PROMPT, "")]
+        click.echo(f'flexgen-jax: no prompt is given, so this one: "{DEMO_PROMPT}"', err=True)
     prefix = "" if prefix_file is None else read_text(prefix_file, "--prefix")
     given = [Prompt(prefix + prompt.text, prompt.where) for prompt in given]
     try:
@@ -144,13 +146,16 @@ def generate(
     finally:
         good = [result for result in results if "error" not in result]
         for result in good if output is None else ():
-            click.echo(f"{result['prompt']}{result['text']}")
+            click.echo(result["text"] if is_chat else f"{result['prompt']}{result['text']}")
             if len(results) > 1:
                 click.echo("---")
     if report:
+        compiling_s = report.get("compile_in_run_s", 0.0)
+        seconds = max(report["total_s"] - compiling_s, 1e-9)
+        once = f" after {compiling_s:.1f} s of compiling" if compiling_s >= 0.1 else ""
         click.echo(
-            f"{report['num_tokens']} tokens in {report['total_s']:.2f} s, "
-            f"{report['generation_throughput']:.1f} token/s",
+            f"{report['num_tokens']} tokens in {seconds:.2f} s{once}, "
+            f"{report['num_tokens'] / seconds:.1f} token/s",
             err=True,
         )
     if errors:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flexgen_jax.cli.commands import Command
 from flexgen_jax.cli.flags import engine_options, model_options, plan_options, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
@@ -40,8 +41,11 @@ WORTH_A_HINT = 1.2
 
 BAR = 30
 
+MUCH = 1000
+"""How many times as large a budget is taken to see whether it is what is missing."""
 
-@click.command()
+
+@click.command(cls=Command)
 @plan_options
 @json_option
 @model_options
@@ -74,6 +78,7 @@ def plan(
     problem = make_problem(options, workload, choices, Progress(options.progress))
     problem = replace(problem, max_latency=max_latency, min_throughput=min_throughput)
     given = None if options.is_auto else options.base_policy
+    click.echo("flexgen-jax: searching; this takes seconds to minutes", err=True)
     if options.stages > 1:
         refuse_with_stages(given, max_latency, min_throughput, latency_curve, options.write_limit)
         found = staged_plan(problem, options.stages)
@@ -84,7 +89,8 @@ def plan(
     ideas = hints(problem) if given is None else []
     click.echo(plan_text(problem, plans, ideas))
     if latency_curve is not None:
-        click.echo(curve_text(draw_curve(problem, latency_curve)))
+        name = "the shipped toy" if options.model is None else Path(str(options.model)).name
+        click.echo(curve_text(draw_curve(problem, name, latency_curve)))
     write_json(json_file, plan_json(problem, plans, ideas))
 
 
@@ -162,7 +168,7 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
     if not anything:
         raise UserError(
             f"{problem.config.num_layers} layers of hidden size {problem.config.hidden_size} do "
-            "not fit this hardware in any way; allow more disk, or 4 bits with --allow-compression"
+            f"not fit this hardware in any way; {_what_would_fit(problem)}"
         )
     best = anything[0]
     raise UserError(
@@ -170,6 +176,22 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
         f"blocks of {best.latency_s:.0f} s, and writes {best.written_a_day / 1e9:.3g} GB a day; "
         "relax --max-latency, --min-throughput or --write-limit"
     )
+
+
+def _what_would_fit(problem: Problem) -> str:
+    """Returns which larger budget, or fewer bits, would have a plan."""
+    budgets, ways = problem.budgets, list[str]()
+    flags = {"device": "--device-memory", "host": "--host-memory", "disk": "--disk-space"}
+    for tier, flag in flags.items():
+        limit = getattr(budgets, tier)
+        if limit is not None:
+            more = replace(budgets, **{tier: MUCH * max(limit, 1 << 30)}, shared=None)
+            if candidates(replace(problem, budgets=more)):
+                ways.append(f"allow more {'disk' if tier == 'disk' else f'{tier} memory'} ({flag})")
+    compressed = _compressed(problem)
+    if compressed is not None and candidates(compressed):
+        ways.append("4 bits with --allow-compression")
+    return ", or ".join(ways) or "it needs more device memory, host memory and disk together"
 
 
 def refuse_with_stages(*given: object) -> None:
@@ -341,6 +363,7 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
         f"{plan.num_sequences} x ({work.prompt_len} + {work.gen_len}) tokens in {problem.dtype} on "
         f"{problem.hw.name}, {blocks} block{'s' if blocks > 1 else ''} of {plan.block_sequences}",
         f"policy: {flags_of(plan.policy)}",
+        f"that is: {_percent_text(plan.policy)}",
         f"predicted: {plan.throughput:.3g} token/s (prefill {plan.prefill_s:.1f} s, decode "
         f"{plan.decode_s:.1f} s, total {plan.total_s:.1f} s)",
         f"binding: {plan.binding.replace('_', ' ')}; busy: "
@@ -363,10 +386,33 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
     for other in plans[1:]:
         change = 100 * (other.throughput / plan.throughput - 1)
         lines.append(
-            f"next best: {other.throughput:.3g} token/s ({change:+.1f} %): {flags_of(other.policy)}"
+            f"next best: {other.throughput:.3g} token/s ({change:+.1f} %{_why_not(plan, other)}): "
+            f"{flags_of(other.policy)}"
         )
     lines += [f"{idea['times']:.1f} times as fast with {idea['change']}" for idea in ideas]
     return "\n".join(lines)
+
+
+def _why_not(chosen: Plan, other: Plan) -> str:
+    """Returns why a plan that is predicted to be faster is not the chosen one."""
+    if other.throughput <= chosen.throughput:
+        return ""
+    if other.block_sequences > chosen.block_sequences:
+        more = other.latency_s / max(chosen.latency_s, 1e-9)
+        return f", within the prediction's error, with results after {more:.1f} times the time"
+    return ", but slower where the disk is not as fast as usual"
+
+
+def _percent_text(policy: Policy) -> str:
+    """Says in words what --percent says in numbers."""
+    placed = [("weights", policy.weights), ("KV cache", policy.cache)]
+    placed.append(("hidden states", policy.activations))
+    texts = []
+    for name, placement in placed:
+        shares = [(tier, 100 * getattr(placement, tier)) for tier in TIERS]
+        shown = " + ".join(f"{share:.3g} % {tier}" for tier, share in shares if share > 0.05)
+        texts.append(f"{name} {shown}")
+    return ", ".join(texts)
 
 
 def _bar(name: str, used: int, limit: int | None) -> str:
@@ -398,13 +444,16 @@ def curve_text(points: Sequence[Candidate]) -> str:
 _SIX = ("wg", "wc", "cg", "cc", "hg", "hc")
 
 
-def draw_curve(problem: Problem, path: Path) -> list[Candidate]:
-    """Draws the frontier (the paper's figure 1), with and without compression; returns the points
-    of the search as it was asked for."""
-    import matplotlib
-
+def draw_curve(problem: Problem, model: str, path: Path) -> list[Candidate]:
+    """Draws the frontier (the paper's figure 1) of a model of this name, with and without
+    compression; returns the points of the search as it was asked for."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--latency-curve draws with matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogFormatter, NullFormatter
 
     asked = frontier(problem)
     if not asked:
@@ -417,10 +466,23 @@ def draw_curve(problem: Problem, path: Path) -> list[Candidate]:
     for label, points in curves.items():
         x, y = [p.solution.total_s for p in points], [p.throughput for p in points]
         axes.plot(x, y, marker="o", label=label)
-        axes.annotate(f"{points[-1].sequences} sequences", (x[-1], y[-1]), fontsize=8)
+        axes.annotate(
+            f"{points[-1].sequences} sequences",
+            (x[-1], y[-1]),
+            fontsize=8,
+            ha="right",
+            va="bottom",
+        )
     axes.set(xscale="log", yscale="log", xlabel="latency of a block, s", ylabel="token/s")
     work = problem.workload
-    axes.set_title(f"{problem.hw.name}, {work.prompt_len} + {work.gen_len} tokens, predicted")
+    axes.xaxis.set_major_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.4)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.margins(0.1)
+    axes.set_title(
+        f"{model} on {problem.hw.name}, {work.prompt_len} + {work.gen_len} tokens, predicted",
+        fontsize=10,
+        wrap=True,
+    )
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
     try:

@@ -38,9 +38,9 @@ def profile(
 ) -> None:
     """Measure this machine: links, memory, products, attention, fixed costs.
 
-    Takes one to three minutes. The result is kept and used by `plan` and by --policy auto,
-    unless the machine was too busy for it to be trusted. On a CPU a table of products follows: by
-    this package's kernels, where runs take them, and by XLA's own code.
+    Takes three to five minutes on two cores. The result is kept and used by `plan` and by --policy
+    auto, unless the machine was too busy for it to be trusted. On a CPU a table of products
+    follows: by this package's kernels, where runs take them, and by XLA's own code.
     """
     from flexgen_jax.cpu import is_cpu
     from flexgen_jax.machine.product_probe import time_products

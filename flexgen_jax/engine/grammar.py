@@ -22,10 +22,6 @@ MAX_DIGITS = 24
 64 bits have 20, and doubles 17."""
 
 
-class MissingLibraryError(UserError):
-    """The library is not installed: no fault of a request."""
-
-
 class Matcher:
     """A text so far, and what may come next. It is done when nothing may.
 
@@ -210,7 +206,7 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise MissingLibraryError(
+        raise UserError(
             "json_schema needs llguidance, which is not installed: pip install llguidance"
         ) from None
     return llguidance

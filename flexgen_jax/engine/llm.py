@@ -26,7 +26,7 @@ import jax
 from flexgen_jax.cpu import kernels_of_device
 from flexgen_jax.engine.batching import Waiting, made_batch, padded_length
 from flexgen_jax.engine.feed import Feed, Incoming, Listed
-from flexgen_jax.engine.grammar import Grammars, MissingLibraryError
+from flexgen_jax.engine.grammar import Grammars
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
 from flexgen_jax.engine.outputs import (
@@ -62,6 +62,7 @@ from flexgen_jax.errors import (
     first_line,
 )
 from flexgen_jax.machine.caches import cache_folder
+from flexgen_jax.machine.jax_settings import set_up_jax
 from flexgen_jax.machine.profiles import read_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.chat import ChatOptions, Message
@@ -70,7 +71,7 @@ from flexgen_jax.models.loading import open_model, resolve_dtype
 from flexgen_jax.models.reasoning import Reasoning, split_reasoning
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.trace import Trace
-from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
+from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Attention, Policy, Workload
 from flexgen_jax.policy.schedule import Step
 from flexgen_jax.progress import Progress
 from flexgen_jax.units import parse_bytes
@@ -91,6 +92,9 @@ OnError = Literal["return", "raise"]
 FIRST_READ = 16
 """Requests of a stream that are read before it is known how many run together."""
 
+COMPILING_IS_LONG_S = 3.0
+"""A run that has compiled for so long says that it does."""
+
 UNKNOWN = 256
 """Requests for which a stream is planned as long as it has not ended."""
 
@@ -98,14 +102,73 @@ UNKNOWN = 256
 class LLM:
     """A language model whose weights, KV cache and activations lie where a policy puts them.
 
-    model: a Hugging Face folder, a hub id, or None for the small model that ships with the
-        package; options: the other fields of `EngineOptions`, which explains them.
+    model: a Hugging Face folder, a hub id, or None for the toy model that ships with the package.
+    The other arguments are explained in `EngineOptions`.
 
     Raises `UserError` where something about these, or about a prompt, is wrong.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        asked = EngineOptions.of(model, options)
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        policy: Policy | Literal["auto"] = EngineOptions.policy,
+        dtype: str = EngineOptions.dtype,
+        weight_bits: int | None = None,
+        cache_bits: int | None = None,
+        matmul_bits: int | None = None,
+        attention: Attention | None = None,
+        attention_sparsity: float | None = None,
+        prefill_chunk: int | None = None,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        disk_space: str | int | None = None,
+        write_limit: str | int | None = None,
+        offload_dir: str | Path | None = None,
+        dummy_weights: bool = False,
+        seed: int = EngineOptions.seed,
+        progress: bool = False,
+        unified: bool | None = None,
+        hardware: str | Path | None = None,
+        breakdown: bool = False,
+        trace: str | Path | None = None,
+        stages: int = EngineOptions.stages,
+        coordinator: str | None = None,
+        sets_up_jax: bool = True,
+    ) -> None:
+        self._begin(
+            EngineOptions(
+                model=model,
+                policy=policy,
+                dtype=dtype,
+                weight_bits=weight_bits,
+                cache_bits=cache_bits,
+                matmul_bits=matmul_bits,
+                attention=attention,
+                attention_sparsity=attention_sparsity,
+                prefill_chunk=prefill_chunk,
+                device_memory=device_memory,
+                host_memory=host_memory,
+                disk_space=disk_space,
+                write_limit=write_limit,
+                offload_dir=offload_dir,
+                dummy_weights=dummy_weights,
+                seed=seed,
+                progress=progress,
+                unified=unified,
+                hardware=hardware,
+                breakdown=breakdown,
+                trace=trace,
+                stages=stages,
+                coordinator=coordinator,
+                sets_up_jax=sets_up_jax,
+            )
+        )
+
+    def _begin(self, asked: EngineOptions) -> None:
+        """Opens the model, and finds out about the machine."""
+        if asked.sets_up_jax:
+            set_up_jax()
         device_memory, host_memory, disk_space = asked.budgets
         on_cpu = asked.stages > 1 or start_jax(host_memory)
         self._model = open_model(asked.model, asked.dummy_weights, asked.seed)
@@ -144,16 +207,19 @@ class LLM:
             unified=unified,
             sizes=kernels_of_device().sizes if self._stages is None else self._stages.sizes,
             progress=self._progress,
-            write_limit=parse_bytes(asked.write_limit),
+            write_limit=parse_bytes(asked.write_limit, "write_limit"),
             profile=read_profile(asked.hardware) if asked.hardware is not None else None,
         )
-        self._trace = Trace(Path(asked.trace)) if asked.trace is not None else None
+        self._trace: Trace | None = None
+        if asked.trace is not None:
+            self._trace = Trace(Path(asked.trace), f"flexgen_jax, {self._model.name}")
         self._breakdown = asked.breakdown
         self._session: Session | None = None
         self._texts: Mapping[EncodedRequest, int] | None = {}
         self._running: Generation | Scoring | None = None
         self._upcoming: Generation | None = None
         self._latest: Generation | None = None
+        self._is_closed = False
         self._ready: deque[RequestOutput] = deque()
 
     def generate(
@@ -578,6 +644,7 @@ class LLM:
         that are not finished; one that is too small for a request, by a larger one. allow: told how
         many requests may be read ahead.
         """
+        self._check_open()
         if self._running is not None:
             raise UserError("this LLM is running already: finish or close its stream first")
         workload = None
@@ -615,6 +682,10 @@ class LLM:
         finally:
             self._running = None
             self._texts = collector.texts if isinstance(collector, Generation) else {}
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UserError("this LLM is closed; make another one")
 
     def _back_off(self, error: Exception) -> None:
         """Plans for less after running out of memory; raises any other error, and this one if that
@@ -655,8 +726,20 @@ class LLM:
         def on_result(step: Step, result: Any) -> Sequence[int]:
             return collector.receive(waiting.members[step.batch], step.token, result)
 
-        with self._progress.generating(collector.progress) as tick:
-            yield from session.run(plan, waiting, on_result, tick)
+        compiled_s, is_told = session.compile_s, False
+
+        def step() -> None:
+            nonlocal is_told
+            tick()
+            if not is_told and session.compile_s - compiled_s > COMPILING_IS_LONG_S:
+                is_told = True
+                self._progress.say(
+                    "flexgen-jax: compiling programs for these lengths and formats; later runs "
+                    "find them"
+                )
+
+        with self._progress.generating(collector.progress, lambda: session.compile_s) as tick:
+            yield from session.run(plan, waiting, on_result, step)
         incoming.put_back(waiting.unfinished())
         padding = (waiting.prompt_tokens, waiting.padded_tokens)
         session.finish(waiting.entered, collector.num_tokens - before, padding)
@@ -675,11 +758,14 @@ class LLM:
 
     def _policy_for(self, workload: Workload) -> Policy:
         if self._stages is None:
-            return self._planner.policy_for(workload)
+            policy = self._planner.policy_for(workload)
+            self._progress.detail(f"flexgen-jax: {workload} runs with {policy}")
+            return policy
         return self._stages.policy_for(workload, self._planner.policy, self._planner.is_auto)
 
     def warm_up(self, prompt_len: int, gen_len: int, num_sequences: int) -> None:
         """Places the weights and compiles all programs that a greedy run of this shape needs."""
+        self._check_open()
         workload = Workload(self._padded(prompt_len), gen_len, num_sequences)
         policy = self._policy_for(workload)
         if self._stages is not None:
@@ -708,6 +794,11 @@ class LLM:
                 f"{wish.top_k}, top_p {wish.top_p:g}; temperature 0 takes the likeliest tokens"
             )
         return params.with_defaults(wish, prompt_len)
+
+    def __repr__(self) -> str:
+        policy = "auto" if self._planner.is_auto else self._planner.policy
+        state = ", closed" if self._is_closed else ""
+        return f"LLM({self.name!r}, dtype={self.dtype!r}, policy={policy!r}{state})"
 
     @property
     def name(self) -> str:
@@ -756,7 +847,9 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Frees the tiers; files that later runs can reuse stay in the offload folder."""
+        """Frees the tiers; files that later runs can reuse stay in the offload folder. Nothing can
+        be run afterwards."""
+        self._is_closed = True
         self._close_session()
         if self._trace is not None:
             self._trace.close()
@@ -883,7 +976,5 @@ def _encoded(encode: Encode, request: Request, index: int) -> EncodedRequest | R
     """Returns a request encoded, or the result of an impossible one."""
     try:
         return encode(request, index)
-    except MissingLibraryError:
-        raise
     except UserError as error:
         return failed(request, str(error))

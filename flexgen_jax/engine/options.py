@@ -43,6 +43,8 @@ class EngineOptions:
     stages: processes that the model's layers are divided over, each with a device of its own: a
         GPU, or a share of the cores. Budgets are each stage's. coordinator: "HOST:PORT", where
         stages of other machines join; then only the first one is started here.
+    sets_up_jax: whether `set_up_jax` is called, which has JAX keep compiled programs for later
+        processes, and use most of a GPU's memory.
     """
 
     model: str | Path | None = None
@@ -68,19 +70,18 @@ class EngineOptions:
     trace: str | Path | None = None
     stages: int = 1
     coordinator: str | None = None
+    sets_up_jax: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.stages, int) or self.stages < 1:
             raise UserError(f"stages must be at least 1, not {self.stages!r}")
-
-    @classmethod
-    def of(cls, model: str | Path | None, options: dict[str, Any]) -> EngineOptions:
-        """The options of `LLM(model, **options)`; raises `TypeError` for one that there is not."""
-        names = [field.name for field in fields(cls)]
-        unknown = sorted(set(options) - set(names))
-        if unknown:
-            raise TypeError(f"LLM has no option {unknown[0]!r}; it has {', '.join(names)}")
-        return cls(model=model, **options)
+        if self.coordinator is not None and self.stages == 1:
+            raise UserError("a coordinator is for several stages: give --stages N (stages=N), too")
+        if self.policy != "auto" and not isinstance(self.policy, Policy):
+            raise UserError(
+                f'policy must be "auto" or a Policy, e.g. Policy.from_percent(...), not '
+                f"{self.policy!r}"
+            )
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -90,10 +91,11 @@ class EngineOptions:
     @property
     def budgets(self) -> tuple[int | None, int | None, int | None]:
         """Bytes of device memory, host memory and disk; raises `UserError` for no size."""
-        device, host, disk = map(
-            parse_bytes, (self.device_memory, self.host_memory, self.disk_space)
+        return (
+            parse_bytes(self.device_memory, "device_memory"),
+            parse_bytes(self.host_memory, "host_memory"),
+            parse_bytes(self.disk_space, "disk_space"),
         )
-        return device, host, disk
 
     @property
     def is_auto(self) -> bool:

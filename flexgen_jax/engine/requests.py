@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexgen_jax.engine.grammar import Grammars
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.errors import PromptError, UserError
-from flexgen_jax.layers.rotary import Branches
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from flexgen_jax.layers.rotary import Branches
 
 Prefix = str | Sequence[int]
 """The beginning of prompts, as a text or as token ids."""

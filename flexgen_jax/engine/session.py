@@ -63,7 +63,7 @@ class Session:
         self._report: dict[str, Any] = {}
         self._decode_steps = 0
         self._guessed: dict[str, int] = {}
-        self._init_s = self._kernels_s = 0.0
+        self._init_s = self._kernels_s = self._compiled_before_s = 0.0
 
     def suits(self, policy: Policy) -> bool:
         """Returns whether weights and formats already are as the policy wants them."""
@@ -175,6 +175,12 @@ class Session:
         self._storage_read = storage_read_bytes()
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
         self._decode_steps = 0
+        self._compiled_before_s = self.compile_s
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of compiling so far."""
+        return self._device.programs.compile_s + self._kernels_s
 
     def run(
         self,
@@ -235,7 +241,8 @@ class Session:
             "prompt_tokens": padding[0],
             "padded_prompt_tokens": padding[1],
             "init_s": self._init_s,
-            "compile_s": self._device.programs.compile_s + self._kernels_s,
+            "compile_s": self.compile_s,
+            "compile_in_run_s": self.compile_s - self._compiled_before_s,
             **self._phases,
             "total_s": total,
             "generation_throughput": num_tokens / max(total, 1e-9),

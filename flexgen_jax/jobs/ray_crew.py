@@ -67,7 +67,7 @@ class RayCrew:
         try:
             import ray
         except ImportError:
-            raise UserError("--ray needs Ray: pip install 'flexgen-jax[ray]'") from None
+            raise UserError("--ray needs Ray: pip install 'ray[default]'") from None
         try:
             ray.init(
                 None if address == "auto" else address,

@@ -94,12 +94,26 @@ def detect_budgets(
     remove_dead_runs(offload_dir)
     ram = free_ram()
     free = _free_disk(offload_dir, fingerprint)
+    if not free:
+        _say_why(offload_dir, say)
     return Budgets(
         device=_device_budget(device_memory, ram, unified),
         host=_host_budget(host_memory, ram, unified, say),
         disk=free if disk_space is None else min(disk_space, free),
         shared=ram if unified else None,
     )
+
+
+def _say_why(offload_dir: Path, say: Callable[[str], object]) -> None:
+    """Says why nothing can lie on the disk, where that is not for lack of space."""
+    try:
+        offload_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        say(
+            f"flexgen-jax: the offload folder {offload_dir} cannot be made "
+            f"({error.strerror or error}), so nothing can lie on the disk; choose another one with "
+            "--offload-dir"
+        )
 
 
 def free_ram() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -27,11 +28,18 @@ from flexgen_jax.models.defaults import (
     read_defaults,
 )
 from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, indexed_names
-from flexgen_jax.models.shapes import known_shape
+from flexgen_jax.models.shapes import SHAPES, known_shape
 from flexgen_jax.models.tokenizer import Tokenizer
 
 HUB_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files of a model on the hub beside its weights."""
+
+TOY = (
+    "this is a toy of 5 million parameters, which comes with the package to try it; its texts make "
+    "no sense. A small model whose texts do: --model HuggingFaceTB/SmolLM2-135M-Instruct, which is "
+    "fetched from the hub (0.3 GB)"
+)
+"""What to know about the shipped model."""
 
 HUB_LEFT_OUT = ("*/*.json", "*/*.txt", "*/*.model", "consolidated*")
 """Files of other formats, such as those in original/ or onnx/."""
@@ -77,7 +85,7 @@ def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model
     tokenizer, chat = Tokenizer(folder, config.bos_id), ChatTemplate(folder)
     ends = config.eos_ids if wishes.eos_ids is None else wishes.eos_ids
     notes = [f"{folder}: {note}" for note in checkpoint.notes]
-    notes += _notes_on_wishes(folder, wishes)
+    notes += [TOY] if name is None else _notes_on_wishes(folder, wishes)
     end = tokenizer.special_id("eos_token")
     if end is not None and end not in ends:
         notes.append(
@@ -130,7 +138,9 @@ def _local_folder(name: str, needs_weights: bool = False) -> Path:
             raise CheckpointError(f"{folder} is not a folder; name the folder of config.json")
         return folder
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise CheckpointError(f"{name} does not exist; name a Hugging Face folder or a hub id")
+        raise CheckpointError(
+            f"{name} does not exist; name a Hugging Face folder or a hub id{_guess(name)}"
+        )
     if not needs_weights:
         return _from_hub(name, HUB_FILES)
     folder = _from_hub(name, (*HUB_FILES, SINGLE))  # which comes before an index
@@ -143,6 +153,19 @@ def _local_folder(name: str, needs_weights: bool = False) -> Path:
             "--model DST"
         )
     return _from_hub(name, (*HUB_FILES, *indexed_names(folder)))
+
+
+def _guess(name: str) -> str:
+    """Returns which model, or folder beside, somebody may mean, as the end of a sentence."""
+    wanted = Path(name).name.lower()
+    shapes = [full for full in SHAPES if wanted in full.lower()]
+    by_end = {full.split("/")[1].lower(): full for full in SHAPES}
+    shapes += [by_end[end] for end in difflib.get_close_matches(wanted, by_end, 1)]
+    folder = Path(name).expanduser().parent
+    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    near = [str(folder / close) for close in difflib.get_close_matches(Path(name).name, names, 1)]
+    found = [*near, *dict.fromkeys(shapes)][:3]
+    return f". Did you mean {' or '.join(found)}?" if found else ""
 
 
 def _from_hub(name: str, patterns: Sequence[str]) -> Path:

@@ -82,6 +82,7 @@ class Metrics:
             self._phase: Phase = "prefill"
             self._whole: dict[Resource, _Busy] = {name: _Busy() for name in RESOURCES}
             self._parts: dict[tuple[Phase, Resource, Content], _Busy] = defaultdict(_Busy)
+            self._any: dict[Phase, _Busy] = {phase: _Busy() for phase in PHASES}
 
     def queue(self, resource: Resource, content: Content, what: str, nbytes: int = 0) -> Operation:
         """Records that a resource was asked for one more operation, which moves `nbytes` bytes."""
@@ -118,9 +119,10 @@ class Metrics:
             details = {"phase": operation.phase, "bytes": operation.nbytes}
             self._trace.span(track, operation.what, operation.start, now, **details)
 
-    def _counters(self, operation: Operation) -> tuple[_Busy, _Busy]:
+    def _counters(self, operation: Operation) -> tuple[_Busy, _Busy, _Busy]:
         key = (operation.phase, operation.resource, operation.content)
-        return self._whole[operation.resource], self._parts[key]
+        whole, part = self._whole[operation.resource], self._parts[key]
+        return whole, part, self._any[operation.phase]
 
     def enter(self, phase: Phase) -> None:
         """Assigns operations that begin from now on to this phase."""
@@ -134,7 +136,8 @@ class Metrics:
         decoding; "busy_s": seconds by resource in which at least one operation was under way, for
         those that were timed; "breakdown": a row with phase, resource, content, bytes and busy_s
         for each combination that was used, where the phase is the one in which an operation was
-        asked for, and busy_s is None if it was not timed.
+        asked for, and busy_s is None if it was not timed; "any_busy_s": seconds by phase in which
+        any resource had an operation under way, None if not all are timed.
 
         A copy between host and device is under way from the moment when its source is there and
         the copy before it is done until its result is there. On a GPU that is more than the link
@@ -157,4 +160,8 @@ class Metrics:
                 "decode_bytes": decoded,
                 "busy_s": {name: self._whole[name].seconds for name in timed},
                 "breakdown": rows,
+                "any_busy_s": {
+                    phase: busy.seconds if self.is_timed else None
+                    for phase, busy in self._any.items()
+                },
             }

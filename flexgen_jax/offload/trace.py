@@ -25,7 +25,8 @@ class Trace:
     trace, not the run, and are raised by `close`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, title: str = "flexgen_jax") -> None:
+        """title: the name of the process in the trace."""
         self._path = path
         self._lock = threading.Lock()
         self._rows: dict[str, list[float]] = {}
@@ -36,6 +37,7 @@ class Trace:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
             raise self._failed(error) from None
+        self._write({"ph": "M", "tid": 0, "name": "process_name", "args": {"name": title}})
 
     def _failed(self, error: OSError) -> UserError:
         return UserError(

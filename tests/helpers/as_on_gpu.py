@@ -4,7 +4,6 @@ copied between them, and kernels are XLA's own, with a GPU's sizes."""
 from __future__ import annotations
 
 import os
-from typing import Any
 
 ASKED = "FLEXGEN_TEST_AS_ON_GPU"
 """The environment variable that asks for it; any text does."""
@@ -21,14 +20,15 @@ def pretend() -> None:
     from flexgen_jax.engine.options import EngineOptions
     from flexgen_jax.policy.hardware import KernelSizes
 
-    kernels, real = DeviceKernels(KernelSizes.of_gpu()), EngineOptions.of
+    kernels, real = DeviceKernels(KernelSizes.of_gpu()), EngineOptions.__post_init__
     cpu.kernels_of_device = lambda: kernels
 
-    def of(model: Any, options: dict[str, Any]) -> EngineOptions:
-        is_default = options.get("unified") is None
-        return real(model, {**options, "unified": False} if is_default else options)
+    def check(options: EngineOptions) -> None:
+        real(options)
+        if options.unified is None:
+            object.__setattr__(options, "unified", False)
 
-    EngineOptions.of = of  # type: ignore[method-assign]
+    EngineOptions.__post_init__ = check  # type: ignore[method-assign]
 
 
 def has_gpu() -> bool:

@@ -1,0 +1,161 @@
+"""How commands look and where their flags come from: headings in --help, a configuration file,
+environment variables, and one line for wrong use."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flexgen_jax.errors import StageError, UserError
+from flexgen_jax.units import parse_bytes
+
+CONFIG = "FLEXGEN_JAX_CONFIG"
+"""The variable that names another configuration file."""
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end (SIGTERM)."""
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]
+    """A size in bytes, such as 16GB; it stays the text that it is."""
+
+    name = "size"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | int:
+        try:
+            parse_bytes(value)
+        except UserError as error:
+            self.fail(str(error), param, ctx)
+        found: str | int = value
+        return found
+
+
+class Command(click.Command):
+    """A command whose --help has its flags under headings: those of `under` after its own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for param in self.get_params(ctx):
+            row = param.get_help_record(ctx)
+            if row is not None and isinstance(param, click.Option):
+                rows.setdefault(getattr(param, "heading", "Options"), []).append(row)
+        for heading, some in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(some)
+
+
+def under(heading: str, command: Any) -> Any:
+    """Puts the flag that was added to a command last under a heading."""
+    command.__click_params__[-1].heading = heading
+    return command
+
+
+class Commands(click.Group):
+    """The group of commands, which reports wrong use in one line, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            click.echo(f"flexgen-jax: {error.format_message()} (see --help)", err=True)
+            sys.exit(2)
+        except (UserError, OSError, MemoryError) as error:
+            click.echo(f"flexgen-jax: {error or type(error).__name__}", err=True)
+            sys.exit(2)
+        except StageError as error:
+            click.echo(f"flexgen-jax: {error}", err=True)
+            sys.exit(1)
+        except KeyboardInterrupt as error:
+            click.echo(
+                "flexgen-jax: interrupted; texts in --output are kept, weights too", err=True
+            )
+            sys.exit(143 if isinstance(error, Terminated) else 130)
+
+
+def set_loudness(is_quiet: bool, is_verbose: bool) -> None:
+    """Sets how much is said beside results and errors."""
+    if is_quiet and is_verbose:
+        raise UserError("--quiet and --verbose exclude each other")
+    if is_quiet or is_verbose:
+        logging.getLogger("flexgen_jax").setLevel(logging.WARNING if is_quiet else logging.DEBUG)
+
+
+def read_defaults(group: click.Group) -> dict[str, Any]:
+    """Returns defaults of flags by command, from ~/.config/flexgen_jax.toml or the file that
+    `CONFIG` names; raises `UserError` that names what no command knows.
+
+    Entries at the file's top are for all commands that have such a flag, those in a table such as
+    [generate] or [eval.perplexity] for one command.
+    """
+    named = os.environ.get(CONFIG)
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    path = Path(named).expanduser() if named else folder / "flexgen_jax.toml"
+    if not path.is_file():
+        if named:
+            raise UserError(f"{CONFIG} names {path}, which is not there")
+        return {}
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    tables = {key: value for key, value in content.items() if isinstance(value, dict)}
+    for_all = {key: value for key, value in content.items() if key not in tables}
+    try:
+        known = set(_all_flags(group))
+        unknown = [key for key in for_all if _flag(key) not in known]
+        if unknown:
+            raise UserError(f"{unknown[0]!r} is no flag of any command")
+        return _defaults(group, tables, for_all)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _defaults(
+    command: click.Command, entries: dict[str, Any], for_all: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the defaults of a command, or by name those of a group's commands."""
+    if isinstance(command, click.Group):
+        unknown = sorted(set(entries) - set(command.commands))
+        if unknown:
+            raise UserError(f"[{unknown[0]}] is no command")
+        return {
+            name: _defaults(each, entries.get(name, {}), for_all)
+            for name, each in command.commands.items()
+        }
+    flags = _flags(command)
+    unknown = [key for key in entries if _flag(key) not in flags]
+    if unknown:
+        raise UserError(f"[{command.name}] has {unknown[0]!r}, which is no flag of that command")
+    given = {**for_all, **entries}
+    return {flags[_flag(key)]: value for key, value in given.items() if _flag(key) in flags}
+
+
+def _flag(key: str) -> str:
+    return key.replace("_", "-")
+
+
+def _flags(command: click.Command) -> dict[str, str]:
+    """Returns the names of a command's parameters by their flags, without dashes."""
+    return {
+        flag.lstrip("-"): str(param.name)
+        for param in command.params
+        if isinstance(param, click.Option)
+        for flag in param.opts
+        if flag.startswith("--")
+    }
+
+
+def _all_flags(command: click.Command) -> Iterator[str]:
+    yield from _flags(command)
+    for each in command.commands.values() if isinstance(command, click.Group) else ():
+        yield from _all_flags(each)
