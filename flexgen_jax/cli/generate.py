@@ -17,6 +17,7 @@ from flexgen_jax.cli.flags import engine_options, model_options, open_llm, polic
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import PromptError, UserError
+from flexgen_jax.progress import logger
 
 if TYPE_CHECKING:
     from flexgen_jax.engine.files import OutputFile, Prompt
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 64
 """New tokens where neither the command nor the model's folder says how many."""
+
+TOY = (
+    "flexgen-jax: this model is a toy of 5 million parameters, which comes with the package to try it; its texts make "
+    "no sense. A small model whose texts do: --model HuggingFaceTB/SmolLM2-135M-Instruct, which is "
+    "fetched from the hub (0.3 GB)"
+)
+"""What to know about the shipped model."""
 
 DEMO_PROMPT = "The people of the United States"
 
@@ -158,6 +166,8 @@ def generate(
             f"{report['num_tokens'] / seconds:.1f} token/s",
             err=True,
         )
+    if flags["model"] is None:
+        logger().info(TOY)
     if errors:
         raise _impossible(given, impossible(errors))
 

@@ -260,7 +260,7 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
         now: datetime | None = None,
         skip: Container[int] = (),
         on_output: OnOutput | None = None,

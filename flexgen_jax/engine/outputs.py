@@ -201,7 +201,7 @@ class Generation:
             return replace(self._result(sequence, "error"), error=why)
         if sequence.ids[-1] in self._eos_ids and not params.ignore_eos:
             return self._result(sequence, "stop")
-        if sequence.ids[-1] in params.end_ids:
+        if sequence.ids[-1] in params.end_ids or self._is_special_stop(sequence):
             return self._result(sequence, "stop")
         if sequence.matcher is not None and sequence.matcher.is_done:
             return self._result(sequence, "stop")
@@ -266,6 +266,14 @@ class Generation:
     def has(self, request_id: str) -> bool:
         """Returns whether a request with this id is not finished."""
         return request_id in self._ids
+
+    def _is_special_stop(self, sequence: _Sequence) -> bool:
+        """Returns whether the last token is a special one, and a stop string names it: texts do not
+        have special tokens."""
+        token, stop = sequence.ids[-1], sequence.request.params.stop
+        if not stop or self._tokenizer is None or token not in self._tokenizer.special_ids:
+            return False
+        return self._tokenizer.piece(token).decode(errors="replace") in stop
 
     def _until_stop(self, sequence: _Sequence) -> str | None:
         """Returns the text before the first stop string, or None if there is none yet."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from flexgen_jax.engine.grammar import schema_text
+from flexgen_jax.errors import UserError
 from flexgen_jax.models.defaults import SamplingDefaults
 
 MOST_LOGPROBS = 20
@@ -203,6 +204,11 @@ class SamplingParams:
         wishes = {name: getattr(defaults, name) for name in (*CHOICE, *OWN_RULES)}
         wishes["max_tokens"] = defaults.max_tokens or DEFAULT_TOKENS
         if defaults.max_length is not None:
+            if defaults.max_length <= prompt_len and self.max_tokens is None:
+                raise UserError(
+                    f"the prompt has {prompt_len} tokens; the model's folder limits prompt and "
+                    f"text to a max_length of {defaults.max_length} together: give max_tokens"
+                )
             wishes["max_tokens"] = max(1, defaults.max_length - prompt_len)
         wishes["min_tokens"] = max(defaults.min_tokens, defaults.min_length - prompt_len)
         if self.json_schema is not None or self.ignore_eos:

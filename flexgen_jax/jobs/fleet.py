@@ -190,6 +190,10 @@ class Fleet:
         return self._llm.name
 
     @property
+    def dtype(self) -> str:
+        return self._llm.dtype
+
+    @property
     def fingerprint(self) -> str:
         return self._llm.fingerprint
 

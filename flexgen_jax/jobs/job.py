@@ -102,6 +102,9 @@ class Engine(Protocol):
     def name(self) -> str: ...
 
     @property
+    def dtype(self) -> str: ...
+
+    @property
     def fingerprint(self) -> str: ...
 
     @property
@@ -181,6 +184,11 @@ class Job:
             self.summary.commonest = self._results.commonest_error
         if self.summary.finished == self.summary.total:
             self._source.forget()
+        if self.summary.taken_up and self._llm.dtype != "float32":
+            self._llm.note(
+                f"texts that went on after an interruption may differ in {self._llm.dtype} from "
+                "those of a job that is not broken off; in float32 they are the same"
+            )
         self.summary.notes = self._llm.notes
         self.summary.seconds = time.monotonic() - self._began
         self._report(force=True)

@@ -131,9 +131,37 @@ def _unpacked(raw: IO[bytes], name: str) -> Iterator[IO[bytes]]:
         raise UserError(
             f"{name} is compressed by zstd: pip install zstandard, or give it uncompressed"
         ) from None
-    reader: Any = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
     try:
-        with io.BufferedReader(reader, PIECE_BYTES) as file:
+        with io.BufferedReader(_Frames(raw, zstandard.ZstdDecompressor()), PIECE_BYTES) as file:
             yield cast("IO[bytes]", file)
     except zstandard.ZstdError as error:
         raise OSError(str(error)) from None
+
+
+class _Frames(io.RawIOBase):
+    """The content of zstd's frames, one after the other; raises `EOFError` if the last one is cut
+    off, which the library's own reader does not notice."""
+
+    def __init__(self, raw: IO[bytes], decompressor: Any) -> None:
+        self._raw, self._decompressor = raw, decompressor
+        self._frame: Any = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            piece = self._raw.read(PIECE_BYTES)
+            if not piece:
+                if self._frame is not None:
+                    raise EOFError("it is cut off")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._ready = memoryview(self._frame.decompress(piece))
+            if self._frame.eof:
+                self._raw.seek(-len(self._frame.unused_data), io.SEEK_CUR)
+                self._frame = None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count

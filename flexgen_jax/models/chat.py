@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from flexgen_jax.models.checkpoint import digest
 from flexgen_jax.models.folder import CheckpointError, read_object
 from flexgen_jax.models.special_tokens import CONFIG, read_special_tokens
@@ -35,15 +37,16 @@ class ChatOptions:
     tools, documents: objects that the template may describe. variables: what else the template is
     told, such as {"enable_thinking": False}. adds_generation_prompt: whether the assistant's
     message begins at the end. continues_final: whether the last message goes on, in place of a new
-    one. template: a template's text, or the name of one of the folder's, in place of its default.
-    now: what `strftime_now` tells the template; None is the present time.
+    one, or the name of the field that does. template: a template's text, or the name of one of the
+    folder's, in place of its default. now: what `strftime_now` tells the template; None is the
+    present time.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     adds_generation_prompt: bool = True
-    continues_final: bool = False
+    continues_final: bool | str = False
     template: str | None = None
     now: datetime | None = None
 
@@ -76,7 +79,7 @@ class ChatTemplate:
         """Returns a conversation as text, up to where the assistant's next message begins.
 
         The template gets the messages as they are, less fields that are None, as in transformers. A
-        list of parts that it does not walk through is given to it again as one text, a line for
+        list of parts that it would write as a whole is given to it again as one text, a line for
         each part: such a template knows texts alone. Raises `CheckpointError` if the folder has no
         template, or if it refuses the messages.
         """
@@ -86,10 +89,11 @@ class ChatTemplate:
         source = self._source(options)
         try:
             chat = _normalized(messages)
-            if options.continues_final:
-                _mark_final(chat)
+            if not chat:
+                raise ValueError("the conversation has no message")
+            final = _mark_final(chat, options.continues_final) if options.continues_final else ""
             made = self._rendered(source, chat, options)
-            return _unmarked(made) if options.continues_final else made
+            return _unmarked(made, final) if options.continues_final else made
         except (
             TemplateError,
             TypeError,
@@ -104,6 +108,11 @@ class ChatTemplate:
     def _source(self, options: ChatOptions) -> str:
         named = options.template
         if named is not None:
+            if named not in self._sources and "{" not in named:
+                raise CheckpointError(
+                    f"{self._folder} has no chat template {named!r}; it has "
+                    f"{', '.join(sorted(self._sources)) or 'none'}"
+                )
             return self._sources.get(named, named)
         name = TOOL_USE if options.tools is not None and TOOL_USE in self._sources else DEFAULT
         if name in self._sources:
@@ -118,6 +127,9 @@ class ChatTemplate:
         )
 
     def _rendered(self, source: str, chat: list[dict[str, Any]], options: ChatOptions) -> str:
+        for name, given in (("tools", options.tools), ("documents", options.documents)):
+            if not all(isinstance(each, Mapping) for each in given or ()):
+                raise ValueError(f"{name} must be objects, such as JSON schemas of functions")
         moment = options.now or datetime.now()
         told = {
             "strftime_now": moment.strftime,
@@ -128,27 +140,39 @@ class ChatTemplate:
             **_plain(options.variables),
         }
         template = _compiled(source)
-        lists = [m["content"] for m in chat if isinstance(m.get("content"), _Parts)]
+        lists = [m for m in chat if isinstance(m.get("content"), _Parts)]
         try:
             made: str = template.render(messages=chat, **told)
+            wrong = [m for m in lists if m["content"].is_written]
         except TypeError:  # such as for a list beside "+"
-            if all(parts.is_walked for parts in lists):
+            wrong = [m for m in lists if not m["content"].is_walked]
+            if not wrong:
                 raise
-        else:
-            if all(parts.is_walked for parts in lists):
-                return made
-        for message in chat:
-            parts = message.get("content")
-            if isinstance(parts, _Parts) and not parts.is_walked:
-                message["content"] = parts.joined()
-                self.joins_parts = True
+        if not wrong:
+            return made
+        for message in wrong:
+            message["content"] = message["content"].joined()
+        self.joins_parts = True
         return str(template.render(messages=chat, **told))
 
 
 class _Parts(list[Any]):
-    """The parts of a message's content, which notice whether a template walks through them."""
+    """The parts of a message's content, which notice whether a template walks through them, and
+    whether it writes them as a whole."""
 
-    is_walked = False
+    is_walked = is_written = False
+
+    def __str__(self) -> str:
+        self.is_written = True
+        return super().__str__()
+
+    def __repr__(self) -> str:
+        self.is_written = True
+        return super().__repr__()
+
+    def __reversed__(self) -> Iterator[Any]:
+        self.is_walked = True
+        return super().__reversed__()
 
     def __iter__(self) -> Iterator[Any]:
         self.is_walked = True  # when the first part is asked for
@@ -198,7 +222,7 @@ def _normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
         reasoning = next((plain[key] for key in REASONING if key in plain), None)
         if reasoning is not None:
             plain = {"thinking": reasoning, **plain, REASONING[0]: reasoning}
-        if isinstance(plain.get("content"), list):
+        if isinstance(plain.get("content"), list | tuple):
             plain["content"] = _Parts(plain["content"])
         chat.append(plain)
     return chat
@@ -209,38 +233,52 @@ def _plain(value: Any) -> Any:
     those of OpenAI's library, and dataclasses become objects, and NumPy's scalars numbers."""
     if value is None or isinstance(value, Arguments) or type(value) in (str, int, float, bool):
         return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind(value)
+    if isinstance(value, str):
+        return str.__str__(value)  # of an enum the text, not its name
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, np.generic):
+        return _plain(value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    for method in ("model_dump", "item"):
-        if callable(getattr(value, method, None)):
-            return _plain(getattr(value, method)())
+    if callable(getattr(value, "model_dump", None)):
+        return _plain(value.model_dump())
     return f"<{type(value).__name__}>"
 
 
-def _mark_final(chat: list[dict[str, Any]]) -> None:
-    """Puts a mark after the text of the last message, where the rendered text is cut."""
-    content = chat[-1].get("content") if chat else None
+def _mark_final(chat: list[dict[str, Any]], wanted: bool | str) -> str:
+    """Puts a mark after the text of the last message, where the rendered text is cut; returns that
+    text. wanted: the field that has it, or true for its content."""
+    message, field_name = chat[-1], wanted if isinstance(wanted, str) else "content"
+    content = message.get(field_name)
     if isinstance(content, str):
-        chat[-1]["content"] = content + CONTINUED
-        return
+        names = REASONING if field_name in REASONING else (field_name,)
+        for name in names:
+            if message.get(name) == content:
+                message[name] = content + CONTINUED
+        return content
     texts = [p for p in content or () if isinstance(p, dict) and isinstance(p.get("text"), str)]
     if not texts:
-        raise ValueError("the last message has no text that could go on")
+        raise ValueError(f"the last message has no {field_name} that could go on")
+    final: str = texts[-1]["text"]
     texts[-1]["text"] += CONTINUED
+    return final
 
 
-def _unmarked(made: str) -> str:
-    """Returns the text before the mark; blanks before it are as the template left them."""
+def _unmarked(made: str, final: str) -> str:
+    """Returns the text before the mark; blanks before it are as the template left them. final: the
+    message's own text."""
     at = made.rfind(CONTINUED.strip())
-    if at < 0:
-        raise ValueError("it does not write the last message, which therefore cannot go on")
+    if at < 0 or final.strip() not in made:
+        raise ValueError("it does not write the last message as it is, so that it cannot go on")
     return made[:at] if made.startswith(CONTINUED, at) else made[:at].rstrip()
 
 
@@ -307,6 +345,8 @@ def _read(folder: Path) -> dict[str, str]:
         found = read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(found, str):
         return {DEFAULT: found}
+    if isinstance(found, Mapping):
+        found = [{"name": name, "template": text} for name, text in found.items()]
     named = found if isinstance(found, list) else []
     pairs = [(e.get("name"), e.get("template")) for e in named if isinstance(e, Mapping)]
     return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}

@@ -18,7 +18,7 @@ WEIGHTS = (".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".
 """Ends of names of files with weights, which are not copied."""
 
 DTYPES = {
-    "float64": "F64",
+    "float64": "F32",
     "float32": "F32",
     "float16": "F16",
     "bfloat16": "BF16",
@@ -32,6 +32,9 @@ DTYPES = {
     "bool": "BOOL",
 }
 """Safetensors' names of PyTorch's dtypes."""
+
+SIZES = {"F32": 4}
+"""Bytes of elements that may be narrower than they were."""
 
 PIECE_BYTES = 16 << 20
 """Bytes that are written at once."""
@@ -123,13 +126,17 @@ def _load(shard: Path) -> dict[str, Any]:
 def _save(tensors: dict[str, Any], path: Path) -> int:
     """Writes one file, tensor by tensor, and returns its tensors' bytes; tensors that share memory
     are written each."""
+    import torch
+
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise CheckpointError(f"{path}: {name!r} is a sparse tensor, or one without numbers")
         dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
         if dtype is None:
             raise CheckpointError(f"{path}: {name!r} is {tensor.dtype}, which safetensors has not")
-        end = at + tensor.nbytes
+        end = at + tensor.numel() * SIZES.get(dtype, tensor.element_size())
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
@@ -144,9 +151,12 @@ def _save(tensors: dict[str, Any], path: Path) -> int:
 
 
 def _write(tensor: Any, file: Any) -> None:
-    """Writes a tensor's bytes; only one whose elements are not in order is copied first."""
+    """Writes a tensor's bytes; only one whose elements are not in order is copied first. Numbers of
+    64 bits, which no run reads, get 32."""
     import torch
 
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    tensor = tensor.detach()
+    tensor = tensor.float() if tensor.dtype == torch.float64 else tensor
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     for begin in range(0, flat.numel(), PIECE_BYTES):
         file.write(memoryview(flat[begin : begin + PIECE_BYTES].numpy()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,12 @@ GREEDY = SamplingDefaults()
 @dataclass(frozen=True)
 class GenerationDefaults:
     """A folder's wishes; eos_ids: its end tokens, None if it names none; undone: names of fields
-    that ask for what this engine does not do."""
+    that ask for what this engine does not do; path: the file that has them."""
 
-    sampling: SamplingDefaults = GREEDY
-    eos_ids: tuple[int, ...] | None = None
-    undone: tuple[str, ...] = field(default=())
+    sampling: SamplingDefaults
+    eos_ids: tuple[int, ...] | None
+    undone: tuple[str, ...]
+    path: Path
 
 
 DONE = frozenset(
@@ -174,10 +175,20 @@ UNDONE_SAMPLING: Mapping[str, tuple[Any, ...]] = {
 """The same for fields that only change random choices."""
 
 
+IN_CONFIG = (DONE - {"eos_token_id"}) | {*UNDONE, *UNDONE_SAMPLING}
+"""Fields that are read in config.json where there is no generation_config.json."""
+
+
 def read_defaults(folder: Path) -> GenerationDefaults:
-    """Reads a folder's generation_config.json; raises `CheckpointError` if it is not valid."""
+    """Reads a folder's generation_config.json; raises `CheckpointError` if it is not valid.
+
+    Without one, config.json may have the same fields, as it had before that file was invented.
+    """
     path = folder / FILE
     raw = {key: value for key, value in read_object(path).items() if value is not None}
+    if not path.is_file():
+        path = folder / "config.json"
+        raw = {k: x for k, x in read_object(path).items() if k in IN_CONFIG and x is not None}
     fields = _Fields(path, raw)
     ends = fields.ids("eos_token_id")
     if not all(end >= 0 for end in ends or ()):
@@ -197,23 +208,12 @@ def read_defaults(folder: Path) -> GenerationDefaults:
         max_length=None if "max_new_tokens" in raw else fields.maybe_count("max_length"),
         stop=fields.texts("stop_strings"),
     )
-    undone = _undone(raw, is_sampled) if path.is_file() else _in_config(folder)
-    return GenerationDefaults(sampling, ends, undone)
+    return GenerationDefaults(sampling, ends, _undone(raw, is_sampled), path)
 
 
 def _tokens(found: tuple[int, ...] | None) -> tuple[int, ...]:
     """Returns token ids without -1, by which some folders mean none."""
     return tuple(token for token in found or () if token >= 0)
-
-
-def _in_config(folder: Path) -> tuple[str, ...]:
-    """Returns the names of fields that ask for something in config.json, where they were before
-    there was a generation_config.json, and where neither transformers 5 nor this engine reads
-    them."""
-    neutral: dict[str, Any] = {"repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_length": 0}
-    neutral |= dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"))
-    raw = read_object(folder / "config.json")
-    return tuple(name for name, none in neutral.items() if raw.get(name) not in (None, none))
 
 
 def _choice(fields: _Fields) -> dict[str, Any]:
@@ -269,8 +269,10 @@ class _Fields:
         return int(self._checked(name, default, _is_count, "a whole number of at least 0"))
 
     def maybe_count(self, name: str) -> int | None:
-        """Returns a positive number, None for one that is absent or 0."""
-        return self.count(name, 0) or None
+        """Returns a positive number, None for one that is absent."""
+        what = "a whole number of at least 1"
+        found: int | None = self._checked(name, None, lambda x: _is_count(x) and x > 0, what)
+        return found
 
     def ids(self, name: str) -> tuple[int, ...] | None:
         """Returns token ids, of which there may be one by itself; None if the field is absent."""

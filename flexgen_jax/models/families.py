@@ -86,6 +86,10 @@ OPT = Family(
 )
 
 
+DEFAULT_WINDOW = 4096
+"""The window of configs that have windows and do not say how large they are."""
+
+
 # LLaMA and models of its shape: Mistral, Qwen, Phi-3, Gemma, Mixtral, OLMo 2, StarCoder2
 
 
@@ -97,9 +101,9 @@ def _read_llama(
     ids: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """Returns the config of a model of LLaMA's shape; the arguments after the first are what its
-    family has of its own: fields of `AttentionSpec` (with "windows", the window of each layer, and
-    "layer_types", which name its rotary embeddings), `MLPSpec` and `ModelConfig`, and defaults of
-    special tokens."""
+    family has of its own: fields of `AttentionSpec` (with "windows", the window of each layer,
+    "layer_types", which name its rotary embeddings, and "rotates_part"), `MLPSpec` and
+    `ModelConfig`, and defaults of special tokens."""
     own = Fields(raw)
     hidden, heads = own.count("hidden_size"), own.count("num_attention_heads")
     layers = own.count("num_hidden_layers")
@@ -107,6 +111,7 @@ def _read_llama(
     chosen = dict(attention)
     windows = chosen.pop("windows", [None] * layers)
     types = chosen.pop("layer_types", [None] * layers)
+    rotates_part = chosen.pop("rotates_part", False)
     blocks = _experts(own, layers) or [_gated(own, "intermediate_size", **(mlp or {}))] * layers
     kinds = [
         LayerParts(
@@ -115,7 +120,7 @@ def _read_llama(
                 own.count("num_key_value_heads", heads),
                 head_dim,
                 window=window,
-                rotary=own.rotary(head_dim, layer_type),
+                rotary=own.rotary(head_dim, layer_type, rotates_part),
                 **chosen,
             ),
             block,
@@ -169,7 +174,8 @@ def _experts(own: Fields, layers: int) -> list[MLPSpec | ExpertsSpec] | None:
 
 
 def _windows(raw: Mapping[str, Any], types: list[str]) -> list[int | None]:
-    return [raw.get("sliding_window") if t == "sliding_attention" else None for t in types]
+    window = raw.get("sliding_window", DEFAULT_WINDOW)
+    return [window if t == "sliding_attention" else None for t in types]
 
 
 def _plain(raw: Mapping[str, Any]) -> ModelConfig:
@@ -185,18 +191,37 @@ def _one_window(raw: Mapping[str, Any]) -> list[int | None]:
     return [raw.get("sliding_window")] * Fields(raw).count("num_hidden_layers")
 
 
-def _mistral(raw: Mapping[str, Any], eos: int = 2) -> ModelConfig:
+def _mistral(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads Mistral; with `layer_types`, as in Ministral, some layers have windows."""
+    raw = {"sliding_window": DEFAULT_WINDOW, **raw}
+    types = raw.get("layer_types")
+    windows = _windows(raw, types) if types else _one_window(raw)
+    attention = {"qkv_bias": False, "out_bias": False, "windows": windows}
+    return _read_llama(raw, attention, ids={"bos": 1, "eos": 2})
+
+
+def _mixtral(raw: Mapping[str, Any]) -> ModelConfig:
+    raw = {"rope_theta": 1e6, **raw}
     attention = {"qkv_bias": False, "out_bias": False, "windows": _one_window(raw)}
-    return _read_llama(raw, attention, ids={"bos": 1, "eos": eos})
+    return _read_llama(raw, attention, ids={"bos": 1, "eos": 2})
+
+
+def _qwen_types(raw: Mapping[str, Any]) -> list[str]:
+    """Returns which layers of Qwen2 and 3 have windows, where the config does not say: those from
+    the one that `max_window_layers` names on; in Qwen2-MoE every other one before it; in Qwen3-MoE
+    all."""
+    most, kind = raw.get("max_window_layers", 28), raw["model_type"]
+    layers = range(Fields(raw).count("num_hidden_layers"))
+    if kind == "qwen2_moe":
+        slide = [i % 2 == 0 and i < most for i in layers]
+    else:
+        slide = [kind == "qwen3_moe" or i >= most for i in layers]
+    return ["sliding_attention" if each else "full_attention" for each in slide]
 
 
 def _qwen(raw: Mapping[str, Any], has_bias: bool, norm: str | None = None) -> ModelConfig:
-    """Reads Qwen2 and 3: in some, layers from the one that `max_window_layers` names on have
-    windows."""
-    first, layers = raw.get("max_window_layers", 28), Fields(raw).count("num_hidden_layers")
-    types = raw.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
-    ]
+    layers = Fields(raw).count("num_hidden_layers")
+    types = raw.get("layer_types") or _qwen_types(raw)
     if not raw.get("use_sliding_window", False):
         types = ["full_attention"] * layers
     attention = {"qkv_bias": has_bias, "out_bias": False, "windows": _windows(raw, types)}
@@ -247,29 +272,43 @@ def _gemma2(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _gemma3(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads Gemma 3, of models that see, too, the part for text."""
+    whole, kind = raw, raw["model_type"]
     raw = {**raw, **raw.get("text_config", {})}
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    raw |= {name: whole[name] for name in ids if whole.get(name) is not None}
     raw = {"head_dim": 256, "sliding_window": 4096, "max_position_embeddings": 131072, **raw}
     raw = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, **raw}
-    every = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    every = raw.get("sliding_window_pattern") or 6
     types = raw.get("layer_types") or [
         "sliding_attention" if (i + 1) % every else "full_attention"
         for i in range(Fields(raw).count("num_hidden_layers"))
     ]
-    if "rope_parameters" not in raw:  # as before transformers 5: scaling is for full attention
-        local = raw.get("rope_local_base_freq", 10000.0)
-        raw["rope_parameters"] = {
-            "full_attention": {
-                "rope_theta": raw.get("rope_theta", 1000000.0),
-                **(raw.get("rope_scaling") or {}),
-            },
-            "sliding_attention": {"rope_theta": local},
-        }
+    named = raw.get("rope_parameters") or {}
+    scaling = raw.pop("rope_scaling", None) or {}  # from before transformers 5
+    raw["rope_parameters"] = {
+        "full_attention": {
+            "rope_theta": raw.get("rope_theta", 1000000.0),
+            **(named.get("full_attention") or {}),
+            **scaling,
+        },
+        "sliding_attention": {
+            "rope_theta": raw.get("rope_local_base_freq", 10000.0),
+            **(named.get("sliding_attention") or {}),
+        },
+    }
     attention = {"qk_norm": "head", "windows": _windows(raw, types), "layer_types": types}
-    return _gemma({**raw, "model_type": "gemma3_text"}, attention)
+    return _gemma({**raw, "model_type": kind}, attention)
 
 
 def _phi3(raw: Mapping[str, Any]) -> ModelConfig:
-    return _mistral(raw, eos=32000)
+    """Reads Phi-3, in whose first configs longrope has other names."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    names = ("rope_type", "type")
+    if any(rope.get(name) in ("su", "yarn") for name in names):
+        raw = {**raw, "rope_scaling": rope | dict.fromkeys(names, "longrope")}
+    attention = {"qkv_bias": False, "out_bias": False, "windows": _one_window(raw)}
+    attention["rotates_part"] = True
+    return _read_llama(raw, attention, ids={"bos": 1, "eos": 32000})
 
 
 def _olmo2(raw: Mapping[str, Any]) -> ModelConfig:
@@ -383,7 +422,7 @@ _FUSED_EXPERTS: dict[str, str | Find] = {
 
 MIXTRAL = Family(
     "mixtral",
-    _mistral,
+    _mixtral,
     _NAMES
     | {
         "decoder.{i}.router.kernel": f"{_LAYER}.block_sparse_moe.gate.weight",
@@ -417,7 +456,9 @@ def _read_neox(raw: Mapping[str, Any]) -> ModelConfig:
     hidden, heads = own.count("hidden_size"), own.count("num_attention_heads")
     bias, share = bool(raw.get("attention_bias", True)), raw.get("rotary_pct", 0.25)
     theta = raw.get("rotary_emb_base", 10000.0)
-    rotary = own.rotary(hidden // heads, partial_rotary_factor=share, rope_theta=theta)
+    rotary = own.rotary(
+        hidden // heads, rotates_part=True, partial_rotary_factor=share, rope_theta=theta
+    )
     attention = AttentionSpec(
         heads, heads, hidden // heads, qkv_bias=bias, out_bias=bias, rotary=rotary
     )
@@ -432,7 +473,7 @@ def _read_neox(raw: Mapping[str, Any]) -> ModelConfig:
         norm=NormSpec(eps=own.number("layer_norm_eps", 1e-5)),
         is_parallel=bool(raw.get("use_parallel_residual", True)),
         tied_head=bool(raw.get("tie_word_embeddings", False)),
-        **own.ids(bos=0, eos=0),
+        **own.ids(bos=0, eos=2),
     )
 
 
@@ -482,6 +523,15 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (True,),
+    "use_bidirectional_attention": (False,),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+}
+"""Fields of configs that may have these values only, beside null: other models attend in another
+way."""
+
 QUANTIZED = "use the checkpoint in bf16, fp16 or fp32 that it was made from, and --weight-bits 4"
 
 
@@ -505,4 +555,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     if stored:
         method = str(stored.get("quant_method") if isinstance(stored, Mapping) else stored).upper()
         raise ConfigError(f"the weights are quantized by {method}, which is not read: {QUANTIZED}")
+    for part in (raw, raw.get("text_config") or {}):
+        for name, allowed in REFUSED.items():
+            if part.get(name) not in (None, *allowed):
+                raise ConfigError(f"{name} is {part[name]!r}, which is not supported")
     return FAMILIES[model_type].read_config(raw)

@@ -211,6 +211,12 @@ class Fields:
         return None
 
     @property
+    def _rope(self) -> Any:
+        """What the config says of rotary embeddings; transformers before version 5 had the first
+        name, which still comes first."""
+        return self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
+
+    @property
     def max_positions(self) -> int:
         """The most tokens of a sequence: those of training, or those to which scaled rotary
         embeddings stretch them, if these are more.
@@ -219,7 +225,7 @@ class Fields:
         the config has, and dynamic scaling is not done beyond it.
         """
         longest = self.count("max_position_embeddings")
-        found = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        found = self._rope
         kind = found.get("rope_type") or found.get("type") if isinstance(found, Mapping) else None
         if kind not in ("linear", "yarn") or not isinstance(found.get("factor"), int | float):
             return longest
@@ -241,21 +247,29 @@ class Fields:
             "dtype": self.dtype or "float32",
         }
 
-    def rotary(self, head_dim: int, layer_type: str | None = None, **defaults: Any) -> Rotary:
+    def rotary(
+        self,
+        head_dim: int,
+        layer_type: str | None = None,
+        rotates_part: bool = False,
+        **defaults: Any,
+    ) -> Rotary:
         """Returns the rotary embeddings of a config, of a kind of layer if there are several;
         `defaults` has the family's own theta and share of a head.
 
         They are in `rope_parameters`, or in `rope_theta` and `rope_scaling` as transformers before
-        version 5 wrote them.
+        version 5 wrote them. rotates_part: whether the family's plain embeddings have a share of a
+        head, too, as scaled ones have in every family.
         """
-        found = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        found = self._rope
         if layer_type is not None and layer_type in found:
             found = found[layer_type] or {}
         if not isinstance(found, Mapping):
             raise ConfigError("rope_parameters (rope_scaling) must be an object")
         own = Fields(defaults | dict(self.raw) | {k: v for k, v in found.items() if v is not None})
         kind = found.get("rope_type") or found.get("type") or "default"
-        share = own.number("partial_rotary_factor", 1.0)
+        is_whole = kind == "default" and not rotates_part
+        share = 1.0 if is_whole else own.number("partial_rotary_factor", 1.0)
         longest = self.count("max_position_embeddings")
         original = int(self.raw.get("original_max_position_embeddings") or 0)
         original = original or int(found.get("original_max_position_embeddings") or longest)
@@ -276,6 +290,8 @@ def _scaled_rotary(own: Fields, kind: str, size: int, original: int, longest: in
     if kind == "yarn":
         factor = own.number("factor", longest / original)
         slow, fast = own.number("beta_slow", 1.0), own.number("beta_fast", 32.0)
+        if not 0 < slow < fast:
+            raise ConfigError(f"beta_slow {slow:g} must be positive and below beta_fast {fast:g}")
         truncates = bool(own.get("truncate", True))
         return Rotary(
             size, theta, kind, factor, original, slow, fast, truncates, _yarn_scale(own, factor)

@@ -34,13 +34,6 @@ from flexgen_jax.models.tokenizer import Tokenizer
 HUB_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files of a model on the hub beside its weights."""
 
-TOY = (
-    "this is a toy of 5 million parameters, which comes with the package to try it; its texts make "
-    "no sense. A small model whose texts do: --model HuggingFaceTB/SmolLM2-135M-Instruct, which is "
-    "fetched from the hub (0.3 GB)"
-)
-"""What to know about the shipped model."""
-
 HUB_LEFT_OUT = ("*/*.json", "*/*.txt", "*/*.model", "consolidated*")
 """Files of other formats, such as those in original/ or onnx/."""
 
@@ -85,7 +78,12 @@ def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model
     tokenizer, chat = Tokenizer(folder, config.bos_id), ChatTemplate(folder)
     ends = config.eos_ids if wishes.eos_ids is None else wishes.eos_ids
     notes = [f"{folder}: {note}" for note in checkpoint.notes]
-    notes += [TOY] if name is None else _notes_on_wishes(folder, wishes)
+    notes += _notes_on_wishes(wishes)
+    if wishes.eos_ids is None and wishes.path.name == FILE and ends:
+        notes.append(
+            f"{folder}: the end tokens of config.json, {list(ends)}, end texts, although "
+            f"{FILE} names none"
+        )
     end = tokenizer.special_id("eos_token")
     if end is not None and end not in ends:
         notes.append(
@@ -104,16 +102,15 @@ def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model
     )
 
 
-def _notes_on_wishes(folder: Path, wishes: GenerationDefaults) -> list[str]:
+def _notes_on_wishes(wishes: GenerationDefaults) -> list[str]:
     """Returns what is done of a folder's wishes beside temperature, top_k and top_p, and what is
     not."""
     notes = []
     if wishes.sampling.rules:
         rules = ", ".join(f"{name} {_short(x)}" for name, x in wishes.sampling.rules.items())
-        notes.append(f"{folder / FILE}: texts follow {rules}, unless a request says otherwise")
+        notes.append(f"{wishes.path}: texts follow {rules}, unless a request says otherwise")
     if wishes.undone:
-        file = folder / FILE if (folder / FILE).is_file() else folder / "config.json"
-        notes.append(f"{file}: not done: {', '.join(wishes.undone)}")
+        notes.append(f"{wishes.path}: not done: {', '.join(wishes.undone)}")
     return notes
 
 

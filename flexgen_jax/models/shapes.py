@@ -133,7 +133,10 @@ SHAPES: Mapping[str, Raw] = {
         "mistral", (4096, 14336, 32, 32, 8, 32000, 32768), sliding_window=4096
     ),
     "mistralai/Mistral-7B-v0.3": _like(
-        "mistral", (4096, 14336, 32, 32, 8, 32768, 32768), rope_theta=1000000.0
+        "mistral",
+        (4096, 14336, 32, 32, 8, 32768, 32768),
+        rope_theta=1000000.0,
+        sliding_window=None,
     ),
     "Qwen/Qwen2.5-0.5B": _like("qwen2", (896, 4864, 24, 14, 2, 151936, 32768), **_TIED, **_QWEN),
     "Qwen/Qwen2.5-1.5B": _like(

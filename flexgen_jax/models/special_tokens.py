@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +11,48 @@ from flexgen_jax.models.folder import read_object
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The usual roles, in the order in which transformers adds tokens to a vocabulary."""
+
 LISTS = ("extra_special_tokens", "additional_special_tokens")
 """Fields with further special tokens: a list, or an object of tokens by name."""
 
 
 @dataclass(frozen=True)
 class SpecialToken:
-    """A special token's text, and whether blanks at its sides belong to it."""
+    """A token that is read as one, by its text, and whether blanks at its sides belong to it.
+
+    is_special: whether it stands for no text; normalized: whether it is looked for in normalized
+    text.
+    """
 
     text: str
     lstrip: bool = False
     rstrip: bool = False
+    is_special: bool = True
+    normalized: bool = False
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
     """The special tokens of a folder.
 
-    named: those with a role, such as "bos_token" and "eos_token"; others: those without.
+    named: those with a role, such as "bos_token" and "eos_token"; others: those without; added: all
+    that were added to the vocabulary, by number, with their flags.
     """
 
     named: Mapping[str, SpecialToken]
     others: tuple[SpecialToken, ...] = ()
+    added: tuple[SpecialToken, ...] = ()
 
     @property
     def all(self) -> tuple[SpecialToken, ...]:
-        """Every token once."""
-        by_text = {token.text: token for token in (*self.named.values(), *self.others)}
+        """Every token once, in the order in which those that are new get their numbers."""
+        special = {token.text: token for token in (*self.named.values(), *self.others)}
+        by_text = {token.text: token for token in self.added}
+        for text, token in special.items():
+            known = by_text.get(text)
+            by_text[text] = token if known is None else replace(known, is_special=True)
         return tuple(by_text.values())
 
     @property
@@ -52,27 +67,31 @@ class SpecialTokens:
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens:
-    """Reads tokenizer_config.json and special_tokens_map.json; raises `CheckpointError` for a file
-    that is no JSON object.
+    """Reads tokenizer_config.json, special_tokens_map.json and added_tokens.json; raises
+    `CheckpointError` for a file that is no JSON object.
 
-    As in transformers, the map overrides the config, unless the config has "added_tokens_decoder";
-    then the map only adds roles that the config does not have.
+    As in transformers, the map overrides the config, and the second of `LISTS` counts where there
+    is no first one. If the config has "added_tokens_decoder", the map only adds roles that the
+    config does not have, which transformers leaves out.
     """
     config, mapped = read_object(folder / CONFIG), read_object(folder / MAP)
-    lists_added = "added_tokens_decoder" in config
-    sources = (mapped, config) if lists_added else (config, mapped)  # the last one wins
-    named: dict[str, SpecialToken] = {}
+    decoder = config.get("added_tokens_decoder")
+    if isinstance(decoder, Mapping):
+        named, more = {**_named(mapped), **_named(config)}, [config]
+        added = _by_id({key: value for key, value in decoder.items() if isinstance(value, Mapping)})
+    else:
+        named, more = {**_named(config), **_named(mapped)}, [config, mapped]
+        words = read_object(folder / ADDED)
+        added = _by_id({str(number): {"content": word} for word, number in words.items()})
     others: list[SpecialToken] = []
-    for source in sources:
-        named |= _named(source)
-        for field in LISTS:
-            found = source.get(field)
-            if isinstance(found, Mapping):
-                named |= {name: t for name, raw in found.items() if (t := _token(raw)) is not None}
-            else:
-                others += _tokens(found)
-    others += _tokens(_marked(config.get("added_tokens_decoder")))
-    return SpecialTokens(named, tuple(dict.fromkeys(others)))
+    for source in more:
+        found = next((source[field] for field in LISTS if source.get(field)), None)
+        if isinstance(found, Mapping):
+            named |= {name: t for name, raw in found.items() if (t := _token(raw)) is not None}
+        else:
+            others = [*others, *_tokens(found)]
+    ordered = {role: named[role] for role in ROLES if role in named} | named
+    return SpecialTokens(ordered, tuple(dict.fromkeys(others)), tuple(added))
 
 
 def _named(source: Mapping[str, Any]) -> dict[str, SpecialToken]:
@@ -81,10 +100,17 @@ def _named(source: Mapping[str, Any]) -> dict[str, SpecialToken]:
     return {key: token for key, token in tokens.items() if token is not None}
 
 
-def _marked(decoder: Any) -> list[Any]:
-    """Returns the entries of "added_tokens_decoder" that are marked as special."""
-    entries = decoder.values() if isinstance(decoder, Mapping) else ()
-    return [raw for raw in entries if isinstance(raw, Mapping) and raw.get("special")]
+def _by_id(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[SpecialToken]:
+    """Yields the tokens of entries by id, in the order of these numbers."""
+    numbers = sorted((int(key), raw) for key, raw in entries.items() if key.isdigit())
+    for _, raw in numbers:
+        token = _token(raw)
+        if token is not None:
+            yield replace(
+                token,
+                is_special=bool(raw.get("special")),
+                normalized=bool(raw.get("normalized", not raw.get("special"))),
+            )
 
 
 def _tokens(found: Any) -> Iterator[SpecialToken]:

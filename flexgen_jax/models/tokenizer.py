@@ -28,6 +28,8 @@ class Tokenizer:
         self._tokenizer = _load(folder)
         self.special = read_special_tokens(folder)
         _add(self._tokenizer, self.special)
+        if read_object(folder / CONFIG).get("split_special_tokens"):
+            self._tokenizer.encode_special_tokens = True
         marked = self._tokenizer.get_added_tokens_decoder().items()
         self.special_ids = {number for number, token in marked if token.special}
         self._bos_id = bos_id if _wants_bos(folder) else None
@@ -63,7 +65,10 @@ class Tokenizer:
             return ids
         if self._bos_id is not None and ids[:1] != [self._bos_id]:
             return [self._bos_id, *ids]
-        return ids[1:] if len(ids) > 1 and ids[0] == ids[1] == self._begin_id else ids
+        if len(ids) > 1 and ids[0] == ids[1] == self._begin_id:
+            own = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return ids[1:] if own[:1] == [self._begin_id] else ids
+        return ids
 
     @cached_property
     def _begin_id(self) -> int | None:
@@ -116,7 +121,12 @@ def _load(folder: Path) -> FastTokenizer:
             return found
         if vocab.is_file() and merges.is_file():
             # What OPT repositories ship: GPT-2's byte-level BPE, in two files.
-            pair: FastTokenizer = ByteLevelBPETokenizer(str(vocab), str(merges))._tokenizer
+            config = read_object(folder / CONFIG)
+            pair: FastTokenizer = ByteLevelBPETokenizer(
+                str(vocab),
+                str(merges),
+                add_prefix_space=bool(config.get("add_prefix_space", False)),
+            )._tokenizer
             return pair
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from None
@@ -134,11 +144,15 @@ def _wants_bos(folder: Path) -> bool:
 def _add(tokenizer: FastTokenizer, special: SpecialTokens) -> None:
     """Makes the tokenizer know special tokens that its own file does not mark, so that they are
     read as one token each, and left out of texts."""
-    marked = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(t.text, lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=True)
-            for t in special.all
-            if t.text not in marked
-        ]
-    )
+    known = {t.content: t.special for t in tokenizer.get_added_tokens_decoder().values()}
+    for token in special.all:
+        if token.text not in known or (token.is_special and not known[token.text]):
+            added = AddedToken(
+                token.text,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=token.is_special,
+            )
+            add = tokenizer.add_special_tokens if token.is_special else tokenizer.add_tokens
+            add([added])

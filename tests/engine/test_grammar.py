@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.engine.grammar import Grammars
+from flexgen_jax.engine.grammar import MAX_DIGITS, Digits, Grammars
 from flexgen_jax.errors import UserError
 
 pytest.importorskip("llguidance")
@@ -129,7 +130,44 @@ def test_what_cannot_be_followed_is_refused(llm: LLM, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match="needs an end token"):
         ends.check(json.dumps(LIST))
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UserError, match=r"pip install"):  # it is no fault of the request
-        list(llm.stream([Request("a", PROMPTS[0], None, params({"type": "null"}, 0.0))]))
+    asked = [Request("a", PROMPTS[0], None, params({"type": "null"}, 0.0))]
+    refused, other = llm.stream([*asked, Request("b", PROMPTS[0], None, SamplingParams(2))])
+    assert "pip install llguidance" in str(refused.error) and other.error is None
     with pytest.raises(UserError, match=r"pip install llguidance"):
         llm.generate(PROMPTS[:1], params({"type": "number"}, 0.0))
+
+
+def test_a_number_has_an_end(llm: LLM) -> None:
+    """Whatever its digits are likely to be: only digits are, here."""
+    digits = {n: 100.0 for n in range(llm.config.vocab_size) if llm.piece(n).strip().isdigit()}
+    for schema in ({"type": "integer"}, {"type": "number"}, {"type": "array"}):
+        asked = SamplingParams(200, temperature=0, json_schema=schema, logit_bias=digits)
+        (result,) = llm.generate(PROMPTS[:1], asked)
+        assert result.finish_reason == "stop" or schema == {"type": "array"}
+        runs = re.findall(r"[0-9]+", result.text)
+        assert MAX_DIGITS <= max(map(len, runs)) <= MAX_DIGITS + 8
+
+
+def test_digits_in_a_string_have_none() -> None:
+    digits = Digits()
+    digits.take(b'{"a\\"1": "' + b"7" * 40)
+    assert digits.count == 0
+    digits.take(b'", "b": -12.34')
+    assert digits.count == 2
+
+
+def test_a_schema_begins_after_the_reasoning(llm: LLM) -> None:
+    """Where the prompt ends with the mark that opens it; the text may go on for a while."""
+    close = llm.encode("</think>", is_whole=True)
+    made = (*llm.encode("well", is_whole=True), *close)
+    for continued in ((), made):
+        request = Request(
+            "a", "It is <think>\n", None, params(PERSON, 1.0), continued=continued, place=3
+        )
+        (result,) = llm.stream([request])
+        if continued:
+            assert result.finish_reason == "stop"
+            assert is_person(result.text.partition("</think>")[2])
+        else:
+            assert len(result.token_ids) == 80 and result.finish_reason == "length"
+            assert not {*llm.config.eos_ids} & {*result.token_ids}

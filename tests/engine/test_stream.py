@@ -175,6 +175,53 @@ def test_a_cancelled_request_ends_with_what_it_has(llm: LLM) -> None:
     assert results["r3"].token_ids == alone(llm, 3)
 
 
+def test_a_request_may_be_cancelled_before_its_stream_runs(llm: LLM) -> None:
+    results = llm.stream([request(1), request(5), request(3)])
+    llm.cancel("r5")
+    found = {r.id: r for r in results}
+    assert (found["r5"].finish_reason, found["r5"].token_ids) == ("cancelled", [])
+    assert found["r3"].token_ids == alone(llm, 3)
+
+
+def test_a_late_cancel_reaches_no_later_request_of_the_same_name(llm: LLM) -> None:
+    finished = threading.Event()
+
+    def source() -> Iterator[Request]:
+        yield request(1)
+        assert finished.wait(60)
+        llm.cancel("r1")  # it is finished
+        llm.cancel("r2")  # it is still to come
+        yield request(1)
+        yield request(2)
+
+    reasons = []
+    for result in llm.stream(source()):
+        reasons.append((result.id, result.finish_reason))
+        finished.set()
+    assert sorted(reasons) == [("r1", "length"), ("r1", "length"), ("r2", "cancelled")]
+    assert [r.finish_reason for r in llm.stream([request(2)])] == ["length"]
+
+
+def test_a_cancelled_request_that_waits_is_not_computed(llm: LLM) -> None:
+    """Four run together; the others wait for them."""
+
+    def watch(_: str, __: int) -> None:
+        for number in range(4, 12):
+            llm.cancel(f"r{number}")
+
+    asked = [request(number, max_tokens=12) for number in range(12)]
+    shown: Counter[str] = Counter()
+
+    def both(name: str, token: int) -> None:
+        shown[name] += 1
+        watch(name, token)
+
+    found = {r.id: r for r in llm.stream(asked, both)}
+    cancelled = [name for name, r in found.items() if r.finish_reason == "cancelled"]
+    assert len(found) == 12 and len(cancelled) >= 7
+    assert sum(name in shown for name in cancelled) <= 4
+
+
 def test_one_run_at_a_time(llm: LLM) -> None:
     results = llm.stream([request(2), request(3)])
     next(results)

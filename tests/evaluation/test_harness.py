@@ -129,3 +129,66 @@ def test_it_is_registered_by_name(checkpoint: Callable[..., Path], tasks: Path) 
     with pytest.raises(UserError, match="not supported"):
         made._wish({"num_beams": 4})
     made.llm.close()
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"max_new_tokens": 7},
+        {"max_tokens": 7, "num_beams": 1, "num_return_sequences": 1, "use_cache": True},
+        {"max_gen_toks": 7, "seed": 3, "pad_token_id": 0, "repetition_penalty": 1.2},
+        {"max_length": 40},
+        {"max_gen_toks": 7, "stop_token_ids": [5], "think_end_token": "e"},
+    ],
+)
+def test_options_of_tasks_that_mean_something_are_taken(kwargs: dict[str, Any]) -> None:
+    from flexgen_jax.evaluation.harness import read_wish
+
+    wish = read_wish({"until": ["x"], "do_sample": False, **kwargs}, 99)
+    assert wish.params.max_tokens == (99 if "max_length" in kwargs else 7)
+    assert wish.max_length == kwargs.get("max_length")
+    assert wish.params.temperature == 0
+    assert wish.params.repetition_penalty == kwargs.get("repetition_penalty")
+    thinks = "think_end_token" in kwargs
+    assert wish.params.stop == (() if thinks else ("x",))
+    assert wish.text_of("axe bxc", None) == ("b" if thinks else "a")
+
+
+@pytest.mark.parametrize("wrong", [{"num_beams": 4}, {"typical_p": 0.5}, {"nonsense": 1}])
+def test_other_options_are_refused_before_anything_is_run(
+    checkpoint: Callable[..., Path], tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    from flexgen_jax.evaluation.harness import CheckedTasks
+
+    (tmp_path / "d.json").write_text(json.dumps([{"question": "a", "target": "b"}]))
+    files = {"data_files": {"test": str(tmp_path / "d.json")}}
+    task = {"task": "bad", "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
+    task |= TASKS["until"] | {"generation_kwargs": {"until": ["e"], **wrong}}
+    (tmp_path / "bad.yaml").write_text(json.dumps(task))
+    manager = CheckedTasks(include_path=str(tmp_path), include_defaults=False)
+    with pytest.raises(UserError, match=rf"task bad: generation_kwargs has '?{next(iter(wrong))}"):
+        manager.load(["bad"])
+
+
+def test_what_stands_before_a_text_is_as_with_the_harness_s_own_model(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    from flexgen_jax.evaluation.harness import FlexGenLM
+
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}|{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint(), folder)
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    texts = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So "}]
+    hf = pytest.importorskip("lm_eval.models.huggingface").HFLM
+    for special in ({"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": "</s>"}):
+        (folder / "tokenizer_config.json").write_text(json.dumps(kind | special))
+        theirs = hf(pretrained=str(folder), device="cpu", batch_size=1, dtype="float32")
+        with LLM(folder, dtype="float32") as llm:
+            ours = FlexGenLM(llm)
+            assert ours.prefix_token_id == theirs.prefix_token_id
+            assert ours.eot_token_id == theirs.eot_token_id
+            for begins in (True, False):
+                rendered = ours.apply_chat_template(texts, begins)
+                assert rendered == theirs.apply_chat_template(texts, begins)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from flexgen_jax import LLM, SamplingParams
 from flexgen_jax.errors import UserError
-from flexgen_jax.models.chat import ChatTemplate
+from flexgen_jax.models.chat import ChatOptions, ChatTemplate
 from flexgen_jax.models.defaults import SamplingDefaults, read_defaults
 from flexgen_jax.models.folder import CheckpointError
 from tests.helpers.command_line import run
@@ -51,8 +52,13 @@ def test_a_template_of_its_own_file_or_by_name_comes_first(tmp_path: Path) -> No
     named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
     folder = folder_with(tmp_path / "m", named)
     assert ChatTemplate(folder).render(MESSAGES) == "A"
+    assert ChatTemplate(folder).render(MESSAGES, ChatOptions(tools=[{}])) == "B"
+    assert ChatTemplate(folder).render(MESSAGES, ChatOptions(template="tool_use")) == "B"
     (folder / "chat_template.jinja").write_text("{{ messages | length }}")
     assert ChatTemplate(folder).render(MESSAGES) == "4"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("C")
+    assert ChatTemplate(folder).render(MESSAGES, ChatOptions(tools=[{}])) == "C"
 
 
 @pytest.mark.parametrize(
@@ -69,6 +75,107 @@ def test_what_a_template_may_not_do_is_an_error(tmp_path: Path, template: str) -
     folder = folder_with(tmp_path / "m", template)
     with pytest.raises(CheckpointError, match="chat template says"):
         ChatTemplate(folder).render(MESSAGES)
+
+
+PART = {"type": "text", "text": "hello"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "42", "name": None},
+]
+TOOL = {"type": "function", "function": {"name": "f", "description": "<b>'\u00e9'"}}
+PARTS = "{% for m in messages %}{% for p in m.content %}[{{ p['text'] }}]{% endfor %}{% endfor %}"
+PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "more"),
+    [
+        (PARTS, [{"role": "user", "content": [PART, PART]}], {}),
+        (PLAIN, CALLS, {}),
+        ("{% for m in messages %}{{ m | tojson }}{% endfor %}", CALLS, {}),
+        (
+            "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}"
+            "{% endfor %}{% endfor %}",
+            CALLS,
+            {},
+        ),
+        ("{{ tools | tojson(indent=2) }}{{ documents }}", MESSAGES, {"tools": [TOOL]}),
+        ("{{ enable_thinking }}{{ bos_token }}", MESSAGES, {"enable_thinking": False}),
+        ("{{ bos_token }}", MESSAGES, {"bos_token": "!"}),
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+            MESSAGES,
+            {},
+        ),
+        (
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+            "{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}{{ ns.n }}{{ dict(a=1) }}",
+            MESSAGES,
+            {},
+        ),
+        (
+            "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{% endfor %}",
+            [{"role": "assistant", "content": "x", "reasoning": "why"}],
+            {},
+        ),
+        (PLAIN, [*MESSAGES[:-1], {"role": "assistant", "content": "So "}], {"continues": True}),
+        (PLAIN, MESSAGES, {"add_generation_prompt": False}),
+    ],
+)
+def test_a_template_gets_what_transformers_gives_it(
+    tmp_path: Path, template: str, messages: list[dict[str, Any]], more: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = folder_with(tmp_path / "m", template, tokenizer_class="PreTrainedTokenizerFast")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    rest = dict(more)
+    tools, continues = rest.pop("tools", None), rest.pop("continues", False)
+    begins = rest.pop("add_generation_prompt", not continues)
+    expected = theirs.apply_chat_template(
+        messages,
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=begins,
+        continue_final_message=continues,
+        **rest,
+    )
+    options = ChatOptions(
+        tools=tools, variables=rest, adds_generation_prompt=begins, continues_final=continues
+    )
+    assert ChatTemplate(folder).render(messages, options) == expected
+
+
+def test_messages_may_be_objects_of_openais_library(tmp_path: Path) -> None:
+    types = pytest.importorskip("openai.types.chat")
+    folder = folder_with(tmp_path / "m", PLAIN)
+    message = types.ChatCompletionMessage(role="assistant", content=None)
+    assert ChatTemplate(folder).render([message]) == "assistant:;"
+
+
+def test_a_template_of_texts_gets_a_list_of_parts_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = "{% for m in messages %}{{ m.role + ':' + m.content }};{% endfor %}"
+    for number, source in enumerate((template, PLAIN)):
+        folder = folder_with(tmp_path / str(number), source)
+        with LLM(folder, dtype="float32") as llm:
+            messages = [{"role": "user", "content": [PART, PART]}, {"role": "x", "content": "y"}]
+            assert llm.chat_prompt(messages)[0] == "user:hello\nhello;x:y;"
+            llm.chat_prompt(messages)
+        assert capsys.readouterr().err.count("takes texts alone") == 1
+        with pytest.raises(CheckpointError, match="a part 'image'"):
+            ChatTemplate(folder).render([{"role": "u", "content": [{"type": "image"}]}])
+
+
+def test_a_call_has_one_time_and_may_be_told_which(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "m", "{{ strftime_now('%Y %H:%M:%S.%f') }}")
+    with LLM(folder, dtype="float32") as llm:
+        one, two = llm.chat([MESSAGES, MESSAGES], SamplingParams(1))
+        told = llm.chat(MESSAGES, SamplingParams(1), now=datetime(2001, 2, 3, 4, 5, 6))
+    assert one.prompt == two.prompt
+    assert told[0].prompt == "2001 04:05:06.000000"
 
 
 def test_chat_continues_the_rendered_text(tmp_path: Path) -> None:
