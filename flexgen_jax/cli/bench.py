@@ -120,13 +120,13 @@ def run_bench(
     if num_sequences is not None and num_sequences < 1:
         raise UserError(f"--num-sequences must be positive, not {num_sequences}")
     count = num_sequences or llm.block_sequences(prompt_len, gen_len)
+    llm.warm_up(prompt_len, gen_len, count)
     if num_sequences is None:
         click.echo(
             f"flexgen-jax: {count} sequences of {prompt_len} + {gen_len} tokens, a block of the "
             "policy; --num-sequences asks for fewer",
             err=True,
         )
-    llm.warm_up(prompt_len, gen_len, count)
     generator = np.random.default_rng(seed)
     prompts = generator.integers(0, llm.config.vocab_size, (count, prompt_len)).tolist()
     params = SamplingParams(max_tokens=gen_len, ignore_eos=True)

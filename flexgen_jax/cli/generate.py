@@ -29,9 +29,9 @@ MAX_TOKENS = 64
 """New tokens where neither the command nor the model's folder says how many."""
 
 TOY = (
-    "flexgen-jax: this model is a toy of 5 million parameters, which comes with the package to try it; its texts make "
-    "no sense. A small model whose texts do: --model HuggingFaceTB/SmolLM2-135M-Instruct, which is "
-    "fetched from the hub (0.3 GB)"
+    "flexgen-jax: this model is a toy of 5 million parameters, which comes with the package to try "
+    "it; its texts make no sense. A small model whose texts do: --model "
+    "HuggingFaceTB/SmolLM2-135M-Instruct, which is fetched from the hub (0.3 GB)"
 )
 """What to know about the shipped model."""
 

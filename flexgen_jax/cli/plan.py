@@ -78,7 +78,8 @@ def plan(
     problem = make_problem(options, workload, choices, Progress(options.progress))
     problem = replace(problem, max_latency=max_latency, min_throughput=min_throughput)
     given = None if options.is_auto else options.base_policy
-    click.echo("flexgen-jax: searching; this takes seconds to minutes", err=True)
+    if options.progress:
+        click.echo("flexgen-jax: searching, which may take minutes for large models", err=True)
     if options.stages > 1:
         refuse_with_stages(given, max_latency, min_throughput, latency_curve, options.write_limit)
         found = staged_plan(problem, options.stages)
