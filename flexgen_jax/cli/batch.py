@@ -145,8 +145,8 @@ def batch(
     if summary.commonest is not None:
         said, count = summary.commonest
         click.echo(
-            f"flexgen-jax: {count} errors say: {said}. Once that is mended, --retry-errors runs "
-            "these lines again",
+            f"flexgen-jax: {count} errors say: {said}. --retry-errors runs lines with errors "
+            "again, where a line itself was right; corrected lines may be added at the input's end",
             err=True,
         )
     if summary.errors and summary.errors == summary.total:

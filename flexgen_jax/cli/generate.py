@@ -227,9 +227,9 @@ def run_prompts(
         except PromptError as error:
             raise _impossible(given, error) from None
         failed = [{**as_json(r), "index": int(r.id)} for r in results if r.error is not None]
-        if file is not None:
-            return [*file.results(), *failed], llm.report()
-        return [*(as_json(r) for r in results if r.error is None), *failed], llm.report()
+        good = [as_json(r) for r in results if r.error is None]
+        report = llm.report() if good else {}
+        return [*(good if file is None else file.results()), *failed], report
 
 
 def _output_file(

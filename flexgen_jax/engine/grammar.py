@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -58,16 +58,18 @@ class Matcher:
             self._matcher.consume_token(token)
             self._digits.take(piece)
             return
-        self._reasoning = self._reasoning[-len(self._opened) :] + piece
+        self._reasoning += piece
         if self._opened in self._reasoning:
             self._opened = None
 
     def allowed(self) -> np.ndarray:
         """Returns which tokens may come next: bits of uint32 [vocabulary / 32, rounded up], the
-        lowest bit first; all after an error, and in reasoning all but the end tokens."""
+        lowest bit first; all after an error, and in reasoning all but the end tokens and those that
+        would begin the JSON with the reasoning's mark."""
         words = self._vocabulary.words
         if self._opened is not None:
-            return ~self._vocabulary.ends
+            forbidden: np.ndarray = self._vocabulary.ends | self._gluing(self._opened)
+            return ~forbidden
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[:words]
         if self.error:
             return np.full(words, ~np.uint32(0))
@@ -75,6 +77,14 @@ class Matcher:
             return mask
         shorter = mask & ~self._vocabulary.digits
         return shorter if shorter.any() else mask
+
+    def _gluing(self, mark: bytes) -> np.ndarray:
+        """Returns the tokens that would end the mark and go on: after "</think", one of ">{"."""
+        rests = (mark[n:] for n in range(len(mark)) if self._reasoning.endswith(mark[:n]))
+        bits = np.zeros(self._vocabulary.words, np.uint32)
+        for rest in rests:
+            bits |= self._vocabulary.longer_than(rest)
+        return bits
 
 
 class Digits:
@@ -104,12 +114,26 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> None:
         self.words = -(-size // 32)
         self.piece = tokenizer.piece
+        self._longer: dict[bytes, np.ndarray] = {}
         self.ends = self._bits(eos_ids)
         self._size = size
 
     @cached_property
     def digits(self) -> np.ndarray:
         return self._bits([n for n in range(self._size) if self.piece(n)[:1].isdigit()])
+
+    def longer_than(self, begin: bytes) -> np.ndarray:
+        """Returns the tokens that begin with some bytes, and have others than blanks after them."""
+        if begin not in self._longer:
+            size = len(begin)
+            self._longer[begin] = self._bits(
+                [
+                    token
+                    for token in range(self._size)
+                    if (piece := self.piece(token)).startswith(begin) and piece[size:].strip()
+                ]
+            )
+        return self._longer[begin]
 
     def _bits(self, tokens: Sequence[int]) -> np.ndarray:
         bits = np.zeros(self.words * 32, bool)
@@ -184,7 +208,7 @@ class _Pieces:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, is_whole=True)
+        return self._tokenizer.encode_within(text)
 
 
 def schema_text(schema: Mapping[str, Any] | str) -> str:
@@ -196,10 +220,26 @@ def schema_text(schema: Mapping[str, Any] | str) -> str:
             raise ValueError(f"json_schema is not JSON: {error}") from None
     if not isinstance(schema, Mapping):
         raise ValueError(f"json_schema must be an object, not {schema!r}")
+    big = next((n for n in _fixed_numbers(schema) if abs(n) >= 1 << 63), None)
+    if big is not None:
+        raise ValueError(f"json_schema has the number {big}, which has more than 64 bits")
     try:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"json_schema is not JSON: {error}") from None
+
+
+def _fixed_numbers(schema: Any) -> Iterator[int]:
+    """Yields the integers that a schema asks for as they are, in "const" and "enum"."""
+    waiting: list[tuple[Any, bool]] = [(schema, False)]
+    while waiting:
+        found, is_fixed = waiting.pop()
+        if isinstance(found, Mapping):
+            waiting += [(x, is_fixed or key in ("const", "enum")) for key, x in found.items()]
+        elif isinstance(found, list | tuple):
+            waiting += [(x, is_fixed) for x in found]
+        elif is_fixed and isinstance(found, int):
+            yield found
 
 
 def _library() -> Any:

@@ -19,7 +19,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import jax
 
@@ -52,6 +52,7 @@ from flexgen_jax.engine.requests import (
     copies,
     impossible,
     shared_tokens,
+    token_ids,
 )
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.engine.scoring import PairScore, ScoreOutput, Scoring
@@ -80,8 +81,8 @@ Prompts = str | Sequence[str]
 Text = str | Sequence[int]
 """A text, or its token ids."""
 
-Input = tuple[str | None, Sequence[int]]
-"""A prompt's text, if it has one, and its token ids."""
+Input = tuple[str | None, Sequence[int] | None] | UserError
+"""A prompt's text and its token ids, one of which may be absent; or why there is no prompt."""
 
 Encode = Callable[[Request, int], EncodedRequest]
 """Checks and encodes a request, given its place among all."""
@@ -278,8 +279,8 @@ class LLM:
         now: what the template takes as the present time; None is the time of the call.
 
         The other arguments and the results are those of `generate`; a result's prompt is the
-        conversation as text. Raises `UserError` if the model's folder has no template, or if it
-        refuses a conversation.
+        conversation as text. A conversation that the template refuses is like a prompt that cannot
+        be continued.
         """
         if not messages:
             raise UserError("the list of messages is empty")
@@ -293,7 +294,12 @@ class LLM:
             template=chat_template,
             now=now or datetime.now(),
         )
-        inputs = [self.chat_prompt(cast("Sequence[Message]", one), options) for one in many]
+        inputs: list[Input] = []
+        for one in many:
+            try:
+                inputs.append(self.chat_prompt(cast("Sequence[Message]", one), options))
+            except UserError as error:
+                inputs.append(error)
         return self._continued(inputs, sampling_params, skip, on_output, on_token, None, on_error)
 
     def chat_prompt(
@@ -328,7 +334,10 @@ class LLM:
         folder asks for, unless the text `is_whole` and has its own; raises `UserError` if the model
         has no tokenizer."""
         if self._model.tokenizer is None:
-            raise UserError("texts need a tokenizer, and this model has none")
+            raise UserError(
+                "texts need a tokenizer, and this model has none: give prompt_token_ids, or, to "
+                "measure speed, use `flexgen-jax bench`"
+            )
         return self._model.tokenizer.encode(text, is_whole)
 
     def special_id(self, role: str) -> int | None:
@@ -336,6 +345,11 @@ class LLM:
         without one."""
         tokenizer = self._model.tokenizer
         return None if tokenizer is None else tokenizer.special_id(role)
+
+    def is_hidden(self, token_id: int) -> bool:
+        """Returns whether a token is a special one, which texts do not have."""
+        tokenizer = self._model.tokenizer
+        return tokenizer is not None and token_id in tokenizer.special_ids
 
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes that a token stands for within a text; b"" without a tokenizer."""
@@ -387,6 +401,8 @@ class LLM:
         on_error: OnError,
     ) -> list[RequestOutput]:
         """Continues prompts; see `generate`."""
+        if on_error not in get_args(OnError):
+            raise UserError(f"on_error must be one of {get_args(OnError)}, not {on_error!r}")
         count = len(inputs)
         encoded, failures = self._requests(inputs, sampling_params)
         if failures and (on_error == "raise" or not encoded):
@@ -524,11 +540,8 @@ class LLM:
         through_cache: score token by token, as a generation goes, so that every token sees those
             before it through the KV cache; slower, and shows what a quantized cache costs.
         """
-        inputs = self._inputs(texts, prompt_token_ids)
-        ids = [row for _, row in inputs]
-        for index, row in enumerate(ids):
-            check_ids(row, index, self.config)
-        return self._scored([text for text, _ in inputs], ids, through_cache, 0)
+        given, ids = self._scorable(texts, prompt_token_ids)
+        return self._scored(given, ids, through_cache, 0)
 
     def _scored(
         self,
@@ -596,9 +609,7 @@ class LLM:
             lengths.append(count)
         if not rows:
             return []
-        ids = [list(map(int, row)) for row in rows]
-        for index, row in enumerate(ids):
-            check_ids(row, index, self.config)
+        _, ids = self._scorable(None, rows)
         most = self.config.max_positions if self._branches else 0
         split = Split.of(ids, lengths, self._shares and not through_cache, most)
         scores: list[PairScore | None] = [None] * len(ids)
@@ -899,21 +910,36 @@ class LLM:
     def _inputs(
         self, prompts: Prompts | None, prompt_token_ids: Sequence[Sequence[int]] | None
     ) -> list[Input]:
-        """Returns the prompts' texts, None where only ids were given, and their token ids."""
+        """Returns prompts, given as texts or as token ids."""
         if (prompts is None) == (prompt_token_ids is None):
             raise UserError("give either prompts or prompt_token_ids")
-        inputs: list[Input]
-        if prompt_token_ids is not None:
-            inputs = [(None, [int(token) for token in row]) for row in prompt_token_ids]
-        else:
-            assert prompts is not None
-            strings = [prompts] if isinstance(prompts, str) else list(prompts)
-            for text in strings:
-                check_prompt(text)
-            inputs = [(text, self.encode(text)) for text in strings]
-        if not inputs:
+        given = prompts if prompt_token_ids is None else prompt_token_ids
+        given = [given] if isinstance(given, str) and prompt_token_ids is None else given
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+            raise UserError(f"prompts must be a list, not {type(given).__name__}")
+        rows = list(given)
+        if not rows:
             raise UserError("the list of prompts is empty")
-        return inputs
+        if prompt_token_ids is not None:
+            if isinstance(rows[0], int):
+                raise UserError("prompt_token_ids must be a list of lists: one for each prompt")
+            return [(None, cast("Sequence[int]", row)) for row in rows]
+        if self._model.tokenizer is None:
+            self.encode("")  # says what to do
+        for text in rows:
+            check_prompt(text)
+        return [(cast("str", text), None) for text in rows]
+
+    def _scorable(
+        self, prompts: Prompts | None, prompt_token_ids: Sequence[Sequence[int]] | None
+    ) -> tuple[list[str | None], list[list[int]]]:
+        """Returns texts to score, None where only ids were given, and their token ids."""
+        texts, rows = [], []
+        for index, (text, ids) in enumerate(cast("Any", self._inputs(prompts, prompt_token_ids))):
+            rows.append(self.encode(text) if ids is None else token_ids(ids))
+            texts.append(text)
+            check_ids(rows[-1], index, self.config)
+        return texts, rows
 
     def _requests(
         self,
@@ -928,9 +954,12 @@ class LLM:
         if len(params) != len(inputs):
             raise UserError(f"{len(inputs)} prompts, but {len(params)} sampling_params")
         encoder, requests, failures = self._encoder, list[EncodedRequest](), {}
-        for index, ((text, ids), choice) in enumerate(zip(inputs, params, strict=True)):
-            given = None if text is not None else ids
-            request = Request(str(index), text, given, choice)
+        for index, (given, choice) in enumerate(zip(inputs, params, strict=True)):
+            if isinstance(given, UserError):
+                failures[index] = failed(Request(str(index), ""), str(given))
+                continue
+            text, ids = given
+            request = Request(str(index), text, ids if text is None else None, choice)
             encoded = _encoded(partial(encoder.encode, ids=ids), request, index)
             if isinstance(encoded, RequestOutput):
                 failures[index] = encoded
@@ -974,6 +1003,8 @@ class LLM:
 
 def _encoded(encode: Encode, request: Request, index: int) -> EncodedRequest | RequestOutput:
     """Returns a request encoded, or the result of an impossible one."""
+    if not isinstance(request, Request):
+        raise UserError(f"a stream takes objects of the class Request, not {request!r}")
     try:
         return encode(request, index)
     except UserError as error:

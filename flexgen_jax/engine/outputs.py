@@ -239,7 +239,7 @@ class Generation:
         return RequestOutput(
             prompt=request.prompt,
             prompt_token_ids=list(request.given_ids),
-            text=self._decode(sequence.ids) if text is None else text,
+            text=self._decode(sequence) if text is None else text,
             token_ids=sequence.ids,
             finish_reason=reason,
             id=request.id,
@@ -249,6 +249,7 @@ class Generation:
     def cancel(self, request_id: str) -> None:
         """Finishes a request with its next token, or before its first one if it is still to come;
         nothing if it is finished. May be called from any thread."""
+        request_id = str(request_id)
         if request_id in self._ids or request_id not in self._recent:
             self._cancelled.add(request_id)
 
@@ -277,13 +278,15 @@ class Generation:
 
     def _until_stop(self, sequence: _Sequence) -> str | None:
         """Returns the text before the first stop string, or None if there is none yet."""
-        text = self._decode(sequence.ids)
+        text = self._decode(sequence)
         found = [text.find(stop) for stop in sequence.request.params.stop]
         places = [place for place in found if place >= 0]
         return text[: min(places)] if places else None
 
-    def _decode(self, ids: list[int]) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(ids)
+    def _decode(self, sequence: _Sequence) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(sequence.ids, before=sequence.request.given_ids)
 
     def restart(self) -> list[EncodedRequest]:
         """Returns the requests that are not finished, and drops what was collected for them."""
@@ -327,7 +330,8 @@ class Done:
 
 def failed(request: Request, error: str) -> RequestOutput:
     """Returns the result of an impossible request."""
-    ids = list(request.prompt_token_ids or ())
+    given = request.prompt_token_ids
+    ids = [x for x in given if isinstance(x, int)] if isinstance(given, Sequence) else []
     return RequestOutput(request.prompt, ids, "", [], "error", str(request.id), error)
 
 

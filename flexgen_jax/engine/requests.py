@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from flexgen_jax.engine.grammar import Grammars
@@ -165,9 +166,9 @@ def check_ids(ids: Sequence[int], index: int, config: ModelConfig) -> None:
 
 def impossible(errors: Mapping[int, str]) -> PromptError:
     """Returns the error of prompts that cannot be continued. errors: what is wrong, by index."""
-    index, said = next(iter(errors.items()))
-    said = re.sub("^the prompt", f"prompt {index}", said)
-    said = said if said.startswith("prompt ") else f"prompt {index}: {said}"
+    number, said = next(iter(errors.items()))
+    said = re.sub("^the prompt", f"prompt {number}", said)
+    said = said if said.startswith("prompt ") else f"prompt {number}: {said}"
     others = f"; {len(errors) - 1} more prompts do not fit" if len(errors) > 1 else ""
     return PromptError(f"{said}{others}", list(errors))
 
@@ -179,6 +180,18 @@ def check_prompt(prompt: object) -> None:
     is_ids = isinstance(prompt, Sequence) and all(isinstance(x, int) for x in prompt)
     hint = "; give token ids as prompt_token_ids=[...]" if is_ids else ""
     raise UserError(f"a prompt must be a text, not {type(prompt).__name__}{hint}")
+
+
+def token_ids(ids: object) -> list[int]:
+    """Returns token ids as Python's own integers; raises `UserError` for what are none."""
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        raise UserError(f"token ids must be a list of whole numbers, not {ids!r}")
+    found = []
+    for token in ids:
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise UserError(f"token ids must be whole numbers, not {token!r}")
+        found.append(index(token))
+    return found
 
 
 def check_params(params: SamplingParams, config: ModelConfig, grammars: Grammars | None) -> None:
@@ -239,7 +252,11 @@ class Encoder:
 
         index: its place among all; ids: its prompt's token ids, where they are known already.
         """
-        config, made = self._config, [int(token) for token in request.continued]
+        if not isinstance(request.sampling_params, SamplingParams):
+            raise UserError(f"sampling_params must be such, not {request.sampling_params!r}")
+        if request.place is not None and request.place < 0:
+            raise UserError(f"place must be at least 0, not {request.place}")
+        config, made = self._config, token_ids(request.continued)
         ids = self._ids(request) if ids is None else ids
         for token in [*ids, *made]:
             if not 0 <= token < config.vocab_size:
@@ -268,7 +285,7 @@ class Encoder:
         if (request.prompt is None) == (request.prompt_token_ids is None):
             raise UserError("give either prompt or prompt_token_ids")
         if request.prompt_token_ids is not None:
-            return [int(token) for token in request.prompt_token_ids]
+            return token_ids(request.prompt_token_ids)
         check_prompt(request.prompt)
         return self._encoded(str(request.prompt))
 
@@ -282,7 +299,7 @@ class Encoder:
 
     def _prefix(self, prefix: Prefix | None) -> Sequence[int]:
         if not isinstance(prefix, str):
-            return prefix or ()
+            return prefix if isinstance(prefix, tuple) else token_ids(prefix or ())
         if prefix not in self._prefixes:
             self._prefixes = {prefix: self._encoded(prefix)}
         return self._prefixes[prefix]

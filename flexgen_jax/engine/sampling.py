@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf, isfinite
 from typing import Any, cast
@@ -129,6 +129,10 @@ class SamplingParams:
         for name, (least, most) in WHOLE.items():
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), least, most)
+        if (self.min_tokens or 0) > self.most_tokens and self.max_tokens is not None:
+            raise ValueError(
+                f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}"
+            )
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
         for name, (low, high) in LIMITS.items():
@@ -215,6 +219,7 @@ class SamplingParams:
             wishes["min_tokens"] = 0
         given = {name: getattr(self, name) for name in wishes}
         found = {name: wishes[name] if x is None else x for name, x in given.items()}
+        found["min_tokens"] = min(found["min_tokens"], found["max_tokens"])
         stop = self.stop or (() if self.json_schema is not None else defaults.stop)
         return replace(self, **found, stop=stop)
 
@@ -284,16 +289,28 @@ def _normalized(params: SamplingParams) -> dict[str, Any]:
     for name, default in {f.name: f.default for f in fields(params)}.items():
         found[name] = default if found[name] is None else found[name]
     stop = found["stop"]
-    found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    found["stop"] = (stop,) if isinstance(stop, str) else _listed("stop", stop)
     given = found["logit_bias"]
-    pairs = given.items() if isinstance(given, Mapping) else given
-    found["logit_bias"] = tuple(sorted((_python(i), _python(bias)) for i, bias in pairs))
+    pairs = given.items() if isinstance(given, Mapping) else _listed("logit_bias", given)
+    try:
+        found["logit_bias"] = tuple(sorted((_python(i), _python(bias)) for i, bias in pairs))
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias must map token ids to numbers, not {given!r}") from None
     for name in ID_LISTS:
         ids = [found[name]] if isinstance(found[name], int) else found[name]
-        found[name] = None if ids is None else tuple(map(_python, ids))
+        found[name] = None if ids is None else _listed(name, ids)
     rows = found["bad_words_ids"]
-    found["bad_words_ids"] = None if rows is None else tuple(tuple(map(_python, r)) for r in rows)
+    if rows is not None:
+        rows = _listed("bad_words_ids", rows)
+        found["bad_words_ids"] = tuple(_listed("bad_words_ids", row) for row in rows)
     return found
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    """Returns a list's elements as Python's own; raises `ValueError` for what is no list."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a list, not {value!r}")
+    return tuple(map(_python, value))
 
 
 def _python(value: Any) -> Any:

@@ -221,18 +221,26 @@ def read_wish(kwargs: Mapping[str, Any], tokens: int, thinks: bool = False) -> W
     answer, in which case texts that end an answer do not end the reasoning.
     """
     left = {key: value for key, value in kwargs.items() if value is not None}
+    for name, kind in KINDS.items():
+        if name in left and (not isinstance(left[name], kind) or left[name] is True):
+            raise UserError(f"generation_kwargs: {name} must not be {left[name]!r}")
     until = left.pop("until", ())
     until = (until,) if isinstance(until, str) else tuple(text for text in until if text)
     named = [left.pop(name) for name in MOST_TOKENS if name in left]
-    is_sampled = left.pop("do_sample", left.get("temperature", 0) > 0)
-    temperature = left.pop("temperature", 1.0 if is_sampled else 0.0)
+    warmth = float(left.pop("temperature", 0.0))
+    is_sampled = bool(left.pop("do_sample", warmth > 0))
+    temperature = warmth if "temperature" in kwargs else float(is_sampled)
     for name, allowed in NEUTRAL.items():
         if name in left and left.pop(name) not in allowed:
             raise UserError(
                 f"generation_kwargs has {name}={kwargs[name]!r}, which is not supported"
             )
-    for name in ("pad_token_id", "eos_token_id"):
-        left.pop(name, None)
+    left.pop("pad_token_id", None)
+    ends = left.pop("eos_token_id", ())
+    left["stop_token_ids"] = [
+        *(ends if isinstance(ends, list | tuple) else [ends]),
+        *left.get("stop_token_ids", ()),
+    ]
     end = left.pop("think_end_token", None)
     length = left.pop("max_length", None)
     known = {name: left.pop(name) for name in PASSED_ON if name in left}
@@ -249,6 +257,16 @@ def read_wish(kwargs: Mapping[str, Any], tokens: int, thinks: bool = False) -> W
         raise UserError(f"generation_kwargs: {error}") from None
     return Wish(params, until, None if named else length, end)
 
+
+KINDS: Mapping[str, Any] = {
+    "until": str | list | tuple,
+    "temperature": int | float | str,
+    "max_length": int,
+    "max_gen_toks": int,
+    "max_new_tokens": int,
+    "max_tokens": int,
+}
+"""Types of options that are not `SamplingParams` as they are."""
 
 MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the most new tokens, in the harness's order."""

@@ -22,6 +22,9 @@ class Speaker(Protocol):
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes that a token stands for."""
 
+    def is_hidden(self, token_id: int) -> bool:
+        """Returns whether a text does not have the token."""
+
     def reasoning(self, result: RequestOutput) -> Reasoning | None:
         """Returns the two parts of a text that begins with reasoning; None for another one."""
 
@@ -127,7 +130,8 @@ def _completion_choice(
 def _offsets(token_ids: Sequence[int], speaker: Speaker) -> list[int]:
     """Returns for each token how many whole characters come before it."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    counts = [len(decoder.decode(speaker.piece(token))) for token in token_ids]
+    shown = (b"" if speaker.is_hidden(n) else speaker.piece(n) for n in token_ids)
+    counts = [len(decoder.decode(piece)) for piece in shown]
     return list(accumulate(counts[:-1], initial=0))[: len(counts)]
 
 

@@ -48,7 +48,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "add_special_tokens": (),
     "include_reasoning": (True,),
     "return_token_ids": (False,),
     "detokenize": (True,),
@@ -66,21 +65,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields that may have these values, beside null, which ask for nothing; another value asks for
 what this engine does not do."""
 
-MEDIA = frozenset(
-    (
-        "image",
-        "image_url",
-        "input_image",
-        "audio",
-        "audio_url",
-        "input_audio",
-        "video",
-        "video_url",
-        "file",
-        "input_file",
-    )
-)
-"""Types of parts of messages that are no text."""
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts of messages that are texts, and the field that has the text."""
 
 
 def without_neutral(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,8 +76,13 @@ def without_neutral(body: Mapping[str, Any]) -> dict[str, Any]:
     for key in IGNORED:
         given.pop(key, None)
     for key, allowed in NEUTRAL.items():
-        if key in given and given.pop(key) not in allowed:
+        if key in given and not _is_one_of(given.pop(key), allowed):
             others = " or ".join(map(json.dumps, allowed))
             instead = f"leave it out{f', or set it to {others}' if others else ''}"
             raise ValueError(f'"{key}" is not supported by this engine; {instead}')
     return given
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Returns whether a value is among some, where true is not 1."""
+    return any(isinstance(value, bool) == isinstance(x, bool) and value == x for x in allowed)

@@ -227,6 +227,9 @@ class Fleet:
     def piece(self, token_id: int) -> bytes:
         return self._llm.piece(token_id)
 
+    def is_hidden(self, token_id: int) -> bool:
+        return self._llm.is_hidden(token_id)
+
     def unfinished(self) -> list[Unfinished]:
         """Returns how far the requests are that are not finished, as far as copies have told."""
         found = [*self._running.values(), *self._again]

@@ -129,6 +129,8 @@ class Engine(Protocol):
 
     def piece(self, token_id: int) -> bytes: ...
 
+    def is_hidden(self, token_id: int) -> bool: ...
+
     def stream(
         self, requests: Iterable[Request], on_token: OnToken | None = None
     ) -> Generator[RequestOutput, None, None]: ...
@@ -148,16 +150,16 @@ class Job:
         self._manifest = Manifest(options.results, self._disk)
         self._manifest.check_ownership()
         self._source = Source(options.source, options.results)
-        self._facts = InputFacts.of(self._source, self._manifest.recorded("input size"))
+        self._facts = InputFacts("", 0, 0)
         self._states: dict[int, State] = {}
         self._kept: dict[int, dict[str, Any]] = {}
         self._names: set[bytes] = set()
         self._prefix: Prefix | None = None
         self._journal = Journal(options.results, self._disk)
-        self.summary = Summary(self._facts.lines)
+        self.summary = Summary(0)
         self._began = self._journal_due = self._report_due = 0.0
         self._done_before = 0
-        self._now: datetime | None = None
+        self._now = datetime.now()
         most = options.chat_tokens or llm.sampling_defaults.max_tokens
         self._chat_tokens = most or CHAT_TOKENS
 
@@ -165,6 +167,9 @@ class Job:
         self._began = time.monotonic()
         self._journal_due = self._began + self._options.journal_s
         with closing(Results(self._options.results, self._disk)) as self._results:
+            self._source.open()
+            self._facts = InputFacts.of(self._source, self._manifest.recorded("input size"))
+            self.summary.total = self._facts.lines
             self._kept = self._journal.read()
             self._begin_or_go_on()
             if self._options.retries_errors:
@@ -205,12 +210,12 @@ class Job:
             "chat template": self._llm.chat_fingerprint,
             "sampling defaults": str(self._llm.sampling_defaults),
         }
-        if self._llm.chat_tells_time:
-            given, recorded = self._options.now, self._manifest.recorded("time of conversations")
-            moment = given.isoformat() if given else recorded
-            self._now = datetime.fromisoformat(str(moment)) if moment else datetime.now()
-            own["time of conversations"] = self._now.isoformat()
         known, is_new = self._manifest.recorded("input"), not (self._results.done or self._kept)
+        recorded = None if is_new else self._manifest.recorded("time of conversations")
+        given = None if self._options.now is None else self._options.now.isoformat()
+        moment = str(given or recorded or datetime.now().isoformat())
+        own["time of conversations"] = moment
+        self._now = datetime.fromisoformat(moment)
         if not is_new:
             begins_alike = known == self._facts.earlier
             self._manifest.check({**own, "input": known} if begins_alike else own)
@@ -252,9 +257,11 @@ class Job:
         yield from self._sorted(window)
 
     def _lines(self) -> Iterator[Line]:
-        begun = 0
+        begun, left = 0, self._facts.size
         with self._source.opened() as file:
-            for number, content in enumerate(file, 1):
+            for number, whole in enumerate(file, 1):
+                content = whole[:left]  # what is added meanwhile is for the next run
+                left -= len(content)
                 if not content.strip():
                     continue
                 if self._results.has(number):
@@ -295,7 +302,7 @@ class Job:
                     "tools are shown to the model, and its calls of them are part of its texts: "
                     "no results have tool_calls"
                 )
-            if self._now is not None:
+            if self._llm.chat_tells_time or (options is not None and options.template):
                 options = replace(options or ChatOptions(), now=self._now)
             if options is None:
                 return [self._llm.chat_prompt(line.messages)]

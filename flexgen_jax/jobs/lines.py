@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from flexgen_jax.engine.sampling import SamplingParams
-from flexgen_jax.jobs.fields import MEDIA, without_neutral
+from flexgen_jax.jobs.fields import TEXTS, without_neutral
 from flexgen_jax.models.chat import Arguments, ChatOptions
 
 Form = Literal["completions", "chat", "plain"]
@@ -150,6 +150,9 @@ def _from_openai(
         raise LineError('give one of "response_format", "guided_json" and "json_schema"')
     if asked:
         given["json_schema"] = asked[0]
+    adds = given.pop("add_special_tokens", form == "completions")
+    if adds is not (form == "completions"):
+        raise LineError(f'"add_special_tokens" must be {json.dumps(form == "completions")}')
     model = given.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise LineError(f'"model" must be a text, not {model!r}')
@@ -206,6 +209,8 @@ def _chat_options(given: dict[str, Any]) -> ChatOptions | None:
     if "reasoning_effort" in named:
         variables.setdefault("reasoning_effort", named["reasoning_effort"])
     continues = named.get("continue_final_message", False)
+    if continues and named.get("add_generation_prompt"):
+        raise LineError('"continue_final_message" and "add_generation_prompt" exclude each other')
     return ChatOptions(
         tools=named.get("tools") or None,
         documents=named.get("documents") or None,
@@ -361,13 +366,26 @@ def _message(found: Any) -> Mapping[str, Any]:
     content = found.get("content")
     if content is not None and not isinstance(content, str | list):
         raise LineError(f'"content" must be a text or a list of parts, not {content!r}')
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, str | dict) or (isinstance(part, dict) and kind is None):
-            raise LineError(f'"content" has a part without a "type": {part!r}')
-        if kind in MEDIA:
-            raise LineError(f'"content" has a part of type "{kind}": this engine reads texts alone')
+    if isinstance(content, list):
+        return {**found, "content": list(map(_part, content))}
     return found
+
+
+def _part(part: Any) -> Any:
+    """Returns a part of a message as templates know it: texts of all names have one type."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in TEXTS:
+        text = part.get(TEXTS[kind])
+        if not isinstance(text, str):
+            raise LineError(f'a part of type "{kind}" must have a text as "{TEXTS[kind]}"')
+        return part if kind == "text" else {"type": "text", "text": text}
+    if kind == "thinking":
+        return part
+    if kind is None:
+        raise LineError(f'"content" has a part without a "type": {part!r}')
+    raise LineError(f'"content" has a part of type "{kind}": this engine reads texts alone')
 
 
 def _biases(found: Any) -> dict[int, float]:

@@ -72,11 +72,15 @@ class Source:
 
     def __init__(self, path: Path, results: Path) -> None:
         self._name = "standard input" if path == STDIN else str(path)
+        self._given = self._path = path
         self._copy: Path | None = None
-        self._path = path
         if path == STDIN or not _is_regular(path):
             self._path = self._copy = beside(results, "input")
-            self._spool(path, self._copy)
+
+    def open(self) -> None:
+        """Copies a stream to its file, when nothing else writes these results."""
+        if self._copy is not None:
+            self._spool(self._given, self._copy)
 
     def __str__(self) -> str:
         return self._name
@@ -106,6 +110,8 @@ class Source:
         try:
             with open(part, "wb") as file:
                 if path == STDIN:
+                    if sys.stdin is None:
+                        raise UserError("standard input is closed; give a file with -i")
                     shutil.copyfileobj(sys.stdin.buffer, file, PIECE_BYTES)
                 else:
                     with open(path, "rb") as stream:

@@ -260,6 +260,10 @@ class Manifest:
 
     def check_ownership(self) -> None:
         """Raises `UserError` for a file of something else, before it is touched."""
+        if self._results.name == "-" or (self._results.exists() and not self._results.is_file()):
+            raise UserError(
+                f"{self._results} is no regular file, from which a job could go on; choose another"
+            )
         has_content = self._results.is_file() and self._results.stat().st_size > 0
         if has_content and not self._path.is_file():
             raise UserError(

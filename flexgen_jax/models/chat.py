@@ -86,6 +86,8 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         options = options or ChatOptions()
+        if not isinstance(options.now, datetime | None):
+            raise CheckpointError(f"now must be a datetime, not {options.now!r}")
         source = self._source(options)
         try:
             chat = _normalized(messages)
@@ -127,27 +129,36 @@ class ChatTemplate:
         )
 
     def _rendered(self, source: str, chat: list[dict[str, Any]], options: ChatOptions) -> str:
+        from jinja2 import UndefinedError
+
         for name, given in (("tools", options.tools), ("documents", options.documents)):
             if not all(isinstance(each, Mapping) for each in given or ()):
                 raise ValueError(f"{name} must be objects, such as JSON schemas of functions")
         moment = options.now or datetime.now()
+        begins = options.adds_generation_prompt and not options.continues_final
         told = {
             "strftime_now": moment.strftime,
             "tools": _plain(options.tools),
             "documents": _plain(options.documents),
-            "add_generation_prompt": options.adds_generation_prompt and not options.continues_final,
-            **self._tokens,
-            **_plain(options.variables),
+            "add_generation_prompt": begins,
         }
+        for name in (*told, "messages"):
+            if name in options.variables and name not in self._tokens:
+                raise ValueError(f"{name!r} has a meaning of its own, and cannot be a variable")
+        told |= self._tokens | _plain(options.variables)
         template = _compiled(source)
         lists = [m for m in chat if isinstance(m.get("content"), _Parts)]
         try:
             made: str = template.render(messages=chat, **told)
             wrong = [m for m in lists if m["content"].is_written]
-        except TypeError:  # such as for a list beside "+"
+        except (TypeError, UndefinedError):  # such as for a list, or nothing, beside "+"
             wrong = [m for m in lists if not m["content"].is_walked]
-            if not wrong:
+            empty = [m for m in chat if "content" not in m]
+            if not wrong and not empty:
                 raise
+            for message in empty:
+                message["content"] = ""
+            made = "" if wrong else template.render(messages=chat, **told)
         if not wrong:
             return made
         for message in wrong:
@@ -265,7 +276,8 @@ def _mark_final(chat: list[dict[str, Any]], wanted: bool | str) -> str:
             if message.get(name) == content:
                 message[name] = content + CONTINUED
         return content
-    texts = [p for p in content or () if isinstance(p, dict) and isinstance(p.get("text"), str)]
+    parts = list.__iter__(content) if isinstance(content, list) else ()
+    texts = [p for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
     if not texts:
         raise ValueError(f"the last message has no {field_name} that could go on")
     final: str = texts[-1]["text"]

@@ -15,6 +15,12 @@ from flexgen_jax.models.checkpoint import digest
 from flexgen_jax.models.folder import CheckpointError, read_object
 from flexgen_jax.models.special_tokens import CONFIG, SpecialTokens, read_special_tokens
 
+BEFORE = "\x02"
+"""What stands before a text that is encoded as if it followed on another."""
+
+CONTEXT = 8
+"""Tokens before a text that matter to how it is decoded."""
+
 
 class Tokenizer:
     """A tokenizer of the `tokenizers` library.
@@ -76,9 +82,28 @@ class Tokenizer:
         ids = self._tokenizer.encode("", add_special_tokens=True).ids
         return ids[0] if ids and ids[0] in self.special_ids else None
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, without special tokens."""
+    def encode_within(self, text: str) -> list[int]:
+        """Returns the token ids of a text that follows on another: SentencePiece's vocabularies put
+        a blank before one that does not."""
+        before = self.encode(BEFORE, is_whole=True)
+        ids = self.encode(BEFORE + text, is_whole=True)
+        is_apart = ids[: len(before)] == before
+        return ids[len(before) :] if is_apart else self.encode(text, is_whole=True)
+
+    def decode(self, ids: Sequence[int], before: Sequence[int] = ()) -> str:
+        """Returns the text of token ids, without special tokens. before: the tokens that it follows
+        on, which matter to SentencePiece's vocabularies: a text has no blank before its first
+        word."""
         kept = [int(i) for i in ids if int(i) not in self.special_ids]
+        if not before or self._is_by_bytes:
+            return str(self._tokenizer.decode(kept, skip_special_tokens=True))
+        context = [int(i) for i in before[-CONTEXT:] if int(i) not in self.special_ids]
+        first, whole = (
+            str(self._tokenizer.decode(some, skip_special_tokens=True))
+            for some in (context, [*context, *kept])
+        )
+        if whole.startswith(first):
+            return whole[len(first) :]
         return str(self._tokenizer.decode(kept, skip_special_tokens=True))
 
     @cached_property

@@ -16,6 +16,7 @@ from flexgen_jax.models.defaults import (
     UNDONE,
     UNDONE_SAMPLING,
     WITHOUT_EFFECT,
+    SamplingDefaults,
     read_defaults,
 )
 from flexgen_jax.models.folder import CheckpointError
@@ -138,9 +139,19 @@ def test_what_is_not_done_is_said_once(
         assert read_defaults(folder).undone == ()
 
 
-def test_rules_in_config_json_are_named(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "m", repetition_penalty=1.2, no_repeat_ngram_size=0)
-    assert read_defaults(folder).undone == ("repetition_penalty",)
+def test_rules_may_be_in_config_json_where_there_is_no_other_file(tmp_path: Path) -> None:
+    """The reference is what transformers makes of the folder."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    rules = {"repetition_penalty": 1.2, "max_length": 30, "num_beams": 2, "top_k": 7}
+    folder = write_checkpoint(tmp_path / "m", **rules)
+    found = read_defaults(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).generation_config
+    assert found.sampling.repetition_penalty == theirs.repetition_penalty == 1.2
+    assert found.sampling.max_length == theirs.max_length == 30
+    assert (found.undone, theirs.num_beams) == (("num_beams",), 2)
+    (folder / "generation_config.json").write_text("{}")
+    assert read_defaults(folder).sampling == SamplingDefaults()
 
 
 @pytest.mark.parametrize(
