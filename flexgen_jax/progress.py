@@ -20,10 +20,19 @@ EVERY_S = 0.2
 
 
 class _BesideBars(logging.Handler):
-    """Writes messages to stderr, above progress bars that are there."""
+    """Writes messages to stderr, above progress bars that are there; those that are to be said once
+    in a process only the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        message = self.format(record)
+        if getattr(record, "is_once", False) and message in self._said:
+            return
+        self._said.add(message)
+        tqdm.write(message, file=sys.stderr)
 
 
 def logger() -> logging.Logger:
@@ -85,6 +94,10 @@ class Progress:
     def say(self, message: str) -> None:
         """Prints a message on a line of its own."""
         logger().info(message)
+
+    def say_once(self, message: str) -> None:
+        """Prints a message, unless this process has printed it already."""
+        logger().info(message, extra={"is_once": True})
 
     def detail(self, message: str) -> None:
         """Prints a message that only those want to see who ask for more."""

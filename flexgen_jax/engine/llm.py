@@ -318,11 +318,13 @@ class LLM:
             )
         return text, tokenizer.encode(text, is_whole=True)
 
-    def note(self, note: str) -> None:
-        """Says something once, and keeps it for the report."""
+    def note(self, note: str, is_common: bool = False) -> None:
+        """Says something once, and keeps it for the report. is_common: whether it is said once for
+        all objects of this class together."""
         if note not in self._notes:
             self._notes[note] = None
-            self._progress.say(f"flexgen-jax: {note}")
+            say = self._progress.say_once if is_common else self._progress.say
+            say(f"flexgen-jax: {note}")
 
     @property
     def notes(self) -> list[str]:
@@ -802,7 +804,8 @@ class LLM:
         if params.temperature is None and not wish.is_greedy:
             self.note(
                 f"sampling as {self._model.name} asks for: temperature {wish.temperature:g}, top_k "
-                f"{wish.top_k}, top_p {wish.top_p:g}; temperature 0 takes the likeliest tokens"
+                f"{wish.top_k}, top_p {wish.top_p:g}; temperature 0 takes the likeliest tokens",
+                is_common=True,
             )
         return params.with_defaults(wish, prompt_len)
 

@@ -18,6 +18,7 @@ from flexgen_jax import LLM, Policy
 from flexgen_jax.models.checkpoint import Checkpoint, DummyWeights
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.folder import CheckpointError
+from flexgen_jax.models.loading import open_model
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import model_spec
@@ -281,3 +282,52 @@ def test_loading_holds_less_than_two_layers(tmp_path: Path, percent: tuple[int, 
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak - in_memory < 2 * spec.decoders[0].nbytes("float32")
+
+
+def test_without_a_network_the_advice_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("set local_files_only to False\nand so on")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(CheckpointError, match="hf download some/model --local-dir") as caught:
+        open_model("some/model", dummy_weights=False, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_the_model_s_files_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository may have the weights twice, or in other formats."""
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    names = dict.fromkeys(load_file(tmp_path / "a.safetensors"), "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    files = ["config.json", "original/params.json", "tokenizer.json", "merges.txt", "a.safetensors"]
+    files += [
+        "consolidated.safetensors",
+        "original/model.safetensors",
+        "onnx/x.json",
+        "b.safetensors",
+    ]
+    files += ["additional_chat_templates/rag.jinja", "pytorch_model.bin"]
+    fetched: set[str] = set()
+
+    def fetch(_: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        from huggingface_hub.utils import filter_repo_objects
+
+        fetched.update(
+            filter_repo_objects(
+                files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            )
+        )
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    open_model("some/model", dummy_weights=False, seed=0)
+    assert fetched == {
+        "config.json",
+        "tokenizer.json",
+        "merges.txt",
+        "a.safetensors",
+        "additional_chat_templates/rag.jinja",
+    }
