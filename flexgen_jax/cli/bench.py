@@ -129,7 +129,7 @@ def run_bench(
         )
     generator = np.random.default_rng(seed)
     prompts = generator.integers(0, llm.config.vocab_size, (count, prompt_len)).tolist()
-    params = SamplingParams(max_tokens=gen_len, ignore_eos=True)
+    params = SamplingParams.plain(gen_len)
     ends = text_lengths(lengths, count, gen_len, seed) if lengths is not None else [gen_len] * count
     for _ in range(1 + warm_up):
         llm.generate(prompt_token_ids=prompts, sampling_params=params, on_token=Ending(llm, ends))

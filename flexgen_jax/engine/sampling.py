@@ -156,6 +156,22 @@ class SamplingParams:
             for token in row:
                 _check_integer("a token id in bad_words_ids", token, 0)
 
+    @classmethod
+    def plain(cls, max_tokens: int) -> SamplingParams:
+        """The likeliest tokens up to a number, whatever the model's folder asks for."""
+        return cls(
+            max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            min_tokens=0,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            bad_words_ids=(),
+            suppress_tokens=(),
+            begin_suppress_tokens=(),
+            forced_eos_token_id=(),
+        )
+
     @property
     def end_ids(self) -> tuple[int, ...]:
         """`stop_token_ids` as a tuple."""

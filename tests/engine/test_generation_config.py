@@ -240,3 +240,18 @@ def test_token_ids_in_place_of_texts_say_where_they_belong(tmp_path: Path) -> No
         llm.generate(prompt_token_ids=[[5]])
     with pytest.raises(UserError, match='policy must be "auto"'):
         LLM(policy="fast")  # type: ignore[arg-type]
+
+
+def test_plain_parameters_follow_no_rule() -> None:
+    everything = SamplingDefaults(
+        temperature=0.7,
+        repetition_penalty=1.3,
+        no_repeat_ngram_size=2,
+        bad_words_ids=((3,),),
+        suppress_tokens=(3,),
+        begin_suppress_tokens=(3,),
+        forced_eos_token_id=(2,),
+        min_tokens=3,
+    )
+    assert SamplingParams.plain(5).with_defaults(everything).is_plain
+    assert not SamplingParams(5, temperature=0).with_defaults(everything).is_plain
