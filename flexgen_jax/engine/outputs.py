@@ -21,6 +21,10 @@ ENOUGH = 8
 REMEMBERED = 2_000
 """Most requests of which it is kept how long their texts were."""
 
+EXTRA = 8
+"""Tokens before those that may have a stop string, which may be decoded otherwise at a text's
+beginning."""
+
 RECENT = 1 << 16
 """Finished requests whose ids are known, so that cancelling one of them late cancels no later one
 of the same id."""
@@ -277,11 +281,33 @@ class Generation:
         return self._tokenizer.piece(token).decode(errors="replace") in stop
 
     def _until_stop(self, sequence: _Sequence) -> str | None:
-        """Returns the text before the first stop string, or None if there is none yet."""
+        """Returns the text before the first stop string, or None if there is none yet.
+
+        A new one ends with the last token, so the whole text is decoded only if the end of it has
+        one.
+        """
+        if self._tokenizer is None:
+            return None
+        stops = sequence.request.params.stop
+        latest = self._latest(sequence.ids, max(len(stop.encode()) for stop in stops))
+        if len(latest) < len(sequence.ids):
+            end = self._tokenizer.decode(latest)
+            if not any(stop in end for stop in stops):
+                return None
         text = self._decode(sequence)
         found = [text.find(stop) for stop in sequence.request.params.stop]
         places = [place for place in found if place >= 0]
         return text[: min(places)] if places else None
+
+    def _latest(self, ids: Sequence[int], size: int) -> Sequence[int]:
+        """Returns the last tokens that have `size` bytes of the text or more, and some before."""
+        assert self._tokenizer is not None, "there is a text"
+        left = size + EXTRA
+        for at in range(len(ids) - 1, -1, -1):
+            left -= ids[at] not in self._tokenizer.special_ids
+            if not left:
+                return ids[at:]
+        return ids
 
     def _decode(self, sequence: _Sequence) -> str:
         if self._tokenizer is None:

@@ -244,11 +244,11 @@ class SamplingParams:
         prompt: Sequence[int],
         made: Sequence[int],
         eos_ids: Sequence[int],
-        max_tokens: int,
+        max_tokens: int | None = None,
     ) -> dict[int, tuple[float, float]]:
         """Returns the factor and the addend of each logit that is changed for the next token; see
         `layers.sampling.adjust`. made: the tokens of the text so far; max_tokens: the most it may
-        have."""
+        have, None for no limit."""
         factors: dict[int, float] = {}
         added: defaultdict[int, float] = defaultdict(float)
         if self.repetition_penalty not in (None, 1):
@@ -260,7 +260,7 @@ class SamplingParams:
             added[token] += bias
         for token in self._banned(prompt, made, eos_ids):
             added[token] = -inf
-        if self.forced_eos_token_id and len(made) == max_tokens - 1:
+        if self.forced_eos_token_id and len(made) + 1 == max_tokens:
             for token in cast("Sequence[int]", self.forced_eos_token_id):
                 added[token] = FORCED
         return {token: (factors.get(token, 1.0), added[token]) for token in {*factors, *added}}

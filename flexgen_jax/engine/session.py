@@ -9,10 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.sampling import Choice
 from flexgen_jax.machine.limits import storage_read_bytes
 from flexgen_jax.models.checkpoint import WeightSource
 from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.executor import BlockRun, Neighbours, OnResult, Source
@@ -134,10 +136,13 @@ class Session:
         for tokens in set(chunks) if self._config.has_embedding else ():
             programs.embed(rows, tokens)
         for layer in (*others, last):
+            is_last = layer is last and has_head
+            for tokens in {1} if is_last else set(chunks):
+                self._compile_experts(layered, layer, rows, tokens)
             first = blocks if len(chunks) == 1 else blocks[:1]
-            layered.prefill(layer, rows, first, only_last=layer is last and has_head)
+            layered.prefill(layer, rows, first, only_last=is_last)
             for tokens in set(chunks[1:]):
-                asked = 1 if layer is last and has_head else tokens
+                asked = 1 if is_last else tokens
                 layered.project_chunk(layer, rows, tokens, asked)
                 layered.finish_chunk(layer, rows, tokens, asked, 1)
                 for earlier in set(chunks[:-1]):
@@ -151,6 +156,7 @@ class Session:
         room = sum(cache.lengths(batch)[: sealed + 1])
         most = self.policy.attended(room) if self.policy.is_sparse else 0
         for index, layer in enumerate(self._device.spec.decoders):
+            self._compile_experts(layered, layer, rows, 1)
             here, there = (cache.part(index, batch, sealed, on_host) for on_host in (False, True))
             if not there.starts:
                 appends = plan.appends(CacheKey(index, batch, sealed))
@@ -167,6 +173,16 @@ class Session:
                 programs.attend_ranked(layer, rows, here.lengths, here.tail, most)
             if most and not cache.keys_stay:
                 programs.rank(layer, rows, there.lengths, there.tail, most)
+
+    def _compile_experts(self, layered: Programs, layer: LayerSpec, rows: int, tokens: int) -> None:
+        """Compiles what a layer's experts compute of `tokens` tokens of each row."""
+        if layer.experts is None:
+            return
+        layered.route(layer, rows, tokens)
+        layered.expert(layer, rows * tokens)
+        layered.combine(rows, tokens)
+        if tokens == 1:
+            layered.guess(layer, rows)
 
     def start(self) -> None:
         """Starts the measurements of a run."""

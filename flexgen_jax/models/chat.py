@@ -150,7 +150,7 @@ class ChatTemplate:
         lists = [m for m in chat if isinstance(m.get("content"), _Parts)]
         try:
             made: str = template.render(messages=chat, **told)
-            wrong = [m for m in lists if m["content"].is_written]
+            wrong = [m for m in lists if m["content"].is_written and not m["content"].is_walked]
         except (TypeError, UndefinedError):  # such as for a list, or nothing, beside "+"
             wrong = [m for m in lists if not m["content"].is_walked]
             empty = [m for m in chat if "content" not in m]

@@ -115,3 +115,11 @@ def test_a_folder_that_cannot_be_made_is_no_full_disk(tmp_path: Path) -> None:
     where = ("--offload-dir", "/proc/no/such", "--percent", 0, 0, 0, 0, 0, 0)
     result = run("generate", "x", "--dtype", "float32", "--batch-size", 1, *where)
     assert result.exit_code == 2 and "/proc/no/such cannot be made" in result.stderr
+
+
+def test_a_plan_that_fits_nowhere_names_the_budget_that_is_missing() -> None:
+    shape = ("plan", "--model", "facebook/opt-1.3b", "--hardware", "t4-16gb")
+    result = run(*shape, "--device-memory", "10MB")
+    assert result.exit_code == 2
+    assert "allow more device memory (--device-memory)" in result.stderr
+    assert "disk" not in result.stderr

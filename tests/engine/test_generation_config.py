@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +256,17 @@ def test_plain_parameters_follow_no_rule() -> None:
     )
     assert SamplingParams.plain(5).with_defaults(everything).is_plain
     assert not SamplingParams(5, temperature=0).with_defaults(everything).is_plain
+
+
+@pytest.mark.parametrize("stop", ["ab", "xyz", "  ", "q"])
+def test_a_stop_string_ends_a_text_at_its_first_place(tmp_path: Path, stop: str) -> None:
+    """Whatever the text is before it: biases make it long, and of few characters."""
+    letters = dict.fromkeys((ord(x) - 28 for x in "abxyz q"), 30.0)
+    drawn = SamplingParams(60, temperature=1.0, seed=3, logit_bias=letters, ignore_eos=True)
+    with LLM(write_checkpoint(tmp_path / "m"), dtype="float32") as llm:
+        whole = llm.generate(prompt_token_ids=prompts(), sampling_params=drawn)
+        ended = replace(drawn, stop=[stop, "never"])
+        found = llm.generate(prompt_token_ids=prompts(), sampling_params=ended)
+    for text, cut in zip(whole, found, strict=True):
+        assert cut.text == text.text.partition(stop)[0]
+        assert (cut.finish_reason == "stop") == (stop in text.text)

@@ -14,7 +14,7 @@ from flexgen_jax.engine.requests import EncodedRequest, divided
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 BORDER = 24
-LENGTHS = (20, 24, 25, 3, 10, 23)
+LENGTHS = (20, 24, 25, 10)
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,13 @@ def test_texts_across_the_border_are_those_of_transformers(reference: Any) -> No
             pad_token_id=1,
         )
         expected.append(made[0, len(ids) :].tolist())
-    for policy in (Policy(batch_size=6), Policy(batch_size=2, num_batches=2, kv_block_tokens=4)):
-        with LLM(reference.folder, dtype="float32", policy=policy) as llm:
-            for most in (20, 3, 9):
-                params = SamplingParams(most, temperature=0, ignore_eos=True, logprobs=1)
-                found = llm.generate(prompt_token_ids=rows(), sampling_params=params)
-                assert [r.token_ids for r in found] == [row[:most] for row in expected]
-                assert all(len(r.logprobs or ()) == most for r in found)
+    policy = Policy(batch_size=3, num_batches=2)
+    with LLM(reference.folder, dtype="float32", policy=policy) as llm:
+        for most in (20, 9):
+            params = SamplingParams(most, temperature=0, ignore_eos=True, logprobs=1)
+            found = llm.generate(prompt_token_ids=rows(), sampling_params=params)
+            assert [r.token_ids for r in found] == [row[:most] for row in expected]
+            assert all(len(r.logprobs or ()) == most for r in found)
 
 
 def test_draws_stops_and_what_an_earlier_run_made_go_on_across_the_border(reference: Any) -> None:
@@ -69,11 +69,10 @@ def test_draws_stops_and_what_an_earlier_run_made_go_on_across_the_border(refere
         for row, text in zip(rows(), whole, strict=True):
             (short,) = llm.stream([Request("a", None, row, drawn, place=int(text.id))])
             assert short.token_ids == text.token_ids
-            for cut in (2, 5, 19):
-                made = text.token_ids[:cut]
-                request = Request("a", None, row, drawn, continued=made, place=int(text.id))
-                (found,) = llm.stream([request])
-                assert found.token_ids == text.token_ids
+            made = text.token_ids[:5]
+            request = Request("a", None, row, drawn, continued=made, place=int(text.id))
+            (found,) = llm.stream([request])
+            assert found.token_ids == text.token_ids
         stop = whole[0].text[8:10]
         ended = SamplingParams(20, temperature=1.0, seed=4, ignore_eos=True, stop=[stop])
         (cut_off,) = llm.generate(prompt_token_ids=rows()[:1], sampling_params=ended)

@@ -184,4 +184,7 @@ def test_a_run_is_broken_down_and_traced(checkpoint: Callable[..., Path], tmp_pa
     steps = {name for name in computed if "(projection)" not in name and "ranked" not in name}
     assert len(steps) == 2 * layers * 4  # batches, layers, tokens
     table = breakdown_table(report).splitlines()
-    assert len(table) == 2 + len({(row["resource"], row["content"]) for row in rows})
+    assert len(table) == 3 + len({(row["resource"], row["content"]) for row in rows})
+    for phase, busy_s in report["any_busy_s"].items():
+        each = [row["busy_s"] for row in rows if row["phase"] == phase]
+        assert max(each) <= busy_s + 1e-9 and busy_s <= sum(each) + 1e-9
