@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from flexgen_jax.cli.commands import Command, Terminated
+from flexgen_jax.cli.commands import Command, Terminated, now_option
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
@@ -64,13 +64,7 @@ if TYPE_CHECKING:
     help="New tokens of a conversation that does not say how many. Default: as the model's folder "
     "says, else 512.",
 )
-@click.option(
-    "--now",
-    type=click.DateTime(("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S")),
-    metavar="TIME",
-    help="What chat templates that write the date take as the present time, e.g. 2026-01-31. "
-    "Default: when the job began, also after an interruption.",
-)
+@now_option
 @click.option(
     "--ray",
     "ray_address",

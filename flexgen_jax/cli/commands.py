@@ -54,6 +54,17 @@ class Command(click.Command):
                 formatter.write_dl(some)
 
 
+def now_option(command: Any) -> Any:
+    """Adds the flag for the time that conversations depend on."""
+    return click.option(
+        "--now",
+        type=click.DateTime(("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S")),
+        metavar="TIME",
+        help="What a chat template that writes the date takes as the present time, e.g. "
+        "2026-01-31. Default: when the command began; a job that goes on keeps its time.",
+    )(command)
+
+
 def under(heading: str, command: Any) -> Any:
     """Puts the flag that was added to a command last under a heading."""
     command.__click_params__[-1].heading = heading

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from flexgen_jax.cli.commands import Command
+from flexgen_jax.cli.commands import Command, now_option
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
@@ -76,13 +76,7 @@ DEMO_PROMPT = "The people of the United States"
     help="With --chat, tell the template a variable, such as enable_thinking=false; VALUE is JSON, "
     "or else a text. May be repeated.",
 )
-@click.option(
-    "--now",
-    type=click.DateTime(("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S")),
-    metavar="TIME",
-    help="With --chat, what a template that writes the date takes as the present time, e.g. "
-    "2026-01-31.",
-)
+@now_option
 @click.option(
     "--max-tokens",
     type=int,

@@ -12,7 +12,7 @@ import numpy as np
 
 from flexgen_jax.engine.grammar import schema_text
 from flexgen_jax.errors import UserError
-from flexgen_jax.models.defaults import SamplingDefaults
+from flexgen_jax.models.defaults import RULES, SamplingDefaults
 
 MOST_LOGPROBS = 20
 """The most tokens whose log-probabilities are returned beside the chosen one's."""
@@ -52,17 +52,7 @@ ID_LISTS = ("stop_token_ids", "suppress_tokens", "begin_suppress_tokens", "force
 CHOICE = ("temperature", "top_k", "top_p", "min_p")
 """Parameters of random choices."""
 
-OWN_RULES = (
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "forced_eos_token_id",
-)
-"""Parameters that a folder may set for greedy texts, too."""
-
-RULES = ("min_tokens", *OWN_RULES[1:])
+BANS = ("min_tokens", *RULES[1:])
 """Parameters that ban or force tokens."""
 
 
@@ -205,7 +195,7 @@ class SamplingParams:
         """Whether logits of single tokens are changed."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.logit_bias)
         is_penalised = self.repetition_penalty not in (None, 1)
-        return bool(is_penalised or any(penalties) or any(getattr(self, name) for name in RULES))
+        return bool(is_penalised or any(penalties) or any(getattr(self, name) for name in BANS))
 
     @property
     def is_plain(self) -> bool:
@@ -221,7 +211,7 @@ class SamplingParams:
             defaults = replace(
                 defaults, temperature=self.temperature, top_k=0, top_p=1.0, min_p=0.0
             )
-        wishes = {name: getattr(defaults, name) for name in (*CHOICE, *OWN_RULES)}
+        wishes = {name: getattr(defaults, name) for name in (*CHOICE, *RULES)}
         wishes["max_tokens"] = defaults.max_tokens or DEFAULT_TOKENS
         if defaults.max_length is not None:
             if defaults.max_length <= prompt_len and self.max_tokens is None:

@@ -17,6 +17,17 @@ TOP_K = 50
 transformers."""
 
 
+RULES = (
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_eos_token_id",
+)
+"""What texts follow in every token, greedy ones included."""
+
+
 @dataclass(frozen=True)
 class SamplingDefaults:
     """Defaults of sampling parameters that a request does not set, see `SamplingParams`; greedy
@@ -48,18 +59,7 @@ class SamplingDefaults:
     @property
     def rules(self) -> dict[str, Any]:
         """What is asked for beside temperature, top_k, top_p and lengths, by name."""
-        names = (
-            "min_p",
-            "repetition_penalty",
-            "no_repeat_ngram_size",
-            "bad_words_ids",
-            "suppress_tokens",
-            "begin_suppress_tokens",
-            "forced_eos_token_id",
-            "min_tokens",
-            "min_length",
-            "stop",
-        )
+        names = ("min_p", *RULES, "min_tokens", "min_length", "stop")
         plain = SamplingDefaults()
         return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(plain, n)}
 
