@@ -58,7 +58,7 @@ class Matcher:
             self._matcher.consume_token(token)
             self._digits.take(piece)
             return
-        self._reasoning += piece
+        self._reasoning = self._reasoning[-len(self._opened) :] + piece  # no more can be the mark's
         if self._opened in self._reasoning:
             self._opened = None
 

@@ -115,7 +115,7 @@ def _completion_choice(
         return {**choice, "logprobs": None}
 
     def name(token: int) -> str:
-        return _by_id(token) if line.names_by_id else _completion_name(speaker.piece(token))
+        return _by_id(token) if line.names_by_id else _shown(speaker.piece(token), "bytes:")
 
     pairs = list(zip(result.token_ids, result.logprobs, strict=True))
     logprobs = {
@@ -151,17 +151,13 @@ def _by_id(token: int) -> str:
     return f"token_id:{token}"
 
 
-def _completion_name(piece: bytes) -> str:
-    """Names a token as OpenAI's completions do: by its text, or by its bytes if it is a part of a
-    character."""
+def _shown(piece: bytes, before_bytes: str = "") -> str:
+    """Names a token as OpenAI does: by its text, or by its bytes if it is a part of a character;
+    completions have "bytes:" before these."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
-        return "bytes:" + _escaped(piece)
-
-
-def _escaped(piece: bytes) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in piece)
+        return before_bytes + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 def _chat_choice(index: int, result: RequestOutput, line: Line, speaker: Speaker) -> dict[str, Any]:
@@ -189,9 +185,5 @@ def _chat_token(token: int, found: TokenLogprob, line: Line, speaker: Speaker) -
 
 def _token(token: int, logprob: float, line: Line, speaker: Speaker) -> dict[str, Any]:
     piece = speaker.piece(token)
-    try:
-        text = piece.decode()
-    except UnicodeDecodeError:
-        text = _escaped(piece)
-    name = _by_id(token) if line.names_by_id else text
+    name = _by_id(token) if line.names_by_id else _shown(piece)
     return {"token": name, "logprob": logprob, "bytes": list(piece)}
