@@ -101,7 +101,7 @@ def set_loudness(is_quiet: bool, is_verbose: bool) -> None:
         logging.getLogger("flexgen_jax").setLevel(logging.WARNING if is_quiet else logging.DEBUG)
 
 
-def read_defaults(group: click.Group) -> dict[str, Any]:
+def read_flag_defaults(group: click.Group) -> dict[str, Any]:
     """Returns defaults of flags by command, from ~/.config/flexgen_jax.toml or the file that
     `CONFIG` names; raises `UserError` that names what no command knows.
 

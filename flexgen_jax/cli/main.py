@@ -10,7 +10,7 @@ import click
 
 from flexgen_jax.cli.batch import batch
 from flexgen_jax.cli.bench import bench
-from flexgen_jax.cli.commands import Commands, read_defaults, set_loudness
+from flexgen_jax.cli.commands import Commands, read_flag_defaults, set_loudness
 from flexgen_jax.cli.convert import convert
 from flexgen_jax.cli.eval import evaluate
 from flexgen_jax.cli.generate import generate
@@ -40,7 +40,7 @@ def main(context: click.Context, quiet: bool, verbose: bool) -> None:
     [generate], and by variables such as FLEXGEN_JAX_GENERATE_MODEL.
     """
     set_loudness(quiet, verbose)
-    context.default_map = read_defaults(main)
+    context.default_map = read_flag_defaults(main)
     set_up_jax()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from flexgen_jax import UserError
-from flexgen_jax.cli.commands import CONFIG, read_defaults
+from flexgen_jax.cli.commands import CONFIG, read_flag_defaults
 from flexgen_jax.cli.generate import parse_variables
 from flexgen_jax.cli.main import main
 from tests.helpers.command_line import run
@@ -37,7 +37,7 @@ def test_a_file_has_defaults_for_all_commands_or_one(
     path.write_text(
         'dtype = "float32"\n[generate]\nmax-tokens = 3\n[eval.perplexity]\nwindow = 64\n'
     )
-    found = read_defaults(main)
+    found = read_flag_defaults(main)
     assert found["generate"]["max_tokens"] == 3 and found["bench"]["dtype"] == "float32"
     assert found["eval"]["perplexity"] == {"dtype": "float32", "window": 64}
     done = run("generate", "It is", "--json", tmp_path / "r.json", "--temperature", 0)
@@ -50,7 +50,7 @@ def test_a_file_has_defaults_for_all_commands_or_one(
         assert "flexgen_jax.toml" in result.stderr and len(result.stderr.splitlines()) == 1
     monkeypatch.setenv(CONFIG, str(tmp_path / "none.toml"))
     with pytest.raises(UserError, match="not there"):
-        read_defaults(main)
+        read_flag_defaults(main)
 
 
 def test_help_has_headings_and_one_name_for_new_tokens() -> None:
