@@ -61,10 +61,10 @@ formats="16 8 4 sparse-16 sparse-4"
 [[ $quick ]] && formats="16 4 sparse-4"
 for format in $formats; do
   part "placements-$format" "fp32 tokens of every placement are the resident run's" \
-    "$python" scripts/check_placements.py --formats "$format" $copies $quick
+    "$python" scripts/checks/check_placements.py --formats "$format" $copies $quick
 done
 part measure "links, overlap, alignment, memory, tokens in 16 bits" \
-  "$python" scripts/gpu_measure.py $quick
+  "$python" scripts/benchmarks/gpu_measure.py $quick
 pytest=("$python" -m pytest -n 2 -p no:cacheprovider)
 if [[ $quick ]]; then
   part tests-copying "what a GPU does differently" "${pytest[@]}" \

@@ -102,13 +102,13 @@ def host() -> Iterator[Any]:
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small products in tiles too."""
     from flexgen_jax.cpu import matmul
-    from flexgen_jax.layers import programs
+    from flexgen_jax.layers.programs import table
 
     for name in ("FEW_PRODUCTS", "FEW_ROWS", "FEW_PACKED", "FEW_READ", "FEW_ROUNDED"):
         monkeypatch.setattr(matmul, name, 0)
-    programs._compile.cache_clear()
+    table.compiled.cache_clear()
     yield
-    programs._compile.cache_clear()
+    table.compiled.cache_clear()
 
 
 @pytest.fixture(scope="session")

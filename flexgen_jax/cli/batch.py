@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
 
 if TYPE_CHECKING:
-    from flexgen_jax.jobs.job import JobOptions, Summary
+    from flexgen_jax.jobs.options import JobOptions, Summary
 
 
 @click.command(cls=Command)
@@ -104,7 +105,7 @@ def batch(
     space, goes on with the same command; every line has exactly one record in the end. The exit
     status is 1 if every line has an error.
     """
-    from flexgen_jax.jobs.job import JobOptions
+    from flexgen_jax.jobs.options import JobOptions
 
     check_json(json_file)
     check_json(progress_file, "--progress-file")
@@ -147,7 +148,7 @@ def batch(
         sys.exit(1)
 
 
-def run_here(engine: EngineOptions, options: JobOptions) -> tuple[Summary, dict[str, Any]]:
+def run_here(engine: EngineOptions, options: JobOptions) -> tuple[Summary, Mapping[str, Any]]:
     """Runs a job in this process; returns its summary, and the engine's report on its last run."""
     from flexgen_jax.jobs.job import Job
 
@@ -172,7 +173,7 @@ def run_on_ray(address: str, engine: EngineOptions, options: JobOptions) -> Summ
         return Job(Fleet(llm, crew), options).run()
 
 
-def account(report: dict[str, Any]) -> str:
+def account(report: Mapping[str, Any]) -> str:
     """Returns a line on what the engine's last run did, from `LLM.report`."""
     share = report["prompt_tokens"] / max(report["padded_prompt_tokens"], 1)
     moved = ", ".join(

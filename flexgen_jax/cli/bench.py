@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from flexgen_jax.offload.metrics import LINKS, PHASES
 
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
+    from flexgen_jax.engine.report import Report
 
 SIGMA = 0.8
 """Spread of the logarithms of text lengths, as in logs of chats."""
@@ -105,7 +106,7 @@ def run_bench(
     seed: int,
     warm_up: bool = False,
     lengths: str | None = None,
-) -> dict[str, Any]:
+) -> Report:
     """Generates `gen_len` tokens after random prompts of `prompt_len` tokens; returns the report.
 
     With num_sequences None it runs one block of the policy. With `warm_up` it runs twice and
@@ -174,7 +175,7 @@ def text_lengths(lengths: str, count: int, most: int, seed: int) -> list[int]:
     return [min(found[i % len(found)], most) for i in range(count)]
 
 
-def bench_summary(report: dict[str, Any]) -> str:
+def bench_summary(report: Report) -> str:
     """Formats a run's report for people."""
     moved = ", ".join(f"{link} {n / 1e9:.2f} GB" for link, n in report["bytes"].items() if n)
     steps = max(1, report["decode_steps"])
@@ -198,7 +199,7 @@ def bench_summary(report: dict[str, Any]) -> str:
     )
 
 
-def breakdown_table(report: dict[str, Any]) -> str:
+def breakdown_table(report: Mapping[str, Any]) -> str:
     """Formats where the time of each phase went, as table 8 of the FlexGen paper does: busy
     seconds, and GB of transfers. Time that overlaps counts in every row, so the rows do not add
     up."""

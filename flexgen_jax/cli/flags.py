@@ -21,7 +21,7 @@ from flexgen_jax.policy.policy import (
     Policy,
     PolicyError,
 )
-from flexgen_jax.policy.schedule import SCHEDULES
+from flexgen_jax.policy.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM

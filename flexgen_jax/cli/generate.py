@@ -194,7 +194,7 @@ def run_prompts(
     output: Path | None,
     options: EngineOptions,
     chat: Chat | None = None,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
     """Returns the results of all prompts, which begin with `prefix`, and the report of the run. A
     prompt that could not be continued has an "error", and its "index".
 

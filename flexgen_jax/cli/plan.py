@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +12,16 @@ import click
 from flexgen_jax.cli.commands import Command
 from flexgen_jax.cli.flags import engine_options, model_options, plan_options, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
+from flexgen_jax.cli.plan_text import plan_json, plan_text, staged_json, staged_text
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import UserError
-from flexgen_jax.models.spec import model_spec
-from flexgen_jax.policy.fit import Budgets, human
+from flexgen_jax.policy.candidates import Candidate, candidates, frontier
+from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import Rate
-from flexgen_jax.policy.placement import stays_on_device
-from flexgen_jax.policy.policy import TIERS, Policy, Workload
-from flexgen_jax.policy.search import (
-    Candidate,
-    Choices,
-    Plan,
-    Problem,
-    candidates,
-    evaluate,
-    frontier,
-    search,
-)
+from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.problem import Choices, Plan, Problem
+from flexgen_jax.policy.search import evaluate, search
+from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.policy.stage_search import ChainPlan, search_stages
 from flexgen_jax.policy.stages import divisions
 from flexgen_jax.units import parse_bytes
@@ -38,8 +31,6 @@ if TYPE_CHECKING:
 
 WORTH_A_HINT = 1.2
 """A hint is given if a change makes the predicted throughput at least this many times as high."""
-
-BAR = 30
 
 MUCH = 1000
 """How many times as large a budget is taken to see whether it is what is missing."""
@@ -138,12 +129,10 @@ def make_problem(
             )
     base = replace(Policy(), **options.changes)
     return Problem(
-        config,
-        kind,
-        profile,
-        found,
-        profile.unified,
-        workload,
+        setting=Setting(config, kind, profile.unified, profile.sizes),
+        hw=profile,
+        budgets=found,
+        workload=workload,
         base=base,
         choices=choices,
         write_limit=parse_bytes(options.write_limit),
@@ -167,9 +156,10 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
     free = replace(problem, max_latency=None, min_throughput=None, write_limit=None)
     anything = search(free)
     if not anything:
+        config = problem.setting.config
         raise UserError(
-            f"{problem.config.num_layers} layers of hidden size {problem.config.hidden_size} do "
-            f"not fit this hardware in any way; {_what_would_fit(problem)}"
+            f"{config.num_layers} layers of hidden size {config.hidden_size} do not fit "
+            f"this hardware in any way; {_what_would_fit(problem)}"
         )
     best = anything[0]
     raise UserError(
@@ -205,57 +195,15 @@ def refuse_with_stages(*given: object) -> None:
 
 def staged_plan(problem: Problem, stages: int) -> ChainPlan:
     """Returns the best plan for a model in stages, on machines that are alike."""
-    if stages > problem.config.num_layers:
-        raise UserError(f"--stages {stages}: the model has {problem.config.num_layers} layers")
+    if stages > problem.setting.config.num_layers:
+        raise UserError(
+            f"--stages {stages}: the model has {problem.setting.config.num_layers} layers"
+        )
     spec = problem.costs(problem.base).spec
     found = search_stages(problem, divisions(spec, stages))
     if found is None:
         raise UserError(f"no plan fits {stages} stages; allow more disk, or --weight-bits 4")
     return found
-
-
-def staged_text(problem: Problem, plan: ChainPlan) -> str:
-    """Formats the plan of stages for people."""
-    work, shape = problem.workload, plan.shape
-    count = len(plan.stages)
-    lines = [
-        f"{plan.tokens // work.gen_len} x ({work.prompt_len} + {work.gen_len}) tokens in "
-        f"{problem.dtype} on {count} of {problem.hw.name}, {shape.groups} groups of "
-        f"{shape.group_rows}",
-        f"predicted: {plan.throughput:.3g} token/s, {plan.decode_throughput:.3g} while decoding "
-        f"(prefill {plan.prefill_s:.1f} s, decode {plan.decode_s:.1f} s)",
-    ]
-    for number, (stage, part) in enumerate(zip(plan.stages, plan.layers, strict=True)):
-        lines.append(
-            f"stage {number}, layers {part.start} to {part.stop - 1}: {stage.prefill_s:.3g} s for "
-            f"a group's prompts, {stage.token_s:.3g} s for a token: {flags_of(stage.policy)}"
-        )
-        lines += [
-            _bar(tier, stage.peak_bytes[tier], problem.budgets.allowed(tier)) for tier in TIERS
-        ]
-    return "\n".join(lines)
-
-
-def staged_json(problem: Problem, plan: ChainPlan) -> dict[str, Any]:
-    """Returns the content of `plan --stages N --json`; sizes are in bytes, times in seconds."""
-    return {
-        "hardware": problem.hw.name,
-        "dtype": problem.dtype,
-        "prompt_len": problem.workload.prompt_len,
-        "gen_len": problem.workload.gen_len,
-        "num_sequences": plan.tokens // problem.workload.gen_len,
-        "predicted": {
-            "prefill_s": plan.prefill_s,
-            "decode_s": plan.decode_s,
-            "total_s": plan.total_s,
-            "generation_throughput": plan.throughput,
-            "decode_throughput": plan.decode_throughput,
-        },
-        "stages": [
-            {"layers": [part.start, part.stop], **asdict(stage)}
-            for stage, part in zip(plan.stages, plan.layers, strict=True)
-        ],
-    }
 
 
 def hints(problem: Problem) -> list[dict[str, Any]]:
@@ -274,7 +222,7 @@ def hints(problem: Problem) -> list[dict[str, Any]]:
     compressed = _compressed(problem)
     if compressed is not None:
         ideas.append(("--allow-compression (4 bits, which costs some quality)", compressed))
-    if not problem.unified:
+    if not problem.setting.unified:
         more = replace(budgets, device=twice(budgets.device))
         ideas.append(("twice the device memory", replace(problem, budgets=more)))
     more = replace(budgets, host=twice(budgets.host), shared=twice(budgets.shared))
@@ -301,129 +249,6 @@ def _compressed(problem: Problem) -> Problem | None:
     if (choices.weight_bits, choices.cache_bits) != ((16,), (16,)):
         return None
     return replace(problem, choices=replace(choices, weight_bits=(16, 4), cache_bits=(16, 4)))
-
-
-def plan_json(
-    problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Returns the content of `plan --json`; sizes are in bytes, times in seconds."""
-    first = plans[0]
-    return {
-        "hardware": problem.hw.name,
-        "dtype": problem.dtype,
-        "prompt_len": problem.workload.prompt_len,
-        "gen_len": problem.workload.gen_len,
-        "num_sequences": first.num_sequences,
-        "block_sequences": first.block_sequences,
-        **_described(first),
-        "alternatives": [_described(plan) for plan in plans[1:]],
-        "hints": ideas,
-    }
-
-
-def _described(plan: Plan) -> dict[str, Any]:
-    return {
-        "policy": asdict(plan.policy),
-        "predicted": {
-            "prefill_s": plan.prefill_s,
-            "decode_s": plan.decode_s,
-            "total_s": plan.total_s,
-            "block_s": plan.latency_s,
-            "generation_throughput": plan.throughput,
-        },
-        "binding": plan.binding,
-        "busy_s": plan.busy_s,
-        "peak_bytes": plan.peak_bytes,
-        "written_bytes_a_day": plan.written_a_day,
-    }
-
-
-def flags_of(policy: Policy) -> str:
-    """Formats a policy as flags of the command line."""
-    percent = " ".join(f"{x:g}" for x in policy.percent)
-    flags = (
-        f"--percent {percent} --batch-size {policy.batch_size} --num-batches {policy.num_batches}"
-    )
-    flags += f" --attention {policy.attention}" if policy.cache.device < 1 else ""
-    default = Policy()
-    for name in ("weight_bits", "cache_bits", "matmul_bits", "schedule", "attention_sparsity"):
-        if getattr(policy, name) != getattr(default, name):
-            flags += f" --{name.replace('_', '-')} {getattr(policy, name)}"
-    return flags + ("" if policy.overlap else " --no-overlap")
-
-
-def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any]]) -> str:
-    """Formats the plan for people."""
-    plan, work = plans[0], problem.workload
-    total = max(plan.total_s, 1e-12)
-    busy = {
-        name: seconds / total for name, seconds in plan.busy_s.items() if seconds > 0.005 * total
-    }
-    blocks = -(-plan.num_sequences // plan.block_sequences)
-    lines = [
-        f"{plan.num_sequences} x ({work.prompt_len} + {work.gen_len}) tokens in {problem.dtype} on "
-        f"{problem.hw.name}, {blocks} block{'s' if blocks > 1 else ''} of {plan.block_sequences}",
-        f"policy: {flags_of(plan.policy)}",
-        f"that is: {_percent_text(plan.policy)}",
-        f"predicted: {plan.throughput:.3g} token/s (prefill {plan.prefill_s:.1f} s, decode "
-        f"{plan.decode_s:.1f} s, total {plan.total_s:.1f} s)",
-        f"binding: {plan.binding.replace('_', ' ')}; busy: "
-        + ", ".join(
-            f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in busy.items()
-        ),
-    ]
-    if plan.written:
-        lines.append(f"written to the disk: {plan.written_a_day / 1e9:.3g} GB a day of such work")
-    states = model_spec(problem.config).hidden_bytes(plan.policy.batch_size, 1, problem.dtype)
-    if plan.policy.activations.device < 1 and stays_on_device(1, states):
-        lines.append(
-            f"hidden states of single tokens stay on the device, {human(states)} for each batch"
-        )
-    for tier in TIERS:
-        lines.append(_bar(tier, plan.peak_bytes[tier], problem.budgets.allowed(tier)))
-    if problem.budgets.shared is not None:
-        together = plan.peak_bytes["device"] + plan.peak_bytes["host"]
-        lines.append(_bar("RAM", together, problem.budgets.shared))
-    for other in plans[1:]:
-        change = 100 * (other.throughput / plan.throughput - 1)
-        lines.append(
-            f"next best: {other.throughput:.3g} token/s ({change:+.1f} %{_why_not(plan, other)}): "
-            f"{flags_of(other.policy)}"
-        )
-    lines += [f"{idea['times']:.1f} times as fast with {idea['change']}" for idea in ideas]
-    return "\n".join(lines)
-
-
-def _why_not(chosen: Plan, other: Plan) -> str:
-    """Returns why a plan that is predicted to be faster is not the chosen one."""
-    if other.throughput <= chosen.throughput:
-        return ""
-    if other.block_sequences > chosen.block_sequences:
-        more = other.latency_s / max(chosen.latency_s, 1e-9)
-        return f", within the prediction's error, with results after {more:.1f} times the time"
-    return ", but slower where the disk is not as fast as usual"
-
-
-def _percent_text(policy: Policy) -> str:
-    """Says in words what --percent says in numbers."""
-    placed = [("weights", policy.weights), ("KV cache", policy.cache)]
-    placed.append(("hidden states", policy.activations))
-    texts = []
-    for name, placement in placed:
-        shares = [(tier, 100 * getattr(placement, tier)) for tier in TIERS]
-        shown = " + ".join(f"{share:.3g} % {tier}" for tier, share in shares if share > 0.05)
-        texts.append(f"{name} {shown}")
-    return ", ".join(texts)
-
-
-def _bar(name: str, used: int, limit: int | None) -> str:
-    if limit is None:
-        return f"{name:>7} {used / 1e9:8.2f} GB"
-    filled = min(BAR, round(BAR * used / max(limit, 1)))
-    filled = max(filled, 1) if used else 0
-    return (
-        f"{name:>7} [{'#' * filled}{'.' * (BAR - filled)}] {used / 1e9:.2f} of {limit / 1e9:.2f} GB"
-    )
 
 
 def curve_text(points: Sequence[Candidate]) -> str:

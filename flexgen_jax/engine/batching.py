@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,12 +16,14 @@ from flexgen_jax.engine.sampling import (
     sampling_arrays,
 )
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.offload.executor import Batch
-from flexgen_jax.policy.loop import fewer_rows
-from flexgen_jax.policy.plan import BatchShape, BlockPlan
+from flexgen_jax.offload.batch import Batch
+from flexgen_jax.policy.admission import Admission
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY
-from flexgen_jax.policy.schedule import PREFIX
+from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.segments import left_out
+from flexgen_jax.policy.shapes import BatchShape
+from flexgen_jax.policy.shrinking import fewer_rows
 
 
 class Choices(Protocol):
@@ -68,8 +69,8 @@ def grouped(requests: Sequence[EncodedRequest], batch_size: int) -> list[Sequenc
 class Waiting:
     """Requests that wait for their batches to enter: the source of a run.
 
-    Those of similar length go together. members: the requests of the batches that are there, by
-    number; left: requests that are longer than what was planned for; entered: how many were taken;
+    Those of similar length go together. members: the requests of the batches that are there;
+    left: requests that are longer than what was planned for; entered: how many were taken;
     prompt_tokens, padded_tokens: of all batches that entered, without and with the padding that is
     computed.
     """
@@ -86,58 +87,71 @@ class Waiting:
         all of them begin; choices: what tokens are chosen by, None where none is."""
         self._plan, self._source, self._make = plan, source, make
         self._requests: list[EncodedRequest] = []
-        self._numbers = count()
-        self._batches: dict[int, Batch] = {}
-        self.members: dict[int, Sequence[EncodedRequest]] = {}
+        self._admission = Admission(plan)
+        self._given: dict[Running, Batch] = {}
+        self.members: dict[Running, Sequence[EncodedRequest]] = {}
         self.left: list[EncodedRequest] = []
         self.entered = self.prompt_tokens = self.padded_tokens = 0
-        self._prefix, self._has_prefix = prefix, False
+        self._prefix_ids = prefix
+        self._prefix: Running | None = None
         self._choices = choices
 
-    @property
-    def batches(self) -> Mapping[int, Batch]:
-        """What is computed of the batches that are there, by number."""
-        return self._batches
+    def given(self, running: Running) -> Batch:
+        """Returns what is computed of a batch that is there."""
+        return self._given[running]
 
-    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+    def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
         """Lets as many batches enter as the plan has rows for beside those that are `going`."""
-        if PREFIX in going:
-            return {}
-        if self._prefix and not self._has_prefix:
-            return self._enter_prefix()
+        if any(running.is_prefix for running in going):
+            return ()
+        if self._prefix_ids and self._prefix is None:
+            return [self._enter_prefix()]
         policy = self._plan.policy
-        busy = sum(self._plan.batches[number].rows for number in going)
-        free = policy.batch_size * policy.num_batches - busy
+        free = policy.batch_size * policy.num_batches - sum(running.rows for running in going)
         if free < (policy.batch_size // FEWEST if going else 1):
-            return {}
+            return ()
         if not self.left:  # they wait for a run of their own
             self._top_up(max(0, free - len(self._requests)))
         if self._choices is not None:
             self._requests = self._choices.wanted(self._requests)
-        members = self._next(min(free, policy.batch_size * (most or policy.num_batches)), going)
+        members = self._next(
+            min(free, policy.batch_size * (most or policy.num_batches)), is_beside=bool(going)
+        )
         groups = grouped(members, policy.batch_size)
-        entered = {}
-        for group in groups:
-            batch, number = self._make(group, len(groups[0])), next(self._numbers)
-            self._batches[number], self.members[number] = batch, group
-            tokens = max(request.max_tokens for request in group)
-            self.prompt_tokens += sum(len(request.own_ids) for request in group)
-            is_scored = batch.targets is not None
-            entered[number] = BatchShape(batch.size, batch.prompt_len, tokens, is_scored)
-        if entered:
-            self._plan.enter(entered, is_first=not going)
-        for number in entered:
-            batch = self._batches[number]
-            segments = self._plan.segments(number, batch.padding)
-            self.padded_tokens += batch.size * batch.prompt_len - left_out(segments)
-        return {number: self._plan.tokens(number) for number in entered}
+        given = [self._make(group, len(groups[0])) for group in groups]
+        if not groups:
+            return ()
+        shapes = [
+            BatchShape(
+                rows=batch.size,
+                prompt_len=batch.prompt_len,
+                gen_len=max(request.max_tokens for request in group),
+                scores_prompt=batch.targets is not None,
+            )
+            for batch, group in zip(given, groups, strict=True)
+        ]
+        entered = self._admission.enter(shapes, is_first=not going, prefix=self._prefix)
+        for running, batch, group in zip(entered, given, groups, strict=True):
+            self._take_in(running, batch, group)
+        return entered
 
-    def _enter_prefix(self) -> Mapping[int, Sequence[int]]:
-        self._has_prefix = True
-        self._plan.enter(self._plan.prefix_batch, is_first=True)
-        ids, first_valid = np.array([self._prefix], np.int32), np.zeros(1, np.int32)
-        self._batches[PREFIX], self.members[PREFIX] = Batch(ids, first_valid), ()
-        return {PREFIX: self._plan.tokens(PREFIX)}
+    def _take_in(self, running: Running, batch: Batch, members: Sequence[EncodedRequest]) -> None:
+        self._given[running], self.members[running] = batch, members
+        running.closing.callback(self._forget, running)
+        if not running.is_prefix:
+            segments = self._plan.segments(running.shape, batch.padding)
+            self.prompt_tokens += sum(len(request.own_ids) for request in members)
+            self.padded_tokens += batch.size * batch.prompt_len - left_out(segments)
+
+    def _enter_prefix(self) -> Running:
+        self._prefix = self._admission.enter_prefix()
+        ids, first_valid = np.array([self._prefix_ids], np.int32), np.zeros(1, np.int32)
+        self._take_in(self._prefix, Batch(ids, first_valid), ())
+        return self._prefix
+
+    def _forget(self, running: Running) -> None:
+        """Forgets a batch that is done."""
+        del self._given[running], self.members[running]
 
     def _top_up(self, most: int) -> None:
         """Takes requests that have come; the shortest prompts are first."""
@@ -154,15 +168,16 @@ class Waiting:
         is_short = len(request.own_ids) <= max(shape.prompt_lens)
         return (
             is_short
-            and request.prefix == self._prefix
+            and request.prefix == self._prefix_ids
             and request.max_tokens <= shape.gen_len
             and (request.params.is_plain or shape.head != GREEDY)
         )
 
-    def _next(self, most: int, going: Collection[int]) -> Sequence[EncodedRequest]:
-        """Takes up to `most` requests out, neighbours in length."""
+    def _next(self, most: int, is_beside: bool) -> Sequence[EncodedRequest]:
+        """Takes up to `most` requests out, neighbours in length; is_beside: whether they run beside
+        other batches."""
         number = min(most, len(self._requests))
-        if going and number:  # beside others, few shapes are worth compiling for
+        if is_beside and number:  # few shapes are worth compiling for
             number = max(rows for rows in range(1, number + 1) if fewer_rows(rows) == rows)
         first = 0
         if number < len(self._requests) and not self._source.is_ended:
@@ -174,42 +189,37 @@ class Waiting:
         self.entered += number
         return taken
 
-    def keep(self, batch: int, rows: Sequence[int]) -> None:
+    def keep(self, running: Running, rows: Sequence[int]) -> None:
         """Leaves a batch with these rows; rows beyond the requests are padding, and come last."""
-        self._batches[batch] = self._batches[batch].taken(rows)
-        members = self.members[batch]
-        self.members[batch] = [members[row] for row in rows if row < len(members)]
+        self._given[running] = self._given[running].taken(rows)
+        members = self.members[running]
+        self.members[running] = [members[row] for row in rows if row < len(members)]
 
-    def adjusted(self, batch: int) -> tuple[np.ndarray, ...]:
+    def adjusted(self, running: Running) -> tuple[np.ndarray, ...]:
         """Returns the arguments of `layers.sampling.adjust` for a batch's next tokens, or ()."""
-        members = self.members[batch]
+        members = self.members[running]
         if self._choices is None or not any(r.params.is_adjusted for r in members):
             return ()
         padding: list[Mapping[int, tuple[float, float]]] = [{}] * (
-            self._batches[batch].size - len(members)
+            self._given[running].size - len(members)
         )
         return adjusting_arrays([*self._choices.adjustments(members), *padding])
 
-    def allowed(self, batch: int) -> np.ndarray | None:
+    def allowed(self, running: Running) -> np.ndarray | None:
         """Returns which tokens may come next in a batch, uint32 [batch, vocabulary / 32], or
         None."""
-        members = self.members[batch]
+        members = self.members[running]
         if self._choices is None or all(r.params.schema is None for r in members):
             return None
         masks = self._choices.allowed(members)
         words = next((mask.size for mask in masks if mask is not None), None)
         if words is None:
             return None
-        found = np.full((self._batches[batch].size, words), ~np.uint32(0))
+        allowed = np.full((self._given[running].size, words), ~np.uint32(0))
         for row, mask in enumerate(masks):
             if mask is not None:
-                found[row] = mask
-        return found
-
-    def leave(self, batch: int) -> None:
-        """Forgets a batch."""
-        self._plan.leave(batch)
-        del self._batches[batch], self.members[batch]
+                allowed[row] = mask
+        return allowed
 
     def wait(self) -> bool:
         """Waits until a request has come; returns false if none will that was planned for."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from itertools import cycle
@@ -17,6 +16,7 @@ from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.engine.stage_worker import batch_arrays
 from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.stages import told
 
 
@@ -44,8 +44,8 @@ class Conductor:
         collector: Generation | Scoring,
     ) -> None:
         """count: of the stages; groups: of batches that are under way at once; plan: of the whole
-        model for one group, without any batch."""
-        self._stages, self._count, self._plan = stages, count, plan
+        model for one group."""
+        self._stages, self._count = stages, count
         self._collector = collector
         is_scoring = isinstance(collector, Scoring)
         choices = collector if isinstance(collector, Generation) else None
@@ -54,18 +54,18 @@ class Conductor:
             return made_batch(plan.config, is_scoring, members, rows)
 
         self.waiting = Waiting(plan, incoming, make, (), choices)
-        self._groups: list[dict[int, deque[int]]] = [{} for _ in range(groups)]
-        self._asked: dict[int, tuple[int, int]] = {}
-        self._ids: dict[int, np.ndarray] = {}
+        self._groups: list[list[Running]] = [[] for _ in range(groups)]
+        self._asked: dict[Running, tuple[int, int]] = {}
+        self._ids: dict[Running, np.ndarray] = {}
         self._number = 0
 
     def run(self) -> Iterator[None]:
         for group in cycle(self._groups):
             leaving = self._receive(group)
             entered = self.waiting.enter(group, None)
-            group.update({batch: deque(tokens) for batch, tokens in entered.items()})
+            group += entered
             if group:
-                self._tell(group, list(entered), leaving)
+                self._tell(group, entered, leaving)
             elif not any(self._groups):
                 if leaving:
                     self._tell(group, [], leaving)
@@ -75,62 +75,60 @@ class Conductor:
                 self._tell(group, [], leaving)
             yield
 
-    def _receive(self, group: dict[int, deque[int]]) -> list[int]:
-        """Receives the tokens of a group's last slot; returns the batches that are done."""
+    def _receive(self, group: list[Running]) -> list[int]:
+        """Receives the tokens of a group's last slot; returns the batches that are done, by
+        number."""
         leaving = []
         for batch in list(group):
             if batch not in self._asked:
                 continue  # a chunk of a prompt has no token
             token, number = self._asked.pop(batch)
             while self._number <= number + self._count - 2:
-                self._tell({}, [], [])  # or the slot would not get to the last stage
-            result = self._stages.result(batch)
+                self._tell([], [], [])  # or the slot would not get to the last stage
+            result = self._stages.result(batch.number)
             left = self._collector.receive(self.waiting.members[batch], token, result)
             self._ids[batch] = self._chosen(batch, token, result)
-            if not left or not group[batch]:
-                del group[batch], self._ids[batch]
-                self.waiting.leave(batch)
-                leaving.append(batch)
+            if not left or not batch.left:
+                group.remove(batch)
+                del self._ids[batch]
+                batch.close()
+                leaving.append(batch.number)
         return leaving
 
-    def _chosen(self, batch: int, token: int, result: Any) -> np.ndarray:
+    def _chosen(self, batch: Running, token: int, result: Any) -> np.ndarray:
         """Returns what a batch's next step embeds, int32 [batch, 1]."""
-        given = self.waiting.batches[batch]
+        given = self.waiting.given(batch)
         if given.forced is not None:
             return given.forced[:, token : token + 1]
         if given.targets is not None:
             return given.targets[:, -1:]
-        found: np.ndarray = result[0] if isinstance(result, tuple) else result
-        return found
+        ids: np.ndarray = result[0] if isinstance(result, tuple) else result
+        return ids
 
     def _tell(
-        self, group: dict[int, deque[int]], entering: Sequence[int], leaving: Sequence[int]
+        self, group: Sequence[Running], entering: Sequence[Running], leaving: Sequence[int]
     ) -> None:
         """Tells all stages of the next slot."""
-        steps = [(batch, tokens.popleft()) for batch, tokens in group.items()]
+        steps = [(batch, batch.left.popleft()) for batch in group]
         self._stages.tell_slot(
             number=self._number,
-            steps=[tuple(step) for step in told(steps, self._plan)],
+            steps=[tuple(step) for step in told(steps)],
             entering=[
-                [
-                    batch,
-                    astuple(self._plan.batches[batch]),
-                    batch_arrays(self.waiting.batches[batch]),
-                ]
+                [batch.number, astuple(batch.shape), batch_arrays(self.waiting.given(batch))]
                 for batch in entering
             ],
             leaving=leaving,
-            more=[[batch, self._more(batch, token)] for batch, token in steps],
+            more=[[batch.number, self._more(batch, token)] for batch, token in steps],
         )
         for batch, token in steps:
             if token >= 0:
                 self._asked[batch] = (token, self._number)
         self._number += 1
 
-    def _more(self, batch: int, token: int) -> dict[str, Any]:
+    def _more(self, batch: Running, token: int) -> dict[str, Any]:
         """Returns what a step needs besides: the tokens before it, and what choosing depends on."""
         if token < 0:
             return {}
-        found: dict[str, Any] = {"adjusted": self.waiting.adjusted(batch)}
-        found["allowed"] = self.waiting.allowed(batch)
-        return found | ({"ids": self._ids[batch]} if token > 0 else {})
+        ids = {"ids": self._ids[batch]} if token > 0 else {}
+        adjusted, allowed = self.waiting.adjusted(batch), self.waiting.allowed(batch)
+        return {"adjusted": adjusted, "allowed": allowed, **ids}

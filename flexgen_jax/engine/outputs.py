@@ -12,6 +12,7 @@ import numpy as np
 from flexgen_jax.engine.feed import Source
 from flexgen_jax.engine.grammar import Grammars, Matcher
 from flexgen_jax.engine.requests import EncodedRequest, Request
+from flexgen_jax.engine.stop_strings import Texts
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.progress import Amount
 
@@ -20,10 +21,6 @@ ENOUGH = 8
 
 REMEMBERED = 2_000
 """Most requests of which it is kept how long their texts were."""
-
-EXTRA = 8
-"""Tokens before those that may have a stop string, which may be decoded otherwise at a text's
-beginning."""
 
 RECENT = 1 << 16
 """Finished requests whose ids are known, so that cancelling one of them late cancels no later one
@@ -97,7 +94,7 @@ class Generation:
         grammars: Grammars | None = None,
     ) -> None:
         self._grammars = grammars
-        self._tokenizer, self._eos_ids = tokenizer, eos_ids
+        self._texts, self._eos_ids = Texts(tokenizer), eos_ids
         self._on_output, self._on_token = on_output, on_token
         self._sequences: dict[int, _Sequence] = {}
         self._ids: set[str] = set()
@@ -205,11 +202,13 @@ class Generation:
             return replace(self._result(sequence, "error"), error=why)
         if sequence.ids[-1] in self._eos_ids and not params.ignore_eos:
             return self._result(sequence, "stop")
-        if sequence.ids[-1] in params.end_ids or self._is_special_stop(sequence):
+        is_stop = self._texts.is_special_stop(sequence.ids, params.stop)
+        if is_stop or sequence.ids[-1] in params.end_ids:
             return self._result(sequence, "stop")
         if sequence.matcher is not None and sequence.matcher.is_done:
             return self._result(sequence, "stop")
-        if params.stop and (text := self._until_stop(sequence)) is not None:
+        text = self._texts.until_stop(request, sequence.ids) if params.stop else None
+        if text is not None:
             return self._result(sequence, "stop", text)
         if len(sequence.ids) >= request.whole_limit:
             return self._result(sequence, "length")
@@ -243,7 +242,7 @@ class Generation:
         return RequestOutput(
             prompt=request.prompt,
             prompt_token_ids=list(request.given_ids),
-            text=self._decode(sequence) if text is None else text,
+            text=self._texts.decode(sequence.request, sequence.ids) if text is None else text,
             token_ids=sequence.ids,
             finish_reason=reason,
             id=request.id,
@@ -271,48 +270,6 @@ class Generation:
     def has(self, request_id: str) -> bool:
         """Returns whether a request with this id is not finished."""
         return request_id in self._ids
-
-    def _is_special_stop(self, sequence: _Sequence) -> bool:
-        """Returns whether the last token is a special one, and a stop string names it: texts do not
-        have special tokens."""
-        token, stop = sequence.ids[-1], sequence.request.params.stop
-        if not stop or self._tokenizer is None or token not in self._tokenizer.special_ids:
-            return False
-        return self._tokenizer.piece(token).decode(errors="replace") in stop
-
-    def _until_stop(self, sequence: _Sequence) -> str | None:
-        """Returns the text before the first stop string, or None if there is none yet.
-
-        A new one ends with the last token, so the whole text is decoded only if the end of it has
-        one.
-        """
-        if self._tokenizer is None:
-            return None
-        stops = sequence.request.params.stop
-        latest = self._latest(sequence.ids, max(len(stop.encode()) for stop in stops))
-        if len(latest) < len(sequence.ids):
-            end = self._tokenizer.decode(latest)
-            if not any(stop in end for stop in stops):
-                return None
-        text = self._decode(sequence)
-        found = [text.find(stop) for stop in sequence.request.params.stop]
-        places = [place for place in found if place >= 0]
-        return text[: min(places)] if places else None
-
-    def _latest(self, ids: Sequence[int], size: int) -> Sequence[int]:
-        """Returns the last tokens that have `size` bytes of the text or more, and some before."""
-        assert self._tokenizer is not None, "there is a text"
-        left = size + EXTRA
-        for at in range(len(ids) - 1, -1, -1):
-            left -= ids[at] not in self._tokenizer.special_ids
-            if not left:
-                return ids[at:]
-        return ids
-
-    def _decode(self, sequence: _Sequence) -> str:
-        if self._tokenizer is None:
-            return ""
-        return self._tokenizer.decode(sequence.ids, before=sequence.request.given_ids)
 
     def restart(self) -> list[EncodedRequest]:
         """Returns the requests that are not finished, and drops what was collected for them."""

@@ -11,13 +11,14 @@ from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.errors import first_line
 from flexgen_jax.machine.limits import detect_budgets
 from flexgen_jax.machine.profiles import cached_profile, measured_profile, record_disk_reads
-from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.fit import Budgets, Fitter
-from flexgen_jax.policy.hardware import DiskReads, HardwareProfile, KernelSizes
+from flexgen_jax.policy.hardware import DiskReads, HardwareProfile
 from flexgen_jax.policy.ledger import BudgetError
 from flexgen_jax.policy.machines import generic_machine
 from flexgen_jax.policy.policy import Policy, Workload
-from flexgen_jax.policy.search import Choices, Plan, Problem, evaluate, search
+from flexgen_jax.policy.problem import Choices, Plan, Problem
+from flexgen_jax.policy.search import evaluate, search
+from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.policy.simulate import Prediction
 from flexgen_jax.progress import Progress
 
@@ -41,8 +42,7 @@ class Planner:
     machine to plan for; None is this machine's, measured if it is worth it.
     """
 
-    config: ModelConfig
-    dtype: str
+    setting: Setting
     policy: Policy
     is_auto: bool
     device_memory: int | None
@@ -50,8 +50,6 @@ class Planner:
     disk_space: int | None
     offload_dir: Path
     fingerprint: str
-    unified: bool
-    sizes: KernelSizes
     progress: Progress
     write_limit: int | None = None
     profile: HardwareProfile | None = None
@@ -70,7 +68,8 @@ class Planner:
         if self._budgets is None:
             asked = (self.device_memory, self.host_memory, self.disk_space)
             where = (self.offload_dir, self.fingerprint)
-            self._budgets = detect_budgets(*asked, *where, self.unified, self.progress.say)
+            unified = self.setting.unified
+            self._budgets = detect_budgets(*asked, *where, unified, self.progress.say)
         return self._budgets
 
     def block_sequences(self, prompt_len: int, gen_len: int) -> int:
@@ -118,7 +117,7 @@ class Planner:
         """Measures the machine; a disk that cannot be measured does not stop the run."""
         try:
             self.profile = measured_profile(
-                self.dtype, self.offload_dir, self.unified, self.progress
+                self.setting.dtype, self.offload_dir, self.setting.unified, self.progress
             )
         except (OSError, ValueError) as error:
             what = first_line(error)
@@ -145,19 +144,17 @@ class Planner:
         """Returns a policy that fits where the linear program, whose memory is an estimate, finds
         none."""
         fitter = self._fitter(replace(workload, num_sequences=workload.num_sequences or 1))
-        found = fitter.largest_batches(self.policy)
-        if found is None:
+        policy = fitter.largest_batches(self.policy)
+        if policy is None:
             self._check(fitter, self.policy)
-        return found or self.policy
+        return policy or self.policy
 
     def problem(self, workload: Workload) -> Problem:
         """Returns the search problem for this model, machine and workload."""
         return Problem(
-            config=self.config,
-            dtype=self.dtype,
+            setting=self.setting,
             hw=self._known_profile(),
             budgets=self.budgets,
-            unified=self.unified,
             workload=workload,
             base=self.policy,
             choices=Choices.keeping(self.policy),
@@ -168,9 +165,8 @@ class Planner:
         """Returns the best profile known without measuring: the given one, a cached one, or a
         generic machine's."""
         if self.profile is None:
-            self.profile = cached_profile(self.dtype, self.offload_dir)
-        found = self.profile or generic_machine(self.unified)
-        return replace(found, sizes=self.sizes)  # this device computes, whatever it plans with
+            self.profile = cached_profile(self.setting.dtype, self.offload_dir)
+        return self.profile or generic_machine(self.setting.unified)
 
     def predicted(
         self, policy: Policy, workload: Workload, texts: Mapping[EncodedRequest, int] | None
@@ -203,7 +199,7 @@ class Planner:
     def observe(self, reads: Sequence[DiskReads], busy_s: float) -> None:
         """Keeps how fast a run's direct reads were, for later plans for this machine."""
         if self._is_here and reads:
-            record_disk_reads(self.dtype, self.offload_dir, reads, busy_s)
+            record_disk_reads(self.setting.dtype, self.offload_dir, reads, busy_s)
 
     def back_off(self, on_host: bool) -> bool:
         """Plans for less memory from now on, after running out of it.
@@ -214,7 +210,7 @@ class Planner:
         if not self.is_auto or self._backed_off == BACK_OFFS:
             return False
         self._backed_off += 1
-        old = self.budgets
+        old, unified = self.budgets, self.setting.unified
 
         def less(limit: int | None, used: int) -> int | None:
             return None if limit is None else int(BACK_OFF * min(limit, used))
@@ -223,8 +219,8 @@ class Planner:
         used = self._plan.peak_bytes
         together = used["device"] + used["host"]
         self._budgets = Budgets(
-            device=old.device if self.unified or on_host else less(old.device, used["device"]),
-            host=less(old.host, used["host"]) if on_host and not self.unified else old.host,
+            device=old.device if unified or on_host else less(old.device, used["device"]),
+            host=less(old.host, used["host"]) if on_host and not unified else old.host,
             disk=old.disk,
             shared=less(old.shared, together),
         )
@@ -233,7 +229,7 @@ class Planner:
         return True
 
     def _fitter(self, workload: Workload) -> Fitter:
-        return Fitter(self.config, self.dtype, workload, self.budgets, self.unified, self.sizes)
+        return Fitter(self.setting, workload, self.budgets)
 
     def _check_writes(self, problem: Problem, plan: Plan) -> None:
         excess = problem.excess_writes(plan)

@@ -9,13 +9,14 @@ import numpy as np
 from flexgen_jax.engine.batching import Waiting, padded_length
 from flexgen_jax.engine.feed import Listed
 from flexgen_jax.engine.requests import EncodedRequest
-from flexgen_jax.offload.executor import Batch
+from flexgen_jax.offload.batch import Batch
 from flexgen_jax.policy.placement import page_cached
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
-from flexgen_jax.policy.schedule import Step
-from flexgen_jax.policy.search import Problem
+from flexgen_jax.policy.problem import Problem
+from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.simulate import Prediction, simulate_texts
+from flexgen_jax.policy.waves import Step
 
 MOST_STEPS = 30_000
 """Longer runs are not simulated step by step."""
@@ -40,7 +41,7 @@ class KnownTexts(Waiting):
 
         super().__init__(plan, Listed(requests), make, requests[0].prefix)
         self._ends = ends
-        self._left: dict[int, list[int]] = {}
+        self._left: dict[Running, list[int]] = {}
 
     def rows_left(self, step: Step) -> int:
         members = enumerate(self.members.get(step.batch, ()))
@@ -48,14 +49,10 @@ class KnownTexts(Waiting):
         self._left[step.batch] = left
         return len(left)
 
-    def shrink(self, batch: int, rows: int) -> None:
+    def shrink(self, batch: Running, rows: int) -> None:
         left = self._left[batch]
-        others = [row for row in range(self.batches[batch].size) if row not in left]
+        others = [row for row in range(self.given(batch).size) if row not in left]
         self.keep(batch, [*left, *others][:rows])
-
-    def leave(self, batch: int) -> None:
-        super().leave(batch)
-        self._left.pop(batch, None)
 
 
 def predicted_time(
@@ -67,11 +64,12 @@ def predicted_time(
     if len({r.prefix for r in requests}) > 1:
         return None
     blocks = -(-len(requests) // (policy.batch_size * policy.num_batches))
-    steps = blocks * max(ends.values()) * policy.num_batches * (problem.config.num_layers + 2)
+    layers = len(problem.costs(policy).spec.layers)
+    steps = blocks * max(ends.values()) * policy.num_batches * layers
     if steps > MOST_STEPS:
         return None
-    plan = problem.plan(policy).emptied()
-    known = KnownTexts(plan, requests, ends, problem.config.max_positions)
+    plan = problem.plan(policy)
+    known = KnownTexts(plan, requests, ends, problem.setting.config.max_positions)
     costs = problem.costs(policy)
     spare = problem.budgets.spare_ram(problem.peak(policy))
     cached = page_cached(costs.spec, costs.formats, plan.tiers, spare)

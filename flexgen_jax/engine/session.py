@@ -9,30 +9,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flexgen_jax.layers.programs import Programs
-from flexgen_jax.layers.sampling import Choice
+from flexgen_jax.engine.warm_up import warm_up
 from flexgen_jax.machine.limits import storage_read_bytes
 from flexgen_jax.models.checkpoint import WeightSource
-from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.spec import LayerSpec
+from flexgen_jax.offload.batch import Neighbours, OnResult, Source
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
-from flexgen_jax.offload.executor import BlockRun, Neighbours, OnResult, Source
+from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.weights import WeightStore
+from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import DiskReads
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.memory import peak_bytes, plan_workspace
-from flexgen_jax.policy.placement import (
-    CacheKey,
-    page_cached,
-    place_weights,
-    realised,
-)
-from flexgen_jax.policy.plan import BlockPlan, BlockShape
+from flexgen_jax.policy.placement import page_cached, place_weights, realised
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import TIERS, Policy, Tier, Workload
-from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.running import LayerState
+from flexgen_jax.policy.shapes import BlockShape, Setting
+from flexgen_jax.policy.waves import Step
 from flexgen_jax.progress import Progress
 
 
@@ -41,23 +37,20 @@ class Session:
 
     def __init__(
         self,
-        config: ModelConfig,
-        dtype: str,
+        setting: Setting,
         policy: Policy,
         workload: Workload,
         budgets: Budgets,
         offload_dir: Path,
-        unified: bool,
         source: WeightSource,
         metrics: Metrics | None = None,
     ) -> None:
-        self._config = config
-        self._dtype, self._formats = dtype, policy.formats(dtype)
-        self._budgets, self._unified = budgets, unified
-        self._device = Device.create(config, self._formats, unified, metrics)
+        self._setting, self._formats = setting, policy.formats(setting.dtype)
+        self._budgets = budgets
+        self._device = Device.create(setting.config, self._formats, setting.unified, metrics)
         self._ledger = Ledger({tier: budgets.allowed(tier) for tier in TIERS})
         self._folder = OffloadFolder(offload_dir) if policy.uses_disk else None
-        self._tiers = place_weights(self._device.spec, dtype, policy)
+        self._tiers = place_weights(self._device.spec, setting.dtype, policy)
         self._weights = WeightStore(self._device, source, self._tiers, self._ledger, self._folder)
         self.adopt(policy, workload)
         self._phases = {"prefill_s": 0.0, "decode_s": 0.0}
@@ -71,23 +64,20 @@ class Session:
         """Returns whether weights and formats already are as the policy wants them."""
         same_place = self.policy.weights == policy.weights
         has_disk = self._folder is not None or not policy.uses_disk
-        return same_place and has_disk and self._formats == policy.formats(self._dtype)
+        return same_place and has_disk and self._formats == policy.formats(self._setting.dtype)
 
     def adopt(self, policy: Policy, workload: Workload) -> None:
         """Uses a policy, which must suit this session (see `suits`), from now on."""
         self.policy, self.workload = policy, workload
-        self._largest = self._plan(BlockShape.of(policy, workload))
+        self._largest = BlockPlan(self._setting, policy, BlockShape.of(policy, workload))
         self._peaks = peak_bytes(self._largest)
         spare = self._budgets.spare_ram(self._peaks)
         self._weights.cached = page_cached(self._device.spec, self._formats, self._tiers, spare)
 
-    def open_plan(self) -> BlockPlan:
-        """Returns the plan of a run, which no batch has entered yet."""
-        return self._largest.emptied()
-
-    def _plan(self, shape: BlockShape) -> BlockPlan:
-        sizes = self._device.sizes
-        return BlockPlan(self._config, self._dtype, self.policy, shape, self._unified, sizes)
+    @property
+    def plan(self) -> BlockPlan:
+        """The plan of a run."""
+        return self._largest
 
     def place(self, progress: Progress) -> None:
         """Brings the weights to their tiers."""
@@ -100,89 +90,8 @@ class Session:
 
     def compile(self, workload: Workload) -> None:
         """Compiles every program of a greedy run on the largest block of this workload."""
-        shape = BlockShape.of(self.policy, workload)
-        plan = self._plan(shape)
-        cache = plan.cache
-        programs = self._device.programs
-        for layer, _ in self._device.spec.decoder_kinds if plan.unpacks else ():
-            programs.unpack(layer)
-        for batch, rows in enumerate(shape.batch_sizes):
-            prompt, generated = cache.prompt[batch], cache.generated[batch]
-            self._compile_prefill(plan, batch, rows)
-            if self._config.has_head:
-                programs.head(rows, Choice(is_greedy=True))
-            for count, tail in enumerate(generated):
-                if self._config.has_embedding:
-                    programs.embed(rows, 1)
-                self._compile_decode(plan, batch, rows, len(prompt) + count)
-                for layer, _ in self._device.spec.decoder_kinds:
-                    if self._formats.cache_bits < 16:
-                        programs.seal(layer, rows, tail)
-        if (
-            any(cache.generated.values())
-            and cache.values_stay
-            and set(cache.homes.values()) != {"device"}
-        ):
-            started = time.perf_counter()
-            self._device.prepare_host(self.policy.is_sparse, not cache.keys_stay)
-            self._kernels_s += time.perf_counter() - started
-
-    def _compile_prefill(self, plan: BlockPlan, batch: int, rows: int) -> None:
-        """Compiles every program of a batch's prompts."""
-        programs, layered = self._device.programs, self._device.layer_programs(plan)
-        blocks, chunks = plan.cache.prompt[batch], plan.chunks(plan.batches[batch])
-        *others, last = self._device.spec.decoders
-        has_head = self._config.has_head
-        for tokens in set(chunks) if self._config.has_embedding else ():
-            programs.embed(rows, tokens)
-        for layer in (*others, last):
-            is_last = layer is last and has_head
-            for tokens in {1} if is_last else set(chunks):
-                self._compile_experts(layered, layer, rows, tokens)
-            first = blocks if len(chunks) == 1 else blocks[:1]
-            layered.prefill(layer, rows, first, only_last=is_last)
-            for tokens in set(chunks[1:]):
-                asked = 1 if is_last else tokens
-                layered.project_chunk(layer, rows, tokens, asked)
-                layered.finish_chunk(layer, rows, tokens, asked, 1)
-                for earlier in set(chunks[:-1]):
-                    layered.attend_chunk(layer, rows, asked, earlier)
-
-    def _compile_decode(self, plan: BlockPlan, batch: int, rows: int, sealed: int) -> None:
-        """Compiles every program that a step may need, in any layer, when `sealed` KV blocks are
-        sealed."""
-        programs, layered = self._device.programs, self._device.layer_programs(plan)
-        cache = plan.cache
-        room = sum(cache.lengths(batch)[: sealed + 1])
-        most = self.policy.attended(room) if self.policy.is_sparse else 0
-        for index, layer in enumerate(self._device.spec.decoders):
-            self._compile_experts(layered, layer, rows, 1)
-            here, there = (cache.part(index, batch, sealed, on_host) for on_host in (False, True))
-            if not there.starts:
-                appends = plan.appends(CacheKey(index, batch, sealed))
-                layered.decode(layer, rows, here.lengths, here.tail, most, appends)
-                continue
-            layered.project(layer, rows)
-            layered.finish(layer, rows, 2 if here.starts else 1)
-            if here.tail and not self._unified:
-                programs.append(layer, rows, here.tail)
-            if here.starts and not most:
-                programs.attend(layer, rows, here.lengths, here.tail)
-            elif here.starts:
-                programs.rank(layer, rows, here.lengths, here.tail, most)
-                programs.attend_ranked(layer, rows, here.lengths, here.tail, most)
-            if most and not cache.keys_stay:
-                programs.rank(layer, rows, there.lengths, there.tail, most)
-
-    def _compile_experts(self, layered: Programs, layer: LayerSpec, rows: int, tokens: int) -> None:
-        """Compiles what a layer's experts compute of `tokens` tokens of each row."""
-        if layer.experts is None:
-            return
-        layered.route(layer, rows, tokens)
-        layered.expert(layer, rows * tokens)
-        layered.combine(rows, tokens)
-        if tokens == 1:
-            layered.guess(layer, rows)
+        plan = BlockPlan(self._setting, self.policy, BlockShape.of(self.policy, workload))
+        self._kernels_s += warm_up(self._device, plan)
 
     def start(self) -> None:
         """Starts the measurements of a run."""
@@ -200,7 +109,6 @@ class Session:
 
     def run(
         self,
-        plan: BlockPlan,
         source: Source,
         on_result: OnResult,
         tick: Callable[[], object],
@@ -208,9 +116,9 @@ class Session:
     ) -> Iterator[None]:
         """Walks the batches that arrive through the model, one step at a time.
 
-        plan: from `open_plan`; source: the batches; neighbours: None unless this is a stage.
+        source: the batches; neighbours: None unless this is a stage.
         """
-        last, decoded, head = time.perf_counter(), -1, len(plan.spec.layers) - 1
+        last, decoded, head = time.perf_counter(), -1, self._device.spec.head.index
 
         def on_step(step: Step) -> None:
             nonlocal last, decoded
@@ -223,16 +131,16 @@ class Session:
             tick()
 
         block = BlockRun(
-            self._device,
-            self._weights,
-            plan,
-            source,
-            self._ledger,
-            self._folder,
-            on_result,
-            on_step,
-            self._peaks,
-            neighbours,
+            device=self._device,
+            weights=self._weights,
+            plan=self._largest,
+            source=source,
+            ledger=self._ledger,
+            folder=self._folder,
+            on_result=on_result,
+            on_step=on_step,
+            peaks=self._peaks,
+            neighbours=neighbours,
         )
         with self._ledger.reserving("device", plan_workspace(self._largest)):
             yield from block.run()
@@ -285,12 +193,18 @@ class Session:
         is_cached = is_cached or self.policy.activations.disk > 0
         if is_cached or not self.policy.overlap or busy_s < report["total_s"] / 2:
             return [], busy_s
-        plan = self._largest
-        layouts = [layout for parts in plan.parts for part in parts for layout in part.layouts]
-        blocks = [key for key, home in plan.cache.homes.items() if home == "disk"]
+        layouts = [
+            layout for parts in self._largest.parts for part in parts for layout in part.layouts
+        ]
+        blocks = [
+            sizes.sealed
+            for state in self._states()
+            for sizes, home in zip(state.sizes, state.homes, strict=True)
+            if home == "disk"
+        ]
         sizes = {
             "weights": max((layout.nbytes for layout in layouts), default=0),
-            "cache": max(map(plan.kv_bytes, blocks), default=0),
+            "cache": max(blocks, default=0),
         }
         reads = [
             DiskReads(row["bytes"], sizes[row["content"]], row["phase"] == "prefill")
@@ -299,23 +213,33 @@ class Session:
         ]
         return reads, busy_s
 
+    def _states(self) -> list[LayerState]:
+        """What all layers keep of the batches of the largest block."""
+        return [state for running in block_of(self._largest) for state in running.layers]
+
     def _realized(self) -> dict[str, dict[Tier, float]]:
         """Returns the fractions of the bytes that each tier really got."""
-        spec = self._device.spec
-        tensors = [t for t in spec.tensors.values() if not t.is_small]
-        weights = [self._formats.weight(t).nbytes for t in tensors]
-        plan = self._largest
-        cache, homes = plan.cache, plan.waiting.homes
-        decoded = [plan.hidden(1, layer, batch).home for layer, batch in homes]
-        blocks = [
-            cache.lengths(key.batch)[key.block] * spec.decoders[key.layer].attention.kv_size
-            for key in cache.homes
+        spec, batches = self._device.spec, block_of(self._largest)
+        tensors = [tensor for tensor in spec.tensors.values() if not tensor.is_small]
+        weights = [self._formats.weight(tensor).nbytes for tensor in tensors]
+        kept, homes = list[int](), list[Tier]()
+        for state in self._states():
+            kept += [tokens * state.layer.row_size for tokens in state.running.lengths]
+            homes += state.homes
+            if state.layer.replaced:
+                kept.append(state.layer.state_size)
+                homes.append(state.replaced_home)
+        hidden = [home for running in batches for home in running.hidden_homes]
+        decoded = [
+            running.hidden_part(1, layer).home
+            for running in batches
+            for layer in range(len(running.hidden_homes))
         ]
         return {
-            "weights": realised(weights, [self._tiers[t.key] for t in tensors]),
-            "cache": realised(blocks, list(cache.homes.values())),
-            "activations": realised([1] * len(homes), list(homes.values())),
-            "activations_of_one_token": realised([1] * len(homes), decoded),
+            "weights": realised(weights, [self._tiers[tensor.key] for tensor in tensors]),
+            "cache": realised(kept, homes),
+            "activations": realised([1] * len(hidden), hidden),
+            "activations_of_one_token": realised([1] * len(decoded), decoded),
         }
 
     def report(self) -> dict[str, Any]:

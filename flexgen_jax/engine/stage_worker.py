@@ -33,18 +33,20 @@ from flexgen_jax.machine.profiles import cached_profile, measured_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import open_model, resolve_dtype
+from flexgen_jax.offload.batch import Batch
 from flexgen_jax.offload.chain import Chain, measured_link
-from flexgen_jax.offload.executor import Batch
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.machines import generic_machine
-from flexgen_jax.policy.plan import BatchShape, BlockPlan
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Head, Policy, Workload
-from flexgen_jax.policy.schedule import Step
-from flexgen_jax.policy.search import Choices, Problem
+from flexgen_jax.policy.problem import Choices, Problem
+from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.shapes import BatchShape, Setting
 from flexgen_jax.policy.stage_search import Shape, StagePlan, predicted, stage_plan
 from flexgen_jax.policy.stages import Slot, Slots, Told
+from flexgen_jax.policy.waves import Step
 from flexgen_jax.progress import Progress
 
 BEAT_S = 1.0
@@ -73,9 +75,8 @@ class StageSource(Slots):
         self._more: dict[int, dict[str, Any]] = {}
         self.chain = Chain(self, plan.config.hidden_size, plan.dtype, failed)
 
-    @property
-    def batches(self) -> Mapping[int, Batch]:
-        return self._batches
+    def given(self, running: Running) -> Batch:
+        return self._batches[running.number]
 
     @property
     def slots(self) -> Slots:
@@ -92,30 +93,30 @@ class StageSource(Slots):
         steps = tuple(Told(*step) for step in content["steps"])
         self.tell(Slot(content["number"], steps, entering, tuple(content["leaving"])))
 
-    def leave(self, batch: int) -> None:
-        super().leave(batch)
-        del self._batches[batch]
-        self._more.pop(batch, None)
+    def _forget(self, running: Running) -> None:
+        super()._forget(running)
+        del self._batches[running.number]
+        self._more.pop(running.number, None)
 
-    def keep(self, batch: int, rows: Sequence[int]) -> None:
+    def keep(self, running: Running, rows: Sequence[int]) -> None:
         raise AssertionError("batches of stages keep their rows")
 
-    def adjusted(self, batch: int) -> tuple[np.ndarray, ...]:
-        return tuple(self._more.get(batch, {}).get("adjusted", ()))
+    def adjusted(self, running: Running) -> tuple[np.ndarray, ...]:
+        return tuple(self._more.get(running.number, {}).get("adjusted", ()))
 
-    def allowed(self, batch: int) -> np.ndarray | None:
-        found: np.ndarray | None = self._more.get(batch, {}).get("allowed")
-        return found
+    def allowed(self, running: Running) -> np.ndarray | None:
+        allowed: np.ndarray | None = self._more.get(running.number, {}).get("allowed")
+        return allowed
 
     def ids(self, step: Step) -> np.ndarray:
-        found: np.ndarray = self._more[step.batch]["ids"]
-        return found
+        ids: np.ndarray = self._more[step.batch.number]["ids"]
+        return ids
 
     def receive(self, step: Step, rows: int, tokens: int) -> jax.Array:
-        return self.chain.receive(self.number_of(step), step.batch, rows, tokens)
+        return self.chain.receive(self.number_of(step), step.batch.number, rows, tokens)
 
     def send(self, step: Step, hidden: jax.Array) -> None:
-        self.chain.send(self.number_of(step), step.batch, hidden)
+        self.chain.send(self.number_of(step), step.batch.number, hidden)
 
 
 def batch_arrays(batch: Batch) -> dict[str, Any]:
@@ -240,23 +241,24 @@ class Worker:
     def _measure(self) -> None:
         """Measures what this stage has of the machine, while the other stages do the same."""
         with suppress(OSError, ValueError):  # a disk that cannot be measured does not stop the run
-            how = (self._dtype, self._folder, self._unified, Progress(False))
-            self._measured = measured_profile(*how)
+            self._measured = measured_profile(
+                self._dtype, self._folder, self._unified, Progress(False)
+            )
 
     def _problem(
         self, layers: Sequence[Sequence[int]], base: Policy, workload: Mapping[str, Any]
     ) -> Problem:
-        hw = self._profile() or generic_machine(self._unified)
         return Problem(
-            config=self._part(layers),
-            dtype=self._dtype,
-            hw=replace(hw, sizes=kernels_of_device().sizes),
+            setting=self._setting(self._part(layers)),
+            hw=self._profile() or generic_machine(self._unified),
             budgets=self._budgets,
-            unified=self._unified,
             workload=_workload(workload),
             base=base,
             choices=Choices.keeping(base),
         )
+
+    def _setting(self, config: ModelConfig) -> Setting:
+        return Setting(config, self._dtype, self._unified, kernels_of_device().sizes)
 
     def _open(
         self,
@@ -276,15 +278,13 @@ class Worker:
                 self._session.close()
             self._config = part
             self._session = Session(
-                self._config,
-                self._dtype,
-                wanted,
-                load,
-                self._budgets,
-                self._folder,
-                self._unified,
-                self._source,
-                Metrics(None, False),
+                setting=self._setting(part),
+                policy=wanted,
+                workload=load,
+                budgets=self._budgets,
+                offload_dir=self._folder,
+                source=self._source,
+                metrics=Metrics(None, False),
             )
             self._session.place(Progress(False))
         if compiles:
@@ -294,16 +294,15 @@ class Worker:
         """Computes the slots of a run, and reports on it."""
         session = self._session
         assert session is not None, "it was opened"
-        plan = session.open_plan()
-        source = StageSource(plan, partial(_tell_error, self._wire))
+        source = StageSource(session.plan, partial(_tell_error, self._wire))
         self._slots = source
         self._wire.send("began")
         session.start()
 
         def on_result(step: Step, result: Any) -> None:
-            self._wire.send("result", batch=step.batch, token=step.token, result=result)
+            self._wire.send("result", batch=step.batch.number, token=step.token, result=result)
 
-        for _ in session.run(plan, source, on_result, lambda: None, source):
+        for _ in session.run(source, on_result, lambda: None, source):
             pass
         source.chain.close()
         kind, content = self._asked.get()

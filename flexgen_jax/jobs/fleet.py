@@ -172,18 +172,10 @@ class Running:
         return Running(request, list(tokens), list(kept), list(kept), self.failures + 1)
 
 
-class Fleet:
-    """Copies of a model as one engine; see `jobs.job.Engine`.
+class Described:
+    """What a model says of itself; another one answers."""
 
-    llm: the same model here, which computes nothing: it knows texts and defaults.
-    """
-
-    def __init__(self, llm: LLM, crew: Crew) -> None:
-        self._llm, self._crew = llm, crew
-        self._running: dict[str, Running] = {}
-        self._at: dict[str, Copy] = {}
-        self._again: deque[Running] = deque()
-        self._ready: deque[RequestOutput] = deque()
+    _llm: LLM
 
     @property
     def name(self) -> str:
@@ -229,6 +221,20 @@ class Fleet:
 
     def is_hidden(self, token_id: int) -> bool:
         return self._llm.is_hidden(token_id)
+
+
+class Fleet(Described):
+    """Copies of a model as one engine; see `jobs.job.Engine`.
+
+    llm: the same model here, which computes nothing: it knows texts and defaults.
+    """
+
+    def __init__(self, llm: LLM, crew: Crew) -> None:
+        self._llm, self._crew = llm, crew
+        self._running: dict[str, Running] = {}
+        self._at: dict[str, Copy] = {}
+        self._again: deque[Running] = deque()
+        self._ready: deque[RequestOutput] = deque()
 
     def unfinished(self) -> list[Unfinished]:
         """Returns how far the requests are that are not finished, as far as copies have told."""

@@ -5,23 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from flexgen_jax.engine.outputs import OnToken, RequestOutput, TokenLogprob
+from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.requests import LEAST_PREFIX, Prefix, Request, common_length
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, failure
+from flexgen_jax.jobs.choices import done, finished_choice, logprobs_json, read_logprob
 from flexgen_jax.jobs.lines import MOST_CHOICES, Line, LineError, line_name, read_line
+from flexgen_jax.jobs.options import Engine, JobOptions, State, Summary
 from flexgen_jax.jobs.source import InputFacts, Source
 from flexgen_jax.jobs.store import Disk, Journal, Manifest, Results
 from flexgen_jax.models.chat import ChatOptions
-from flexgen_jax.models.defaults import SamplingDefaults
-from flexgen_jax.models.reasoning import Reasoning
 
 WINDOW = 512
 """Lines that are read together and sorted by length, so that prompts of a batch are alike."""
@@ -38,106 +37,6 @@ CHAT_TOKENS = 512
 
 Prompt = tuple[str | None, Sequence[int] | None]
 """A text or token ids; of a conversation both."""
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """What a job does.
-
-    source: a file of requests, a line each, which gzip or zstd may have compressed, or a stream;
-    "-" is standard input; results: where their records go. seed: of requests without their own;
-    chat_tokens: new tokens of a conversation that does not say how many, None for as many as the
-    model's folder says, or else 512; limit: the most requests to begin, None for all; journal_s:
-    seconds between two journals; is_ordered: whether the results are put into the input's order at
-    the end; progress_file: a file that says how far the job is, as JSON. retries_errors: whether
-    lines whose record is an error are run again. now: what chat templates take as the present time,
-    None for the time when the job began.
-    """
-
-    source: Path
-    results: Path
-    seed: int = 0
-    chat_tokens: int | None = None
-    limit: int | None = None
-    journal_s: float = 60.0
-    is_ordered: bool = False
-    progress_file: Path | None = None
-    retries_errors: bool = False
-    now: datetime | None = None
-
-
-@dataclass
-class Summary:
-    """What a run of a job did.
-
-    total: lines of the input; finished: those that have a record; errors: those of them that could
-    not be run; tokens: new tokens of this run; taken_up: tokens that the journal had; commonest:
-    what most of the errors say, and how many do; notes: what else there is to know.
-    """
-
-    total: int
-    finished: int = 0
-    errors: int = 0
-    tokens: int = 0
-    taken_up: int = 0
-    seconds: float = 0.0
-    commonest: tuple[str, int] | None = None
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass
-class State:
-    """A line that is not finished. done: its finished choices; earlier: the log-probabilities of
-    what an earlier run has made of the others."""
-
-    line: Line
-    done: dict[int, RequestOutput] = field(default_factory=dict)
-    earlier: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-
-
-class Engine(Protocol):
-    """What a job needs of an `LLM`, or of a `fleet.Fleet` of copies."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def chat_fingerprint(self) -> str | None: ...
-
-    @property
-    def chat_tells_time(self) -> bool: ...
-
-    @property
-    def sampling_defaults(self) -> SamplingDefaults: ...
-
-    @property
-    def notes(self) -> list[str]: ...
-
-    def note(self, note: str) -> None: ...
-
-    def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
-    ) -> tuple[str, list[int]]: ...
-
-    def reasoning(self, result: RequestOutput) -> Reasoning | None: ...
-
-    def piece(self, token_id: int) -> bytes: ...
-
-    def is_hidden(self, token_id: int) -> bool: ...
-
-    def stream(
-        self, requests: Iterable[Request], on_token: OnToken | None = None
-    ) -> Generator[RequestOutput, None, None]: ...
-
-    def unfinished(self) -> list[tuple[str, list[int], list[TokenLogprob]]]: ...
-
-    def untaken(self) -> list[RequestOutput]: ...
 
 
 class Job:
@@ -324,9 +223,9 @@ class Job:
                 continued=tuple(kept.get("tokens", ())),
                 place=choice if line.has_seed else line.number * MOST_CHOICES + choice,
             )
-            logprobs = [_logprob(x) for x in kept.get("logprobs", ())]
+            logprobs = [read_logprob(x) for x in kept.get("logprobs", ())]
             if "finish_reason" in kept:
-                state.done[choice] = _finished(request, kept, logprobs)
+                state.done[choice] = finished_choice(request, kept, logprobs)
             else:
                 state.earlier[choice] = logprobs
                 requests.append(request)
@@ -395,10 +294,10 @@ class Job:
         for result in self._llm.untaken():
             number, choice = map(int, result.id.split("."))
             if number in self._states and result.error is None:
-                kept.setdefault(number, {})[str(choice)] = _done(self._whole(result))
+                kept.setdefault(number, {})[str(choice)] = done(self._whole(result))
         for number, state in list(self._states.items()):
             for choice, result in state.done.items():
-                kept.setdefault(number, {})[str(choice)] = _done(result)
+                kept.setdefault(number, {})[str(choice)] = done(result)
         for name, tokens, logprobs in self._llm.unfinished():
             number, choice = map(int, name.split("."))
             if number in self._states and tokens:
@@ -406,7 +305,7 @@ class Job:
                 every = [*earlier, *logprobs]
                 if self._states[number].line.params.logprobs is not None:
                     tokens = tokens[: len(every)]  # an interruption may come between the two
-                own = {"tokens": list(tokens)} | _logprobs(every[: len(tokens)])
+                own = {"tokens": list(tokens)} | logprobs_json(every[: len(tokens)])
                 kept.setdefault(number, {})[str(choice)] = own
         self._journal.write(kept)
 
@@ -450,34 +349,3 @@ def _length(request: Request) -> int:
     if request.prompt is not None:
         return len(request.prompt)
     return 4 * len(request.prompt_token_ids or ())  # a token has about four characters
-
-
-def _done(result: RequestOutput) -> dict[str, Any]:
-    """Returns what the journal keeps of a finished choice; see `_finished`."""
-    own = {"tokens": result.token_ids, "text": result.text}
-    own |= {"finish_reason": result.finish_reason, "prompt": result.prompt_token_ids}
-    return own | _logprobs(result.logprobs or [])
-
-
-def _logprobs(found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {"logprobs": [[x.logprob, x.top] for x in found]} if found else {}
-
-
-def _logprob(raw: Any) -> TokenLogprob:
-    logprob, top = raw
-    return TokenLogprob(logprob, tuple((token, other) for token, other in top))
-
-
-def _finished(
-    request: Request, kept: Mapping[str, Any], logprobs: list[TokenLogprob]
-) -> RequestOutput:
-    """Returns a choice's result from the journal."""
-    return RequestOutput(
-        request.prompt,
-        list(kept["prompt"]),
-        kept["text"],
-        list(kept["tokens"]),
-        kept["finish_reason"],
-        request.id,
-        logprobs=None if request.sampling_params.logprobs is None else logprobs,
-    )

@@ -6,6 +6,7 @@ A layer with experts ends here after attention: `layers/experts.py` has what fol
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import TypeVar
 
 import flax.linen as nn
 import jax
@@ -32,18 +33,21 @@ from flexgen_jax.models.parts import AttentionSpec, LayerParts, MLPSpec
 KVBlock = tuple[Kept, Kept]
 """Keys and values of some consecutive tokens, each [batch, KV head, token, head_dim]."""
 
+Block = tuple[Kept, ...]
+"""What a layer keeps of some consecutive tokens, each [batch, ..., token, element]."""
 
-Tail = tuple[jax.Array, jax.Array]
-"""The open KV block, in full precision."""
+T = TypeVar("T", bound=tuple[jax.Array, ...])
 
 
-def append(tail: Tail, new: Tail, at: jax.Array) -> Tail:
-    """Writes a token's key and value into the tail at index `at`, in place if it is donated."""
-    key, value = (
-        jax.lax.dynamic_update_slice_in_dim(into, x, at, axis=2)
-        for into, x in zip(tail, new, strict=True)
+def append(tail: T, new: T, at: jax.Array) -> T:
+    """Writes what a layer keeps of a token into the tail, the open KV block, at index `at`, in
+    place if it is donated."""
+    appended: T = jax.tree.map(
+        lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, x, at, axis=into.ndim - 2),
+        tail,
+        new,
     )
-    return key, value
+    return appended
 
 
 def _apart(x: jax.Array, branches: Branches) -> jax.Array:
@@ -152,7 +156,7 @@ class SelfAttention(nn.Module):
         head_dim]."""
         return self.out(join_heads(attended.astype(self.dtype)))
 
-    def project(self, x: jax.Array, position: jax.Array, rows: Rows) -> tuple[jax.Array, Tail]:
+    def project(self, x: jax.Array, position: jax.Array, rows: Rows) -> tuple[jax.Array, KVPair]:
         """Projects x, [batch, 1, hidden], to a query (scaled), and a key and value.
 
         Each result is [batch, head, 1, head_dim].
@@ -187,8 +191,14 @@ class SelfAttention(nn.Module):
         return rotate(heads, angles(rotary, start, x.shape[1], rows))
 
 
+MIXERS: dict[type, type[nn.Module]] = {AttentionSpec: SelfAttention}
+"""The module of each kind of mixer. It takes the config, the mixer, kernels, the dtype and
+`matmul_bits`. One that does not attend has a method `mix`, see `DecoderLayer.mix`."""
+
+
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward block with residuals, and norms where `config.norm_place` says.
+    """Attention, or another mixer, and a feed-forward block, with residuals, and norms where
+    `config.norm_place` says.
 
     parts: what this layer is made of; kernels: the functions of the large computations, XLA's own
     or faster ones for the machine; matmul_bits: 16, or 8 for products of 8-bit integers.
@@ -202,7 +212,7 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         config, how = self.config, (self.kernels, self.dtype, self.matmul_bits)
-        self.attention = SelfAttention(config, self.parts.attention, *how)
+        self.attention = MIXERS[type(self.parts.mixer)](config, self.parts.mixer, *how)
         if isinstance(self.parts.mlp, MLPSpec):
             self.mlp = MLP(self.parts.mlp, *how)
         if config.norm_place != "result":
@@ -239,7 +249,7 @@ class DecoderLayer(nn.Module):
         self,
         hidden: jax.Array,
         blocks: tuple[KVBlock, ...],
-        tail: Tail,
+        tail: KVPair,
         position: jax.Array,
         rows: Rows,
         counts: jax.Array | None = None,
@@ -267,9 +277,13 @@ class DecoderLayer(nn.Module):
             here = attend_top(*args, counts, most, self.kernels.tuning, spec.softcap)
         return self.finish(hidden, query, new, [here]), tail if appends else new
 
-    def project(self, hidden: jax.Array, position: jax.Array, rows: Rows) -> tuple[jax.Array, Tail]:
+    def project(
+        self, hidden: jax.Array, position: jax.Array, rows: Rows
+    ) -> tuple[jax.Array, KVPair]:
         """Computes `decode` up to attention: the query, and the new token's key and value."""
-        return self.attention.project(self._attention_input(hidden), position, rows)
+        projected: tuple[jax.Array, KVPair]
+        projected = self.attention.project(self._attention_input(hidden), position, rows)
+        return projected
 
     def finish(
         self, hidden: jax.Array, query: jax.Array, new: KVBlock, partials: list[Partial]
@@ -287,7 +301,31 @@ class DecoderLayer(nn.Module):
         tokens hidden states are wanted. Returns their query, their attention within the chunk, and
         the chunk's keys and values.
         """
-        return self.attention.project_chunk(self._attention_input(hidden), start, rows, asked)
+        projected: tuple[jax.Array, Partial, KVBlock]
+        x = self._attention_input(hidden)
+        projected = self.attention.project_chunk(x, start, rows, asked)
+        return projected
+
+    def mix(
+        self,
+        hidden: jax.Array,
+        blocks: tuple[Block, ...],
+        state: tuple[jax.Array, ...],
+        start: jax.Array,
+        rows: Rows,
+        asked: int,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """Runs some tokens, [batch, token, hidden], through a layer that does not attend.
+
+        blocks: what it keeps of earlier tokens, from the first one on; the last block may have room
+        for more; state: what it replaces with every token; start: int32 [], the index of the first
+        token; asked: for how many of the last tokens hidden states are wanted. Returns them, what
+        the layer keeps of all tokens, and the new state.
+        """
+        out, new, state = self.attention.mix(
+            self._attention_input(hidden), blocks, state, start, rows
+        )
+        return self._after_attention(hidden[:, -asked:], out[:, -asked:]), new, state
 
     def finish_chunk(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
         """Returns the hidden states of a chunk's last tokens, from the result of their

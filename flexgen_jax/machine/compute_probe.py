@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.cpu import HostAttention, HostBlock, is_cpu, kernels_of_device
+from flexgen_jax.layers import programs
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import Kept, quantize_as
 from flexgen_jax.layers.rotary import Rows
@@ -82,7 +83,7 @@ def rate_of(points: Sequence[tuple[float, float, Sample]]) -> Rate:
     )
 
 
-class ComputeProbe:
+class ProbedLayer:
     """The programs of one model's decoder layers in one dtype, and random arrays for them."""
 
     def __init__(self, config: ModelConfig, dtype: str, copies: int) -> None:
@@ -91,6 +92,7 @@ class ComputeProbe:
         self._spec = model_spec(config)
         self._layer = self._spec.decoders[0]
         self._heads = self._layer.attention
+        self._key = self._layer.growing[0]
         self._host = HostAttention(not is_cpu())
         self._attended: dict[tuple[int, int], Sample] = {}
         values = np.random.default_rng(0).standard_normal(1_000_003, np.float32)
@@ -123,6 +125,10 @@ class ComputeProbe:
     def _programs(self, formats: Formats) -> Programs:
         return Programs(self.config, formats, kernels_of_device())
 
+
+class ComputeProbe(ProbedLayer):
+    """Measures the computations of a decoder layer."""
+
     def linear(
         self,
         bits: int,
@@ -136,14 +142,14 @@ class ComputeProbe:
         subtracted.
         """
         formats = Formats(self.dtype, weight_bits=bits, matmul_bits=matmul_bits)
-        programs, layers = self._programs(formats), cycle(self._weights(formats))
+        of_formats, layers = self._programs(formats), cycle(self._weights(formats))
         points = []
         for count in rows:
-            step = self._products(programs, layers, count)
+            step = self._products(of_formats, layers, count)
             points.append((float(count), 2.0 * count * self.products, timed(step)))
         for batch, tokens in prefills:
             whole, attention = (
-                self._prefill(programs, layers, batch, tokens),
+                self._prefill(of_formats, layers, batch, tokens),
                 self._causal(batch, tokens),
             )
             count = batch * tokens
@@ -164,15 +170,23 @@ class ComputeProbe:
         return self._prefills(self._programs(formats), cycle(self._weights(formats)), batch, tokens)
 
     def _prefills(
-        self, programs: Programs, layers: Any, batch: int, tokens: int
+        self, of_formats: Programs, layers: Any, batch: int, tokens: int
     ) -> Callable[[], Any]:
-        program = programs.prefill(self._layer, batch, prompt_blocks(tokens, BLOCK))
+        program = of_formats.get(
+            programs.prefill, layer=self._layer, rows=batch, cuts=prompt_blocks(tokens, BLOCK)
+        )
         rest = (self._hidden(batch, tokens), _checks(), Rows.of(_first(batch), tokens))
         return lambda: program(next(layers), *rest)
 
-    def _products(self, programs: Programs, layers: Any, rows: int) -> Callable[[], Any]:
-        layer = self._layer
-        project, finish = programs.project(layer, rows), programs.finish(layer, rows, 1)
+    def _ends_of_a_step(self, of_formats: Programs, rows: int) -> tuple[Any, Any]:
+        """Returns the programs before and after decode attention in one place."""
+        return (
+            of_formats.get(programs.project, layer=self._layer, rows=rows),
+            of_formats.get(programs.finish, layer=self._layer, rows=rows, places=1),
+        )
+
+    def _products(self, of_formats: Programs, layers: Any, rows: int) -> Callable[[], Any]:
+        project, finish = self._ends_of_a_step(of_formats, rows)
         hidden, checks = self._hidden(rows, 1), _checks()
         partials, where = [self._partial(rows)], _where(rows, 1)
 
@@ -186,8 +200,8 @@ class ComputeProbe:
         shape = self._heads.query_shape(rows)
         return jnp.zeros(shape), jnp.zeros(shape[:3])
 
-    def _prefill(self, programs: Programs, layers: Any, batch: int, tokens: int) -> Sample:
-        run = self._prefills(programs, layers, batch, tokens)
+    def _prefill(self, of_formats: Programs, layers: Any, batch: int, tokens: int) -> Sample:
+        run = self._prefills(of_formats, layers, batch, tokens)
         return timed(run, repeat=5, at_least=1.5, keep=8)
 
     def prefill_attention(self) -> Rate:
@@ -225,23 +239,24 @@ class ComputeProbe:
         lengths = prompt_blocks(tokens, BLOCK)
         blocks = []
         for length in lengths:
-            array = self._array(*self._heads.kv_shape(rows, length))
-            storage = formats.kv(array.shape)
+            storage = formats.sealed(self._key, rows, length)
+            array = self._array(*storage.shape)
             blocks.append((_kept(array, storage), _kept(array + 1, storage)))
-        tail = self._array(*self._heads.kv_shape(rows, BLOCK))
+        tail = self._array(*self._key.array_shape(rows, BLOCK))
         return (*blocks, (tail, tail + 1)), lengths, BLOCK
 
     def device_attention(self, bits: int) -> Rate:
         """Measures decode attention on the device, in elements of keys and values per second."""
         formats, points = Formats(self.dtype, cache_bits=bits), []
-        programs = self._programs(formats)
         for rows, tokens in CACHES[1:3]:
             blocks, lengths, tail = self._blocks(formats, rows, tokens)
-            program = programs.attend(self._layer, rows, lengths, tail)
+            program = self._programs(formats).get(
+                programs.attend, layer=self._layer, rows=rows, blocks=lengths, tail=tail
+            )
             query = self._array(*self._heads.query_shape(rows))
             starts = np.cumsum((0, *lengths)).astype(np.int32)
             where = (starts, *_where(rows, tokens + tail))
-            elements = 2.0 * rows * (tokens + tail) * self._heads.kv_size
+            elements = float(rows * (tokens + tail) * self._layer.row_size)
 
             def step(
                 program: Any = program, query: Any = query, blocks: Any = blocks, where: Any = where
@@ -257,8 +272,14 @@ class ComputeProbe:
         formats = Formats(self.dtype)
         rows, tokens = CACHES[1]
         blocks, lengths, tail = self._blocks(formats, rows, tokens)
-        most = (tokens + tail) // 10
-        program = self._programs(formats).rank(self._layer, rows, lengths, tail, most)
+        program = self._programs(formats).get(
+            programs.rank_tokens,
+            layer=self._layer,
+            rows=rows,
+            blocks=lengths,
+            tail=tail,
+            room=(tokens + tail) // 10,
+        )
         query = self._array(*self._heads.query_shape(rows))
         starts = np.cumsum((0, *lengths)).astype(np.int32)
         keys = tuple(key for key, _ in blocks)
@@ -292,7 +313,7 @@ class ComputeProbe:
         ]
         query = np.resize(self._values, self._heads.query_shape(rows))
         first = _first(rows)
-        elements = 2.0 * rows * (tokens + tail) * self._heads.kv_size
+        elements = float(rows * (tokens + tail) * self._layer.row_size)
         sample = timed(lambda: self._host.attend(query, blocks, tokens + tail, first, self._heads))
         return elements, sample, query, blocks
 
@@ -300,10 +321,9 @@ class ComputeProbe:
         """Measures the seconds by which a step whose cache is on the host takes longer than the sum
         of its parts."""
         formats = Formats(self.dtype)
-        programs, layers = self._programs(formats), cycle(self._weights(formats))
+        of_formats, layers = self._programs(formats), cycle(self._weights(formats))
         _, attended, _, blocks = self._host_point(16, rows, tokens)
-        layer = self._layer
-        project, finish = programs.project(layer, rows), programs.finish(layer, rows, 1)
+        project, finish = self._ends_of_a_step(of_formats, rows)
         hidden, checks = self._hidden(rows, 1), _checks()
         first, where = _first(rows), _where(rows, tokens + BLOCK)
 
@@ -314,7 +334,7 @@ class ComputeProbe:
             found = self._host.attend(asked, blocks, tokens + BLOCK, first, self._heads)
             return finish(weights, hidden, checks, query, new, [found])
 
-        alone = timed(self._products(programs, layers, rows)).seconds + attended.seconds
+        alone = timed(self._products(of_formats, layers, rows)).seconds + attended.seconds
         more: float = max(timed(whole).seconds - alone, 0.0)
         return more
 
@@ -322,8 +342,10 @@ class ComputeProbe:
         """Measures how fast full KV blocks are quantized, in elements per second."""
         formats, points = Formats(self.dtype, cache_bits=4), []
         for rows, tokens in ((4, 32), (16, 128)):
-            program = self._programs(formats).seal(self._layer, rows, tokens)
-            array = self._array(*self._heads.kv_shape(rows, tokens))
+            program = self._programs(formats).get(
+                programs.seal, layer=self._layer, rows=rows, tail=tokens
+            )
+            array = self._array(*self._key.array_shape(rows, tokens))
             elements = 2.0 * array.size
             points.append((elements, elements, timed(partial(program, (array, array)))))
         return rate_of(points)
@@ -334,7 +356,7 @@ def _kept(array: jax.Array, storage: Storage) -> Kept:
 
 
 def _checks() -> jax.Array:
-    """Returns the checks of a batch before any layer; see `Programs`."""
+    """Returns the checks of a batch before any layer; see `layers.programs.table.CHECKS`."""
     return jnp.zeros(2, jnp.int32)
 
 

@@ -25,8 +25,9 @@ from flexgen_jax.models.families import read_config
 from flexgen_jax.models.shapes import known_shape, raw_shape
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.offload.allocator import release_memory
+from flexgen_jax.offload.batch import AllThere, Batch
 from flexgen_jax.offload.device import Device
-from flexgen_jax.offload.executor import AllThere, Batch, BlockRun
+from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.offload.metrics import (
     Content,
     Metrics,
@@ -36,8 +37,9 @@ from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.plan import BlockPlan, BlockShape
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
+from flexgen_jax.policy.shapes import BlockShape, Setting
 from flexgen_jax.version import __version__
 
 MB = 1 << 20
@@ -196,15 +198,17 @@ def step_seconds(dtype: str) -> float:
     """Measures the fixed seconds of a decode step: a model with next to nothing to compute runs in
     the real loop."""
     config = _tiny()
-    policy = Policy(batch_size=2, num_batches=2)
     device, ledger, tokens = Device.create(config, Formats(dtype)), Ledger({}), 32
-    shape = BlockShape((2, 2), (16, 16), tokens)
-    plan = BlockPlan(config, dtype, policy, shape, device.memories.unified, device.sizes)
+    plan = BlockPlan(
+        Setting(config, dtype, device.memories.unified, device.sizes),
+        Policy(batch_size=2, num_batches=2),
+        BlockShape((2, 2), (16, 16), tokens),
+    )
     try:
         weights = WeightStore(device, DummyWeights(config), plan.tiers, ledger)
         weights.place(lambda _: None)
         ids = np.ones((2, 16), np.int32)
-        batches = {number: Batch(ids, np.zeros(2, np.int32)) for number in range(2)}
+        batches = [Batch(ids, np.zeros(2, np.int32)) for _ in range(2)]
 
         def run() -> None:
             source = AllThere(plan, batches)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.parts import (
     LAYER_NORM,
+    AttentionSpec,
     ConfigError,
     ExpertsSpec,
     LayerParts,
@@ -103,15 +104,21 @@ class ModelConfig:
         return self.embed_size != self.hidden_size
 
     @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """The attention of each kind of decoder layer that attends."""
+        mixers = (kind.mixer for kind in self.kinds)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+    @property
     def has_windows(self) -> bool:
         """Whether some layers see only the latest tokens."""
-        return any(kind.attention.window is not None for kind in self.kinds)
+        return any(attention.window is not None for attention in self.attentions)
 
     @property
     def short_positions(self) -> int | None:
         """The most tokens of a sequence for which longrope has its short frequencies; None without
         longrope."""
-        rotaries = (kind.attention.rotary for kind in self.kinds)
+        rotaries = (attention.rotary for attention in self.attentions)
         borders = [r.original for r in rotaries if r is not None and r.kind == "longrope"]
         return min(borders, default=None)
 

@@ -6,7 +6,9 @@ A family chooses parts; modules, shapes, bytes and FLOPs follow from them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from math import prod
+from typing import Literal, Protocol
 
 from flexgen_jax.errors import UserError
 
@@ -26,6 +28,52 @@ before each block and on its result (Gemma 2), or on the result alone (OLMo 2)."
 
 class ConfigError(UserError):
     """A model description that this package cannot run; the message names the field."""
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """One array that a layer keeps of a sequence from token to token.
+
+    shape: of one sequence's array. If it `grows`, there is such an array for every token, never
+    changed once it is written; with batch and tokens it is [batch, ..., token, element], such as
+    the keys of a layer, [batch, head, token, head_dim]. Otherwise there is one, [batch, ...], which
+    is replaced with every token.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    grows: bool = True
+
+    @property
+    def size(self) -> int:
+        """Elements of a sequence, if it grows of one of its tokens."""
+        return prod(self.shape)
+
+    def array_shape(self, rows: int, tokens: int = 1) -> tuple[int, ...]:
+        """Returns the shape of the array of some sequences, if it grows of some of their tokens."""
+        if not self.grows:
+            return (rows, *self.shape)
+        return (rows, *self.shape[:-1], tokens, self.shape[-1])
+
+
+class Mixer(Protocol):
+    """What a decoder layer mixes a sequence's tokens by: attention, or another kind of layer."""
+
+    @property
+    def leaves(self) -> tuple[StateLeaf, ...]:
+        """What it keeps between tokens."""
+
+    @property
+    def inner_size(self) -> int:
+        """Elements of a token between its products."""
+
+    def tensors(self, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Returns the paths within it and the shapes of its tensors, with hidden states of so many
+        elements."""
+
+    def prefill_flops(self, batch: int, tokens: int, before: int = 0) -> float:
+        """Returns the FLOPs of mixing prompts' tokens, and `before` earlier ones, besides those of
+        the products with weights."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +168,28 @@ class AttentionSpec:
         """Elements of a token's key, and of its value."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def inner_size(self) -> int:
+        """Elements of a token's query, key, value and result."""
+        return 2 * self.query_size + 2 * self.kv_size
+
+    @cached_property
+    def leaves(self) -> tuple[StateLeaf, ...]:
+        """Keys and values."""
+        heads = (self.num_kv_heads, self.head_dim)
+        return StateLeaf("key", heads), StateLeaf("value", heads)
+
+    def tensors(self, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Returns the paths and shapes of the projections, and of the norms' scales if there are
+        any."""
+        shapes = linear("q", self.query_size, hidden, self.qkv_bias)
+        shapes += linear("k", self.kv_size, hidden, self.qkv_bias)
+        shapes += linear("v", self.kv_size, hidden, self.qkv_bias)
+        return shapes + linear("out", hidden, self.query_size, self.out_bias)
+
     def query_shape(self, batch: int, tokens: int = 1) -> tuple[int, int, int, int]:
         """Returns the shape of some tokens' queries: [batch, head, token, head_dim]."""
         return batch, self.num_heads, tokens, self.head_dim
-
-    def kv_shape(self, batch: int, tokens: int) -> tuple[int, int, int, int]:
-        """Returns the shape of some tokens' keys or values: [batch, head, token, head_dim]."""
-        return batch, self.num_kv_heads, tokens, self.head_dim
 
     def seen(self, tokens: int) -> int:
         """Returns how many of `tokens` earlier tokens a token sees."""
@@ -194,8 +257,14 @@ class ExpertsSpec:
 class LayerParts:
     """What one kind of decoder layer is made of."""
 
-    attention: AttentionSpec
+    mixer: AttentionSpec | Mixer
     mlp: MLPSpec | ExpertsSpec
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention of a layer that attends."""
+        assert isinstance(self.mixer, AttentionSpec), "this kind of layer does not attend"
+        return self.mixer
 
 
 @dataclass(frozen=True)
@@ -211,6 +280,12 @@ class NormSpec:
 
 
 LAYER_NORM = NormSpec()
+
+
+def linear(path: str, out: int, into: int, bias: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the paths and shapes of the tensors of a product."""
+    kernel = (f"{path}.kernel", (out, into))
+    return [kernel, (f"{path}.bias", (out,))] if bias else [kernel]
 
 
 def check_positive(name: str, value: object) -> None:

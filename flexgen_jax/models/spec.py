@@ -11,7 +11,16 @@ from math import prod
 from typing import Literal
 
 from flexgen_jax.models.config import DTYPES, ModelConfig
-from flexgen_jax.models.parts import AttentionSpec, ExpertsSpec, LayerParts, MLPSpec, NormSpec
+from flexgen_jax.models.parts import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerParts,
+    Mixer,
+    MLPSpec,
+    NormSpec,
+    StateLeaf,
+    linear,
+)
 from flexgen_jax.models.storage import FORMAT_VERSION, Storage, kv_storage
 
 LayerKind = Literal["embedding", "decoder", "head"]
@@ -39,7 +48,7 @@ class TensorSpec:
     @property
     def own_path(self) -> str:
         """The path inside the layer, or inside the expert, without "experts.3."."""
-        return self.path if self.expert is None else self.path.split(".", 2)[2]
+        return self.path if self.expert is None else self.path.removeprefix(_of_expert(self.expert))
 
     @property
     def is_small(self) -> bool:
@@ -61,7 +70,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class Formats:
     """Formats of a run's numbers: bits per element of weights, of sealed KV blocks, and of what
-    decoder layers multiply; 16 stands for `dtype` itself."""
+    decoder layers multiply; 16 stands for `dtype` itself. Arrays that are replaced with every token
+    are never quantized, since their errors would add up."""
 
     dtype: str
     weight_bits: int = 16
@@ -71,17 +81,14 @@ class Formats:
     def weight(self, tensor: TensorSpec) -> Storage:
         return tensor.storage(self.dtype, self.weight_bits)
 
-    def kv(self, shape: tuple[int, ...]) -> Storage:
-        """Returns how a sealed block's keys or values, [batch, head, token, head_dim], are kept."""
-        return kv_storage(shape, self.dtype, self.cache_bits)
+    def sealed(self, leaf: StateLeaf, rows: int, tokens: int) -> Storage:
+        """Returns how an array of a sealed block is kept."""
+        return kv_storage(leaf.array_shape(rows, tokens), self.dtype, self.cache_bits)
 
-    def kv_bytes(self, shape: tuple[int, ...]) -> int:
-        """Returns the bytes of a sealed block's keys and values, each of this shape."""
-        return 2 * self.kv(shape).nbytes
-
-    def open_kv_bytes(self, shape: tuple[int, ...]) -> int:
-        """Returns the bytes of an open block's keys and values, each of this shape, in `dtype`."""
-        return 2 * prod(shape) * DTYPES[self.dtype]
+    def plain(self, leaf: StateLeaf, rows: int, tokens: int = 1) -> Storage:
+        """Returns how an array is kept that is still written to: of an open block, or one that is
+        replaced."""
+        return Storage(leaf.array_shape(rows, tokens), self.dtype)
 
     @property
     def suffix(self) -> str:
@@ -90,48 +97,12 @@ class Formats:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """The weights and shapes of one layer.
-
-    index: its place in the spec; parts: what a decoder layer is made of; number: a decoder layer's
-    in the whole model.
-    """
+class LayerTensors:
+    """The weights of one layer; kind: of the layer; index: its place in the spec."""
 
     kind: LayerKind
     index: int
     tensors: tuple[TensorSpec, ...]
-    hidden_size: int
-    parts: LayerParts | None = None
-    number: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"decoder layer {self.number}" if self.kind == "decoder" else self.kind
-
-    @property
-    def decoder(self) -> LayerParts:
-        """The parts of a decoder layer."""
-        assert self.parts is not None, "only decoder layers have parts"
-        return self.parts
-
-    @property
-    def attention(self) -> AttentionSpec:
-        """The attention of a decoder layer."""
-        return self.decoder.attention
-
-    @property
-    def experts(self) -> ExpertsSpec | None:
-        """The experts of a decoder layer that has some."""
-        mlp = self.parts.mlp if self.parts is not None else None
-        return mlp if isinstance(mlp, ExpertsSpec) else None
-
-    @property
-    def mlp_width(self) -> int:
-        """Elements between the products of the feed-forward block that all tokens go through; 0 if
-        there is none."""
-        mlp = self.decoder.mlp
-        block = mlp.shared if isinstance(mlp, ExpertsSpec) else mlp
-        return 0 if block is None else block.width * (1 + block.is_gated)
 
     @cached_property
     def large(self) -> tuple[TensorSpec, ...]:
@@ -162,6 +133,89 @@ class LayerSpec:
         """Elements of one expert's tensors."""
         return sum(tensor.size for tensor in self.large if tensor.expert == 0)
 
+    def size_of(self, *roles: Role) -> int:
+        """Elements of the matrices with these roles."""
+        return sum(tensor.size for tensor in self.large if tensor.role in roles)
+
+    @cached_property
+    def by_path(self) -> dict[str, TensorSpec]:
+        """The tensors by their paths."""
+        return {tensor.path: tensor for tensor in self.tensors}
+
+    def nbytes(self, dtype: str, bits: int = 16) -> int:
+        return sum(tensor.nbytes(dtype, bits) for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class LayerSpec(LayerTensors):
+    """The weights and shapes of one layer.
+
+    parts: what a decoder layer is made of; number: a decoder layer's in the whole model.
+    """
+
+    hidden_size: int
+    parts: LayerParts | None = None
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"decoder layer {self.number}" if self.kind == "decoder" else self.kind
+
+    @property
+    def decoder(self) -> LayerParts:
+        """The parts of a decoder layer."""
+        assert self.parts is not None, "only decoder layers have parts"
+        return self.parts
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention of a decoder layer that attends."""
+        return self.decoder.attention
+
+    @cached_property
+    def attends(self) -> bool:
+        """Whether this is a decoder layer that attends to keys and values."""
+        return self.parts is not None and isinstance(self.parts.mixer, AttentionSpec)
+
+    @property
+    def mixer(self) -> AttentionSpec | Mixer:
+        """What a decoder layer mixes tokens by."""
+        return self.decoder.mixer
+
+    @cached_property
+    def growing(self) -> tuple[StateLeaf, ...]:
+        """What a decoder layer keeps of every token."""
+        return tuple(leaf for leaf in self.mixer.leaves if leaf.grows)
+
+    @cached_property
+    def replaced(self) -> tuple[StateLeaf, ...]:
+        """What a decoder layer replaces with every token."""
+        return tuple(leaf for leaf in self.mixer.leaves if not leaf.grows)
+
+    @cached_property
+    def row_size(self) -> int:
+        """Elements that a decoder layer keeps of a token."""
+        return sum(leaf.size for leaf in self.growing)
+
+    @cached_property
+    def state_size(self) -> int:
+        """Elements of a sequence that a decoder layer replaces with every token."""
+        return sum(leaf.size for leaf in self.replaced)
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts of a decoder layer that has some."""
+        mlp = self.parts.mlp if self.parts is not None else None
+        return mlp if isinstance(mlp, ExpertsSpec) else None
+
+    @property
+    def mlp_width(self) -> int:
+        """Elements between the products of the feed-forward block that all tokens go through; 0 if
+        there is none."""
+        mlp = self.decoder.mlp
+        block = mlp.shared if isinstance(mlp, ExpertsSpec) else mlp
+        return 0 if block is None else block.width * (1 + block.is_gated)
+
     @cached_property
     def active_size(self) -> int:
         """Elements of the large tensors that one token is multiplied with."""
@@ -172,15 +226,12 @@ class LayerSpec:
     @cached_property
     def projected_share(self) -> float:
         """Share of the layer's products that makes queries, keys and values."""
-        return self._size_of("query", "key", "value") / self.active_size
+        return self.size_of("query", "key", "value") / self.active_size
 
     @cached_property
     def kept_share(self) -> float:
         """Share of the layer's products that makes keys and values."""
-        return self._size_of("key", "value") / self.active_size
-
-    def _size_of(self, *roles: Role) -> int:
-        return sum(tensor.size for tensor in self.large if tensor.role in roles)
+        return self.size_of("key", "value") / self.active_size
 
     def flops(self, rows: float) -> float:
         """Returns the FLOPs of the layer's products with this number of tokens."""
@@ -193,9 +244,6 @@ class LayerSpec:
             return 0.0
         missed: float = (1 - self.experts.top / self.experts.count) ** rows
         return self.experts.count * (1 - missed)
-
-    def nbytes(self, dtype: str, bits: int = 16) -> int:
-        return sum(tensor.nbytes(dtype, bits) for tensor in self.tensors)
 
     @property
     def without_names(self) -> LayerSpec:
@@ -223,6 +271,12 @@ class ModelSpec:
     @cached_property
     def decoders(self) -> tuple[LayerSpec, ...]:
         return self.layers[1:-1]
+
+    @cached_property
+    def all_attend(self) -> bool:
+        """Whether every decoder layer attends, so that sequences can share a prefix, and padding
+        can be left out."""
+        return all(layer.attends for layer in self.decoders)
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
@@ -263,11 +317,6 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 """Paths of a layer's tensors and their shapes."""
 
 
-def _linear(path: str, out: int, into: int, bias: bool) -> Shapes:
-    tensors: Shapes = [(f"{path}.kernel", (out, into))]
-    return [*tensors, (f"{path}.bias", (out,))] if bias else tensors
-
-
 def _norm(path: str, norm: NormSpec, size: int) -> Shapes:
     if not norm.is_affine:
         return []
@@ -284,44 +333,38 @@ _ROLES: dict[str, Role] = {
 }
 
 
-def _attention(hidden: int, attention: AttentionSpec, norm: NormSpec) -> Shapes:
-    query, kept, bias = attention.query_size, attention.kv_size, attention.qkv_bias
-    shapes = _linear("attention.q", query, hidden, bias)
-    shapes += _linear("attention.k", kept, hidden, bias)
-    shapes += _linear("attention.v", kept, hidden, bias)
-    shapes += _linear("attention.out", hidden, query, attention.out_bias)
-    if attention.qk_norm is not None:
-        is_each = attention.qk_norm == "head"
-        for name, size in (("q_norm", query), ("k_norm", kept)):
-            shapes += _norm(f"attention.{name}", norm, attention.head_dim if is_each else size)
+def _mixer(hidden: int, mixer: AttentionSpec | Mixer, norm: NormSpec) -> Shapes:
+    shapes = [(f"attention.{path}", shape) for path, shape in mixer.tensors(hidden)]
+    if isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None:
+        is_each = mixer.qk_norm == "head"
+        for name, size in (("q_norm", mixer.query_size), ("k_norm", mixer.kv_size)):
+            shapes += _norm(f"attention.{name}", norm, mixer.head_dim if is_each else size)
     return shapes
 
 
-def _mlp(path: str, hidden: int, mlp: MLPSpec) -> Shapes:
-    names = ("gate", "up") if mlp.is_gated else ("up",)
+def _mlp(prefix: str, hidden: int, mlp: MLPSpec) -> Shapes:
+    """A feed-forward block; prefix: what its paths begin with."""
     shapes: Shapes = []
-    for name in names:
-        shapes += _linear(f"{path}.{name}", mlp.width, hidden, mlp.bias)
-    return shapes + _linear(f"{path}.down", hidden, mlp.width, mlp.bias)
+    for name in ("gate", "up") if mlp.is_gated else ("up",):
+        shapes += linear(f"{prefix}{name}", mlp.width, hidden, mlp.bias)
+    return shapes + linear(f"{prefix}down", hidden, mlp.width, mlp.bias)
 
 
 def _experts(hidden: int, experts: ExpertsSpec) -> Shapes:
-    shapes = _linear("router", experts.count, hidden, False)
+    shapes = linear("router", experts.count, hidden, False)
     if experts.shared is not None:
-        shapes += _mlp("shared", hidden, experts.shared)
+        shapes += _mlp("shared.", hidden, experts.shared)
         if experts.is_shared_gated:
-            shapes += _linear("shared_gate", 1, hidden, False)
-    for number in range(experts.count):
-        shapes += _mlp(f"experts.{number}", hidden, experts.expert)
+            shapes += linear("shared_gate", 1, hidden, False)
     return shapes
 
 
 def _decoder(config: ModelConfig, parts: LayerParts) -> Shapes:
     hidden, norm = config.hidden_size, config.norm
     before, after = config.norm_place != "result", config.norm_place in ("around", "result")
-    shapes = _attention(hidden, parts.attention, norm)
+    shapes = _mixer(hidden, parts.mixer, norm)
     mlp = parts.mlp
-    shapes += _experts(hidden, mlp) if isinstance(mlp, ExpertsSpec) else _mlp("mlp", hidden, mlp)
+    shapes += _experts(hidden, mlp) if isinstance(mlp, ExpertsSpec) else _mlp("mlp.", hidden, mlp)
     for block in ("attention", "mlp"):
         shapes += _norm(f"{block}_norm", norm, hidden) if before else []
         shapes += _norm(f"{block}_result_norm", norm, hidden) if after else []
@@ -329,14 +372,38 @@ def _decoder(config: ModelConfig, parts: LayerParts) -> Shapes:
 
 
 def _tensors(prefix: str, shapes: Shapes) -> tuple[TensorSpec, ...]:
-    return tuple(_tensor(prefix, path, shape) for path, shape in shapes)
+    return tuple(
+        TensorSpec(path, shape, f"{prefix}.{path}", _ROLES.get(path, "other"))
+        for path, shape in shapes
+    )
 
 
-def _tensor(prefix: str, path: str, shape: tuple[int, ...]) -> TensorSpec:
-    key, head = f"{prefix}.{path}", path.split(".")
-    if head[0] == "experts":
-        return TensorSpec(path, shape, key, "expert", int(head[1]))
-    return TensorSpec(path, shape, key, _ROLES.get(path, "other"))
+def _of_expert(number: int) -> str:
+    """What the paths of an expert's tensors begin with."""
+    return f"experts.{number}."
+
+
+def _of_experts(prefix: str, config: ModelConfig, parts: LayerParts) -> tuple[TensorSpec, ...]:
+    """The tensors of a layer's experts, one expert after the other."""
+    if not isinstance(parts.mlp, ExpertsSpec):
+        return ()
+    return tuple(
+        TensorSpec(
+            path=f"{_of_expert(number)}{path}",
+            shape=shape,
+            key=f"{prefix}.{_of_expert(number)}{path}",
+            role="expert",
+            expert=number,
+        )
+        for number in range(parts.mlp.count)
+        for path, shape in _mlp("", config.hidden_size, parts.mlp.expert)
+    )
+
+
+def _of_decoder(prefix: str, config: ModelConfig, parts: LayerParts) -> tuple[TensorSpec, ...]:
+    """The tensors of a decoder layer."""
+    shapes = _decoder(config, parts)
+    return (*_tensors(prefix, shapes), *_of_experts(prefix, config, parts))
 
 
 def _ends(config: ModelConfig) -> tuple[LayerSpec, LayerSpec]:
@@ -350,8 +417,8 @@ def _ends(config: ModelConfig) -> tuple[LayerSpec, LayerSpec]:
     if config.final_norm:
         head += _norm("norm", config.norm, hidden)
     if config.projects_embeddings:
-        embedding += _linear("project_in", hidden, config.embed_size, False)
-        head += _linear("project_out", config.embed_size, hidden, False)
+        embedding += linear("project_in", hidden, config.embed_size, False)
+        head += linear("project_out", config.embed_size, hidden, False)
     output = TensorSpec("tokens", table, "embedding.tokens" if config.tied_head else "head.tokens")
     first = _tensors("embedding", embedding) if config.has_embedding else ()
     last = (*_tensors("head", head), output) if config.has_head else ()
@@ -365,12 +432,11 @@ def _ends(config: ModelConfig) -> tuple[LayerSpec, LayerSpec]:
 def model_spec(config: ModelConfig) -> ModelSpec:
     """Returns the shapes of the model that a config describes."""
     embedding, head = _ends(config)
-    shapes = [_decoder(config, parts) for parts in config.kinds]
     decoders = (
         LayerSpec(
             kind="decoder",
             index=i + 1,
-            tensors=_tensors(f"decoder.{config.first_layer + i}", shapes[kind]),
+            tensors=_of_decoder(f"decoder.{config.first_layer + i}", config, config.kinds[kind]),
             hidden_size=config.hidden_size,
             parts=config.kinds[kind],
             number=config.first_layer + i,

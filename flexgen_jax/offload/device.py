@@ -4,7 +4,7 @@ which arrays move."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,10 +13,10 @@ import numpy as np
 
 from flexgen_jax.cpu import HostAttention, is_cpu, kernels_of_device
 from flexgen_jax.layers.programs import Programs
-from flexgen_jax.layers.quantization import assemble
+from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.parts import AttentionSpec
-from flexgen_jax.models.spec import Formats, ModelSpec, model_spec
+from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
+from flexgen_jax.models.storage import Storage
 from flexgen_jax.offload.metrics import Content, Metrics
 from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offload.watcher import Watcher
@@ -74,14 +74,16 @@ class Device:
         """Compiles or loads the kernels of `host_attention` for KV blocks of this model, open and
         sealed."""
         for layer, _ in self.spec.decoder_kinds:
-            self._prepare_host(layer.attention, is_sparse, keys_move)
+            if layer.attends:
+                self._prepare_host(layer, is_sparse, keys_move)
 
-    def _prepare_host(self, attention: AttentionSpec, is_sparse: bool, keys_move: bool) -> None:
-        sealed = self.formats.kv(attention.kv_shape(1, 1))
-        blocks = []
-        for storage in dict.fromkeys((sealed, replace(sealed, bits=16))):
-            leaves = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in storage.leaves]
-            blocks.append((assemble(storage, leaves),) * 2)
+    def _prepare_host(self, layer: LayerSpec, is_sparse: bool, keys_move: bool) -> None:
+        key, value = layer.growing
+        blocks = [(_zeros(self.formats.plain(key, 1)), _zeros(self.formats.plain(value, 1)))]
+        if self.formats.cache_bits < 16:
+            sealed = [_zeros(self.formats.sealed(leaf, 1, 1)) for leaf in layer.growing]
+            blocks.append((sealed[0], sealed[1]))
+        attention = layer.attention
         query = np.asarray(jnp.zeros(attention.query_shape(1), self.formats.dtype))
         self.host_attention.prepare(query, blocks, attention, is_sparse, keys_move)
 
@@ -99,3 +101,9 @@ class Device:
     def close(self) -> None:
         self.memories.watcher.close()
         self.host_attention.close()
+
+
+def _zeros(storage: Storage) -> Kept:
+    leaves = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in storage.leaves]
+    zeros: Kept = assemble(storage, leaves)
+    return zeros

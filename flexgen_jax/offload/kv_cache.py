@@ -1,4 +1,4 @@
-"""The arrays of the KV cache: blocks in memory, each open or sealed, and records on disk.
+"""The arrays of KV blocks: in memory, each open or sealed, and as records on disk.
 
 Which blocks there are, and when they are opened, sealed and written, is decided by
 `policy/cache_blocks.py`.
@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.cpu import HostBlock
-from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers import programs
+from flexgen_jax.layers.decoder import Block
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble
+from flexgen_jax.offload.batch import arrays_of
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.direct_reads import whole_pages
 from flexgen_jax.offload.disk.folder import OffloadFolder
@@ -26,44 +28,61 @@ from flexgen_jax.offload.disk.records import Records
 from flexgen_jax.offload.prefetch import Load, Write, ended_on_error
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.watcher import counted
-from flexgen_jax.policy.placement import CacheKey, Part
-from flexgen_jax.policy.plan import BlockPlan, CachedPart
+from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.running import (
+    BlocksAt,
+    CachedPart,
+    LayerState,
+    PromptPart,
+    Running,
+    SealedPart,
+)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """What a step needs of a layer's cache. As a pytree, its leaves are what moves to the device.
+    """What a step needs of a layer's KV blocks. As a pytree, its leaves are what moves to the
+    device."""
 
-    blocks: the KV blocks with their values on the device, the open one last (there is none
-    for a prompt's chunk); keys: the keys of blocks whose values stay on the host, if the device
-    ranks them; on_host: all of these blocks; here, there: the shapes of the blocks on the device
-    and on the host; sealed: number of sealed blocks.
-    """
-
-    blocks: tuple[KVBlock, ...]
+    # With their values on the device, the open one last (there is none for a prompt's chunk).
+    blocks: tuple[Block, ...]
+    # The keys of blocks whose values stay on the host, if the device ranks them.
     keys: tuple[Kept, ...]
+    # All blocks whose values stay on the host.
     on_host: tuple[HostBlock, ...] = field(metadata={"static": True})
-    here: Part = field(metadata={"static": True})
-    there: Part = field(metadata={"static": True})
+    # The shapes of the blocks on the device and on the host.
+    here: BlocksAt = field(metadata={"static": True})
+    there: BlocksAt = field(metadata={"static": True})
+    # Number of sealed blocks.
     sealed: int = field(metadata={"static": True})
 
 
 @dataclass
-class Block:
+class BlockArrays:
     """A KV block in memory.
 
     views: the arrays' memory while the block is open, where the CPU may write to it; used: number
     of tokens that are written.
     """
 
-    arrays: KVBlock
+    arrays: Block
     views: tuple[np.ndarray, ...] = ()
     used: int = 0
 
 
+@dataclass(eq=False)
+class StateArrays:
+    """What the runtime has of a layer's KV blocks: the payload of a `LayerState`."""
+
+    # Those in memory, by number.
+    blocks: dict[int, BlockArrays]
+    # The rows of all of them.
+    rows: int
+
+
 class KVCache:
-    """The keys and values of all decoder layers for the batches that are there.
+    """The KV blocks of all decoder layers for the batches that are there.
 
     folder: None if the plan puts no KV blocks on disk.
     """
@@ -71,214 +90,218 @@ class KVCache:
     def __init__(self, plan: BlockPlan, device: Device, folder: OffloadFolder | None) -> None:
         self._plan, self._device, self._folder = plan, device, folder
         self._memories = device.memories
-        self._blocks: dict[CacheKey, Block] = {}
-        self._files: dict[tuple[int, int, int], Records] = {}
-        self._rows: dict[tuple[int, int], int] = {}
-        self._writes: list[Write] = []
+        self._writes: dict[Write, Running] = {}
         # Memory of finished writes, reused: the first touch of fresh memory takes longer than the
         # copy.
         self._spare: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         self._is_read = False
 
-    def keep(self, key: CacheKey, arrays: KVBlock) -> None:
-        """Keeps a sealed block in the memory of its home, for disk on the host."""
-        if self._plan.cache.homes[key] != "device":
-            arrays = self._memories.to_host(arrays, "cache", _name(key))
-        self._blocks[key] = Block(arrays)
+    def enter(self, running: Running) -> None:
+        """Takes in a batch, whose blocks are freed when it closes."""
+        for state in running.layers:
+            state.payload = StateArrays({}, running.rows)
+        running.closing.callback(self._forget, running)
 
-    def open(self, key: CacheKey, buffer: HostBuffer | None) -> None:
+    def keep(self, made: PromptPart, blocks: Sequence[Block]) -> None:
+        """Keeps sealed blocks in the memory of their homes, for disk on the host."""
+        for number, block in zip(made.blocks, blocks, strict=True):
+            self._keep(made.state, number, block)
+
+    def _keep(self, state: LayerState, number: int, arrays: Block) -> None:
+        if state.homes[number] != "device":
+            arrays = self._memories.to_host(arrays, "cache", _name(state))
+        state.payload.blocks[number] = BlockArrays(arrays)
+
+    def open(self, state: LayerState, buffer: HostBuffer | None) -> None:
         """Makes an empty block, in a host buffer if there is one."""
         if buffer is not None:
-            first, second = buffer.arrays
-            self._blocks[key] = Block((first, second), buffer.views)
+            state.payload.blocks[state.sealed] = BlockArrays(tuple(buffer.arrays), buffer.views)
             return
-        (leaf, _) = self._plan.open_layout(key).leaves
-        arrays = (jnp.zeros(leaf.shape, leaf.dtype), jnp.zeros(leaf.shape, leaf.dtype))
+        leaves = state.sizes[state.sealed].open_layout.leaves
+        arrays = tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves)
         views: tuple[np.ndarray, ...] = ()
         if self._memories.unified:
             # To write one token, XLA's CPU backend would convert a whole 16-bit block to fp32 and
             # back.
             views = tuple(map(writable_view, jax.block_until_ready(arrays)))
-        self._blocks[key] = Block(arrays, views)
+        state.payload.blocks[state.sealed] = BlockArrays(arrays, views)
 
-    def ask(self, key: CacheKey, new: KVBlock) -> None:
-        """Starts moving a token's key and value to where `append` will want them."""
-        if self._blocks[key].views:
-            self._memories.ask(new, "cache", _name(key))
+    def ask(self, state: LayerState, new: Block) -> None:
+        """Starts moving what a layer keeps of a token to where `append` will want it."""
+        if state.payload.blocks[state.sealed].views:
+            self._memories.ask(new, "cache", _name(state))
 
-    def append(self, key: CacheKey, new: KVBlock) -> None:
-        """Writes one token's key and value to the open block."""
-        block = self._blocks[key]
+    def append(self, state: LayerState, new: Block) -> None:
+        """Writes what a layer keeps of a token to the open block."""
+        block: BlockArrays = state.payload.blocks[state.sealed]
         if block.views:
             for view, array in zip(block.views, new, strict=True):
-                view[:, :, block.used] = np.asarray(array)[:, :, 0]
+                view[..., block.used, :] = np.asarray(array)[..., 0, :]
         else:
-            append = self._device.programs.append(*self._shape(key))
+            append = self._program(programs.append, state, state.sealed)
             block.arrays = append(block.arrays, new, self._memories.numbers(block.used))
         block.used += 1
 
-    def replace(self, key: CacheKey, arrays: KVBlock) -> None:
+    def replace(self, state: LayerState, arrays: Block) -> None:
         """Takes an open block to which a program has appended a token."""
-        block = self._blocks[key]
+        block: BlockArrays = state.payload.blocks[state.sealed]
         block.arrays, block.used = arrays, block.used + 1
 
-    def quantize(self, key: CacheKey) -> None:
+    def quantize(self, state: LayerState, number: int) -> None:
         """Quantizes a full block on the device."""
-        block = self._blocks[key]
+        block: BlockArrays = state.payload.blocks[number]
         opened = self._memories.to_device(block.arrays, "cache", "a full KV block")
-        sealed = self._device.programs.seal(*self._shape(key))(opened)
+        sealed = self._program(programs.seal, state, number)(opened)
         if block.views:  # the CPU will write to them
             jax.block_until_ready(sealed)
-        self.keep(key, sealed)
+        self._keep(state, number, sealed)
 
-    def write(self, keys: Sequence[CacheKey]) -> Write:
+    def _program(self, kind: programs.Program[Any], state: LayerState, number: int) -> Any:
+        """Returns a program that works on an open block."""
+        running = state.running
+        return self._device.programs.get(
+            kind, layer=state.layer, rows=running.rows, tail=running.lengths[number]
+        )
+
+    def write(self, part: SealedPart) -> Write:
         """Starts writing sealed blocks of one layer and batch to disk, from a copy of their own;
         frees the blocks."""
-        futures: list[Any] = []
-        copies: list[np.ndarray] = []
-        write = Write(_name(keys[0]), futures, lambda: self._written(write, copies))
-        self._writes.append(write)  # so that `close` waits for those that began before an error
-        for key in keys:
-            block, records = self._blocks.pop(key), self._stored(key)
+        state, futures, copies = part.state, list[Any](), list[np.ndarray]()
+        write = Write(_name(state), futures, lambda: self._written(write, copies))
+        self._writes[write] = state.running  # waited for even if an error comes next
+        for number in part.blocks:
+            block: BlockArrays = state.payload.blocks.pop(number)
+            records = self._records(state, number)
             views = block.views or [np.asarray(leaf) for leaf in jax.tree.leaves(block.arrays)]
             spare = self._spare[records.nbytes]
             copies.append(spare.pop() if spare else whole_pages(records.nbytes))
-            futures.append(records.write(key.layer, views, copies[-1]))
-        nbytes = sum(map(self._plan.kv_bytes, keys))
+            futures.append(records.write(state.index, views, copies[-1]))
+        nbytes = sum(state.sizes[number].sealed for number in part.blocks)
         counted(self._memories.metrics, "disk_write", "cache", write.what, nbytes, futures)
         return write
 
     def _written(self, write: Write, copies: list[np.ndarray]) -> None:
-        self._writes.remove(write)
+        del self._writes[write]
         for copy in copies:
             self._spare[copy.size].append(copy)
 
-    def _shape(self, key: CacheKey) -> tuple[Any, int, int]:
-        """Returns a block's layer, and its numbers of rows and tokens."""
-        layer = self._plan.spec.decoders[key.layer]
-        return layer, self._plan.batches[key.batch].rows, self._plan.block_tokens(key)
-
-    def _stored(self, key: CacheKey) -> Records:
+    def _records(self, state: LayerState, number: int) -> Records:
         """Returns the disk records of one KV block of a batch: one record per layer, of the leaves
-        of its keys and then of its values."""
-        name = (self._rows_of(key), key.block, key.batch)
-        if name not in self._files:
+        of one array after the other."""
+        running, rows = state.running, state.payload.rows
+        files = arrays_of(running).files
+        if (rows, number) not in files:
             assert self._folder is not None, "the policy puts KV blocks on disk"
-            count = len(self._plan.spec.decoders)
-            largest = max(self._plan.kv_bytes(key._replace(layer=i)) for i in range(count))
-            file = f"kv-{key.batch}-{key.block}-{name[0]}"
-            self._files[name] = Records.create(self._folder, file, count, largest)
-        return self._files[name]
+            largest = max(other.sizes[number].sealed for other in running.layers if other.homes)
+            name = f"kv-{running.number}-{number}-{rows}"
+            files[rows, number] = Records.create(self._folder, name, len(running.layers), largest)
+        return files[rows, number]
 
-    def _rows_of(self, key: CacheKey) -> int:
-        """Returns the rows of a layer's and batch's blocks."""
-        return self._rows.setdefault(key[:2], self._plan.batches[key.batch].rows)
-
-    def shrink(self, part: CachedPart, load: Load[LayerCache], rows: np.ndarray) -> None:
+    def shrink(self, state: LayerState, load: Load[LayerCache], rows: np.ndarray) -> None:
         """Leaves these rows in a layer's blocks, and in a load of them that has been copied; blocks
         of the disk are then in memory."""
         origin, arrived = load.tree, load.arriving
         blocks = zip(origin.blocks, arrived.blocks, strict=True)
         on_host = iter(origin.on_host)
-        here: list[KVBlock] = []
+        here: list[Block] = []
         there: list[HostBlock] = []
         for number in range(len(origin.blocks) + len(origin.on_host)):
-            key = CacheKey(part.layer, part.batch, number)
-            if self._plan.cache.stays_on_host(key):
+            if state.stays_on_host(number):
                 start, block = next(on_host)
-                there.append(HostBlock(start, self._shrunk(key, part, block, rows)))
+                there.append(HostBlock(start, self._shrunk(state, number, block, rows)))
             else:
                 arrays, copied = next(blocks)
-                kept = self._shrunk(key, part, arrays, rows)
+                kept = self._shrunk(state, number, arrays, rows)
                 is_copy = self._memories.on_host(jax.tree.leaves(arrays)[0])
                 here.append(take_block(copied, rows) if is_copy else kept)
         keys = tuple(take_block(key, rows) for key in arrived.keys)
         load.put(replace(arrived, blocks=tuple(here), keys=keys, on_host=tuple(there)))
-        self._rows[part[:2]] = len(rows)
-        if part.layer == len(self._plan.spec.decoders) - 1:
-            self._remove_files(part.batch, but_for=len(rows))
+        state.payload.rows = len(rows)
+        if state is [other for other in state.running.layers if other.homes][-1]:
+            self._remove_files(state.running, except_of=len(rows))
 
-    def _shrunk(
-        self, key: CacheKey, part: CachedPart, arrays: KVBlock, rows: np.ndarray
-    ) -> KVBlock:
+    def _shrunk(self, state: LayerState, number: int, arrays: Block, rows: np.ndarray) -> Any:
         """Returns a block with these rows, and keeps it."""
-        is_open = key.block == part.sealed
+        is_open, blocks = number == state.sealed, state.payload.blocks
         if not self._memories.unified and not self._memories.on_host(jax.tree.leaves(arrays)[0]):
-            block = Block(take_block(arrays, rows))
+            block = BlockArrays(take_block(arrays, rows))
         else:
-            layout = self._plan.open_layout(key) if is_open else self._plan.kv_layout(key)
-            buffer = self._memories.buffer(layout)
+            sizes = state.sizes[number]
+            buffer = self._memories.buffer(sizes.open_layout if is_open else sizes.layout)
             for leaf, view in zip(jax.tree.leaves(arrays), buffer.views, strict=True):
                 np.take(np.asarray(leaf), rows, axis=0, out=view, mode="clip")
-            found = buffer.arrays if is_open else self._assembled(key, buffer, len(rows))
-            block = Block((found[0], found[1]), buffer.views if is_open else ())
-        before = self._blocks.get(key)
-        block.used = before.used if before is not None else 0
-        self._blocks[key] = block
+            shrunk = buffer.arrays if is_open else self._assembled(state, number, buffer, len(rows))
+            block = BlockArrays(tuple(shrunk), buffer.views if is_open else ())
+        block.used = blocks[number].used if number in blocks else 0
+        blocks[number] = block
         return block.arrays
 
-    def _remove_files(self, batch: int, but_for: int = 0) -> None:
-        """Removes a batch's files, but for those of so many rows."""
-        for name in [name for name in self._files if name[2] == batch and name[0] != but_for]:
-            assert self._folder is not None, "there are files"
-            self._folder.remove(self._files.pop(name).store)
-
     def fetch(self, part: CachedPart, buffers: Sequence[HostBuffer]) -> Load[LayerCache]:
-        """Starts bringing a layer's blocks to where attention runs; those on disk are read into the
-        buffers."""
+        """Starts bringing a layer's blocks to where they are computed with; those on disk are read
+        into the buffers."""
         if not self._is_read:
             self._is_read = True
             self._spare.clear()
-        left, reads = iter(buffers), list[Any]()
-        here: list[KVBlock] = []
+        state, left, reads = part.state, iter(buffers), list[Any]()
+        here: list[Block] = []
         there: list[HostBlock] = []
-        start, plan = 0, self._plan.cache
-        lengths = plan.lengths(part.batch)[: part.sealed + (not part.is_prompt)]
+        start = 0
+        lengths = state.running.lengths[: part.sealed + (not part.is_prompt)]
         with ended_on_error(reads):
             for number, length in enumerate(lengths):
-                key = CacheKey(part.layer, part.batch, number)
-                block = self._blocks.get(key)
+                block = state.payload.blocks.get(number)
                 if block is None:
-                    buffer = next(left)
-                    reads.append(self._stored(key).read_into(key.layer, buffer.views))
-                    block = Block(self._assembled(key, buffer, self._rows_of(key)))
-                if plan.stays_on_host(key) and not part.is_prompt:
+                    buffer, rows = next(left), state.payload.rows
+                    records = self._records(state, number)
+                    reads.append(records.read_into(state.index, buffer.views))
+                    block = BlockArrays(self._assembled(state, number, buffer, rows))
+                if state.stays_on_host(number) and not part.is_prompt:
                     there.append(HostBlock(start, block.arrays))
                 else:
                     here.append(block.arrays)
                 start += length
-        keys = () if plan.keys_stay else tuple(key for _, (key, _) in there)
+        keys_stay = self._plan.policy.attends_on_host
+        places = state.places(part.sealed)
         if part.is_prompt:
-            shapes = (Part(lengths, 0, (0, *accumulate(lengths))[:-1]), Part((), 0, ()))
-        else:
-            shapes = (plan.part(*part[:3], False), plan.part(*part[:3], True))
-        cache = LayerCache(tuple(here), keys, tuple(there), *shapes, part.sealed)
-        name = _name(part)
+            starts = (0, *accumulate(lengths))[:-1]
+            places = (BlocksAt(lengths, 0, starts), BlocksAt((), 0, ()))
+        cache = LayerCache(
+            blocks=tuple(here),
+            keys=() if keys_stay else tuple(block[0] for _, block in there),
+            on_host=tuple(there),
+            here=places[0],
+            there=places[1],
+            sealed=part.sealed,
+        )
+        name = _name(state)
         if reads:
             nbytes = sum(buffer.layout.nbytes for buffer in buffers)
             counted(self._memories.metrics, "disk_read", "cache", name, nbytes, reads)
         return Load("cache", name, cache, reads)
 
-    def _assembled(self, key: CacheKey, buffer: HostBuffer, rows: int) -> KVBlock:
-        """Returns the keys and values that a read will put into a buffer."""
-        storage, count = self._plan.kv_storage(key, rows), len(buffer.arrays) // 2
-        return assemble(storage, buffer.arrays[:count]), assemble(storage, buffer.arrays[count:])
+    def _assembled(self, state: LayerState, number: int, buffer: HostBuffer, rows: int) -> Block:
+        """Returns the arrays of a sealed block that a read will put into a buffer."""
+        tokens, leaves = state.running.lengths[number], iter(buffer.arrays)
+        storages = [self._plan.formats.sealed(leaf, rows, tokens) for leaf in state.layer.growing]
+        return tuple(
+            assemble(storage, [next(leaves) for _ in storage.leaves]) for storage in storages
+        )
 
-    def leave(self, batch: int) -> None:
-        """Frees the blocks of a batch, in memory and on disk; nothing is being written for it."""
-        for key in [key for key in self._blocks if key.batch == batch]:
-            del self._blocks[key]
-        self._remove_files(batch)
-        for where in [where for where in self._rows if where[1] == batch]:
-            del self._rows[where]
-        self._is_read = self._is_read and bool(self._blocks)
-
-    def close(self) -> None:
-        """Waits for the writes that nobody will read, and frees all blocks."""
-        for write in self._writes:
+    def _forget(self, running: Running) -> None:
+        """Frees the blocks of a batch, in memory and on disk; waits for the end of its writes."""
+        for write in [write for write, owner in self._writes.items() if owner is running]:
             write.end()
-        self._blocks.clear()
-        self._spare.clear()
+            del self._writes[write]
+        for state in running.layers:
+            state.payload = None
+        self._remove_files(running)
+
+    def _remove_files(self, running: Running, except_of: int = 0) -> None:
+        """Removes a batch's files, except those of so many rows."""
+        files = arrays_of(running).files
+        for name in [name for name in files if name[0] != except_of]:
+            assert self._folder is not None, "there are files"
+            self._folder.remove(files.pop(name).store)
 
 
 @jax.jit
@@ -301,5 +324,5 @@ def take_block(block: Any, rows: np.ndarray) -> Any:
     return jax.tree.map(take, block, is_leaf=lambda x: isinstance(x, jax.Array | QuantizedArray))
 
 
-def _name(where: CacheKey | CachedPart) -> str:
-    return f"KV cache of decoder layer {where.layer}, batch {where.batch}"
+def _name(state: LayerState) -> str:
+    return f"KV cache of decoder layer {state.index}, batch {state.running.number}"

@@ -143,7 +143,7 @@ class Metrics:
         the copy before it is done until its result is there. On a GPU that is more than the link
         was busy: a copy waits for what was computed before its memory was allocated, and several
         copies run at once. The link's own time is in a trace of `jax.profiler`
-        (`scripts/gpu_measure.py`).
+        (`scripts/benchmarks/gpu_measure.py`).
         """
         timed = RESOURCES if self.is_timed else ALWAYS_TIMED
         with self._lock:

@@ -2,88 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from flexgen_jax.cpu import Candidates
-from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers import programs
+from flexgen_jax.layers.decoder import Block
 from flexgen_jax.layers.quantization import Kept
-from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.layers.sparse_attention import Ranked
 from flexgen_jax.models.spec import LayerSpec
+from flexgen_jax.offload.batch import Moment
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.kv_cache import LayerCache
-from flexgen_jax.policy.placement import Part
-
-
-class Moment(NamedTuple):
-    """The place of a token in a batch's sequences.
-
-    position: the new token's index; first_valid: int32 [batch], each sequence's first valid token;
-    where: position and rows as arrays on the device; counts, counts_there: for sparse attention,
-    int32 [batch], how many earlier tokens each head attends to, by the layers' window, here and on
-    the device.
-    """
-
-    position: int
-    first_valid: np.ndarray
-    where: tuple[jax.Array, Rows]
-    counts: Mapping[int | None, np.ndarray] | None = None
-    counts_there: Mapping[int | None, jax.Array] | None = None
-
-    def arguments(self, window: int | None) -> tuple[Any, ...]:
-        """Returns the last arguments of `Programs.decode` for a layer with this window."""
-        if self.counts_there is None:
-            return self.where
-        return (*self.where, self.counts_there[window])
-
-    def first_seen(self, window: int | None) -> np.ndarray:
-        """Returns the first token that the new one sees, int32 [batch]."""
-        if window is None:
-            return self.first_valid
-        seen: np.ndarray = np.maximum(self.first_valid, np.int32(self.position + 1 - window))
-        return seen
+from flexgen_jax.policy.running import BlocksAt
 
 
 class Question(NamedTuple):
     """A batch's query to a layer's KV cache.
 
-    most: for sparse attention, how many tokens the compiled programs have room for, else 0.
+    room: for sparse attention, how many tokens the compiled programs have room for, else 0.
     """
 
     device: Device
     layer: LayerSpec
     query: jax.Array
     at: Moment
-    most: int
+    room: int
 
     @property
     def rows(self) -> int:
         return int(self.query.shape[0])
 
-    def attend(self, blocks: tuple[KVBlock, ...], part: Part) -> Any:
-        program = self.device.programs.attend(self.layer, self.rows, part.lengths, part.tail)
-        return self._watched(program(self.query, blocks, *self._where(part)))
+    def attend(self, blocks: tuple[Block, ...], at: BlocksAt) -> Any:
+        program = self.device.programs.get(
+            programs.attend,
+            layer=self.layer,
+            rows=self.rows,
+            blocks=at.lengths,
+            tail=at.tail,
+        )
+        return self._watched(program(self.query, blocks, *self._where(at)))
 
-    def rank(self, keys: tuple[Kept, ...], part: Part) -> Ranked:
-        shape = (self.layer, self.rows, part.lengths, part.tail, self.most)
-        program = self.device.programs.rank(*shape)
-        found: Ranked = self._watched(program(self.query, keys, *self._where(part)))
-        self.device.memories.ask(found, "attention", "ranked tokens")
-        return found
+    def rank(self, keys: tuple[Kept, ...], at: BlocksAt) -> Ranked:
+        program = self.device.programs.get(
+            programs.rank_tokens,
+            layer=self.layer,
+            rows=self.rows,
+            blocks=at.lengths,
+            tail=at.tail,
+            room=self.room,
+        )
+        ranked: Ranked = self._watched(program(self.query, keys, *self._where(at)))
+        self.device.memories.ask(ranked, "attention", "ranked tokens")
+        return ranked
 
     def attend_ranked(
-        self, values: tuple[Kept, ...], part: Part, ranked: Ranked, counts: jax.Array
+        self, values: tuple[Kept, ...], at: BlocksAt, ranked: Ranked, counts: jax.Array
     ) -> Any:
-        shape = (self.layer, self.rows, part.lengths, part.tail, self.most)
-        program = self.device.programs.attend_ranked(*shape)
+        program = self.device.programs.get(
+            programs.attend_ranked,
+            layer=self.layer,
+            rows=self.rows,
+            blocks=at.lengths,
+            tail=at.tail,
+            room=self.room,
+        )
         return self._watched(program(values, ranked, counts))
 
-    def _where(self, part: Part) -> tuple[Any, ...]:
-        return (self.device.memories.numbers(part.starts), *self.at.where)
+    def _where(self, at: BlocksAt) -> tuple[Any, ...]:
+        return (self.device.memories.numbers(at.starts), *self.at.where)
 
     def _watched(self, result: Any) -> Any:
         """Counts the device as busy until the result, which is already enqueued, is computed."""
@@ -95,7 +85,7 @@ def attend_split(
     question: Question, cache: LayerCache, meanwhile: Callable[[], object]
 ) -> list[Any]:
     """Returns the partial results of the host and of the device, as far as they have blocks, for
-    `Programs.finish`.
+    the program `finish`.
 
     meanwhile: called when the device has its work and before the CPU's begins.
     """
@@ -109,16 +99,16 @@ def attend_split(
         return [device.on_host(device.host_attention.attend, question.query, *where), *here]
     # Which tokens are attended to is known only when the scores of both places are.
     ranked = [
-        question.rank(keys, part) if keys else None
-        for keys, part in (
+        question.rank(keys, place) if keys else None
+        for keys, place in (
             (tuple(key for key, _ in cache.blocks), cache.here),
             (cache.keys, cache.there),
         )
     ]
     meanwhile()
     known = [
-        _candidates(found, part) if found else None
-        for found, part in zip(ranked, (cache.here, cache.there), strict=True)
+        _candidates(some, place) if some else None
+        for some, place in zip(ranked, (cache.here, cache.there), strict=True)
     ]
     attend_top = device.host_attention.attend_top
     counts = at.counts[attention.window]
@@ -129,10 +119,10 @@ def attend_split(
     return [there, question.attend_ranked(values, cache.here, ranked[0], left)]
 
 
-def _candidates(ranked: Ranked, part: Part) -> Candidates:
+def _candidates(ranked: Ranked, at: BlocksAt) -> Candidates:
     """Waits for ranked tokens on their way to the host; adds their indices in the sequence."""
     scores, tokens, lse = (np.asarray(x) for x in ranked)
-    lengths = (*part.lengths, part.tail) if part.tail else part.lengths
-    spans = zip(part.starts, lengths, strict=True)
+    lengths = (*at.lengths, at.tail) if at.tail else at.lengths
+    spans = zip(at.starts, lengths, strict=True)
     indices = np.concatenate([np.arange(start, start + length) for start, length in spans])
     return Candidates(scores, indices.astype(np.int32)[tokens], lse)

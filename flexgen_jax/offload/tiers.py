@@ -20,7 +20,7 @@ from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.offload.disk.direct_reads import PAGE, whole_pages
 from flexgen_jax.offload.metrics import Content, Link, Metrics
 from flexgen_jax.offload.watcher import Watcher
-from flexgen_jax.policy.plan import Layout
+from flexgen_jax.policy.parts import Layout
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from flexgen_jax.offload.prefetch import Load, ended_on_error
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.watcher import counted
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.plan import WeightsPart
+from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.policy import TIERS, Tier
 
 Progress = Callable[[int], object]

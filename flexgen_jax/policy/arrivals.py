@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
+from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.schedule import PREFIX
+from flexgen_jax.policy.running import Running
 
 
 class Planned:
@@ -17,30 +18,24 @@ class Planned:
     """
 
     def __init__(self, plan: BlockPlan, tokens: Sequence[int] | None = None) -> None:
-        self._plan, self._tokens = plan, tokens
-        self._waiting = deque(plan.batches)
+        self.batches = block_of(plan)
+        self._waiting = deque(self.batches)
+        for running in self.batches if tokens else ():
+            if not running.is_prefix:
+                running.left = deque([*range(running.tokens.start, 0), *(tokens or ())])
 
-    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
-        if PREFIX in going:
-            return {}
-        if PREFIX in self._waiting:
-            self._waiting.remove(PREFIX)
-            return {PREFIX: self._plan.tokens(PREFIX)}
-        count = len(self._waiting) if most is None else min(most, len(self._waiting))
-        return {number: self._tokens_of(number) for number in self._taken(count)}
+    def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
+        if any(running.is_prefix for running in going):
+            return ()
+        if self._waiting and self._waiting[0].is_prefix:
+            return [self._waiting.popleft()]
+        return self._take(len(self._waiting) if most is None else min(most, len(self._waiting)))
 
-    def _taken(self, count: int) -> list[int]:
+    def _take(self, count: int) -> list[Running]:
         return [self._waiting.popleft() for _ in range(count)]
-
-    def _tokens_of(self, number: int) -> Sequence[int]:
-        tokens = self._plan.tokens(number)
-        return [*range(tokens.start, 0), *self._tokens] if self._tokens else tokens
 
     def wait(self) -> bool:
         return False
-
-    def leave(self, batch: int) -> None:
-        """The plan keeps its batches."""
 
 
 class LastOneLate(Planned):
@@ -54,9 +49,9 @@ class LastOneLate(Planned):
         self._late = late
         self._waves = -1
 
-    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
-        if PREFIX in going or PREFIX in self._waiting:
+    def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
+        has_prefix = any(running.is_prefix for running in (*going, *self._waiting))
+        if has_prefix:
             return super().enter(going, most)
         self._waves += 1
-        count = len(self._waiting) - (self._waves < self._late)
-        return {number: self._tokens_of(number) for number in self._taken(count)}
+        return self._take(max(0, len(self._waiting) - (self._waves < self._late)))

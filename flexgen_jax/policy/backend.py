@@ -3,69 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from flexgen_jax.policy.placement import CacheKey
-from flexgen_jax.policy.plan import CachedPart, HiddenPart, Layout, WeightsPart
-from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.parts import Layout, WeightsPart
+from flexgen_jax.policy.running import (
+    CachedPart,
+    Handle,
+    LayerState,
+    PromptPart,
+    ReplacedPart,
+    SealedPart,
+)
+from flexgen_jax.policy.waves import Step
 
-Handle = Any
-"""Whatever a backend makes; the loop only hands it back."""
-
-Part = WeightsPart | CachedPart | HiddenPart
+Part = WeightsPart | CachedPart | ReplacedPart
 """What a load brings to the device."""
 
 
 class ChosenExperts(NamedTuple):
-    """Experts that are loaded when it is known which are chosen.
+    """Experts that are loaded when it is known which are chosen."""
 
-    load: starts loads of those with these numbers, then of those that the next layer is guessed to
-    choose, and returns the loads of the former, as far as they are not on the device; guesses:
-    whether the next layer's are loaded so, too; most, expected: how many the tokens of this visit
-    can choose, up to this step's, and how many they are expected to, of `total`.
-    """
-
+    # Starts loads of those with these numbers, then of those that the next layer is guessed to
+    # choose; returns the loads of the former, as far as they are not on the device.
     load: Callable[[Collection[int], Collection[int]], Sequence[Handle]]
+    # Whether the next layer's are loaded so, too.
     guesses: bool
+    # How many the tokens of this visit can choose, up to this step's, and how many they are
+    # expected to, of `total`.
     most: int
     expected: int
     total: int
 
 
 class Inputs(NamedTuple):
-    """The loads that a step computes with.
+    """The loads that a step computes with."""
 
-    weights: one for each part of the layer, then one for the prefix's KV cache, if the step attends
-    to it; hidden: None for the embedding; cache: None unless the step attends to earlier tokens;
-    early: the next step and its hidden states, whose query may be computed while the CPU attends
-    for this step, or None; experts: None if all of them are among the weights.
-    """
-
+    # One for each part of the layer, then one for the prefix's KV blocks, if the step attends to
+    # them.
     weights: Sequence[Handle]
+    # None for the embedding.
     hidden: Handle = None
+    # The KV blocks of earlier tokens, None if there are none, or the layer has no use for them.
     cache: Handle = None
+    # What the layer replaces with every token, None for the first ones, or if it has no such array.
+    replaced: Handle = None
+    # The next step and its hidden states, whose query may be computed while the CPU attends for
+    # this step, or None.
     early: tuple[Step, Handle] | None = None
+    # None if all experts are among the weights.
     experts: ChosenExperts | None = None
 
 
 class Backend(Protocol):
     """Moves and computes what a `BlockLoop` decides. Only `finish`, `wait`, `copy`, `drop` and
-    `quantize` wait for anything."""
+    `quantize` wait for anything.
+
+    `Running`, `LayerState` and `Slot` have a payload, in which a backend keeps what it has of a
+    batch, and `Running.closing`, to which it says how that is given back.
+    """
 
     def begin(self, step: Step, times: int) -> None:
-        """What follows is done for a step, which stands for `times` steps like it."""
+        """A step begins, which stands for so many tokens."""
 
     def allocate(self, layout: Layout) -> Handle:
-        """Returns a host buffer, into which disk reads can go."""
+        """Makes a host buffer."""
 
-    def free(self, buffer: Handle) -> None:
-        """Frees a host buffer before the block ends."""
-
-    def fetch(self, part: Part, buffers: Sequence[Handle]) -> Handle:
-        """Starts a load: gathers a part, and reads what of it is on disk into `buffers`."""
-
-    def again(self, load: Handle) -> Handle:
-        """Returns another load of what an earlier one has in its buffers, or is reading."""
+    def fetch(self, part: Part, buffers: Sequence[Handle], like: Handle = None) -> Handle:
+        """Gathers a part, and reads what of it is on disk into `buffers`; like: an earlier load of
+        the part, whose buffers have it already, or will when they are read."""
 
     def copy(self, load: Handle) -> None:
         """Waits for a load's reads, and starts its copy to the device."""
@@ -82,35 +87,24 @@ class Backend(Protocol):
     def shrink(self, step: Step, rows: int) -> None:
         """Leaves a batch with as few rows as `rows`, from its step in the embedding on."""
 
-    def shrink_cache(self, part: CachedPart, load: Handle) -> None:
-        """Leaves these rows in a layer's KV blocks, and in a load of them. Those of the disk are
-        then in memory, until they are written again."""
+    def shrink_state(self, state: LayerState, cache: Handle, replaced: Handle) -> None:
+        """Leaves these rows in what a layer keeps, and in the loads of it. KV blocks of the disk
+        are then in memory, until they are written again."""
 
-    def leave(self, batch: int) -> None:
-        """Frees what a batch has that is done; steps that were dispatched before may still run."""
+    def keep(self, made: ReplacedPart | PromptPart | LayerState, computed: Handle) -> None:
+        """Keeps what a step made in the memory of its home, for disk on the host: what is replaced,
+        the sealed KV blocks of a prompt, or one token, which is written to a layer's open block."""
 
-    def keep_hidden(self, part: HiddenPart, computed: Handle) -> None:
-        """Keeps a step's hidden states in the memory of their home, for disk on the host."""
+    def open_block(self, state: LayerState, buffer: Handle | None) -> None:
+        """Makes an empty KV block, number `state.sealed`, in a host buffer if there is one."""
 
-    def write_hidden(self, part: HiddenPart) -> Handle:
-        """Starts writing kept hidden states to disk; `wait` on the write frees their memory."""
-
-    def keep_prompt(self, keys: Sequence[CacheKey], computed: Handle) -> None:
-        """Keeps the sealed KV blocks that a prompt's step made, each in the memory of its home, for
-        disk on the host."""
-
-    def open_block(self, key: CacheKey, buffer: Handle | None) -> None:
-        """Makes an empty KV block, in a host buffer if there is one."""
-
-    def append(self, key: CacheKey, computed: Handle) -> None:
-        """Writes one token's keys and values to the open block."""
-
-    def quantize(self, key: CacheKey) -> None:
+    def quantize(self, state: LayerState, block: int) -> None:
         """Quantizes a full block; its memory in full precision is then free. Waits where the CPU
         writes to that."""
 
-    def write_blocks(self, keys: Sequence[CacheKey]) -> Handle:
-        """Starts writing sealed blocks to disk, from a copy of their own; frees the blocks."""
+    def write(self, part: ReplacedPart | SealedPart) -> Handle:
+        """Starts writing to disk: what was kept to be replaced, whose memory `wait` frees, or
+        sealed blocks, from a copy of their own, whose memory is free."""
 
     def is_done(self, handle: Handle) -> bool:
         """Returns whether a load's reads, or a write, are done."""

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from flexgen_jax.policy.backend import Backend, Handle
+from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.plan import Layout
-
-
-class Buffer(NamedTuple):
-    """A host buffer, and its backend's handle."""
-
-    layout: Layout
-    handle: Handle
+from flexgen_jax.policy.parts import Layout
+from flexgen_jax.policy.running import Buffer
 
 
 class Ring:
@@ -36,14 +29,14 @@ class Ring:
 
     def acquire(self, layouts: Iterable[Layout]) -> list[Buffer]:
         """Returns a buffer of each layout."""
-        found, finished, all_free = [], self.finished, self._free
+        buffers, finished, all_free = list[Buffer](), self.finished, self._free
         for layout in layouts:
             free = all_free[layout]
             if free and free[0][0] <= finished:
-                found.append(free.popleft()[1])
+                buffers.append(free.popleft()[1])
             else:
-                found.append(self._made(layout))
-        return found
+                buffers.append(self._made(layout))
+        return buffers
 
     def has_room(self, layouts: Sequence[Layout]) -> bool:
         """Returns whether buffers of these layouts can be acquired within what is planned; where
@@ -73,7 +66,7 @@ class Ring:
 
     def discard(self, buffer: Buffer) -> None:
         """Gives up a buffer that nothing reads any more."""
-        self._give_up(buffer)
+        self._let_go(buffer.layout.nbytes)
 
     def trim(self, kept: Layout | None, count: int) -> None:
         """Gives up all buffers that are free, but for `count` of one layout."""
@@ -89,11 +82,7 @@ class Ring:
     def _shorten(self, free: deque[tuple[int, Buffer]], count: int, least: int = 0) -> None:
         """Gives up free buffers until `count` of them are left, or all have `least` bytes."""
         while len(free) > count and self._bytes > least and free[0][0] <= self.finished:
-            self._give_up(free.popleft()[1])
-
-    def _give_up(self, buffer: Buffer) -> None:
-        self._let_go(buffer.layout.nbytes)
-        self._backend.free(buffer.handle)
+            self._let_go(free.popleft()[1].layout.nbytes)
 
     def _let_go(self, nbytes: int) -> None:
         self._ledger.release("host", nbytes)

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import peak_bytes
-from flexgen_jax.policy.plan import BlockPlan, BlockShape
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier, Workload
+from flexgen_jax.policy.shapes import BlockShape, Setting
 
 GIB = 1 << 30
 
@@ -73,17 +72,13 @@ def human(nbytes: int) -> str:
 class Fitter:
     """Searches placements of one model and workload under budgets."""
 
-    config: ModelConfig
-    dtype: str
+    setting: Setting
     workload: Workload
     budgets: Budgets
-    unified: bool
-    sizes: KernelSizes
 
     def needed(self, policy: Policy) -> dict[Tier, int]:
         shape = BlockShape.of(policy, self.workload)
-        plan = BlockPlan(self.config, self.dtype, policy, shape, self.unified, self.sizes)
-        return peak_bytes(plan)
+        return peak_bytes(BlockPlan(self.setting, policy, shape))
 
     def fits(self, policy: Policy) -> bool:
         return not self.budgets.shortfalls(self.needed(policy))

@@ -9,7 +9,8 @@ from functools import lru_cache
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.cache_blocks import PENDING_WRITES
-from flexgen_jax.policy.cost_model import FRACTIONS, BlockTerms, Costs, Linear
+from flexgen_jax.policy.cost_model import FRACTIONS, BlockTerms, Linear
+from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.memory import workspace_bytes
 from flexgen_jax.policy.policy import TIERS, Ahead, Tier, Workload, generated_blocks
@@ -27,24 +28,25 @@ class Solution:
     total_s: float
 
 
-def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, Linear]:
+def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, Linear]:
     """Returns the peak bytes of each tier, linear in the fractions.
 
     They are appendix A.3's home and working memory. `memory.peak_bytes` computes a policy's exact
     peaks, with whole tensors and blocks.
     """
-    policy, config = costs.policy, costs.config
+    policy, unified = costs.policy, costs.setting.unified
     layers = len(costs.spec.decoders)
     rows, batches = policy.batch_size, policy.num_batches
     ahead = Ahead.of(policy)
     prompt, cached = workload.prompt_len, workload.prompt_len + max(workload.gen_len - 1, 0)
-    weights, small = _weight_bytes(config, costs.formats)
+    weights, small = _weight_bytes(costs.setting.config, costs.formats)
     layer, ends = costs.mean(costs.layer_bytes), costs.end_bytes()
     chunk, *others = sorted(costs.chunks(prompt, workload.scores_prompts), reverse=True)
     kv_chunk = costs.mean(lambda layer: costs.kv_bytes(layer, rows, chunk))
     kv_layer = 0.0
     if workload.gen_len > 1:
         kv_layer = costs.mean(lambda layer: costs.kv_bytes(layer, rows, cached))
+        kv_layer += costs.mean(lambda layer: costs.state_bytes(layer, rows))
     kv_prefix = costs.mean(lambda layer: costs.kv_bytes(layer, 1, workload.prefix_len))
     cache = (kv_layer * batches + kv_prefix) * layers
     hidden = costs.hidden_bytes(rows, chunk)
@@ -56,8 +58,16 @@ def memory_terms(costs: Costs, workload: Workload, unified: bool) -> dict[Tier, 
     opened = generated_blocks(workload.gen_len, policy.kv_block_tokens)
     tokens = max(opened, default=0)
     tail = costs.mean(lambda layer: costs.open_kv_bytes(layer, rows, tokens)) * batches * layers
-    how = (costs.hw.sizes, rows, chunk, workload.head, costs.unpacks, bool(others))
-    work = workspace_bytes(config, costs.formats, *how, workload.prefix_len)
+    work = workspace_bytes(
+        setting=costs.setting,
+        formats=costs.formats,
+        rows=rows,
+        tokens=chunk,
+        head=workload.head,
+        unpacks=costs.unpacks,
+        is_chunked=bool(others),
+        prefix=workload.prefix_len,
+    )
     device = home["g"] + Linear({}, work)
     host = home["c"] + Linear(
         {

@@ -6,9 +6,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from flexgen_jax.policy.backend import Backend, Handle, Part
-from flexgen_jax.policy.buffers import Buffer, Ring
+from flexgen_jax.policy.backend import Backend, Part
+from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.running import Buffer, Handle
 
 K = TypeVar("K", bound=Hashable)
 
@@ -44,7 +45,7 @@ class Loader:
         """Starts a load of a part whose buffers are kept: only the first one reads the disk."""
         if part not in self._kept:
             self._kept[part] = self.start(part)
-        return Load(part, self._backend.again(self._kept[part].handle), [])
+        return Load(part, self._backend.fetch(part, (), self._kept[part].handle), [])
 
     def copy_if_read(self, load: Load) -> bool:
         """Starts a load's copy to the device if its reads are done; returns whether it began."""

@@ -5,20 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 
-from flexgen_jax.models.config import DTYPES, ModelConfig
+from flexgen_jax.models.config import DTYPES
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
+from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.arrivals import LastOneLate
-from flexgen_jax.policy.backend import Handle, Inputs, Part
+from flexgen_jax.policy.backend import Inputs, Part
 from flexgen_jax.policy.cache_blocks import PENDING_WRITES
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
-from flexgen_jax.policy.placement import CacheKey
-from flexgen_jax.policy.plan import BlockPlan, CachedPart, HiddenPart, Layout
+from flexgen_jax.policy.parts import Layout
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, Head, Tier
-from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.running import (
+    Handle,
+    LayerState,
+    PromptPart,
+    ReplacedPart,
+    Running,
+    SealedPart,
+)
+from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.policy.waves import Step
 
 SMALL_KERNELS = 16 << 20
 """Bytes of small kernels that may be unpacked at the same time."""
@@ -37,14 +47,8 @@ class Idle:
     def allocate(self, layout: Layout) -> Handle:
         return None
 
-    def free(self, buffer: Handle) -> None:
-        pass
-
-    def fetch(self, part: Part, buffers: Sequence[Handle]) -> Handle:
+    def fetch(self, part: Part, buffers: Sequence[Handle], like: Handle = None) -> Handle:
         return "load"
-
-    def again(self, load: Handle) -> Handle:
-        return load
 
     def copy(self, load: Handle) -> None:
         pass
@@ -63,31 +67,19 @@ class Idle:
     def shrink(self, step: Step, rows: int) -> None:
         pass
 
-    def shrink_cache(self, part: CachedPart, load: Handle) -> None:
+    def shrink_state(self, state: LayerState, cache: Handle, replaced: Handle) -> None:
         pass
 
-    def leave(self, batch: int) -> None:
+    def keep(self, made: ReplacedPart | PromptPart | LayerState, computed: Handle) -> None:
         pass
 
-    def keep_hidden(self, part: HiddenPart, computed: Handle) -> None:
+    def open_block(self, state: LayerState, buffer: Handle | None) -> None:
         pass
 
-    def write_hidden(self, part: HiddenPart) -> Handle:
-        return "write"
-
-    def keep_prompt(self, keys: Sequence[CacheKey], computed: Handle) -> None:
+    def quantize(self, state: LayerState, block: int) -> None:
         pass
 
-    def open_block(self, key: CacheKey, buffer: Handle | None) -> None:
-        pass
-
-    def append(self, key: CacheKey, computed: Handle) -> None:
-        pass
-
-    def quantize(self, key: CacheKey) -> None:
-        pass
-
-    def write_blocks(self, keys: Sequence[CacheKey]) -> Handle:
+    def write(self, part: ReplacedPart | SealedPart) -> Handle:
         return "write"
 
     def is_done(self, handle: Handle) -> bool:
@@ -128,10 +120,8 @@ def peak_bytes(
 
 def _rounding(plan: BlockPlan) -> dict[Tier, int]:
     """Returns bytes to allow for batches that enter apart, each with rounding errors of its own."""
-    layers, cache = range(len(plan.spec.decoders)), plan.policy.cache
-    first = len(plan.cache.prompt[0])
-    opened = [CacheKey(layer, 0, first) for layer in layers if plan.cache.generated[0]]
-    largest = max(map(plan.open_kv_bytes, opened), default=0)
+    cache, first = plan.policy.cache, _batches(plan)[0]
+    largest = max(map(_first_open, first.layers)) if first.blocks.generated else 0
     each = largest + _hidden_bytes(plan)
     return {"device": each, "host": each * (cache.device < 1), "disk": largest * (cache.disk > 0)}
 
@@ -142,21 +132,21 @@ def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
 
     These are the prompt, the last token, and, where sealing blocks can free memory, the last token
     that does it. While a token seals one block after the other, what is held goes from one sum to
-    the next, but for a block that is sealed, one that is opened and one that was open: every
+    the next, apart from a block that is sealed, one that is opened and one that was open: every
     placement is exact to one of them. Other tokens that seal when nearly as much is held, and what
     the token before each of these holds otherwise, are visited, too; only where blocks go to disk,
     and all such tokens are alike, bytes are allowed for them instead.
+
+    For 100 tokens in blocks of 32 on the device, which are packed when they are full, the tokens 0,
+    31, 32, 63, 64, 95, 96, 98 and 99 are visited: 32, 64 and 96 seal a block, and before each of
+    them an open block is at its largest.
     """
     last, size = plan.shape.gen_len - 1, plan.policy.kv_block_tokens
     seals = list(range(size, last, size)) if last > 1 else []
     ends = {0, last}
     if not seals or (plan.policy.cache_bits == 16 and not plan.policy.cache.disk):
         return sorted(ends | {max(last - 1, 0)}), {}
-    layers, batches = range(len(plan.spec.decoders)), range(len(plan.shape.batch_sizes))
-    largest = max(
-        plan.open_kv_bytes(CacheKey(layer, batch, len(plan.cache.prompt[batch])))
-        for layer, batch in product(layers, batches)
-    )
+    largest = max(_first_open(state) for running in _batches(plan) for state in running.layers)
     slack = (PENDING_WRITES + 3) * largest
     chosen, allowed = {seals[-1]}, dict[Tier, int]()
     for tier, held in _held_between(plan, len(seals)).items():
@@ -181,17 +171,26 @@ def _held_between(plan: BlockPlan, seals: int) -> dict[Tier, list[int]]:
     """Returns the bytes of generated tokens' KV blocks in memory, by tier, before and after each of
     the tokens that seal blocks."""
     held: dict[Tier, list[int]] = {tier: [0] * (seals + 1) for tier in ("device", "host")}
-    layers, batches = range(len(plan.spec.decoders)), range(len(plan.shape.batch_sizes))
-    for layer, batch in product(layers, batches):
-        prompt = len(plan.cache.prompt[batch])
-        for count in range(seals + 1):
-            key = CacheKey(layer, batch, prompt + count)
-            home = plan.cache.homes[key]
+    for state in (state for running in _batches(plan) for state in running.layers):
+        prompt = len(state.running.blocks.prompt)
+        for count in range(seals + 1) if state.homes else ():
+            home, sizes = state.homes[prompt + count], state.sizes[prompt + count]
             sums = held["device" if home == "device" else "host"]
-            sums[count] += plan.open_kv_bytes(key)
+            sums[count] += sizes.open
             for later in range(count + 1, seals + 1) if home != "disk" else ():
-                sums[later] += plan.kv_bytes(key)
+                sums[later] += sizes.sealed
     return held
+
+
+def _batches(plan: BlockPlan) -> list[Running]:
+    """Returns a plan's batches without the prefix."""
+    return [running for running in block_of(plan) if not running.is_prefix]
+
+
+def _first_open(state: LayerState) -> int:
+    """Returns the bytes of a layer's first block of generated tokens while it is open."""
+    first = len(state.running.blocks.prompt)
+    return state.sizes[first].open if state.homes else 0
 
 
 def dry_run(
@@ -206,7 +205,7 @@ def dry_run(
     arrivals = None
     if late is not None:
         arrivals = LastOneLate(plan, tuple(tokens or range(plan.shape.gen_len)), late)
-    loop = BlockLoop(plan, Idle(), ledger, tokens, reads_over_gaps=False, arrivals=arrivals)
+    loop = BlockLoop(plan, Idle(), ledger, tokens, across_skipped=False, arrivals=arrivals)
     loop.run()
     return ledger.peak
 
@@ -222,20 +221,26 @@ def planned_ledger(plan: BlockPlan) -> Ledger:
 
 def plan_workspace(plan: BlockPlan) -> int:
     """Returns the bytes of temporaries and results of a block's largest computation."""
-    shapes = {(batch.rows, plan.chunks(batch)) for batch in plan.shape.batches}
-    shapes |= {(batch.rows, plan.chunks(batch)) for batch in plan.prefix_batch.values()}
-    head, unpacks, prefix = plan.shape.head, plan.unpacks, plan.shape.prefix
-    how = (plan.config, plan.formats, plan.sizes)
+    batches = [batch for group, _ in plan.entries for batch in group]
+    shapes = {(batch.rows, plan.chunks(batch)) for batch in batches}
     return max(
-        workspace_bytes(*how, rows, max(chunks), head, unpacks, len(chunks) > 1, prefix)
+        workspace_bytes(
+            setting=plan.setting,
+            formats=plan.formats,
+            rows=rows,
+            tokens=max(chunks),
+            head=plan.shape.head,
+            unpacks=plan.unpacks,
+            is_chunked=len(chunks) > 1,
+            prefix=plan.shape.prefix,
+        )
         for rows, chunks in shapes
     )
 
 
 def workspace_bytes(
-    config: ModelConfig,
+    setting: Setting,
     formats: Formats,
-    sizes: KernelSizes,
     rows: int,
     tokens: int,
     head: Head = GREEDY,
@@ -249,11 +254,11 @@ def workspace_bytes(
     layer's weights are unpacked as a whole; is_chunked: whether these tokens are a chunk, which
     attends to earlier ones; prefix: tokens before all prompts.
     """
-    spec = model_spec(config)
+    spec, sizes = model_spec(setting.config), setting.sizes
     plain = replace(formats, weight_bits=16) if unpacks else formats
     group = sizes.prefill_sequences(rows, tokens, plain.weight_bits)
     formed = min(sizes.scored_rows, group * tokens) if head == SCORE else rows
-    logits = head.logit_copies * formed * config.vocab_size * 4
+    logits = head.logit_copies * formed * setting.config.vocab_size * 4
     return max(
         _unpacked_bytes(layer, formats, sizes, group * tokens, unpacks)
         + max(_prefill_bytes(layer, spec, plain, sizes, rows, tokens), logits)
@@ -267,9 +272,12 @@ def _chunk_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int, pre
     """Returns the bytes that a chunk of prompts takes besides those of a whole prompt: queries and
     partial results of all sequences, and keys and values of an earlier chunk and of the prefix in
     the dtype."""
-    attention, item = layer.attention, DTYPES[formats.dtype]
+    item = DTYPES[formats.dtype]
+    kept = layer.row_size * item
+    if not layer.attends:  # it computes a chunk as it does a whole prompt
+        return rows * tokens * kept
+    attention = layer.attention
     partial = attention.query_size * 4 + attention.num_heads * 4
-    kept = 2 * attention.kv_size * item
     each = attention.query_size * item + (3 if prefix else 2) * partial + kept
     return rows * tokens * each + prefix * kept
 
@@ -292,20 +300,23 @@ def _prefill_bytes(
     layer: LayerSpec, spec: ModelSpec, formats: Formats, sizes: KernelSizes, rows: int, tokens: int
 ) -> int:
     """Returns the bytes of a decoder layer's prefill of the sequences that go through together."""
-    item, attention = DTYPES[formats.dtype], layer.attention
+    item = DTYPES[formats.dtype]
     group = sizes.prefill_sequences(rows, tokens, formats.weight_bits)
     count = group * tokens
-    heads = max(sizes.scored_heads(group * attention.num_heads, tokens), attention.group)
-    scores = 2 * heads * tokens * tokens * 4
     mlp = count * layer.mlp_width * (4 + item)
-    projected = 2 * attention.query_size + 2 * attention.kv_size
-    attending = count * (attention.query_size * 4 + projected * item) + scores
-    kept = spec.hidden_size * (4 + 3 * item) + 2 * attention.kv_size * item
-    prefill = max(mlp, attending) + count * kept
+    mixing = count * layer.mixer.inner_size * item
+    if layer.attends:
+        attention = layer.attention
+        heads = max(sizes.scored_heads(group * attention.num_heads, tokens), attention.group)
+        mixing += count * attention.query_size * 4 + 2 * heads * tokens * tokens * 4
+    else:
+        mixing += count * layer.mixer.inner_size * 4 + 2 * rows * layer.state_size * 4
+    kept = spec.hidden_size * (4 + 3 * item) + layer.row_size * item
+    prefill = max(mlp, mixing) + count * kept
     # Hidden states, keys and values of finished groups, twice if they have to be joined, and the
     # keys and values of the previous step, which are passed on while this one runs.
     if group < rows:
-        made, new = spec.hidden_size, 2 * attention.kv_size
+        made, new = spec.hidden_size, layer.row_size
         parts = made + 2 * new if rows % group == 0 else 2 * (made + new) + new
         prefill += rows * tokens * parts * item
     return prefill

@@ -7,8 +7,7 @@ over the whole model is within one tensor of the request.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -85,113 +84,72 @@ def page_cached(
     return frozenset(key for key, tier in zip(large, chosen, strict=True) if tier == "host")
 
 
-class CacheKey(NamedTuple):
-    """Key of one KV block: the indices of its decoder layer, its batch, and the block itself."""
+class Homes(NamedTuple):
+    """The homes of what a batch keeps."""
 
-    layer: int
-    batch: int
-    block: int
-
-
-class Part(NamedTuple):
-    """The KV blocks of one layer and batch whose values are in one place, device or host.
-
-    lengths: token counts of the sealed blocks; tail: token count of the open block, 0 if it is
-    elsewhere; starts: the index of the first token of each of these blocks.
-    """
-
-    lengths: tuple[int, ...]
-    tail: int
-    starts: tuple[int, ...]
+    # Of the KV blocks of each decoder layer, in the order of their age.
+    blocks: tuple[tuple[Tier, ...], ...]
+    # Of what each decoder layer replaces with every token; the device where that is nothing.
+    replaced: tuple[Tier, ...]
+    # Of the hidden states that each layer hands on, from the embedding on.
+    hidden: tuple[Tier, ...]
 
 
-class CachePlan:
-    """The KV blocks of the batches that are there.
+class Placer:
+    """Gives homes to what the batches of a run keep, as they enter."""
 
-    prompt, generated: token counts of each batch's blocks; homes: where each block lives;
-    values_stay, keys_stay: whether decoding leaves values, or keys, of blocks in the host and disk
-    tiers on the host.
-    """
+    def __init__(self, spec: ModelSpec, policy: Policy) -> None:
+        rows = [layer.row_size for layer in spec.decoders]
+        states = [layer.state_size for layer in spec.decoders]
+        unit = gcd(*rows, *states)  # the split of equal layers depends on no size
+        self._rows = [size // unit for size in rows]
+        self._states = [size // unit for size in states]
+        self._outputs = len(spec.layers) - 1
+        self._policy = policy
+        self._begin()
 
-    def __init__(self, kv_sizes: Sequence[int], policy: Policy) -> None:
-        """kv_sizes: the elements of a token's key in each decoder layer."""
-        self.prompt: dict[int, tuple[int, ...]] = {}
-        self.generated: dict[int, tuple[int, ...]] = {}
-        self.homes: dict[CacheKey, Tier] = {}
-        self.values_stay, self.keys_stay = policy.values_stay, policy.attends_on_host
-        unit = gcd(*kv_sizes)  # the split of equal layers depends on no size
-        self._parts = [size // unit for size in kv_sizes]
-        self._fractions = policy.cache
-        self._splitter = Splitter(policy.cache)
-        self._lengths: dict[int, tuple[int, ...]] = {}
-        self._known: dict[int, dict[tuple[int, int, bool], Part]] = {}
+    def _begin(self) -> None:
+        self._cache = Splitter(self._policy.cache)
+        self._hidden = Splitter(self._policy.activations)
 
-    def enter(
-        self, blocks: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]], is_first: bool
-    ) -> None:
-        """Chooses the homes of the blocks of batches that enter together.
+    def enter(self, batches: Sequence[tuple[int, ...]], is_first: bool) -> list[Homes]:
+        """Chooses the homes of what batches keep that enter together.
 
-        blocks: token counts of each batch's blocks, the prompt's and those of generated tokens.
-        They are split in the order of their age, so that the fractions hold at every moment of a
-        generation. is_first: whether no others go on, whose rounding error carries over.
+        batches: of each, the token counts of its KV blocks. They are split in the order of their
+        age, so that the fractions hold at every moment of a generation. is_first: whether no others
+        go on, whose rounding error carries over.
         """
         if is_first:
-            self._splitter = Splitter(self._fractions)
-        for batch, (prompt, generated) in blocks.items():
-            self.prompt[batch], self.generated[batch] = prompt, generated
-            self._lengths[batch] = prompt + generated
-        most = max(len(self._lengths[batch]) for batch in blocks)
-        keys = [
-            CacheKey(layer, batch, block)
-            for block in range(most)
-            for layer in range(len(self._parts))
-            for batch in blocks
-            if block < len(self._lengths[batch])
+            self._begin()
+        numbers, layers = range(len(batches)), range(len(self._rows))
+        replaced = [(layer, n) for layer in layers if self._states[layer] for n in numbers]
+        states = self._cache.split([self._states[layer] for layer, _ in replaced])
+        blocks = [
+            (layer, n, block)
+            for block in range(max(map(len, batches)))
+            for layer in layers
+            if self._rows[layer]
+            for n in numbers
+            if block < len(batches[n])
         ]
-        sizes = [self._parts[key.layer] * self._lengths[key.batch][key.block] for key in keys]
-        self.homes.update(zip(keys, self._splitter.split(sizes), strict=True))
-
-    def leave(self, batch: int) -> None:
-        """Forgets a batch."""
-        for layer in range(len(self._parts)):
-            for block in range(len(self._lengths[batch])):
-                del self.homes[CacheKey(layer, batch, block)]
-        del self.prompt[batch], self.generated[batch], self._lengths[batch]
-        self._known.pop(batch, None)
-
-    def stays_on_host(self, key: CacheKey) -> bool:
-        """Returns whether a block's values stay on the host."""
-        return self.values_stay and self.homes[key] != "device"
-
-    def moved(self, key: CacheKey) -> float:
-        """Returns the share of a block's bytes that moves to the device for every token."""
-        if self.homes[key] == "device":
-            return 0.0
-        return (not self.values_stay) / 2 + (not self.keys_stay) / 2
-
-    def part(self, layer: int, batch: int, sealed: int, on_host: bool) -> Part:
-        """Returns the blocks of a layer whose values stay on the host (`on_host`), or the others.
-
-        sealed: the number of sealed blocks; one more is open.
-        """
-        known, what = self._known.setdefault(batch, {}), (layer, sealed, on_host)
-        if what not in known:
-            known[what] = self._part(layer, batch, sealed, on_host)
-        return known[what]
-
-    def _part(self, layer: int, batch: int, sealed: int, on_host: bool) -> Part:
-        lengths = self.lengths(batch)
-        starts = (0, *accumulate(lengths))
-        keys = (CacheKey(layer, batch, block) for block in range(sealed + 1))
-        found = [key.block for key in keys if self.stays_on_host(key) == on_host]
-        return Part(
-            lengths=tuple(lengths[block] for block in found if block < sealed),
-            tail=lengths[sealed] if sealed in found else 0,
-            starts=tuple(starts[block] for block in found),
-        )
-
-    def lengths(self, batch: int) -> tuple[int, ...]:
-        return self._lengths[batch]
+        sizes = [self._rows[layer] * batches[n][block] for layer, n, block in blocks]
+        of_blocks = dict(zip(blocks, self._cache.split(sizes), strict=True))
+        of_states = dict(zip(replaced, states, strict=True))
+        outputs = [(layer, n) for layer in range(self._outputs) for n in numbers]
+        hidden = dict(zip(outputs, self._hidden.split([1] * len(outputs)), strict=True))
+        return [
+            Homes(
+                blocks=tuple(
+                    tuple(of_blocks[layer, n, block] for block in range(len(batches[n])))
+                    if self._rows[layer]
+                    else ()
+                    for layer in layers
+                ),
+                replaced=tuple(of_states.get((layer, n), "device") for layer in layers),
+                hidden=tuple(hidden[layer, n] for layer in range(self._outputs)),
+            )
+            for n in numbers
+        ]
 
 
 SMALL_STATES = 4 << 20
@@ -204,34 +162,13 @@ def stays_on_device(tokens: int, nbytes: int) -> bool:
     return tokens == 1 and nbytes < SMALL_STATES
 
 
-class ActivationPlan:
-    """The tiers where the hidden states of (layer, batch) wait for the next layer."""
+def home_of_hidden(home: Tier, tokens: int, nbytes: int) -> Tier:
+    """Returns the tier of hidden states of `tokens` tokens per sequence, `nbytes` in all, for which
+    the policy chose `home`.
 
-    def __init__(self, layers: int, policy: Policy) -> None:
-        self.homes: dict[tuple[int, int], Tier] = {}
-        self._layers, self._fractions = layers, policy.activations
-        self._splitter = Splitter(policy.activations)
-
-    def enter(self, batches: Collection[int], is_first: bool) -> None:
-        """Splits the hidden states of batches that enter together, as the policy's fractions
-        say; is_first: as in `CachePlan.enter`."""
-        if is_first:
-            self._splitter = Splitter(self._fractions)
-        keys = [(layer, batch) for layer in range(self._layers) for batch in batches]
-        self.homes.update(zip(keys, self._splitter.split([1] * len(keys)), strict=True))
-
-    def leave(self, batch: int) -> None:
-        """Forgets a batch."""
-        for layer in range(self._layers):
-            del self.homes[layer, batch]
-
-    def home(self, tokens: int, layer: int, batch: int, nbytes: int) -> Tier:
-        """Returns the tier of hidden states of `tokens` tokens per sequence, `nbytes` in all.
-
-        Small ones of one token stay on the device: a copy would wait behind weights, and hold up
-        the next layer, longer than the memory is worth. Larger ones of one token never go to disk.
-        """
-        home = self.homes[layer, batch]
-        if stays_on_device(tokens, nbytes):
-            return "device"
-        return "host" if tokens == 1 and home == "disk" else home
+    Small ones of one token stay on the device: a copy would wait behind weights, and hold up the
+    next layer, longer than the memory is worth. Larger ones of one token never go to disk.
+    """
+    if stays_on_device(tokens, nbytes):
+        return "device"
+    return "host" if tokens == 1 and home == "disk" else home

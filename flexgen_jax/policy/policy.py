@@ -12,7 +12,7 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.models.storage import BITS, MATMUL_BITS
 from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.schedule import SCHEDULES, Schedule
+from flexgen_jax.policy.schedules import SCHEDULES, Schedule
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -230,7 +230,8 @@ class Policy:
 
     @property
     def moved_share(self) -> float:
-        """Share of the bytes of host and disk tiers' blocks that moves to the device per token."""
+        """Share of the bytes of keys and values outside of the device that moves there per
+        token."""
         return (not self.values_stay) / 2 + (not self.attends_on_host) / 2
 
     def unpacks(self, sizes: KernelSizes, batches: int) -> bool:

@@ -10,22 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from flexgen_jax.policy.backend import Handle, Inputs, Part
+from flexgen_jax.policy.backend import Inputs, Part
 from flexgen_jax.policy.clock import Clock, Loading
-from flexgen_jax.policy.cost_model import Costs
+from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.memory import planned_ledger
-from flexgen_jax.policy.placement import CacheKey
-from flexgen_jax.policy.plan import BlockPlan, CachedPart, HiddenPart, Layout, WeightsPart
+from flexgen_jax.policy.parts import Layout, WeightsPart
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Tier
-from flexgen_jax.policy.schedule import Arrivals, Step
-
-GUESSED = 0.8
-"""Share of the chosen experts that the layer before guesses (Eliseev and Mazur 2023, "Fast
-Inference of Mixture-of-Experts Language Models with Offloading", section 3.2)."""
+from flexgen_jax.policy.running import (
+    CachedPart,
+    Handle,
+    LayerState,
+    PromptPart,
+    ReplacedPart,
+    Running,
+    SealedPart,
+)
+from flexgen_jax.policy.simulated_steps import SimulatedSteps
+from flexgen_jax.policy.waves import Arrivals, Step
 
 
 @dataclass(frozen=True)
@@ -52,22 +59,13 @@ class Prediction:
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
 
-class Attended(NamedTuple):
-    """The tokens of a layer's sealed blocks on the device and on the host, and whether the open
-    block is on the host."""
-
-    here: int
-    there: int
-    is_open_there: bool
-
-
 class Texts(Arrivals, Protocol):
     """Batches of texts of different lengths."""
 
     def rows_left(self, step: Step) -> int:
         """Returns how many rows of a batch are not finished after its step in the head."""
 
-    def shrink(self, batch: int, rows: int) -> None:
+    def shrink(self, batch: Running, rows: int) -> None:
         """Leaves a batch with so many rows, among them those that are not finished."""
 
 
@@ -90,12 +88,11 @@ class Simulation:
         self._layers, self._hw = costs.spec.layers, costs.hw
         self._clock = Clock(costs.hw, costs.policy.overlap, plan.unified)
         self._read_before: set[WeightsPart] = set()
-        self._moved: dict[CacheKey, float] = {}
-        self._projected: dict[Step, float] = {}
-        self._attended: dict[tuple[int, int, int], Attended] = {}
-        self._seconds: dict[int, float] = {}
-        self._unpacked_for = -1
+        self._moved: dict[tuple[LayerState, int], float] = {}
+        # Seconds of reading a KV block of some bytes, of which there are few sizes.
+        self._read_s = cache(self._hw.disk_read.seconds)
         self._phases, self._began = [0.0, 0.0], 0.0
+        self._steps = SimulatedSteps(costs, plan, self._clock)
 
     def prediction(self, peak: dict[Tier, int]) -> Prediction:
         """Returns what the clock counted, after the loop has ended."""
@@ -118,12 +115,16 @@ class Simulation:
     def allocate(self, layout: Layout) -> Handle:
         return None
 
-    def free(self, buffer: Handle) -> None:
-        pass
-
-    def fetch(self, part: Part, buffers: Sequence[Handle]) -> Loading:
+    def fetch(self, part: Part, buffers: Sequence[Handle], like: Loading | None = None) -> Loading:
+        if like is not None:
+            return Loading(like.read, like.copied, like.size)
         if isinstance(part, CachedPart):
-            return self._read_cache(part)
+            load = Loading(None, part.copied)
+            if part.layouts:
+                nbytes = [layout.nbytes for layout in part.layouts]
+                seconds = sum(map(self._read_s, nbytes))
+                load.read = self._clock.read(sum(nbytes), True, "disk_read", seconds)
+            return load
         if isinstance(part, WeightsPart):
             return self._read_weights(part)
         load = Loading(None, part.copied, passes_by=True)
@@ -153,23 +154,6 @@ class Simulation:
                 load.read = self._clock.read(nbytes, False, how, seconds)
         return load
 
-    def _read_cache(self, part: CachedPart) -> Loading:
-        load = Loading(None, part.copied)
-        if part.layouts:
-            nbytes = [layout.nbytes for layout in part.layouts]
-            seconds = sum(map(self._read_s, nbytes))
-            load.read = self._clock.read(sum(nbytes), True, "disk_read", seconds)
-        return load
-
-    def _read_s(self, nbytes: int) -> float:
-        """Returns the seconds of reading one KV block; there are few different sizes."""
-        if nbytes not in self._seconds:
-            self._seconds[nbytes] = self._hw.disk_read.seconds(nbytes)
-        return self._seconds[nbytes]
-
-    def again(self, load: Loading) -> Loading:
-        return Loading(load.read, load.copied, load.size)
-
     def copy(self, load: Loading) -> None:
         clock = self._clock
         clock.finish_read(load.read)
@@ -185,51 +169,48 @@ class Simulation:
         assert self._texts is not None, "rows are finished"
         self._texts.shrink(step.batch, rows)
 
-    def shrink_cache(self, part: CachedPart, load: Handle) -> None:
+    def shrink_state(self, state: LayerState, cache: Handle, replaced: Handle) -> None:
         pass
 
-    def leave(self, batch: int) -> None:
-        pass
+    def keep(self, made: ReplacedPart | PromptPart | LayerState, computed: float) -> None:
+        match made:
+            case ReplacedPart():
+                if made.home != "device":
+                    self._clock.move("device_to_host", made.nbytes, computed)
+            case PromptPart():
+                for block in made.blocks:
+                    self._to_home(made.state, block)
+            case LayerState(sealed=block):
+                if made.homes[block] != "device":
+                    nbytes = made.sizes[block].open // made.running.lengths[block]
+                    self._clock.move("device_to_host", nbytes)
 
-    def keep_hidden(self, part: HiddenPart, computed: float) -> None:
-        if part.home != "device":
-            self._clock.move("device_to_host", part.nbytes, computed)
-
-    def write_hidden(self, part: HiddenPart) -> float:
-        return self._clock.move("disk_write", part.nbytes)
-
-    def keep_prompt(self, keys: Sequence[CacheKey], computed: float) -> None:
-        for key in keys:
-            self._to_home(key)
-
-    def _to_home(self, key: CacheKey) -> None:
+    def _to_home(self, state: LayerState, block: int) -> None:
         """Moves a sealed block from the device to the memory of its home."""
-        if self._plan.cache.homes[key] != "device":
-            self._moved[key] = self._clock.move("device_to_host", self._plan.kv_bytes(key))
+        if state.homes[block] != "device":
+            nbytes = state.sizes[block].sealed
+            self._moved[state, block] = self._clock.move("device_to_host", nbytes)
 
-    def open_block(self, key: CacheKey, buffer: Handle | None) -> None:
+    def open_block(self, state: LayerState, buffer: Handle | None) -> None:
         pass
 
-    def append(self, key: CacheKey, computed: float) -> None:
-        if self._plan.cache.homes[key] != "device":
-            tokens = self._plan.block_tokens(key)
-            self._clock.move("device_to_host", self._plan.open_kv_bytes(key) // tokens)
-
-    def quantize(self, key: CacheKey) -> None:
+    def quantize(self, state: LayerState, block: int) -> None:
         # Blocks are quantized on the device; one in pinned memory is first copied there.
-        clock, costs, plan = self._clock, self._costs, self._plan
-        is_away = plan.cache.homes[key] != "device"
-        ready = clock.move("host_to_device", plan.open_kv_bytes(key) if is_away else 0)
-        layer, rows = costs.spec.decoders[key.layer], plan.batches[key.batch].rows
-        elements = costs.kv_elements(layer, rows, plan.block_tokens(key))
+        clock, costs, running = self._clock, self._costs, state.running
+        is_away = state.homes[block] != "device"
+        ready = clock.move("host_to_device", state.sizes[block].open if is_away else 0)
+        elements = costs.kv_elements(state.layer, running.rows, running.lengths[block])
         clock.wait(clock.compute(costs.quantize_s(elements), ready))
-        self._to_home(key)
+        self._to_home(state, block)
 
-    def write_blocks(self, keys: Sequence[CacheKey]) -> float:
+    def write(self, part: ReplacedPart | SealedPart) -> float:
+        if isinstance(part, ReplacedPart):
+            return self._clock.move("disk_write", part.nbytes)
         written = 0.0
-        for key in keys:
-            moved = self._moved.pop(key, 0.0)
-            written = self._clock.move("disk_write", self._plan.kv_bytes(key), moved)
+        for block in part.blocks:
+            moved = self._moved.pop((part.state, block), 0.0)
+            nbytes = part.state.sizes[block].sealed
+            written = self._clock.move("disk_write", nbytes, moved)
         return written
 
     def is_done(self, handle: Loading | float) -> bool:
@@ -243,104 +224,7 @@ class Simulation:
     # Computing
 
     def compute(self, step: Step, inputs: Inputs) -> float:
-        clock, costs = self._clock, self._costs
-        layer, rows = self._layers[step.layer], self._plan.batches[step.batch].rows
-        ready = max((load.ready for load in inputs.weights), default=0.0)
-        if costs.unpacks and layer.kind == "decoder" and step.visit != self._unpacked_for:
-            self._unpacked_for = step.visit
-            clock.compute(costs.unpack_s(layer), ready)
-        if inputs.hidden is not None:
-            ready = max(ready, inputs.hidden.ready)
-        fixed = self._hw.step_s
-        if not self._plan.unified:
-            clock.now, fixed = clock.now + fixed, 0.0
-        if layer.kind == "embedding":
-            return clock.compute(fixed, ready)
-        if layer.kind == "head":
-            batch = self._plan.batches[step.batch]
-            formed = rows * (batch.prompt_len if batch.scores_prompt else 1)
-            return clock.compute(fixed + costs.head_s(formed), ready)
-        if inputs.cache is not None:
-            ready = max(ready, inputs.cache.ready)
-        if step.token > 0:
-            return self._decode(step, inputs, ready, fixed)
-        span = self._plan.span(step.token, step.batch)
-        only_last = self._plan.only_last(step.layer, step.batch)
-        before = span.start if inputs.cache is not None else 0
-        prefill = costs.prefill_s(layer, rows, span.tokens, only_last, before)
-        asked = rows * (1 if only_last else span.tokens)
-        return clock.compute(fixed + prefill + self._prefix_s(step, asked), ready)
-
-    def _prefix_s(self, step: Step, tokens: int) -> float:
-        """Returns the seconds of a step's attention to the prefix."""
-        if self._plan.prefix_part(step) is None:
-            return 0.0
-        layer = self._layers[step.layer]
-        return self._costs.prefix_s(layer, tokens, self._plan.shape.prefix)
-
-    def _decode(self, step: Step, inputs: Inputs, ready: float, fixed: float) -> float:
-        """Decodes; where blocks stay on the host, the query goes there and a result comes back."""
-        clock, costs, layer = self._clock, self._costs, self._layers[step.layer]
-        rows = self._plan.batches[step.batch].rows
-        here, there, asks_host = self._tokens(step)
-        routed_s = costs.experts_s(layer, rows) if inputs.experts is not None else 0.0
-        linear = costs.linear_s(layer, rows) + self._prefix_s(step, rows) - routed_s
-        if not asks_host:
-            attention = costs.device_attention_s(layer, rows, here)
-            routed = clock.compute(fixed + linear + attention, ready)
-            return self._through_experts(inputs, routed, routed_s)
-        project = costs.project_s(layer, rows)
-        projected = self._projected.pop(step, None)
-        if projected is None:
-            projected = clock.compute(project, ready)
-        on_device, on_host = costs.split_attention_s(layer, rows, here, there)
-        if on_device:
-            clock.compute(on_device, ready)
-        if inputs.early is not None:
-            later, hidden = inputs.early
-            others = self._plan.batches[later.batch].rows
-            self._projected[later] = clock.compute(costs.project_s(layer, others), hidden.ready)
-        asked = costs.query_bytes(layer, rows)
-        clock.host_compute(on_host, clock.pass_by("device_to_host", asked, projected))
-        partial = rows * (layer.attention.query_size + layer.attention.num_heads) * 4
-        back = clock.pass_by("host_to_device", partial)
-        routed = clock.compute(fixed + linear - project + self._hw.split_s, back)
-        return self._through_experts(inputs, routed, routed_s)
-
-    def _through_experts(self, inputs: Inputs, routed: float, seconds: float) -> float:
-        """Loads the experts that are chosen, once it is known which, and computes them."""
-        if inputs.experts is None:
-            return routed
-        clock = self._clock
-        clock.wait(routed)
-        experts = inputs.experts
-        right = round(GUESSED * experts.expected)
-        wrong = range(experts.total - experts.expected + right, experts.total)
-        loads = experts.load(range(experts.expected), [*range(right), *wrong])
-        return clock.compute(seconds, max((load.ready for load in loads), default=routed))
-
-    def _tokens(self, step: Step) -> tuple[int, int, bool]:
-        """Returns the cached tokens on the device and on the host, and whether the host has
-        blocks."""
-        position = self._plan.span(step.token, step.batch).start
-        sealed = self._plan.sealed(step.batch, position)
-        where = (step.layer - 1, step.batch, sealed)
-        if where not in self._attended:
-            self._attended[where] = self._count(*where)
-        here, there, is_open_there = self._attended[where]
-        opened = position - here - there
-        if is_open_there:
-            return here, there + opened, True
-        return here + opened, there, there > 0
-
-    def _count(self, layer: int, batch: int, sealed: int) -> Attended:
-        cache = self._plan.cache
-        lengths, tokens = cache.lengths(batch), [0, 0]
-        for block in range(sealed):
-            tokens[cache.stays_on_host(CacheKey(layer, batch, block))] += lengths[block]
-        opened = CacheKey(layer, batch, sealed)
-        here, there = tokens
-        return Attended(here, there, sealed < len(lengths) and cache.stays_on_host(opened))
+        return self._steps.compute(step, inputs)
 
     def finish(self, step: Step, computed: float) -> int | None:
         self._clock.wait(computed)

@@ -15,12 +15,14 @@ from typing import NamedTuple
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.cost_model import block_terms
-from flexgen_jax.policy.linear_program import memory_terms, solve
-from flexgen_jax.policy.memory import peak_bytes
+from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.linear_program import Solution, memory_terms, solve
 from flexgen_jax.policy.placement import page_cached
-from flexgen_jax.policy.plan import BlockShape
 from flexgen_jax.policy.policy import Policy, Tier
-from flexgen_jax.policy.search import SAMPLED_STEPS, Problem, reduced, rounded
+from flexgen_jax.policy.problem import Problem
+from flexgen_jax.policy.rounding import fitted
+from flexgen_jax.policy.search import SAMPLED_STEPS
+from flexgen_jax.policy.shapes import BlockShape
 from flexgen_jax.policy.simulate import simulate
 from flexgen_jax.policy.stages import Division, groups_of
 
@@ -28,14 +30,12 @@ LARGEST_GROUP = 4096
 """Sequences in a group, at most."""
 
 WORSE = 6
-"""So many shapes in turn, those of two sizes of groups, that are no better end the search."""
+"""After this many consecutive shapes that are no better, those of two sizes of groups, the search
+ends."""
 
 WORTH_MOVING = 1.05
 """Weights that are placed move to another division of the layers if it is predicted to be so many
 times as fast."""
-
-TRIES = 8
-"""How often the linear program is solved again because exact peaks exceed its estimate."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class ChainPlan:
 
 
 def stage_plan(problem: Problem, shape: Shape) -> StagePlan | None:
-    """Returns the plan of a stage, whose layers are those of `problem.config`; None if none fits.
+    """Returns the plan of a stage, whose layers are those of `problem.setting`; None if none fits.
 
     The linear program has the time of one group, and the memory of all.
     """
     best: StagePlan | None = None
     choices = problem.choices.attentions
-    if problem.unified and "device" in choices:
+    if problem.setting.unified and "device" in choices:
         choices = ("device",)  # the same processor, without a way around
     for attention in choices:
         one = replace(
@@ -115,12 +115,10 @@ def stage_plan(problem: Problem, shape: Shape) -> StagePlan | None:
             num_batches=shape.batches,
             attention=attention,
         )
-        found = _stage_plan(problem, one, shape.groups)
-        if found is not None and (
-            best is None or _seconds(problem, found) < _seconds(problem, best)
-        ):
-            best = found
-        if found is not None and found.policy.cache.device == 1:
+        plan = _stage_plan(problem, one, shape.groups)
+        if plan is not None and (best is None or _seconds(problem, plan) < _seconds(problem, best)):
+            best = plan
+        if plan is not None and plan.policy.cache.device == 1:
             break  # then it makes no difference where attention would be
     return best
 
@@ -132,19 +130,16 @@ def _seconds(problem: Problem, plan: StagePlan) -> float:
 def _stage_plan(problem: Problem, one: Policy, groups: int) -> StagePlan | None:
     """Returns the plan of a stage. one: the policy of one group."""
     every = replace(one, num_batches=one.num_batches * groups)
-    terms = block_terms(problem.costs(one), problem.of_block(one).typical, problem.unified)
-    memory = memory_terms(problem.costs(every), problem.of_block(every), problem.unified)
-    budgets = problem.budgets
-    for _ in range(TRIES):
-        found = solve(terms, memory, budgets, None)
-        if found is None:
-            return None
-        policy = rounded(every, found)
-        needed = peak_bytes(problem.plan(policy), problem.budgets.shortfalls)
-        if not problem.budgets.shortfalls(needed):
-            return predicted(problem, policy, groups, needed)
-        budgets = reduced(budgets, problem.budgets, needed)
-    return None
+    terms = block_terms(problem.costs(one), problem.of_block(one).typical)
+    memory = memory_terms(problem.costs(every), problem.of_block(every))
+
+    def solve_within(budgets: Budgets) -> Solution | None:
+        return solve(terms, memory, budgets)
+
+    placed = fitted(problem, every, solve_within)
+    if placed is None:
+        return None
+    return predicted(problem, placed.plan.policy, groups, placed.needed)
 
 
 def predicted(problem: Problem, policy: Policy, groups: int, needed: dict[Tier, int]) -> StagePlan:
@@ -152,14 +147,14 @@ def predicted(problem: Problem, policy: Policy, groups: int, needed: dict[Tier, 
     one = replace(policy, num_batches=max(1, policy.num_batches // groups))
     costs = problem.costs(one)
     work = problem.of_block(one).typical
-    plan = costs.plan(BlockShape.of(one, work), problem.unified)
+    plan = costs.plan(BlockShape.of(one, work))
     spare = problem.budgets.spare_ram(needed)
     cached = page_cached(costs.spec, costs.formats, plan.tiers, spare)
     sample = max(1, SAMPLED_STEPS // (len(plan.spec.decoders) * len(plan.shape.batch_sizes)))
     # The second group finds the page cache as the first has left it.
-    found = simulate(costs, plan, cached, sample)
+    group = simulate(costs, plan, cached, sample)
     tokens = max(work.gen_len - 1, 1)
-    return StagePlan(policy, found.prefill_s, found.decode_s / tokens, needed)
+    return StagePlan(policy, group.prefill_s, group.decode_s / tokens, needed)
 
 
 def chain_plan(
@@ -210,7 +205,11 @@ def shapes(problem: Problem, groups: int) -> Iterator[Shape]:
 
 def parts(problem: Problem, layers: Division) -> list[Problem]:
     """Returns the problem of each stage: its layers, on a machine of its own."""
-    return [replace(problem, config=problem.config.part(part)) for part in layers]
+    setting = problem.setting
+    return [
+        replace(problem, setting=replace(setting, config=setting.config.part(part)))
+        for part in layers
+    ]
 
 
 def plan_alike(problem: Problem, shape: Shape, layers: Division) -> list[StagePlan | None]:
@@ -218,7 +217,7 @@ def plan_alike(problem: Problem, shape: Shape, layers: Division) -> list[StagePl
     known: dict[ModelConfig, StagePlan | None] = {}  # the stages in the middle are alike
     kinds = []
     for part in parts(problem, layers):
-        kinds.append(replace(part.config, first_layer=0))
+        kinds.append(replace(part.setting.config, first_layer=0))
         if kinds[-1] not in known:
             known[kinds[-1]] = stage_plan(part, shape)
     return [known[kind] for kind in kinds]
@@ -253,10 +252,17 @@ def search_stages(
     hidden = int(problem.costs(problem.base).hidden_bytes(1, 1))
 
     def chain(shape: Shape, layers: Division) -> ChainPlan | None:
-        found = [plan for plan in plan_all(shape, layers) if plan is not None]
-        if len(found) < len(layers):
+        plans = [plan for plan in plan_all(shape, layers) if plan is not None]
+        if len(plans) < len(layers):
             return None
-        return chain_plan(problem, found, layers, shape, hidden, link)
+        return chain_plan(
+            problem=problem,
+            stages=plans,
+            layers=layers,
+            shape=shape,
+            hidden_bytes=hidden,
+            link=link,
+        )
 
     for number, way in enumerate(ways):
         best = _best_shape(problem, partial(chain, layers=way), len(way))

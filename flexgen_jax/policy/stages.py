@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
 from flexgen_jax.models.spec import ModelSpec
+from flexgen_jax.policy.admission import Admission
 from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
-from flexgen_jax.policy.plan import BatchShape, BlockPlan
-from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.shapes import BatchShape
+from flexgen_jax.policy.waves import Step
 
 Division = tuple[range, ...]
 """The layers of each stage."""
@@ -33,9 +36,12 @@ REMEMBERED = 64
 
 
 def groups_of(stages: int) -> tuple[int, ...]:
-    """Returns how many groups of batches may be under way: as few as keep all stages busy, which
-    are those in stages and one whose tokens are being looked at; or more of them, which are
-    smaller, so that less time passes until the last stage has one."""
+    """Returns how many groups of batches may be under way: as few as keep all stages busy, or more
+    of them, which are smaller, so that less time passes until the last stage has one.
+
+    With 3 stages they are 4 or 12: each stage computes a group, and the tokens of a fourth are
+    being looked at.
+    """
     return (stages + 1, 4 * stages) if stages > 1 else (1,)
 
 
@@ -112,6 +118,8 @@ class Slots:
 
     def __init__(self, plan: BlockPlan) -> None:
         self._plan, self._layers = plan, len(plan.spec.layers)
+        self._admission = Admission(plan)
+        self._going: dict[int, Running] = {}
         self._changed = threading.Condition()
         self._slots: deque[Slot] = deque()
         self._steps_of: dict[int, tuple[Told, ...]] = {}
@@ -119,9 +127,9 @@ class Slots:
         self._is_ended = False
         self._wave: Iterator[Step] = iter(())
         self._visit = 0
-        self._dropped: set[int] = set()
-        self._leaving: list[int] = []
-        self._numbers: dict[tuple[int, int], int] = {}
+        self._dropped: set[Running] = set()
+        self._leaving: list[Running] = []
+        self._numbers: dict[tuple[Running, int], int] = {}
 
     def tell(self, slot: Slot) -> None:
         with self._changed:
@@ -147,37 +155,48 @@ class Slots:
                     return None
                 slot = self._slots.popleft()
             if slot.entering:
-                self._plan.enter(slot.entering, is_first=not self._plan.batches)
-            self._leaving += slot.leaving
-            self._numbers |= {(told.batch, told.token): slot.number for told in slot.steps}
+                self._enter(slot.entering)
+            self._leaving += [self._going[batch] for batch in slot.leaving if batch in self._going]
             self._wave = self._steps(slot)
 
+    def _enter(self, shapes: Mapping[int, BatchShape]) -> None:
+        """Takes in batches, by number."""
+        entered = self._admission.enter(
+            list(shapes.values()), is_first=not self._going, numbers=list(shapes)
+        )
+        for running in entered:
+            self._going[running.number] = running
+            running.closing.callback(self._forget, running)
+
+    def _forget(self, running: Running) -> None:
+        """Forgets a batch that is done."""
+        del self._going[running.number]
+        self._dropped.discard(running)
+        for key in [key for key in self._numbers if key[0] is running]:
+            del self._numbers[key]
+
     def _steps(self, slot: Slot) -> Iterator[Step]:
-        for layer in range(self._layers if slot.steps else 0):
+        told = [(self._going[step.batch], step.token) for step in slot.steps]
+        self._numbers |= dict.fromkeys(told, slot.number)
+        for layer in range(self._layers if told else 0):
             is_head = layer + 1 == self._layers and self._plan.config.has_head
-            for batch, token, _ in slot.steps:
-                if (token >= 0 or not is_head) and batch not in self._dropped:
-                    yield Step(token, layer, batch, self._visit)
+            for running, token in told:
+                if (token >= 0 or not is_head) and running not in self._dropped:
+                    yield Step(token, layer, running, self._visit)
             self._visit += 1
 
-    def drop(self, batch: int) -> None:
+    def drop(self, batch: Running) -> None:
         """Leaves out all further steps of a batch."""
         self._dropped.add(batch)
 
-    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+    def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
         """Batches enter with their slots."""
-        return {}
+        return ()
 
-    def leave(self, batch: int) -> None:
-        """Forgets a batch that is done."""
-        self._plan.leave(batch)
-        for what in [what for what in self._numbers if what[0] == batch]:
-            del self._numbers[what]
-
-    def leaving(self) -> Collection[int]:
+    def leaving(self) -> Sequence[Running]:
         """Returns the batches that have left since the last call."""
-        found, self._leaving = self._leaving, []
-        return found
+        leaving, self._leaving = self._leaving, []
+        return leaving
 
     def number_of(self, step: Step) -> int:
         """Returns the number of a step's slot."""
@@ -219,16 +238,16 @@ class StageLoop(BlockLoop):
     def _do(self, step: Step) -> None:
         if step.layer == 0:  # others wait for the slot before, while this one may wait for them
             self._retire_latest(step)
-        for batch in self._slots.leaving():
-            if batch in self._going:  # it has not had all tokens that it might have had
+        for running in self._slots.leaving():
+            if running.is_going:  # it has not had all tokens that it might have had
                 self._retire_latest(step)
-                self._leave(batch, step)
+                self._leave(running, step)
         super()._do(step)
 
 
-def told(steps: Sequence[tuple[int, int]], plan: BlockPlan) -> tuple[Told, ...]:
-    """Returns what stages are told of (batch, token) pairs."""
+def told(steps: Sequence[tuple[Running, int]]) -> tuple[Told, ...]:
+    """Returns what stages are told of batches and their tokens."""
     return tuple(
-        Told(batch, token, plan.batches[batch].rows * plan.span(token, batch).tokens)
-        for batch, token in steps
+        Told(running.number, token, running.rows * running.span(token).tokens)
+        for running, token in steps
     )

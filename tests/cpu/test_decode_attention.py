@@ -19,8 +19,8 @@ from flexgen_jax.cpu.jit import attention_entry
 from flexgen_jax.cpu.jit.attention_entry import ALL, PARTS, RESULTS, array_in
 from flexgen_jax.cpu.jit.xla_calls import words
 from flexgen_jax.cpu.targets import register
-from flexgen_jax.layers import programs
 from flexgen_jax.layers.attention import attend_blocks
+from flexgen_jax.layers.programs import table
 from tests.helpers.attention import (
     FORMATS,
     LENGTHS,
@@ -41,9 +41,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes the compute kernels attend to the caches and prompts of small models too."""
     monkeypatch.setattr(attention, "FEW_ELEMENTS", 0)
     monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", 0)
-    programs._compile.cache_clear()
+    table.compiled.cache_clear()
     yield
-    programs._compile.cache_clear()
+    table.compiled.cache_clear()
 
 
 def random_cache(seed: int, dtype: str, bits: int, head_dim: int, batch: int = 4) -> Any:

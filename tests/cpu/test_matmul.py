@@ -307,8 +307,8 @@ def test_a_layer_is_that_of_xla(bits: int) -> None:
         weights[tensor.path] = plain if storage.bits == 16 else quantize_as(plain, storage)
     outs = []
     for kernels in (CPU, XLA):
-        program = programs.Programs(config, formats, kernels).prefill(
-            model_spec(config).decoders[0], 6, (20,)
+        program = programs.Programs(config, formats, kernels).get(
+            programs.prefill, layer=model_spec(config).decoders[0], rows=6, cuts=(20,)
         )
         assert (TARGET in program.as_text()) == (kernels is CPU)
         found = program(weights, hidden, np.zeros(2, np.int32), Rows.of(first, 20))

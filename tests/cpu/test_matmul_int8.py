@@ -34,8 +34,8 @@ from flexgen_jax.models.families import read_config
 from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import Formats, model_spec
-from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import workspace_bytes
+from flexgen_jax.policy.shapes import Setting
 from tests.helpers.arrays import anew, levels, numbers
 from tests.helpers.cases import covering
 from tests.helpers.kernels import CPU, XLA_ON_CPU
@@ -203,8 +203,8 @@ def test_a_layer_is_near_that_of_16_bits(kernels: Any, bits: int) -> None:
         for seed, tensor in enumerate(model_spec(config).decoders[0].tensors):
             plain, storage = numbers(*tensor.shape, seed=seed) / 4, formats.weight(tensor)
             weights[tensor.path] = plain if storage.bits == 16 else quantize_as(plain, storage)
-        program = programs.Programs(config, formats, kernels).prefill(
-            model_spec(config).decoders[0], 6, (20,)
+        program = programs.Programs(config, formats, kernels).get(
+            programs.prefill, layer=model_spec(config).decoders[0], rows=6, cuts=(20,)
         )
         has_tiles = [target in program.as_text() for target in (TARGET, "multiply_rows")]
         assert has_tiles == [kernels is CPU and matmul_bits == n for n in (8, 16)]
@@ -217,12 +217,12 @@ def test_a_layer_is_near_that_of_16_bits(kernels: Any, bits: int) -> None:
 def test_memory_is_what_the_plan_counts(bits: int) -> None:
     """XLA's own products stay within the planned memory; they take more than products in tiles."""
     config, formats = known_shape("facebook/opt-125m"), Formats("bfloat16", bits, matmul_bits=8)
-    program = programs.Programs(config, formats, XLA_ON_CPU).prefill(
-        model_spec(config).decoders[0], 16, (128,)
+    program = programs.Programs(config, formats, XLA_ON_CPU).get(
+        programs.prefill, layer=model_spec(config).decoders[0], rows=16, cuts=(128,)
     )
     found = program.memory_analysis()
     assert found.temp_size_in_bytes + found.output_size_in_bytes <= workspace_bytes(
-        config, formats, KernelSizes(), 16, 128
+        Setting(config, "bfloat16", unified=True), formats, 16, 128
     )
 
 

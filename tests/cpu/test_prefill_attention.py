@@ -19,9 +19,9 @@ from flexgen_jax import Policy, SamplingParams
 from flexgen_jax.cpu import CpuKernels, attention
 from flexgen_jax.cpu.jit.prefill_attention_ir import COLUMNS, ROWS, keep, multiply, widen
 from flexgen_jax.cpu.jit.softmax_ir import weigh
-from flexgen_jax.engine import llm
-from flexgen_jax.layers import programs
+from flexgen_jax.engine import starting
 from flexgen_jax.layers.attention import MASKED
+from flexgen_jax.layers.programs import table
 from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.offload import device
 from flexgen_jax.policy.hardware import KernelSizes
@@ -175,7 +175,7 @@ def test_runs_are_those_of_xla(
     """The tokens are equal also where a batch goes through a layer in groups, the last one
     smaller."""
     sizes = KernelSizes(prefill_rows=16, packed_prefill_rows=16)
-    for module in (llm, device):
+    for module in (starting, device):
         monkeypatch.setattr(module, "kernels_of_device", lambda: CpuKernels(sizes))
     policy = Policy.from_percent(
         *(0, 100, 0, 100, 0, 100), batch_size=5, num_batches=1, weight_bits=weight_bits
@@ -185,12 +185,12 @@ def test_runs_are_those_of_xla(
     monkeypatch.setattr(attention, "_prompt_target", lambda *key: called.add(key) or real(*key))
     for few in (1 << 18, 0):
         monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", few)
-        programs._compile.cache_clear()
+        table.compiled.cache_clear()
         found.append(run_greedy(checkpoint(), params, policy, offload_dir=tmp_path))
         calls.append({*called})
     assert found[0] == found[1]
     assert calls == [set(), {(8, "float32")}]
-    programs._compile.cache_clear()
+    table.compiled.cache_clear()
 
 
 @njit

@@ -24,7 +24,7 @@ from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.policy.hardware import UNSTEADY, DiskReads, Rate
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Placement
-from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.waves import Step
 from flexgen_jax.progress import Progress
 from tests.helpers.command_line import run
 from tests.helpers.models import BASE, prompts
@@ -91,16 +91,16 @@ def test_finished_requests_are_not_run_again(
 
     def compute(self: BlockRun, step: Step, inputs: Any) -> Any:
         if step[:2] == (0, 1):
-            rows.append(self._batches[step.batch].size)
+            rows.append(step.batch.rows)
             if len(rows) == 2:
                 raise MemoryError("no more")
         return real(self, step, inputs)
 
     monkeypatch.setattr(BlockRun, "compute", compute)
     with LLM(checkpoint(), dtype="float32") as llm:
-        search = llm._planner.policy_for
+        search = llm._runner.planner.policy_for
         monkeypatch.setattr(
-            llm._planner,
+            llm._runner.planner,
             "policy_for",
             lambda workload: search(workload) and Policy(batch_size=4, num_batches=1),
         )
@@ -151,9 +151,9 @@ def test_report_has_the_prediction_of_a_named_profile(
 def test_weights_stay_where_they_are(checkpoint: Callable[[], Path]) -> None:
     with LLM(checkpoint(), dtype="float32") as llm:
         llm.generate(prompt_token_ids=[[5] * 8], sampling_params=GREEDY)
-        session = llm._session
+        session = llm._runner.session
         llm.generate(prompt_token_ids=[[5] * 30] * 6, sampling_params=GREEDY)
-        assert llm._session is session
+        assert llm._runner.session is session
 
 
 def invoke(*args: str) -> str:
@@ -296,7 +296,7 @@ def test_a_later_plan_may_need_the_disk(
         expected = tokens(llm)
     plans = [Policy(batch_size=4), Policy.from_percent(100, 0, 0, 0, 100, 0, batch_size=4)]
     with LLM(checkpoint(), dtype="float32", offload_dir=tmp_path) as llm:
-        monkeypatch.setattr(llm._planner, "policy_for", lambda workload: plans.pop(0))
+        monkeypatch.setattr(llm._runner.planner, "policy_for", lambda workload: plans.pop(0))
         assert tokens(llm) == expected
         assert tokens(llm) == expected
 
@@ -384,7 +384,7 @@ def test_a_run_tells_the_disks_rate_if_it_waited_for_the_disk(
     policy = Policy.from_percent(0, 0, 0, 0, 100, 0, batch_size=2, num_batches=2)
     with LLM(checkpoint(), dtype="float32", policy=policy, offload_dir=tmp_path) as llm:
         tokens(llm)
-        session = llm._session
+        session = llm._runner.session
         assert session is not None
         report, nbytes = session._report, session._report["bytes"]["disk_read"]
         assert session._weights.cached and session.disk_reads()[0] == []

@@ -17,9 +17,9 @@ from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.tokenizer import Tokenizer
-from flexgen_jax.offload.executor import Batch
-from flexgen_jax.policy.plan import BlockShape
+from flexgen_jax.offload.batch import Batch
 from flexgen_jax.policy.policy import Policy
+from flexgen_jax.policy.shapes import BlockShape
 from flexgen_jax.units import parse_bytes
 from tests.helpers.blocks import plan_of
 
@@ -51,7 +51,7 @@ def waiting(lengths: list[int], batch_size: int, num_batches: int, schedule: str
     def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
         return Batch(*pad_prompts(members, rows, 0, 96))
 
-    return Waiting(plan_of(policy, shape).emptied(), Listed(requests(lengths)), make)
+    return Waiting(plan_of(policy, shape), Listed(requests(lengths)), make)
 
 
 @pytest.mark.parametrize(
@@ -68,20 +68,21 @@ def test_neighbours_in_length_enter_together(
 ) -> None:
     queue, found = waiting(lengths, 4, 2, "zigzag"), []
     while entered := queue.enter((), None):
-        found.append([[r.index for r in queue.members[number]] for number in entered])
-        assert len({queue.batches[number].size for number in entered}) == 1
+        found.append([[r.index for r in queue.members[running]] for running in entered])
+        assert len({queue.given(running).size for running in entered}) == 1
     assert found == groups
 
 
 def test_batches_enter_where_there_are_rows_for_them() -> None:
     queue = waiting([5] * 20, 4, 2, "continuous")
-    assert list(queue.enter((), None)) == [0, 1]
-    assert not queue.enter((0, 1), None)
-    assert list(queue.enter((1,), None)) == [2]
-    queue.leave(0)
-    assert set(queue.batches) == set(queue.members) == {1, 2}
-    assert list(queue.enter((), 1)) == [3]
-    assert [len(queue.members[number]) for number in (1, 2, 3)] == [4, 4, 4]
+    first, second = queue.enter((), None)
+    assert not queue.enter((first, second), None)
+    (third,) = queue.enter((second,), None)
+    first.close()
+    assert set(queue.members) == {second, third}
+    (fourth,) = queue.enter((), 1)
+    assert [running.number for running in (second, third, fourth)] == [1, 2, 3]
+    assert [len(queue.members[running]) for running in (second, third, fourth)] == [4, 4, 4]
 
 
 @given(lengths=LENGTHS, extra=st.integers(0, 3))

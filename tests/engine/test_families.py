@@ -1,5 +1,5 @@
 """The contract of every family: what transformers computes, this package computes, wherever the
-data lie. `scripts/check_families.py` runs the full product of variants and placements."""
+data lie. `scripts/checks/check_families.py` runs the full product of variants and placements."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from flexgen_jax import LLM, Policy, SamplingParams, UserError
-from flexgen_jax.offload.executor import NonFiniteError
-from flexgen_jax.policy.schedule import SCHEDULES
+from flexgen_jax.offload.end_steps import NonFiniteError
+from flexgen_jax.policy.schedules import SCHEDULES
 from tests.helpers.cases import pairwise
 from tests.helpers.models import (
     MIXED_LENGTHS,

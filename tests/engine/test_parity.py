@@ -18,7 +18,7 @@ from flexgen_jax.models.checkpoint import CheckpointError  # noqa: E402
 from flexgen_jax.models.convert import convert_folder  # noqa: E402
 from flexgen_jax.models.loading import shipped_model  # noqa: E402
 from flexgen_jax.models.tokenizer import Tokenizer  # noqa: E402
-from flexgen_jax.policy.schedule import SCHEDULES  # noqa: E402
+from flexgen_jax.policy.schedules import SCHEDULES  # noqa: E402
 from tests.helpers.cases import pairwise  # noqa: E402
 from tests.helpers.models import BASE, PLACEMENTS, VARIANTS, byte_tokenizer, prompts  # noqa: E402
 

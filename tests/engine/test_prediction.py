@@ -14,7 +14,9 @@ from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.policy import Policy, Workload
-from flexgen_jax.policy.search import Problem, evaluate
+from flexgen_jax.policy.problem import Problem
+from flexgen_jax.policy.search import evaluate
+from flexgen_jax.policy.shapes import Setting
 from tests.helpers.profiles import machine
 
 COUNT, PROMPT, MOST = 32, 64, 40
@@ -23,7 +25,8 @@ COUNT, PROMPT, MOST = 32, 64, 40
 def problem(policy: Policy) -> Problem:
     workload = Workload(PROMPT, MOST, COUNT)
     config = known_shape("facebook/opt-125m")
-    return Problem(config, "float16", machine(), Budgets(), False, workload, policy)
+    setting = Setting(config, "float16", unified=False)
+    return Problem(setting, machine(), Budgets(), workload, policy)
 
 
 def seconds(policy: Policy, ends: Sequence[int]) -> float:

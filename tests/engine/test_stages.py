@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.engine import stages
+from flexgen_jax.engine import members
 from flexgen_jax.engine.stage_worker import KEY
 from flexgen_jax.engine.wire import ClosedError, Wire
 from flexgen_jax.errors import StageError, UserError
@@ -52,8 +52,8 @@ def pair(compiled_quickly_there: None) -> Iterator[LLM]:
 
 
 def processes(llm: LLM) -> list[int]:
-    assert llm._stages is not None
-    return [member.process.pid for member in llm._stages._members if member.process]
+    members = llm._runner._members._members  # type: ignore[attr-defined]
+    return [member.process.pid for member in members if member.process]
 
 
 @pytest.mark.usefixtures("compiled_quickly")
@@ -85,7 +85,7 @@ def test_a_stream_may_be_closed_early(pair: LLM) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_stage_ends_all(how: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "SILENCE_S", 3.0)
+    monkeypatch.setattr(members, "SILENCE_S", 3.0)
     with LLM(dtype="float32", policy=POLICY, stages=2) as llm:
         known = processes(llm)
         params = SamplingParams(400, temperature=0, ignore_eos=True)

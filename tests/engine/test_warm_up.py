@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.layers.programs import TABLE, Program, cache, ends, experts, prompts, tokens
+from flexgen_jax.policy.policy import Placement, Workload
 from tests.helpers.families import BASE, EXPERTS
 from tests.helpers.models import BASE as OPT
 from tests.helpers.models import byte_tokenizer
@@ -24,23 +26,66 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    [
-        ("dense", {"weight_bits": 4}),
-        ("experts", {"prefill_chunk": 16}),
-        ("experts", {"weight_bits": 4}),
-        ("a shared expert", {}),
-    ],
-)
+HOST = {"attention": "host", "cache": Placement(0.5, 0.5)}
+CASES = [
+    ("dense", {"weight_bits": 4}, {}),
+    ("dense", {"prefill_chunk": 16}, {}),
+    ("dense", {"cache_bits": 4, **HOST}, {"unified": False}),
+    ("dense", {"attention_sparsity": 0.5, **HOST}, {"unified": False}),
+    ("dense", {"attention_sparsity": 0.5, **HOST, "attention": "device"}, {"unified": False}),
+    ("dense", {**HOST, "cache": Placement(0, 1)}, {"unified": True}),
+    ("dense", {"cache": Placement(0.5, 0.5), "attention": "device"}, {"unified": False}),
+    ("experts", {"prefill_chunk": 16}, {}),
+    ("experts", {"weight_bits": 4}, {}),
+    ("a shared expert", {}, {}),
+]
+
+
+def write_model(folder: Path, name: str) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+
+
+@pytest.mark.parametrize(("name", "policy", "options"), CASES)
 def test_a_greedy_run_compiles_nothing_after_warming_up(
-    tmp_path: Path, name: str, policy: dict[str, Any]
+    tmp_path: Path, name: str, policy: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    write_model(tmp_path, name)
     given = Policy(batch_size=3, kv_block_tokens=4, **policy)
-    with LLM(tmp_path, dtype="float32", policy=given, dummy_weights=True) as llm:
+    with LLM(tmp_path, dtype="float32", policy=given, dummy_weights=True, **options) as llm:
         llm.warm_up(32, 7, 3)
         params = SamplingParams.plain(7)
         llm.generate(prompt_token_ids=[[5] * 32] * 3, sampling_params=params)
         assert llm.report()["compile_in_run_s"] == 0
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_run_with_a_prefix_compiles_nothing_after_warming_up(
+    tmp_path: Path, unified: bool
+) -> None:
+    write_model(tmp_path, "dense")
+    policy = Policy(batch_size=3, kv_block_tokens=4, cache=Placement(0.5, 0.5))
+    with LLM(tmp_path, dtype="float32", policy=policy, dummy_weights=True, unified=unified) as llm:
+        prefix = list(range(20, 52))  # its last token is computed with each row
+        workload = Workload(prompt_len=32, gen_len=7, num_sequences=3, prefix_len=31)
+        llm._runner.open(llm._runner.policy_for(workload), workload, compiles=True)
+        llm.generate(
+            prompt_token_ids=[[*prefix, *[5] * 16]] * 3,
+            sampling_params=SamplingParams.plain(7),
+            prefix=prefix,
+        )
+        report = llm.report()
+        assert report["prompt_tokens"] == 3 * 17 and report["compile_in_run_s"] == 0
+
+
+def test_all_kinds_of_programs_are_in_the_table() -> None:
+    """Each stands in one file of the package, and says what its function takes and returns."""
+    found = {
+        value
+        for module in (prompts, tokens, cache, experts, ends)
+        for value in vars(module).values()
+        if isinstance(value, Program)
+    }
+    assert found == {*TABLE}
+    assert len({kind.name for kind in TABLE}) == len(TABLE)
+    assert all("->" in (kind.build.__doc__ or "") for kind in TABLE)

@@ -11,18 +11,29 @@ import numpy as np
 from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import read_config
+from flexgen_jax.offload.batch import AllThere, Batch
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
-from flexgen_jax.offload.executor import AllThere, Batch, BlockRun
+from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.backend import Backend
-from flexgen_jax.policy.cost_model import Costs
+from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.memory import plan_workspace, planned_ledger
-from flexgen_jax.policy.plan import BlockPlan, BlockShape, CachedPart, HiddenPart, WeightsPart
+from flexgen_jax.policy.parts import WeightsPart
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
+from flexgen_jax.policy.running import (
+    CachedPart,
+    LayerState,
+    PromptPart,
+    ReplacedPart,
+    SealedPart,
+)
+from flexgen_jax.policy.shapes import BlockShape, Setting
 from flexgen_jax.policy.simulate import Simulation
+from flexgen_jax.policy.waves import Step
 from tests.helpers.models import BASE
 from tests.helpers.profiles import machine
 
@@ -35,7 +46,7 @@ def plan_of(
     policy: Policy, shape: BlockShape, unified: bool = False, config: ModelConfig | None = None
 ) -> BlockPlan:
     """The plan of a block of a tiny model in fp32."""
-    return Costs(config or read_config(BASE), "float32", policy, machine()).plan(shape, unified)
+    return BlockPlan(Setting(config or read_config(BASE), "float32", unified), policy, shape)
 
 
 class Recorder:
@@ -62,7 +73,7 @@ class Recorder:
         def call(*args: Any) -> Any:
             self.calls.append((name, *filter(None, map(self._described, args))))
             result = method(*args)
-            if name in ("fetch", "again"):
+            if name == "fetch":
                 self._loads.append((result, self.calls[-1][1]))
             return result
 
@@ -88,13 +99,21 @@ def _described(value: Any) -> Any:
     """Returns what is alike for all backends of an argument, or None."""
     if isinstance(value, WeightsPart):
         return ("WeightsPart", value.keys)
-    if isinstance(value, CachedPart):
-        return ("CachedPart", *value[:3])
-    if isinstance(value, HiddenPart):
-        return ("HiddenPart", *value[:2])
-    if isinstance(value, tuple) and type(value).__name__ in ("Step", "CacheKey"):
-        return tuple(value)
+    if isinstance(value, CachedPart | PromptPart | SealedPart):
+        blocks = value.sealed if isinstance(value, CachedPart) else tuple(value.blocks)
+        return (type(value).__name__, *_described(value.state), blocks)
+    if isinstance(value, ReplacedPart):
+        return ("ReplacedPart", value.layer, value.slot.running.number)
+    if isinstance(value, LayerState):
+        return (value.index, value.running.number)
+    if isinstance(value, Step):
+        return described_step(value)
     return value if isinstance(value, int) else None
+
+
+def described_step(step: Step) -> tuple[int, int, int, int]:
+    """Returns a step with its batch's number."""
+    return step.token, step.layer, step.batch.number, step.visit
 
 
 def run_block(
@@ -108,7 +127,7 @@ def run_block(
     """Runs a block with a backend of `BACKENDS`; returns its calls, and the ledger."""
     plan = plan_of(policy, shape, unified)
     if backend == "simulator":
-        costs = Costs(plan.config, plan.dtype, policy, machine())
+        costs = Costs(plan.setting, policy, machine())
         recorder = Recorder(Simulation(costs, plan, frozenset()), is_done)
         ledger = planned_ledger(plan)
         BlockLoop(plan, recorder, ledger).run()
@@ -118,17 +137,15 @@ def run_block(
     weights = WeightStore(device, DummyWeights(plan.config), plan.tiers, ledger, disk)
     weights.place(lambda _: None)
     ledger.reserve("device", plan_workspace(plan))
-    batches = {
-        number: Batch(
-            np.full((batch.rows, batch.prompt_len), 5, np.int32), np.zeros(batch.rows, np.int32)
-        )
-        for number, batch in plan.batches.items()
-    }
+    batches = [
+        Batch(np.full((batch.rows, batch.prompt_len), 5, np.int32), np.zeros(batch.rows, np.int32))
+        for batch in shape.batches
+    ]
     try:
         source = AllThere(plan, batches)
         run = BlockRun(device, weights, plan, source, ledger, disk, lambda *_: None)
         recorder = Recorder(run, is_done)
-        BlockLoop(plan, recorder, ledger).run()
+        BlockLoop(plan, recorder, ledger, arrivals=source).run()
     finally:
         weights.close()
         device.close()

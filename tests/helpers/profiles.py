@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
+from flexgen_jax.policy.policy import Policy
+from flexgen_jax.policy.shapes import Setting
 
 
 def machine(rng: random.Random | None = None, **changes: object) -> HardwareProfile:
@@ -36,3 +40,16 @@ def machine(rng: random.Random | None = None, **changes: object) -> HardwareProf
         "split_s": 0.0,
     }
     return HardwareProfile(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def costs_of(
+    config: ModelConfig,
+    dtype: str,
+    policy: Policy,
+    hw: HardwareProfile | None = None,
+    unified: bool | None = None,
+) -> Costs:
+    """Returns the costs of a model on a machine; unified: as the machine is, unless it is given."""
+    hw = hw or machine()
+    unified = hw.unified if unified is None else unified
+    return Costs(Setting(config, dtype, unified, hw.sizes), policy, hw)

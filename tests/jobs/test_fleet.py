@@ -14,7 +14,8 @@ from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs import fleet
 from flexgen_jax.jobs.fleet import Copy, Fleet, LostError, News, Replica
-from flexgen_jax.jobs.job import Job, JobOptions
+from flexgen_jax.jobs.job import Job
+from flexgen_jax.jobs.options import JobOptions
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

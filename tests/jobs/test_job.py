@@ -13,7 +13,8 @@ from typing import IO, Any
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams, UserError
-from flexgen_jax.jobs.job import Job, JobOptions, Summary
+from flexgen_jax.jobs.job import Job
+from flexgen_jax.jobs.options import JobOptions, Summary
 from flexgen_jax.jobs.store import Disk
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -12,8 +12,9 @@ import pytest
 
 from flexgen_jax import LLM, Policy
 from flexgen_jax.jobs.fields import IGNORED, NEUTRAL
-from flexgen_jax.jobs.job import Job, JobOptions
+from flexgen_jax.jobs.job import Job
 from flexgen_jax.jobs.lines import LineError, read_line
+from flexgen_jax.jobs.options import JobOptions
 from tests.helpers.models import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from flexgen_jax import LLM, Policy, UserError
-from flexgen_jax.jobs.job import Job, JobOptions, Summary
+from flexgen_jax.jobs.job import Job
+from flexgen_jax.jobs.options import JobOptions, Summary
 from flexgen_jax.jobs.source import InputFacts, Source
 from flexgen_jax.jobs.store import Disk
 from tests.helpers.command_line import run as run_command

@@ -21,7 +21,7 @@ from flexgen_jax.layers.decoder import DecoderLayer
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.matmul import matmul
-from flexgen_jax.layers.programs import Programs
+from flexgen_jax.layers.programs import Programs, table
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.layers.sampling import keep_top, sample
 from flexgen_jax.layers.tuning import PLAIN, Tuning
@@ -164,7 +164,7 @@ def test_sequences_prefilled_in_groups_are_as_alone(
     how = segments_with(batch, segments)
     assert XLA.sizes.prefill_sequences(batch, tokens, 16) == 8
     formats, close = Formats(dtype, 16, cache_bits), 2e-4 if dtype == "float32" else 5e-2
-    programs, cuts = Programs(config, formats, XLA), (100, 28)
+    of_model, cuts = Programs(config, formats, XLA), (100, 28)
     layer = model_spec(config).decoders[0]
     weights = {t.path: jnp.asarray(normal(*t.shape) / 4, dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
@@ -174,15 +174,16 @@ def test_sequences_prefilled_in_groups_are_as_alone(
         first[start : start + count] += skipped
         start += count
     rows = Rows.of(first, tokens)
-    prefill = programs.prefill(layer, batch, cuts, segments=how)
+    prefill = of_model.get(programs.prefill, layer=layer, rows=batch, cuts=cuts, segments=how)
     whole, blocks, checks = prefill(weights, hidden, PASSED, rows)
     assert checks.tolist() == [4, 0] and whole.shape == hidden.shape
     shapes = [side.shape for block in blocks for side in block]
-    assert shapes == [layer.attention.kv_shape(batch, n) for n in (100, 100, 28, 28)]
+    assert shapes == [leaf.array_shape(batch, n) for n in (100, 28) for leaf in layer.growing]
     for row in range(batch):
         one = slice(row, row + 1)
         its_rows = Rows.of(first[one], tokens)
-        alone, parts, _ = programs.prefill(layer, 1, cuts)(weights, hidden[one], PASSED, its_rows)
+        of_one = of_model.get(programs.prefill, layer=layer, rows=1, cuts=cuts)
+        alone, parts, _ = of_one(weights, hidden[one], PASSED, its_rows)
         sides = (np.asarray(x[:, first[row] :], np.float32) for x in (whole[one], alone))
         np.testing.assert_allclose(*sides, close, close)
         for start, block, part in zip((0, 100), blocks, parts, strict=True):
@@ -196,7 +197,9 @@ def test_sequences_prefilled_in_groups_are_as_alone(
                     np.testing.assert_allclose(*pair, close, close)
                 else:  # codes, scales and minima: a few may differ because of rounding
                     assert leaf.size == 0 or np.mean(leaf == mine) > 0.99
-    last = programs.prefill(layer, batch, cuts, only_last=True, segments=how)
+    last = of_model.get(
+        programs.prefill, layer=layer, rows=batch, cuts=cuts, only_last=True, segments=how
+    )
     ends = (
         np.asarray(x[:, -1], np.float32) for x in (last(weights, hidden, PASSED, rows)[0], whole)
     )
@@ -228,14 +231,17 @@ def test_the_last_token_alone_is_as_among_all(
     wide = {"hidden_size": 128, "word_embed_proj_dim": 128, "max_position_embeddings": 160}
     config = read_config(BASE | VARIANTS[variant] | wide)
     batch, tokens, cuts = 33, 128, (64, 64)
-    programs = Programs(config, Formats(dtype, 16, cache_bits), kernels)
+    of_model = Programs(config, Formats(dtype, 16, cache_bits), kernels)
     close = 2e-4 if dtype == "float32" else 5e-2
     layer = model_spec(config).decoders[0]
     weights = {t.path: jnp.asarray(normal(*t.shape) / 8, dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     rows = Rows.of(np.arange(batch) * 3, tokens)
-    whole, blocks, _ = programs.prefill(layer, batch, cuts)(weights, hidden, PASSED, rows)
-    alone = programs.prefill(layer, batch, cuts, only_last=True)
+    of_all, alone = (
+        of_model.get(programs.prefill, layer=layer, rows=batch, cuts=cuts, only_last=only_last)
+        for only_last in (False, True)
+    )
+    whole, blocks, _ = of_all(weights, hidden, PASSED, rows)
     last, others, checks = alone(weights, hidden, PASSED, rows)
     assert checks.tolist() == [4, 0] and last.shape == (batch, 1, config.hidden_size)
     sides = (np.asarray(x, np.float32) for x in (last, whole[:, -1:]))
@@ -253,8 +259,13 @@ def test_a_decode_step_appends_in_place() -> None:
     config = known_shape("facebook/opt-125m")
     layer, rows, length = model_spec(config).decoders[0], 4, 32
     tail = 2 * 4 * rows * length * config.hidden_size
-    programs = Programs(config, Formats("float32"), XLA)
-    plain, appending = (programs.decode(layer, rows, (64,), length, 0, x) for x in (False, True))
+    of_model = Programs(config, Formats("float32"), XLA)
+    plain, appending = (
+        of_model.get(
+            programs.decode, layer=layer, rows=rows, blocks=(64,), tail=length, appends=appends
+        )
+        for appends in (False, True)
+    )
     found = appending.memory_analysis()
     assert found.alias_size_in_bytes == tail
     assert found.temp_size_in_bytes <= plain.memory_analysis().temp_size_in_bytes
@@ -269,7 +280,9 @@ def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> No
     weights = {t.path: jnp.asarray(normal(*t.shape), dtype) for t in layer.tensors}
     hidden = jnp.asarray(normal(batch, tokens, config.hidden_size), dtype)
     targets = RNG.integers(0, config.vocab_size, (batch, tokens)).astype(np.int32)
-    program = Programs(config, Formats(dtype), XLA).score(batch, tokens, tokens)
+    program = Programs(config, Formats(dtype), XLA).get(
+        programs.score, rows=batch, tokens=tokens, scored=tokens
+    )
     (found, is_greedy), checks = program(weights, hidden, PASSED, targets)
     known = {path: np.asarray(x, np.float64) for path, x in weights.items()}
     x = np.asarray(hidden, np.float64)
@@ -335,14 +348,15 @@ def test_programs_that_are_dropped_give_their_memory_back() -> None:
     def mappings() -> int:
         return len(Path("/proc/self/maps").read_text().splitlines())
 
-    programs._compile.cache_clear()
+    table.compiled.cache_clear()
     gc.collect()
     before = mappings()
     found = Programs(read_config(BASE), Formats("float32"), XLA_ON_CPU)
     for rows in (1, 2, 3):
-        found.prefill(model_spec(read_config(BASE)).decoders[0], rows, (16,))
+        layer = model_spec(read_config(BASE)).decoders[0]
+        found.get(programs.prefill, layer=layer, rows=rows, cuts=(16,))
     made = mappings() - before
     assert 3 * 20 < made < 3 * 400
-    programs._compile.cache_clear()
+    table.compiled.cache_clear()
     gc.collect()
     assert mappings() - before < made / 4

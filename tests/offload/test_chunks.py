@@ -12,15 +12,17 @@ import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.errors import UserError
+from flexgen_jax.layers import programs
 from flexgen_jax.layers.embedding import Head
-from flexgen_jax.layers.programs import Programs, _apply
+from flexgen_jax.layers.programs import Programs
+from flexgen_jax.layers.programs.table import apply
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec import Formats, model_spec
-from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.memory import workspace_bytes
-from flexgen_jax.policy.schedule import SCHEDULES
+from flexgen_jax.policy.schedules import SCHEDULES
+from flexgen_jax.policy.shapes import Setting
 from tests.helpers.cases import pairwise
 from tests.helpers.kernels import CPU, XLA
 from tests.helpers.models import BASE, PLACEMENTS, write_checkpoint
@@ -131,25 +133,32 @@ def test_logits_are_those_of_a_whole_prompt_of_2048_tokens() -> None:
         }
 
     def logits(kernels: object, chunks: list[int]) -> np.ndarray:
-        programs, start, found = Programs(config, formats, kernels), 0, []
+        of_model, start, found = Programs(config, formats, kernels), 0, []
         blocks: list[list[object]] = [[] for _ in spec.decoders]
         for tokens in chunks:
             part, at = ids[:, start : start + tokens], np.int32(start)
-            hidden, checks = programs.embed(2, tokens)(weights(0), part, at, rows)
+            embed = of_model.get(programs.embed, rows=2, tokens=tokens)
+            hidden, checks = embed(weights(0), part, at, rows)
             for number, layer in enumerate(spec.decoders):
-                mine = weights(number + 1)
+                mine, shape = weights(number + 1), {"layer": layer, "rows": 2}
                 if not start:
-                    program = programs.prefill(layer, 2, (tokens,))
+                    program = of_model.get(programs.prefill, **shape, cuts=(tokens,))
                     hidden, (block,), checks = program(mine, hidden, checks, rows)
                 else:
-                    project = programs.project_chunk(layer, 2, tokens, tokens)
+                    project = of_model.get(
+                        programs.project_chunk, **shape, tokens=tokens, asked=tokens
+                    )
                     query, partial, block = project(mine, hidden, at, rows)
                     begin = 0
                     for earlier, length in zip(blocks[number], chunks, strict=False):
-                        attend = programs.attend_chunk(layer, 2, tokens, length)
+                        attend = of_model.get(
+                            programs.attend_chunk, **shape, asked=tokens, tokens=length
+                        )
                         partial = attend(partial, query, earlier, np.int32(begin), at, rows)
                         begin += length
-                    finish = programs.finish_chunk(layer, 2, tokens, tokens, 1)
+                    finish = of_model.get(
+                        programs.finish_chunk, **shape, tokens=tokens, asked=tokens, places=1
+                    )
                     hidden, checks = finish(mine, hidden, checks, [partial])
                 blocks[number].append(block)
             assert checks[1] == 0
@@ -157,7 +166,7 @@ def test_logits_are_those_of_a_whole_prompt_of_2048_tokens() -> None:
             start += tokens
         head = Head(config, kernels, jnp.float32)
         last = weights(len(spec.layers) - 1)
-        return np.asarray(_apply(head, last, jnp.concatenate(found, axis=1)))
+        return np.asarray(apply(head, last, jnp.concatenate(found, axis=1)))
 
     whole = logits(XLA, [2048])
     for kernels, chunks in ((XLA, [512] * 4), (CPU, [48, 1000, 1000])):
@@ -172,12 +181,14 @@ def test_programs_of_chunks_need_no_more_than_is_counted(bits: int, rows: int) -
     sizes = {"hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 512}
     config = read_config(BASE | sizes | {"max_position_embeddings": 2048})
     formats, tokens = Formats("bfloat16", bits, bits), 256
-    programs, layer = Programs(config, formats, CPU), model_spec(config).decoders[0]
-    programs.project_chunk(layer, rows, tokens, tokens)
-    programs.attend_chunk(layer, rows, tokens, tokens)
-    programs.finish_chunk(layer, rows, tokens, tokens, 1)
-    counted = workspace_bytes(config, formats, KernelSizes(), rows, tokens, is_chunked=True)
-    assert programs.workspace <= counted
+    of_model, layer = Programs(config, formats, CPU), model_spec(config).decoders[0]
+    shape = {"layer": layer, "rows": rows, "tokens": tokens, "asked": tokens}
+    of_model.get(programs.project_chunk, **shape)
+    of_model.get(programs.attend_chunk, **shape)
+    of_model.get(programs.finish_chunk, **shape, places=1)
+    setting = Setting(config, "bfloat16", unified=True)
+    counted = workspace_bytes(setting, formats, rows, tokens, is_chunked=True)
+    assert of_model.workspace <= counted
 
 
 def test_a_plan_takes_smaller_chunks_where_nothing_else_fits(tmp_path: Path) -> None:

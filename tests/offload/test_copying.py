@@ -18,8 +18,8 @@ import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cpu.backend import DeviceKernels
-from flexgen_jax.engine import llm as engine_llm
-from flexgen_jax.layers import programs
+from flexgen_jax.engine import starting
+from flexgen_jax.layers.programs import Program, table
 from flexgen_jax.offload import device, watcher
 from flexgen_jax.offload.disk.direct_reads import PAGE
 from flexgen_jax.offload.executor import BlockRun
@@ -28,9 +28,9 @@ from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.tiers import Memories, at_page, writable_view
 from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.plan import Layout
+from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.policy import generated_blocks
-from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.waves import Step
 from tests.helpers.models import prompts
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -92,11 +92,11 @@ class Counted:
         self.calls: Counter[str] = Counter()
         self.uploads = 0
         kinds: dict[int, str] = {}
-        compiled, call = programs._compile, jax.stages.Compiled.__call__
+        compiled, call = table.compiled, jax.stages.Compiled.__call__
 
-        def compile_(model: Any, kind: str, *shape: Any) -> Any:
+        def compile_(model: Any, kind: Program[Any], *shape: Any) -> Any:
             found = compiled(model, kind, *shape)
-            kinds[id(found)] = kind
+            kinds[id(found)] = kind.name
             return found
 
         compile_.cache_info = compiled.cache_info  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ class Counted:
             self.uploads += sum(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves)
             return call(found, *args)
 
-        monkeypatch.setattr(programs, "_compile", compile_)
+        monkeypatch.setattr(table, "compiled", compile_)
         monkeypatch.setattr(jax.stages.Compiled, "__call__", counted)
 
 
@@ -151,7 +151,7 @@ def test_tokens_appended_by_the_program_are_those_of_attention_elsewhere() -> No
 def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA's own code, with the sizes that a GPU has."""
     kernels = DeviceKernels(KernelSizes.of_gpu())
-    for module in (device, engine_llm):
+    for module in (device, starting):
         monkeypatch.setattr(module, "kernels_of_device", lambda: kernels)
 
 
@@ -300,7 +300,9 @@ def test_a_batch_leaves_nothing_behind(
         keep(self, key, arrays)
 
     def computing(self: BlockRun, step: Step, inputs: Any) -> Any:
-        if step[:2] == (0, 1) and step.batch % 2 == 0:  # the first of two that enter together
+        if (
+            step[:2] == (0, 1) and step.batch.number % 2 == 0
+        ):  # the first of two that enter together
             left.append(sum(ref() is not None for ref in made))
         return compute(self, step, inputs)
 

@@ -25,7 +25,7 @@ from flexgen_jax.offload.disk import folder as disk_folder
 from flexgen_jax.offload.disk.direct_reads import Piece, read_file, whole_pages
 from flexgen_jax.offload.disk.folder import OffloadError, OffloadFolder
 from flexgen_jax.policy.cache_blocks import CacheBlocks
-from flexgen_jax.policy.plan import CachedPart
+from flexgen_jax.policy.running import CachedPart, LayerState
 from tests.helpers.models import prompts
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -234,9 +234,9 @@ def test_no_cache_is_read_before_all_prompts_are_there(
     found: list[bool] = []
     part = CacheBlocks.part
 
-    def watched(cache: CacheBlocks, where: tuple[int, int], tokens: int) -> CachedPart:
-        found.append(cache.has_all_prompts)
-        return part(cache, where, tokens)
+    def watched(cache: CacheBlocks, state: LayerState, tokens: int) -> CachedPart:
+        found.append(state.running.is_cached)
+        return part(cache, state, tokens)
 
     monkeypatch.setattr(CacheBlocks, "part", watched)
     policy = Policy.from_percent(0, 0, 0, 0, 0, 0, batch_size=2, num_batches=2, schedule="zigzag")

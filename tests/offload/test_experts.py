@@ -9,13 +9,14 @@ import pytest
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec import Formats, model_spec
-from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.memory import peak_bytes
-from flexgen_jax.policy.plan import BlockShape, few_are_chosen
-from flexgen_jax.policy.simulate import GUESSED, simulate
+from flexgen_jax.policy.plan import few_are_chosen
+from flexgen_jax.policy.shapes import BlockShape
+from flexgen_jax.policy.simulate import simulate
+from flexgen_jax.policy.simulated_steps import GUESSED
 from tests.helpers.models import prompts
 from tests.helpers.numpy_llama import MIXTRAL, write
-from tests.helpers.profiles import machine
+from tests.helpers.profiles import costs_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -87,8 +88,8 @@ def test_many_sequences_load_all_experts_ahead(tmp_path: Path) -> None:
 def test_the_simulator_expects_experts_to_be_chosen_equally_often(rows: int) -> None:
     config = read_config(RAW)
     policy = Policy.from_percent(0, 0, 0, 100, 0, 100, batch_size=rows)
-    costs = Costs(config, "float32", policy, machine())
-    plan = costs.plan(BlockShape((rows,), (16,), NEW), unified=True)
+    costs = costs_of(config, "float32", policy, unified=True)
+    plan = costs.plan(BlockShape((rows,), (16,), NEW))
     layer = costs.spec.decoders[0]
     spared = costs.layer_bytes(layer) - costs.decode_bytes(layer, rows)
     assert (spared > 0) == few_are_chosen(layer, rows)

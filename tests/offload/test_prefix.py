@@ -14,7 +14,8 @@ from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.engine.requests import LEAST_PREFIX, shared_tokens
 from flexgen_jax.errors import UserError
 from flexgen_jax.offload import executor
-from flexgen_jax.policy.schedule import PREFIX, SCHEDULES, Step
+from flexgen_jax.policy.schedules import SCHEDULES
+from flexgen_jax.policy.waves import Step
 from tests.helpers.cases import pairwise
 from tests.helpers.models import PLACEMENTS
 from tests.helpers.numpy_opt import reference
@@ -51,7 +52,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     real = executor.BlockRun.compute
 
     def compute(self: executor.BlockRun, step: Step, inputs: object) -> object:
-        found.extend([step] if step.batch == PREFIX else [])
+        found.extend([step] if step.batch.is_prefix else [])
         return real(self, step, inputs)
 
     monkeypatch.setattr(executor.BlockRun, "compute", compute)

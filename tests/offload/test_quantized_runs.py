@@ -20,9 +20,9 @@ from flexgen_jax.models.storage import GROUP_SIZE
 from flexgen_jax.offload import weights
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk import folder
-from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.memory import workspace_bytes
+from flexgen_jax.policy.shapes import Setting
 from tests.helpers.cases import covering
 from tests.helpers.models import BASE, PLACEMENTS, SHORT, prompts, run_greedy, write_checkpoint
 from tests.helpers.numpy_opt import NumpyOpt
@@ -214,7 +214,8 @@ def test_bytes_are_counted_packed(
         if tier == "device":  # also holds temporaries and hidden states
             formats = policy.formats("bfloat16")
             rows[bits]["stored"] -= (
-                workspace_bytes(config, formats, KernelSizes(), 2, 128) + 2 * 128 * 128 * 2
+                workspace_bytes(Setting(config, "float32", unified=False), formats, 2, 128)
+                + 2 * 128 * 128 * 2
             )
     for name, nbytes in rows[4].items():
         assert nbytes <= 0.29 * rows[16][name], name

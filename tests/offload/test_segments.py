@@ -11,7 +11,7 @@ import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.layers.rotary import Branches
-from flexgen_jax.offload.executor import Batch
+from flexgen_jax.offload.batch import Batch
 from flexgen_jax.policy import plan
 from tests.helpers.models import prompts
 from tests.helpers.numpy_llama import LLAMA, MIXTRAL, write

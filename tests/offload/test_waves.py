@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.policy.schedule import SCHEDULES
+from flexgen_jax.policy.schedules import SCHEDULES
 from tests.helpers.cases import pairwise
 from tests.helpers.models import PROMPT_LENGTHS, prompts
 from tests.helpers.numpy_opt import reference

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.storage import Storage
 from flexgen_jax.policy.buffers import Ring
-from flexgen_jax.policy.cost_model import Costs
 from flexgen_jax.policy.ledger import BudgetError, Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.memory import Idle, dry_run, peak_bytes, planned_ledger
-from flexgen_jax.policy.plan import BlockShape, CachedPart, HiddenPart, WeightsPart
+from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.policy import Policy
+from flexgen_jax.policy.running import CachedPart, ReplacedPart
+from flexgen_jax.policy.shapes import BlockShape
 from flexgen_jax.policy.simulate import simulate
 from tests.helpers.blocks import BACKENDS, Call, plan_of, run_block
 from tests.helpers.models import BASE
-from tests.helpers.profiles import machine
+from tests.helpers.profiles import costs_of
 
 ROWS, PROMPT, TOKENS = 2, 8, 10
 SHAPE = BlockShape((ROWS,) * 3, (PROMPT,) * 3, TOKENS)
@@ -78,7 +79,7 @@ def test_disk_reads_begin_ahead_of_their_use(backend: str, tmp_path: Path) -> No
     third = next(keys for keys in weights if keys[0][0].startswith("decoder.2."))
     assert recorder.fetched(WeightsPart)[third] < first(calls, "compute", (0, 1, 1, 1))
     assert recorder.fetched(CachedPart)[1, 0, 1] < first(calls, "compute", (1, 1, 1, 6))
-    assert recorder.fetched(HiddenPart)[2, 0] < first(calls, "compute", (0, 2, 2, 2))
+    assert recorder.fetched(ReplacedPart)[2, 0] < first(calls, "compute", (0, 2, 2, 2))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -146,7 +147,8 @@ def test_one_batch_gets_all_weights_before_its_only_step(tmp_path: Path) -> None
 def test_hidden_states_of_prompts_go_to_disk(backend: str, tmp_path: Path) -> None:
     """All but those that the last layer makes of one token each."""
     calls = run_block(backend, of(100, 0, 100, 0, 0, 0), SHAPE, tmp_path)[0].calls
-    assert sum(call[0] == "write_hidden" for call in calls) == 3 * LAYERS
+    written = [call for call in calls if call[0] == "write" and call[1][0] == "ReplacedPart"]
+    assert len(written) == 3 * LAYERS
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -155,8 +157,10 @@ def test_a_full_block_is_written_once_and_read_for_every_later_token(
 ) -> None:
     calls = run_block(backend, of(100, 0, 0, 0, 100, 0), SHAPE, tmp_path)[0].calls
     # A block for each prompt, and two of 4 new tokens each: the last of 9 is in an open block.
-    assert sum(call[0] == "write_blocks" for call in calls) == LAYERS * 3 * (1 + 2)
-    assert sum(call[:1] == ("append",) for call in calls) == LAYERS * 3 * (TOKENS - 2)
+    written = [call for call in calls if call[0] == "write" and call[1][0] == "SealedPart"]
+    assert len(written) == LAYERS * 3 * (1 + 2)
+    kept = [call for call in calls if call[0] == "keep" and isinstance(call[1][0], int)]
+    assert len(kept) == LAYERS * 3 * (TOKENS - 2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -164,7 +168,7 @@ def test_few_steps_wait_for_the_disk(backend: str, tmp_path: Path) -> None:
     """If no write ever seems to be done, a fourth one waits for the first."""
     policy = of(100, 0, 0, 0, 100, 0)
     calls = run_block(backend, policy, SHAPE, tmp_path, True, lambda n: False)[0].calls
-    pending = accumulate({"write_blocks": 1, "wait": -1}.get(call[0], 0) for call in calls)
+    pending = accumulate({"write": 1, "wait": -1}.get(call[0], 0) for call in calls)
     assert max(pending) == 4
 
 
@@ -245,7 +249,7 @@ def test_the_estimate_is_a_bound_with_a_disk(policy: Policy, tokens: int, unifie
     shape = BlockShape((policy.batch_size,) * batches, (16,) * batches, tokens)
     plan = plan_of(policy, shape, unified)
     bound, worst = peak_bytes(plan), dry_run(plan)
-    costs = Costs(plan.config, plan.dtype, policy, machine())
+    costs = costs_of(plan.config, plan.dtype, policy, unified=unified)
     found = simulate(costs, plan).peak_bytes
     for tier, nbytes in bound.items():
         assert found[tier] <= worst[tier] <= nbytes
@@ -263,8 +267,8 @@ def test_the_estimate_is_a_bound_with_a_disk(policy: Policy, tokens: int, unifie
 def test_the_bound_is_near(percent: tuple[float, ...], options: Any, unified: bool) -> None:
     """Within 4 % of a simulated run of a model of some size."""
     policy = Policy.from_percent(*percent, batch_size=16, num_batches=4, **options)
-    costs = Costs(known_shape("facebook/opt-1.3b"), "float16", policy, machine())
-    plan = costs.plan(BlockShape((16,) * 4, (128,) * 4, 40), unified)
+    costs = costs_of(known_shape("facebook/opt-1.3b"), "float16", policy, unified=unified)
+    plan = costs.plan(BlockShape((16,) * 4, (128,) * 4, 40))
     found, bound = simulate(costs, plan).peak_bytes, peak_bytes(plan)
     for tier, nbytes in found.items():
         assert nbytes <= bound[tier] <= 1.04 * nbytes, tier
@@ -272,7 +276,7 @@ def test_the_bound_is_near(percent: tuple[float, ...], options: Any, unified: bo
 
 def test_a_buffer_is_used_again_when_its_step_is_finished() -> None:
     plan = plan_of(of(0, 0, 0, 0, 0, 0), SHAPE)
-    small, large = (plan.layout(Storage((size,), "float32")) for size in (10, 100))
+    small, large = (plan.layouts.buffer([Storage((size,), "float32")]) for size in (10, 100))
     ring = Ring(Idle(), Ledger({}))
     (buffer,) = ring.acquire([small])
     ring.release([buffer], after=3)
@@ -287,7 +291,9 @@ def test_a_buffer_is_used_again_when_its_step_is_finished() -> None:
 def test_free_buffers_make_room() -> None:
     """But only those whose step is finished, and only where more than planned would be in use."""
     plan = plan_of(of(0, 0, 0, 0, 0, 0), SHAPE)
-    first, second, third = (plan.layout(Storage((size,), "float32")) for size in (25, 50, 75))
+    first, second, third = (
+        plan.layouts.buffer([Storage((size,), "float32")]) for size in (25, 50, 75)
+    )
     ledger = Ledger({})
     ring = Ring(Idle(), ledger)
     ledger.reserve("host", 100)  # by somebody else
@@ -318,7 +324,7 @@ def test_a_budget_ends_a_loop_and_everything_is_released(tmp_path: Path) -> None
     BlockLoop(plan, Idle(), Ledger({"host": least})).run()
 
 
-@pytest.mark.parametrize("failing", ["wait", "write_hidden", "write_blocks", "fetch", "compute"])
+@pytest.mark.parametrize("failing", ["wait", "write", "keep", "fetch", "compute"])
 def test_an_error_of_the_backend_leaves_nothing_reserved(failing: str) -> None:
     """Such as a full disk: the session goes on with what is left of its budgets."""
 

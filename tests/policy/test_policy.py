@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_jax.layers import programs
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.fit import Budgets, Fitter
-from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.memory import Idle, peak_bytes, planned_ledger, workspace_bytes
 from flexgen_jax.policy.placement import (
@@ -25,7 +26,7 @@ from flexgen_jax.policy.placement import (
     realised,
     split,
 )
-from flexgen_jax.policy.plan import BlockPlan, BlockShape
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import (
     GREEDY,
     SAMPLE,
@@ -40,6 +41,7 @@ from flexgen_jax.policy.policy import (
     generated_blocks,
     prompt_blocks,
 )
+from flexgen_jax.policy.shapes import BlockShape, Setting
 from tests.helpers.blocks import plan_of
 from tests.helpers.kernels import XLA_ON_CPU
 from tests.helpers.models import BASE
@@ -144,16 +146,19 @@ def test_computed_peak_covers_what_is_placed(
     shape = BlockShape((4, 4, 4), (16, 32, 32), 40)
     peaks = peak_bytes(plan_of(policy, shape, unified))
     tiers = place_weights(model_spec(config), "float32", policy)
-    plan = plan_of(policy, shape).cache
+    states = [state for running in block_of(plan_of(policy, shape)) for state in running.layers]
     for tier in TIERS:
         placed = sum(
             t.nbytes("float32") for t in model_spec(config).tensors.values() if tiers[t.key] == tier
         )
         placed += sum(
-            2 * 4 * 4 * config.hidden_size * plan.lengths(key.batch)[key.block]
-            for key, home in plan.homes.items()
+            2 * 4 * 4 * config.hidden_size * tokens
+            for state in states
+            for block, (home, tokens) in enumerate(
+                zip(state.homes, state.running.lengths, strict=True)
+            )
             # The last block of what is generated is never full, and only full ones go to disk.
-            if home == tier and (tier != "disk" or key.block + 1 < len(plan.lengths(key.batch)))
+            if home == tier and (tier != "disk" or block + 1 < len(state.homes))
         )
         assert peaks[tier] >= placed
 
@@ -243,13 +248,16 @@ def test_open_blocks_of_a_quantized_cache_come_to_the_device_as_they_are() -> No
 @pytest.mark.parametrize(("head", "tokens"), [(GREEDY, 1), (SAMPLE, 1), (SCORE, 200)])
 def test_workspace_has_room_for_the_logits(head: Head, tokens: int) -> None:
     """fp32, of one token of each sequence, or of 256 that are scored at a time; sampling sorts
-    them, which takes more than one copy."""
-    vocabulary = 200_000
-    config = read_config(BASE | {"vocab_size": vocabulary, "max_position_embeddings": 256})
-    found = workspace_bytes(config, Formats("float32"), KernelSizes(), 8, tokens, head)
-    logits = 4 * vocabulary * (256 if head == SCORE else 8)
-    assert logits <= found <= 10 * logits
-    assert found >= (1 if head == GREEDY else 2) * logits
+    them, which takes eight copies, scoring three. A larger vocabulary takes nothing else."""
+
+    def counted(vocabulary: int) -> int:
+        config = read_config(BASE | {"vocab_size": vocabulary, "max_position_embeddings": 256})
+        setting = Setting(config, "float32", unified=True)
+        return workspace_bytes(setting, Formats("float32"), 8, tokens, head)
+
+    rows = 256 if head == SCORE else 8
+    copies = {GREEDY: 1, SAMPLE: 8, SCORE: 3}[head]
+    assert counted(300_000) - counted(200_000) == 4 * copies * rows * 100_000
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -268,9 +276,11 @@ def test_workspace_has_room_for_xlas_temporaries(
     config = read_config(BASE | {"ffn_dim": ffn, "max_position_embeddings": 512})
     formats = Formats(dtype)
     layer = model_spec(config).decoders[0]
-    programs = Programs(config, formats, XLA_ON_CPU)
-    said = programs.prefill(layer, rows, (tokens,), segments=segments).memory_analysis()
-    counted = workspace_bytes(config, formats, KernelSizes(), rows, tokens)
+    program = Programs(config, formats, XLA_ON_CPU).get(
+        programs.prefill, layer=layer, rows=rows, cuts=(tokens,), segments=segments
+    )
+    said = program.memory_analysis()
+    counted = workspace_bytes(Setting(config, dtype, unified=True), formats, rows, tokens)
     assert said.temp_size_in_bytes <= counted
 
 
@@ -330,7 +340,7 @@ def fitter_of(device: int, host: int) -> Fitter:
     """Eight sequences of OPT-125M, in so many MiB."""
     budgets = Budgets(device * MIB, host * MIB, 1 << 40)
     config = known_shape("facebook/opt-125m")
-    return Fitter(config, "float16", Workload(128, 32, 8), budgets, False, KernelSizes())
+    return Fitter(Setting(config, "float16", unified=False), Workload(128, 32, 8), budgets)
 
 
 @pytest.mark.parametrize(

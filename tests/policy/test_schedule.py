@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_jax.policy.schedule import SCHEDULES, LookAhead, Schedule, Step, Waves
+from flexgen_jax.policy.schedules import SCHEDULES, Schedule
+from flexgen_jax.policy.waves import LookAhead, Step, Waves
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A batch that is nothing but a number and the tokens of its steps."""
+
+    number: int
+    left: deque[int] = field(compare=False, default_factory=deque)
+
+    def __eq__(self, other: object) -> bool:
+        return self.number == (other.number if isinstance(other, Numbered) else other)
+
+    def __lt__(self, other: Numbered) -> bool:
+        return self.number < other.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
 
 
 class Queue:
     """Batches that wait, each of one row, with room for `most` together."""
 
     def __init__(self, tokens: Sequence[int], most: int | None = None) -> None:
-        self._waiting = list(enumerate(tokens))
+        self._waiting = [Numbered(n, deque(range(count))) for n, count in enumerate(tokens)]
         self._most = most
 
-    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
+    def enter(self, going: Sequence[Numbered], most: int | None) -> Sequence[Numbered]:
         room = len(self._waiting) if self._most is None else self._most - len(going)
         count = max(0, min(room, len(self._waiting) if most is None else most))
         entered, self._waiting = self._waiting[:count], self._waiting[count:]
-        return {number: range(tokens) for number, tokens in entered}
-
-    def leave(self, batch: int) -> None:
-        pass
+        return entered
 
     def wait(self) -> bool:
         return False
@@ -37,11 +54,7 @@ class Chunked(Queue):
 
     def __init__(self, chunks: Sequence[int]) -> None:
         super().__init__([1] * len(chunks))
-        self._chunks = chunks
-
-    def enter(self, going: Collection[int], most: int | None) -> Mapping[int, Sequence[int]]:
-        found = super().enter(going, most)
-        return {number: range(1 - self._chunks[number], 2) for number in found}
+        self._waiting = [Numbered(n, deque(range(1 - count, 2))) for n, count in enumerate(chunks)]
 
 
 @given(
@@ -115,7 +128,7 @@ def test_a_wave_advances_every_batch_by_one_step(
         if not schedule.waits and len(found) < most:
             rest = set(range(len(tokens))) - {s.batch for s in steps if s.visit <= found[0].visit}
             assert not rest or (schedule.a_wave is not None and entered)
-        going = {s.batch: s.token + 1 for s in found if s.token + 1 < tokens[s.batch]}
+        going = {s.batch: s.token + 1 for s in found if s.token + 1 < tokens[s.batch.number]}
     assert entered == sorted(entered)
 
 
@@ -183,10 +196,11 @@ def test_dropped_steps_are_neither_shown_nor_run(
     tokens, layers, batches = size
     waves = waves_of("zigzag", [tokens] * batches, layers)
     ahead, count = LookAhead(waves, counted=range(layers)), 0
+    seen = [*ahead.steps(batches)]
     while (step := ahead.take()) is not None:
         assert count <= when or step.batch != dropped
         if count == when:
-            ahead.drop(dropped)
+            ahead.drop(next((s.batch for s in seen if s.batch == dropped), Numbered(dropped)))
         if count >= when:
             assert all(s.batch != dropped for s in ahead.steps(4))
         count += 1

@@ -11,16 +11,17 @@ import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.models.shapes import known_shape
+from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.clock import Clock
-from flexgen_jax.policy.cost_model import FRACTIONS, Costs, block_terms, fractions_of
+from flexgen_jax.policy.cost_model import FRACTIONS, block_terms, fractions_of
+from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.hardware import Rate
-from flexgen_jax.policy.placement import CacheKey
-from flexgen_jax.policy.plan import BlockShape
 from flexgen_jax.policy.policy import SCORE, Workload
+from flexgen_jax.policy.shapes import BlockShape
 from flexgen_jax.policy.simulate import Prediction, simulate
 from tests.helpers.cases import covering
 from tests.helpers.models import PLACEMENTS
-from tests.helpers.profiles import machine
+from tests.helpers.profiles import costs_of, machine
 
 OPTIONS = (
     {},
@@ -62,9 +63,9 @@ def test_bytes_are_those_of_a_run(
         )
         report = llm.report()
         config = llm.config
-    costs = Costs(config, "float32", policy, machine())
+    costs = costs_of(config, "float32", policy, unified=unified)
     shape = BlockShape((2,) * num_batches, (report["prompt_len"],) * num_batches, tokens)
-    predicted = simulate(costs, costs.plan(shape, unified)).bytes
+    predicted = simulate(costs, costs.plan(shape)).bytes
     for link, nbytes in report["bytes"].items():
         assert predicted[link] == pytest.approx(nbytes, rel=0.02), link
 
@@ -79,9 +80,9 @@ def test_bytes_of_scoring_are_those_of_a_run(
     ) as llm:
         llm.score(prompt_token_ids=[[5] * 16] * 4)
         report, config = llm.report(), llm.config
-    costs = Costs(config, "float32", policy, machine())
+    costs = costs_of(config, "float32", policy, machine())
     shape = BlockShape((2, 2), (report["prompt_len"],) * 2, 1, SCORE)
-    predicted = simulate(costs, costs.plan(shape, False)).bytes
+    predicted = simulate(costs, costs.plan(shape)).bytes
     for link, nbytes in report["bytes"].items():
         assert predicted[link] == pytest.approx(nbytes, rel=0.02), link
     states = 2 * costs.hidden_bytes(2, report["prompt_len"]) * (config.num_layers + 1)
@@ -90,9 +91,9 @@ def test_bytes_of_scoring_are_those_of_a_run(
 
 def run(policy: Policy, hw_changes: dict[str, object], gen: int = 6) -> tuple[Prediction, Costs]:
     config = known_shape("facebook/opt-1.3b")
-    costs = Costs(config, "float16", policy, machine(**hw_changes))
+    costs = costs_of(config, "float16", policy, machine(**hw_changes))
     rows = (policy.batch_size,) * policy.num_batches
-    plan = costs.plan(BlockShape(rows, (128,) * len(rows), gen), unified=False)
+    plan = costs.plan(BlockShape(rows, (128,) * len(rows), gen))
     return simulate(costs, plan), costs
 
 
@@ -128,7 +129,7 @@ def test_kv_blocks_are_read_at_the_rate_of_their_size() -> None:
         8 * large / rate.at(large) + before // 4 * small / rate.at(small) for before in range(10)
     )
     assert found.busy_s["disk_read"] == pytest.approx(24 * 2 * seconds, rel=1e-6)
-    term = block_terms(costs, Workload(128, 11, 8), False).decode["disk_read"]
+    term = block_terms(costs, Workload(128, 11, 8)).decode["disk_read"]
     planned = 24 * 10 * term.at({**dict.fromkeys(FRACTIONS, 0.0), "cd": 1.0})
     assert planned == pytest.approx(found.busy_s["disk_read"], rel=0.1)
 
@@ -171,11 +172,11 @@ def test_a_step_whose_blocks_are_all_on_the_device_asks_nothing_of_the_cpu() -> 
         *(100, 0, 90, 10, 100, 0), batch_size=4, num_batches=3, attention="host"
     )
     found, costs = run(policy, {}, gen=40)
-    homes = costs.plan(BlockShape((4,) * 3, (128,) * 3, 40), False).cache.homes
+    batches = block_of(costs.plan(BlockShape((4,) * 3, (128,) * 3, 40)))
     asked = sum(
-        any(homes[CacheKey(layer, batch, block)] == "host" for block in range(2 + before // 32))
-        for layer in range(24)
-        for batch in range(3)
+        "host" in state.homes[: 2 + before // 32]
+        for running in batches
+        for state in running.layers
         for before in range(39)  # new tokens in the cache; the prompt is one block
     )
     assert 0 < asked < 24 * 3 * 39
@@ -187,9 +188,9 @@ def test_sampled_tokens_stand_for_all(gen: int, sample: int) -> None:
     """Exactly, where every token takes as long."""
     policy = Policy.from_percent(100, 0, 100, 0, 100, 0, batch_size=4, num_batches=2)
     hw = machine(device_attention={16: Rate.constant(inf)})
-    costs = Costs(known_shape("facebook/opt-125m"), "float16", policy, hw)
+    costs = costs_of(known_shape("facebook/opt-125m"), "float16", policy, hw)
     shape = BlockShape((4, 4), (16, 16), gen)
-    plan = costs.plan(shape, False)
+    plan = costs.plan(shape)
     whole, part = simulate(costs, plan), simulate(costs, plan, sample=sample)
     assert part.busy_s["compute"] == pytest.approx(whole.busy_s["compute"])
 
@@ -211,12 +212,12 @@ def test_what_the_page_cache_holds_comes_from_disk_once() -> None:
     """The decoder layers' bytes come from disk once; the tables of the ends do anyway."""
     rates = {"disk_read": Rate.constant(1e9), "page_cache": Rate.constant(8e9)}
     config, policy = known_shape("facebook/opt-125m"), Policy.from_percent(0, 0, 100, 0, 100, 0)
-    costs = Costs(config, "float16", policy, machine(**rates))
+    costs = costs_of(config, "float16", policy, machine(**rates))
     layers = 12 * 2 * 12 * 768**2
     ends = 2 * (50272 + 2050) * 768  # of the table that both ends share, one copy
     decoder = [t.key for layer in costs.spec.decoders for t in layer.large]
     for cached, share in ((decoder, 1.0), ([k for k in decoder if ".mlp." in k], 2 / 3), ([], 0.0)):
-        plan = costs.plan(BlockShape((8,), (16,), 5), False)
+        plan = costs.plan(BlockShape((8,), (16,), 5))
         found = simulate(costs, plan, frozenset(cached))
         assert found.bytes["disk_read"] == 5 * layers + ends
         again = share / 8e9 + (1 - share) / 1e9
@@ -236,9 +237,9 @@ def test_overlap_never_costs_time_and_the_sum_is_a_bound() -> None:
 def test_sampled_tokens_stand_for_the_others() -> None:
     policy = Policy.from_percent(20, 30, 0, 60, 100, 0, batch_size=4, num_batches=3)
     config = known_shape("facebook/opt-1.3b")
-    costs = Costs(config, "float16", policy, machine())
+    costs = costs_of(config, "float16", policy, machine())
     shape = BlockShape((4,) * 3, (128,) * 3, 40)
-    plan = costs.plan(shape, False)
+    plan = costs.plan(shape)
     whole, part = simulate(costs, plan), simulate(costs, plan, sample=4)
     assert part.total_s == pytest.approx(whole.total_s, rel=0.05)
     for name, seconds in whole.busy_s.items():
@@ -251,11 +252,11 @@ def test_the_cost_model_agrees(percent: tuple[int, ...]) -> None:
     batches."""
     policy = Policy.from_percent(*percent, batch_size=8, num_batches=4, attention="host")
     config = known_shape("facebook/opt-6.7b")
-    costs = Costs(config, "float16", policy, machine())
+    costs = costs_of(config, "float16", policy, machine())
     shape = BlockShape((8,) * 4, (256,) * 4, 32)
-    terms = block_terms(costs, Workload(256, 32, 32), unified=False)
+    terms = block_terms(costs, Workload(256, 32, 32))
     estimated = sum(terms.estimate(fractions_of(policy)))
-    assert estimated == pytest.approx(simulate(costs, costs.plan(shape, False)).total_s, rel=0.25)
+    assert estimated == pytest.approx(simulate(costs, costs.plan(shape)).total_s, rel=0.25)
 
 
 def test_a_decode_steps_hidden_states_stay_in_ram() -> None:
@@ -266,7 +267,7 @@ def test_a_decode_steps_hidden_states_stay_in_ram() -> None:
     policy = Policy.from_percent(100, 0, 100, 0, 0, 0, batch_size=4, num_batches=8)
     short, costs = run(policy, {}, gen=1)
     long, _ = run(policy, {}, gen=9)
-    written = costs.config.num_layers  # every layer but the last one and the head writes
+    written = costs.setting.config.num_layers  # every layer but the last one and the head writes
     assert short.bytes["disk_write"] == written * 8 * costs.hidden_bytes(4, 128)
     assert 0 < short.bytes["disk_read"] <= short.bytes["disk_write"]
     for link in ("disk_read", "disk_write"):

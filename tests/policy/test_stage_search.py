@@ -11,7 +11,9 @@ from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload
-from flexgen_jax.policy.search import Problem, search
+from flexgen_jax.policy.problem import Problem
+from flexgen_jax.policy.search import search
+from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.policy.stage_search import (
     LOOPBACK,
     ChainPlan,
@@ -32,7 +34,8 @@ BUDGETS = Budgets(T4.device_memory, T4.host_memory, T4.disk_space, None)
 
 def problem(model: str, sequences: int, gen_len: int = 32) -> Problem:
     work = Workload(512, gen_len, sequences)
-    return Problem(known_shape(model), "float16", T4, BUDGETS, False, work, base=Policy())
+    setting = Setting(known_shape(model), "float16", unified=False)
+    return Problem(setting, T4, BUDGETS, work, base=Policy())
 
 
 def ways(asked: Problem, stages: int) -> list[Division]:

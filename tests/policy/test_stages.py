@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.shapes import raw_shape
 from flexgen_jax.models.spec import model_spec
-from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.plan import BatchShape, BlockPlan, BlockShape
+from flexgen_jax.policy.admission import Admission
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
-from flexgen_jax.policy.schedule import Step
+from flexgen_jax.policy.shapes import BatchShape, BlockShape, Setting
 from flexgen_jax.policy.stages import (
     Slot,
     Slots,
@@ -26,6 +26,7 @@ from flexgen_jax.policy.stages import (
     split_layers,
     told,
 )
+from tests.helpers.blocks import described_step
 
 
 def config(layers: int, vocab: int = 50272):
@@ -84,12 +85,11 @@ def made_plan(part: range | None = None) -> BlockPlan:
     own = whole if part is None else whole.part(part)
     policy = Policy(batch_size=2, num_batches=3, prefill_chunk=16)
     shape = BlockShape((2,) * 3, (32,) * 3, 4)
-    return BlockPlan(own, "float32", policy, shape, True, KernelSizes()).emptied()
+    return BlockPlan(Setting(own, "float32", unified=True), policy, shape)
 
 
 def test_steps_are_those_of_the_slots_in_their_order() -> None:
-    plan = made_plan(range(0, 2))
-    slots = Slots(plan)
+    slots = Slots(made_plan(range(0, 2)))
     assert slots.take() is None
     slots.tell(Slot(0, (Told(0, -1, 32), Told(1, -1, 32)), dict.fromkeys((0, 1), SHAPE)))
     slots.tell(Slot(1, (Told(2, 0, 4),), {2: SHAPE}, leaving=(0,)))
@@ -97,13 +97,15 @@ def test_steps_are_those_of_the_slots_in_their_order() -> None:
     slots.end()
     found = list(iter(slots.take, None))
     # Chunks of prompts go on to the next stage, too.
-    expected = [Step(-1, layer, batch, layer) for layer in range(4) for batch in (0, 1)]
-    assert found == [*expected, *(Step(0, layer, 2, 4 + layer) for layer in range(4))]
-    assert list(plan.batches) == [0, 1, 2]
-    assert (list(slots.leaving()), list(slots.leaving())) == ([0], [])
-    assert slots.number_of(found[-1]) == 1
-    slots.leave(0)
-    assert list(plan.batches) == [1, 2]
+    expected = [(-1, layer, batch, layer) for layer in range(4) for batch in (0, 1)]
+    expected += [(0, layer, 2, 4 + layer) for layer in range(4)]
+    assert list(map(described_step, found)) == expected
+    leaving = slots.leaving()
+    assert ([running.number for running in leaving], list(slots.leaving())) == ([0], [])
+    assert (slots.number_of(found[0]), slots.number_of(found[-1])) == (0, 1)
+    leaving[0].close()
+    with pytest.raises(KeyError):
+        slots.number_of(found[0])
     assert not slots.wait()
 
 
@@ -144,9 +146,9 @@ def test_batches_are_divided_into_groups() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_sizes_are_rows_times_tokens(rows: int) -> None:
-    plan = made_plan()
-    plan.enter({7: replace(SHAPE, rows=rows)}, is_first=True)
-    assert told([(7, -1), (7, 0), (7, 1)], plan) == (
+    admission = Admission(made_plan())
+    (running,) = admission.enter([replace(SHAPE, rows=rows)], is_first=True, numbers=[7])
+    assert told([(running, -1), (running, 0), (running, 1)]) == (
         Told(7, -1, 16 * rows),
         Told(7, 0, 16 * rows),
         Told(7, 1, rows),

@@ -14,14 +14,17 @@ from flexgen_jax.engine.batching import Waiting, padded_length
 from flexgen_jax.engine.feed import Listed
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import SamplingParams
-from flexgen_jax.offload.executor import Batch
+from flexgen_jax.offload.batch import Batch
 from flexgen_jax.policy.backend import Handle, Inputs
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.loop import BlockLoop, fewer_rows
+from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.memory import Idle, peak_bytes, planned_ledger
-from flexgen_jax.policy.plan import BlockPlan, BlockShape
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy, growing_blocks
-from flexgen_jax.policy.schedule import PREFIX, SCHEDULES, Step
+from flexgen_jax.policy.schedules import SCHEDULES
+from flexgen_jax.policy.shapes import BlockShape
+from flexgen_jax.policy.shrinking import fewer_rows
+from flexgen_jax.policy.waves import Step
 from tests.helpers.blocks import plan_of
 
 LONGEST, MOST = 48, 30
@@ -61,14 +64,13 @@ def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
 
 
 def run_waves(plan: BlockPlan, requests: Sequence[EncodedRequest], ends: Sequence[int]) -> Ledger:
-    live, ledger, peaks = plan.emptied(), planned_ledger(plan), peak_bytes(plan)
+    ledger, peaks = planned_ledger(plan), peak_bytes(plan)
     before = ledger.used
-    queue = Waiting(live, Listed(requests), make, requests[0].prefix)
+    queue = Waiting(plan, Listed(requests), make, requests[0].prefix)
     backend = Ending(len(plan.spec.layers) - 1, queue, ends)
-    BlockLoop(live, backend, ledger, arrivals=queue, peaks=peaks).run()
+    BlockLoop(plan, backend, ledger, arrivals=queue, peaks=peaks).run()
     assert backend.finished == {r.index for r in requests}
-    assert not queue.members.keys() - {PREFIX}
-    assert not live.batches.keys() - {PREFIX}
+    assert not queue.members
     assert ledger.used == before
     return ledger
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
+SCRIPTS = Path(__file__).parent.parent.parent / "scripts" / "benchmarks"
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def fake_bench(speeds: dict[str, float], repeat: int) -> Any:
 @pytest.mark.usefixtures("scripts")
 def test_reference_is_doubled_until_it_fails_or_slows(monkeypatch: pytest.MonkeyPatch) -> None:
     import benchmark
-    from benchmark_suites import Case, Ours
+    from suites import Case, Ours
 
     monkeypatch.setattr(benchmark.Bench, "_write_checkpoint", lambda self, case: True)
     case = Case("c", "m", 8, 8, 10**9, (Ours("a"), Ours("b")), ("disk", "auto"), 2)
@@ -79,7 +79,7 @@ def test_reference_is_doubled_until_it_fails_or_slows(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("scripts")
 def test_a_part_of_a_suite_can_be_run() -> None:
-    from benchmark_suites import cpu_full, narrowed
+    from suites import cpu_full, narrowed
 
     (case,) = narrowed(cpu_full(), "6.7B", "4 bits")
     assert case.name == "OPT-6.7B, 4 GB"
@@ -95,8 +95,8 @@ def test_a_part_of_a_suite_can_be_run() -> None:
 @pytest.mark.usefixtures("scripts")
 def test_old_profiles_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import benchmark
-    from benchmark_suites import Case, Ours
     from flexgen_jax.policy.machines import known_machine
+    from suites import Case, Ours
 
     now = [0.0]
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: now[0])
@@ -130,12 +130,12 @@ def test_old_profiles_are_measured_anew(tmp_path: Path, monkeypatch: pytest.Monk
 def test_bound_takes_the_disk_as_it_was_around_the_run(tmp_path: Path) -> None:
     """A block has 16 sequences, so 2.4 GB of weights are read in each of the 31 steps after the
     prompt's."""
-    from benchmark_suites import Case, Ours
     from flexgen_jax.models.checkpoint import DummyWeights
     from flexgen_jax.models.shapes import known_shape
     from flexgen_jax.models.storage import FORMAT_VERSION
     from flexgen_jax.policy.machines import known_machine
     from flexgen_jax.policy.policy import Policy
+    from suites import Case, Ours
 
     bench = fake_bench({"ours, a": 6.0}, 1)
     del bench._bound
@@ -176,11 +176,11 @@ def test_search_stays_within_what_fits(most: int, first: int, tried: list[int]) 
 @pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_suites_name_known_models_and_flags(has_gpu: bool) -> None:
-    import benchmark_suites
+    import suites
     from flexgen_jax.cli.bench import bench
     from flexgen_jax.models.shapes import known_shape
 
-    for make in benchmark_suites.suites(has_gpu).values():
+    for make in suites.suites(has_gpu).values():
         cases = make()
         assert len({case.name for case in cases}) == len(cases)
         for case in cases:
@@ -192,7 +192,7 @@ def test_suites_name_known_models_and_flags(has_gpu: bool) -> None:
 
 @pytest.mark.usefixtures("scripts")
 def test_utilisation_is_drawn_from_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import benchmark_pictures
+    import pictures
     from flexgen_jax.offload.trace import Trace
 
     trace = Trace(tmp_path / "trace.json")
@@ -202,14 +202,14 @@ def test_utilisation_is_drawn_from_a_trace(tmp_path: Path, monkeypatch: pytest.M
     out = tmp_path / "use.png"
     command = ["x", "utilisation", str(tmp_path / "trace.json"), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
-    benchmark_pictures.main()
+    pictures.main()
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("scripts")
 def test_our_runs_are_held_to_the_memory_of_the_case_by_jax_itself() -> None:
     """As PyTorch holds the reference's; on a card of that size or less, to what a card can give."""
-    from benchmark_suites import gpu_16gb
+    from suites import gpu_16gb
 
     bench, case = fake_bench({}, 1), gpu_16gb(True)[0]
     for card, share in ((80e9, "0.2000"), (16e9, "0.9500"), (12e9, "0.9500")):

@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(SCRIPTS / "benchmarks"))
 
 
 def line(name: str, *events: tuple[str, float, float]) -> Any:

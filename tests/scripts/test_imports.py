@@ -1,4 +1,4 @@
-"""Every script can be loaded: what it imports is there."""
+"""Every script says how it is called, and what it imports is there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted((Path(__file__).parent.parent.parent / "scripts").glob("*.py"))
-NEEDS = {"train_tiny_opt": "optax", "benchmark_torch": "torch"}
+SCRIPTS = sorted((Path(__file__).parent.parent.parent / "scripts").glob("*/*.py"))
+MODULES = {
+    "report",
+    "suites",
+    "corpus",
+    "device_trace",
+    "disk_rate",
+    "limits",
+    "roofline",
+}
+"""Those that others import."""
+
+NEEDS = {"train_tiny_opt": "optax", "torch_reference": "torch"}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -21,3 +32,6 @@ def test_script_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look there
     spec.loader.exec_module(module)
+    if path.stem not in MODULES:
+        assert hasattr(module, "main"), "it can be called"
+        assert f"scripts/{path.parent.name}/{path.name}" in (module.__doc__ or ""), "it says how"

@@ -28,7 +28,7 @@ class Some:
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent / "scripts" / "checks"))
 
 
 @pytest.mark.usefixtures("scripts")

@@ -1,0 +1,183 @@
+"""Plans as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from flexgen_jax.policy.fit import human
+from flexgen_jax.policy.placement import stays_on_device
+from flexgen_jax.policy.policy import TIERS, Policy
+from flexgen_jax.policy.problem import Plan, Problem
+from flexgen_jax.policy.stage_search import ChainPlan
+
+BAR = 30
+
+
+def staged_text(problem: Problem, plan: ChainPlan) -> str:
+    """Formats the plan of stages for people."""
+    work, shape = problem.workload, plan.shape
+    count = len(plan.stages)
+    lines = [
+        f"{plan.tokens // work.gen_len} x ({work.prompt_len} + {work.gen_len}) tokens in "
+        f"{problem.setting.dtype} on {count} of {problem.hw.name}, {shape.groups} groups of "
+        f"{shape.group_rows}",
+        f"predicted: {plan.throughput:.3g} token/s, {plan.decode_throughput:.3g} while decoding "
+        f"(prefill {plan.prefill_s:.1f} s, decode {plan.decode_s:.1f} s)",
+    ]
+    for number, (stage, part) in enumerate(zip(plan.stages, plan.layers, strict=True)):
+        lines.append(
+            f"stage {number}, layers {part.start} to {part.stop - 1}: {stage.prefill_s:.3g} s for "
+            f"a group's prompts, {stage.token_s:.3g} s for a token: {flags_of(stage.policy)}"
+        )
+        lines += [
+            _bar(tier, stage.peak_bytes[tier], problem.budgets.allowed(tier)) for tier in TIERS
+        ]
+    return "\n".join(lines)
+
+
+def staged_json(problem: Problem, plan: ChainPlan) -> dict[str, Any]:
+    """Returns the content of `plan --stages N --json`; sizes are in bytes, times in seconds."""
+    return {
+        "hardware": problem.hw.name,
+        "dtype": problem.setting.dtype,
+        "prompt_len": problem.workload.prompt_len,
+        "gen_len": problem.workload.gen_len,
+        "num_sequences": plan.tokens // problem.workload.gen_len,
+        "predicted": {
+            "prefill_s": plan.prefill_s,
+            "decode_s": plan.decode_s,
+            "total_s": plan.total_s,
+            "generation_throughput": plan.throughput,
+            "decode_throughput": plan.decode_throughput,
+        },
+        "stages": [
+            {"layers": [part.start, part.stop], **asdict(stage)}
+            for stage, part in zip(plan.stages, plan.layers, strict=True)
+        ],
+    }
+
+
+def plan_json(
+    problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the content of `plan --json`; sizes are in bytes, times in seconds."""
+    first = plans[0]
+    return {
+        "hardware": problem.hw.name,
+        "dtype": problem.setting.dtype,
+        "prompt_len": problem.workload.prompt_len,
+        "gen_len": problem.workload.gen_len,
+        "num_sequences": first.num_sequences,
+        "block_sequences": first.block_sequences,
+        **_described(first),
+        "alternatives": [_described(plan) for plan in plans[1:]],
+        "hints": ideas,
+    }
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    return {
+        "policy": asdict(plan.policy),
+        "predicted": {
+            "prefill_s": plan.prefill_s,
+            "decode_s": plan.decode_s,
+            "total_s": plan.total_s,
+            "block_s": plan.latency_s,
+            "generation_throughput": plan.throughput,
+        },
+        "binding": plan.binding,
+        "busy_s": plan.busy_s,
+        "peak_bytes": plan.peak_bytes,
+        "written_bytes_a_day": plan.written_a_day,
+    }
+
+
+def flags_of(policy: Policy) -> str:
+    """Formats a policy as flags of the command line."""
+    percent = " ".join(f"{x:g}" for x in policy.percent)
+    flags = (
+        f"--percent {percent} --batch-size {policy.batch_size} --num-batches {policy.num_batches}"
+    )
+    flags += f" --attention {policy.attention}" if policy.cache.device < 1 else ""
+    default = Policy()
+    for name in ("weight_bits", "cache_bits", "matmul_bits", "schedule", "attention_sparsity"):
+        if getattr(policy, name) != getattr(default, name):
+            flags += f" --{name.replace('_', '-')} {getattr(policy, name)}"
+    return flags + ("" if policy.overlap else " --no-overlap")
+
+
+def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any]]) -> str:
+    """Formats the plan for people."""
+    plan, work = plans[0], problem.workload
+    total = max(plan.total_s, 1e-12)
+    busy = {
+        name: seconds / total for name, seconds in plan.busy_s.items() if seconds > 0.005 * total
+    }
+    blocks = -(-plan.num_sequences // plan.block_sequences)
+    lines = [
+        f"{plan.num_sequences} x ({work.prompt_len} + {work.gen_len}) tokens in "
+        f"{problem.setting.dtype} on {problem.hw.name}, {blocks} "
+        f"block{'s' if blocks > 1 else ''} of {plan.block_sequences}",
+        f"policy: {flags_of(plan.policy)}",
+        f"that is: {_percent_text(plan.policy)}",
+        f"predicted: {plan.throughput:.3g} token/s (prefill {plan.prefill_s:.1f} s, decode "
+        f"{plan.decode_s:.1f} s, total {plan.total_s:.1f} s)",
+        f"binding: {plan.binding.replace('_', ' ')}; busy: "
+        + ", ".join(
+            f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in busy.items()
+        ),
+    ]
+    if plan.written:
+        lines.append(f"written to the disk: {plan.written_a_day / 1e9:.3g} GB a day of such work")
+    states = problem.costs(plan.policy).hidden_bytes(plan.policy.batch_size, 1)
+    if plan.policy.activations.device < 1 and stays_on_device(1, states):
+        lines.append(
+            f"hidden states of single tokens stay on the device, {human(states)} for each batch"
+        )
+    for tier in TIERS:
+        lines.append(_bar(tier, plan.peak_bytes[tier], problem.budgets.allowed(tier)))
+    if problem.budgets.shared is not None:
+        together = plan.peak_bytes["device"] + plan.peak_bytes["host"]
+        lines.append(_bar("RAM", together, problem.budgets.shared))
+    for other in plans[1:]:
+        change = 100 * (other.throughput / plan.throughput - 1)
+        lines.append(
+            f"next best: {other.throughput:.3g} token/s ({change:+.1f} %{_why_not(plan, other)}): "
+            f"{flags_of(other.policy)}"
+        )
+    lines += [f"{idea['times']:.1f} times as fast with {idea['change']}" for idea in ideas]
+    return "\n".join(lines)
+
+
+def _why_not(chosen: Plan, other: Plan) -> str:
+    """Returns why a plan that is predicted to be faster is not the chosen one."""
+    if other.throughput <= chosen.throughput:
+        return ""
+    if other.block_sequences > chosen.block_sequences:
+        more = other.latency_s / max(chosen.latency_s, 1e-9)
+        return f", within the prediction's error, with results after {more:.1f} times the time"
+    return ", but slower where the disk is not as fast as usual"
+
+
+def _percent_text(policy: Policy) -> str:
+    """Says in words what --percent says in numbers."""
+    placed = [("weights", policy.weights), ("KV cache", policy.cache)]
+    placed.append(("hidden states", policy.activations))
+    texts = []
+    for name, placement in placed:
+        shares = [(tier, 100 * getattr(placement, tier)) for tier in TIERS]
+        shown = " + ".join(f"{share:.3g} % {tier}" for tier, share in shares if share > 0.05)
+        texts.append(f"{name} {shown}")
+    return ", ".join(texts)
+
+
+def _bar(name: str, used: int, limit: int | None) -> str:
+    if limit is None:
+        return f"{name:>7} {used / 1e9:8.2f} GB"
+    filled = min(BAR, round(BAR * used / max(limit, 1)))
+    filled = max(filled, 1) if used else 0
+    return (
+        f"{name:>7} [{'#' * filled}{'.' * (BAR - filled)}] {used / 1e9:.2f} of {limit / 1e9:.2f} GB"
+    )

@@ -1,0 +1,162 @@
+"""Runs a model in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from flexgen_jax.engine.batching import Waiting, made_batch
+from flexgen_jax.engine.feed import Incoming
+from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
+from flexgen_jax.engine.outputs import Generation
+from flexgen_jax.engine.planner import Planner
+from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.engine.scoring import Scoring
+from flexgen_jax.engine.serving import Collector
+from flexgen_jax.engine.session import Session
+from flexgen_jax.errors import UserError, first_line
+from flexgen_jax.models.checkpoint import WeightSource
+from flexgen_jax.offload.metrics import Metrics
+from flexgen_jax.offload.trace import Trace
+from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.waves import Step
+from flexgen_jax.progress import Progress
+
+COMPILING_IS_LONG_S = 3.0
+"""A run that has compiled for so long says that it does."""
+
+
+class LocalRunner:
+    """Runs a model in this process; see `serving.Runner`.
+
+    session: the model with its weights in place, None before the first run.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        source: WeightSource,
+        progress: Progress,
+        trace: Trace | None,
+        breakdown: bool,
+    ) -> None:
+        """trace, breakdown: as in `EngineOptions`."""
+        self.planner = planner
+        self._source, self._progress = source, progress
+        self._trace, self._breakdown = trace, breakdown
+        self.session: Session | None = None
+        self.given, self.is_auto = planner.policy, planner.is_auto
+        self.dtype = planner.setting.dtype
+
+    @property
+    def policy(self) -> Policy | None:
+        return self.session.policy if self.session else None
+
+    @property
+    def shares_rows(self) -> bool:
+        return True
+
+    def policy_for(self, workload: Workload) -> Policy:
+        policy = self.planner.policy_for(workload)
+        self._progress.detail(f"flexgen-jax: {workload} runs with {policy}")
+        return policy
+
+    def block_sequences(self, prompt_len: int, gen_len: int) -> int:
+        return self.planner.block_sequences(prompt_len, gen_len)
+
+    def open(self, policy: Policy, workload: Workload, compiles: bool = False) -> None:
+        session = self._opened(policy, workload)
+        if compiles:
+            session.compile(workload)
+
+    def _opened(self, policy: Policy, workload: Workload) -> Session:
+        """Returns a session with its weights in place; a new one if they must lie elsewhere."""
+        if self.session is not None and self.session.suits(policy):
+            self.session.adopt(policy, workload)
+            return self.session
+        self._close_session()
+        session = Session(
+            setting=self.planner.setting,
+            policy=policy,
+            workload=workload,
+            budgets=self.planner.budgets,
+            offload_dir=self.planner.offload_dir,
+            source=self._source,
+            metrics=Metrics(self._trace, self._breakdown),
+        )
+        self.session = session
+        try:
+            session.place(self._progress)
+        except BaseException:
+            self._close_session()
+            raise
+        return session
+
+    def run(
+        self, incoming: Incoming[EncodedRequest], collector: Collector, prefix: tuple[int, ...]
+    ) -> Iterator[None]:
+        session, before = self.session, collector.num_tokens
+        assert session is not None, "it was opened"
+        make = partial(made_batch, self.planner.setting.config, isinstance(collector, Scoring))
+        choices = collector if isinstance(collector, Generation) else None
+        waiting = Waiting(session.plan, incoming, make, prefix, choices)
+        session.start()
+
+        def on_result(step: Step, result: Any) -> Sequence[int]:
+            return collector.receive(waiting.members[step.batch], step.token, result)
+
+        compiled_s, is_told = session.compile_s, False
+
+        def on_step() -> None:
+            nonlocal is_told
+            tick()
+            if not is_told and session.compile_s - compiled_s > COMPILING_IS_LONG_S:
+                is_told = True
+                self._progress.say(
+                    "flexgen-jax: compiling programs for these lengths and formats; later runs "
+                    "find them"
+                )
+
+        with self._progress.generating(collector.progress, lambda: session.compile_s) as tick:
+            yield from session.run(waiting, on_result, on_step)
+        incoming.put_back(waiting.unfinished())
+        padding = (waiting.prompt_tokens, waiting.padded_tokens)
+        session.finish(waiting.entered, collector.num_tokens - before, padding)
+        self.planner.observe(*session.disk_reads())
+
+    def back_off(self, error: Exception) -> None:
+        if not is_out_of_memory(error):
+            raise error
+        what = first_line(error)
+        if not self.planner.back_off(is_on_host(error)):
+            if isinstance(error, UserError):
+                raise error
+            raise OutOfMemoryError(f"out of memory: {what}; {self._way_out()}") from error
+        self._progress.say(f"flexgen-jax: out of memory, going on with less: {what}")
+        self._close_session()
+
+    def _way_out(self) -> str:
+        if self.planner.is_auto:
+            return "lower --device-memory or --host-memory, so that plans leave more room"
+        return (
+            "lower --batch-size or what lies in that memory, or leave out all that fixes the "
+            "policy, and one is searched that gives way"
+        )
+
+    def report(self, texts: Mapping[EncodedRequest, int] | None) -> dict[str, Any] | None:
+        session = self.session
+        if session is None:
+            return None
+        predicted = self.planner.predicted(session.policy, session.workload, texts)
+        return {**session.report(), "predicted": predicted}
+
+    def close(self) -> None:
+        self._close_session()
+        if self._trace is not None:
+            self._trace.close()
+
+    def _close_session(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()

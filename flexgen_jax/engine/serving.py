@@ -1,0 +1,183 @@
+"""Walks requests through a model: plans for those that have come, runs them, and plans anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import jax
+
+from flexgen_jax.engine.batching import padded_length
+from flexgen_jax.engine.feed import Incoming, Listed
+from flexgen_jax.engine.outputs import Generation
+from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.engine.scoring import Scoring
+from flexgen_jax.errors import UserError
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
+
+FIRST_READ = 16
+"""Requests of a stream that are read before it is known how many run together."""
+
+UNKNOWN = 256
+"""Requests for which a stream is planned as long as it has not ended."""
+
+Collector = Generation | Scoring
+"""What the heads' results go to."""
+
+
+class Runner(Protocol):
+    """Runs a model: in this process (`LocalRunner`), or as stages (`Stages`)."""
+
+    @property
+    def given(self) -> Policy:
+        """The policy that was asked for; if it `is_auto`, placements and batches are searched."""
+
+    @property
+    def is_auto(self) -> bool: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def policy(self) -> Policy | None:
+        """The policy of the last run; None before the first one."""
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether a row may compute what several requests share."""
+
+    def policy_for(self, workload: Workload) -> Policy:
+        """Returns a policy that fits; raises `BudgetError` if none does."""
+
+    def block_sequences(self, prompt_len: int, gen_len: int) -> int:
+        """Returns how many sequences of these lengths one block of batches holds."""
+
+    def open(self, policy: Policy, workload: Workload, compiles: bool = False) -> None:
+        """Brings the weights to where a policy puts them; compiles: also the programs of a greedy
+        run."""
+
+    def run(
+        self, incoming: Incoming[EncodedRequest], collector: Collector, prefix: tuple[int, ...]
+    ) -> Iterator[None]:
+        """Walks requests through the model, one step at a time; puts back those for which it was
+        not planned. prefix: the tokens that all of them begin with."""
+
+    def back_off(self, error: Exception) -> None:
+        """Plans for less after running out of memory; raises any other error, and this one if that
+        is not possible."""
+
+    def report(self, texts: Mapping[EncodedRequest, int] | None) -> dict[str, Any] | None:
+        """Returns what the last run measured, None before the first one; texts: as for
+        `Planner.predicted`."""
+
+    def close(self) -> None:
+        """Frees everything. Nothing can be run afterwards."""
+
+
+class Serving:
+    """Runs one generation or scoring after the other.
+
+    running: the one under way; latest: the last generation; texts: the tokens of each of its texts.
+    """
+
+    def __init__(self, runner: Runner, config: ModelConfig) -> None:
+        self._runner, self._config = runner, config
+        self.running: Collector | None = None
+        self.upcoming: Generation | None = None
+        self.latest: Generation | None = None
+        self.texts: Mapping[EncodedRequest, int] | None = {}
+        self.is_closed = False
+
+    def check_open(self) -> None:
+        """Raises `UserError` after closing."""
+        if self.is_closed:
+            raise UserError("this LLM is closed; make another one")
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request of what is under way or about to begin."""
+        for generation in {self.running, self.upcoming}:
+            if isinstance(generation, Generation):
+                generation.cancel(request_id)
+
+    def run_all(self, requests: Sequence[EncodedRequest], collector: Collector) -> None:
+        """Runs requests that are all there."""
+        collector.begin(requests)
+        for _ in self.serve(Incoming(Listed(requests)), collector):
+            pass
+
+    def serve(
+        self,
+        incoming: Incoming[EncodedRequest],
+        collector: Collector,
+        allow: Callable[[int], object] = lambda rows: None,
+    ) -> Iterator[None]:
+        """Walks all requests through the model, one step at a time.
+
+        A plan that runs out of memory is replaced by a smaller one, which begins with the requests
+        that are not finished; one that is too small for a request, by a larger one. allow: told how
+        many requests may be read ahead.
+        """
+        self._begin(incoming, collector)
+        workload: Workload | None = None
+        try:
+            while incoming.wait():
+                allow(1)  # no more than these while it is planned for them
+                requests = incoming.take(FIRST_READ)
+                if not requests:
+                    yield  # all that came was impossible
+                    continue
+                incoming.put_back(requests)
+                prefix = requests[0].prefix
+                alike = [request for request in requests if request.prefix == prefix]
+                workload = self._workload(alike, collector, workload)
+                if not incoming.is_ended:
+                    workload = replace(workload, num_sequences=max(len(requests), UNKNOWN))
+                policy = self._runner.policy_for(workload)
+                allow(max(1, policy.batch_size * policy.num_batches // 2))
+                try:
+                    self._runner.open(policy, workload)
+                    yield from self._runner.run(incoming, collector, prefix)
+                except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                    self._runner.back_off(error)
+                    incoming.begin_again(collector.restart())
+        finally:
+            self.running = None
+            self.texts = collector.texts if isinstance(collector, Generation) else {}
+
+    def _begin(self, incoming: Incoming[EncodedRequest], collector: Collector) -> None:
+        self.check_open()
+        if self.running is not None:
+            raise UserError("this LLM is running already: finish or close its stream first")
+        self.running = collector
+        self.latest = collector if isinstance(collector, Generation) else None
+        if isinstance(collector, Generation):
+            collector.on_later = incoming.put_back
+        if self.upcoming is collector:
+            self.upcoming = None
+
+    def _workload(
+        self,
+        requests: Sequence[EncodedRequest],
+        collector: Collector,
+        before: Workload | None,
+    ) -> Workload:
+        """Returns the workload of requests that share one prefix, or none.
+
+        before: of those in front of them, if more may come.
+        """
+        prefix = requests[0].prefix_len
+        room = self._config.max_positions - prefix
+        lengths = [padded_length(len(request.own_ids), room) for request in requests]
+        mean = -(-sum(lengths) // len(lengths))
+        head = SCORE if isinstance(collector, Scoring) else GREEDY
+        if not all(request.params.is_plain for request in requests):
+            head = SAMPLE
+        workload = Workload(
+            prompt_len=max(lengths),
+            gen_len=max(request.max_tokens for request in requests),
+            num_sequences=len(requests),
+            head=head,
+            mean_prompt_len=mean if mean < max(lengths) else None,
+            prefix_len=prefix,
+        )
+        return workload if before is None else workload.covering(before)

@@ -1,0 +1,62 @@
+"""Finds out about the machine, and makes what runs a model there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flexgen_jax.cpu import kernels_of_device
+from flexgen_jax.engine.local import LocalRunner
+from flexgen_jax.engine.options import EngineOptions
+from flexgen_jax.engine.planner import Planner
+from flexgen_jax.engine.serving import Runner
+from flexgen_jax.engine.stages import Stages
+from flexgen_jax.errors import UserError
+from flexgen_jax.machine.caches import cache_folder
+from flexgen_jax.machine.jax_settings import set_up_jax
+from flexgen_jax.machine.profiles import read_profile
+from flexgen_jax.machine.start import start_jax
+from flexgen_jax.models.loading import Model, resolve_dtype
+from flexgen_jax.offload.trace import Trace
+from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.progress import Progress
+from flexgen_jax.units import parse_bytes
+
+
+def start(options: EngineOptions) -> bool | None:
+    """Starts JAX; returns whether the CPU is the device, None with stages: this process then
+    computes nothing, and may have no device."""
+    if options.sets_up_jax:
+        set_up_jax()
+    _, host_memory, _ = options.budgets
+    return None if options.stages > 1 else start_jax(host_memory)
+
+
+def make_runner(
+    options: EngineOptions, on_cpu: bool | None, model: Model, progress: Progress
+) -> Runner:
+    """Returns what runs a model as the options ask. on_cpu: see `start`."""
+    if on_cpu is None:
+        return Stages(options, model.config, progress)
+    unified = on_cpu if options.unified is None else options.unified
+    if unified and not on_cpu:
+        raise UserError("unified=True is for a CPU: a GPU has a memory of its own")
+    dtype = resolve_dtype(options.dtype, model.config, on_cpu)
+    device_memory, host_memory, disk_space = options.budgets
+    policy = options.policy_on(unified)
+    planner = Planner(
+        setting=Setting(model.config, dtype, unified, kernels_of_device().sizes),
+        policy=policy,
+        is_auto=options.is_auto,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk_space=disk_space,
+        offload_dir=Path(options.offload_dir or cache_folder("offload")).expanduser(),
+        fingerprint=model.source.fingerprint(dtype) + policy.formats(dtype).suffix,
+        progress=progress,
+        write_limit=parse_bytes(options.write_limit, "write_limit"),
+        profile=read_profile(options.hardware) if options.hardware is not None else None,
+    )
+    trace = None
+    if options.trace is not None:
+        trace = Trace(Path(options.trace), f"flexgen_jax, {model.name}")
+    return LocalRunner(planner, model.source, progress, trace, options.breakdown)

@@ -1,0 +1,61 @@
+"""The texts of token ids, and where stop strings end them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.models.tokenizer import Tokenizer
+
+EXTRA = 8
+"""Tokens before those that may have a stop string, which may be decoded otherwise at a text's
+beginning."""
+
+
+class Texts:
+    """Makes texts of token ids; without a tokenizer, they are empty."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def is_special_stop(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
+        """Returns whether the last token is a special one, and a stop string names it: texts do not
+        have special tokens."""
+        token = ids[-1]
+        if not stops or self._tokenizer is None or token not in self._tokenizer.special_ids:
+            return False
+        return self._tokenizer.piece(token).decode(errors="replace") in stops
+
+    def until_stop(self, request: EncodedRequest, ids: Sequence[int]) -> str | None:
+        """Returns the text before the first stop string, or None if there is none yet.
+
+        A new one ends with the last token, so the whole text is decoded only if the end of it has
+        one.
+        """
+        if self._tokenizer is None:
+            return None
+        stops = request.params.stop
+        latest = self._latest(ids, max(len(stop.encode()) for stop in stops))
+        if len(latest) < len(ids):
+            end = self._tokenizer.decode(latest)
+            if not any(stop in end for stop in stops):
+                return None
+        text = self.decode(request, ids)
+        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+        return text[: min(places)] if places else None
+
+    def _latest(self, ids: Sequence[int], size: int) -> Sequence[int]:
+        """Returns the last tokens that have `size` bytes of the text or more, and some before."""
+        assert self._tokenizer is not None, "there is a text"
+        left = size + EXTRA
+        for at in range(len(ids) - 1, -1, -1):
+            left -= ids[at] not in self._tokenizer.special_ids
+            if not left:
+                return ids[at:]
+        return ids
+
+    def decode(self, request: EncodedRequest, ids: Sequence[int]) -> str:
+        """Returns the text of a request's new tokens."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(ids, before=request.given_ids)

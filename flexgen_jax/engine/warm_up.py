@@ -1,0 +1,201 @@
+"""Compiles the programs of a greedy run before it begins."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from flexgen_jax.layers import programs
+from flexgen_jax.layers.programs import Program
+from flexgen_jax.layers.sampling import Choice
+from flexgen_jax.models.spec import LayerSpec
+from flexgen_jax.offload.device import Device
+from flexgen_jax.policy.admission import block_of
+from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.running import BlocksAt, LayerState, Running
+
+
+def warm_up(device: Device, plan: BlockPlan) -> float:
+    """Compiles every program that a greedy run of a plan's batches may need; returns the seconds of
+    compiling what the CPU computes beside the device."""
+    WarmUp(device, plan).compile()
+    states = [state for running in block_of(plan) for state in running.layers]
+    generated = [state for state in states if state.running.blocks.generated]
+    if not any(state.stays_on_host(block) for state in generated for block in _blocks(state)):
+        return 0.0
+    started = time.perf_counter()
+    device.prepare_host(plan.policy.is_sparse, not plan.policy.attends_on_host)
+    return time.perf_counter() - started
+
+
+def _blocks(state: LayerState) -> range:
+    return range(len(state.homes))
+
+
+class WarmUp:
+    """Walks the steps of a plan's batches, and asks for their programs."""
+
+    def __init__(self, device: Device, plan: BlockPlan) -> None:
+        self._plan, self._spec = plan, device.spec
+        self._programs, self._of_layers = device.programs, device.layer_programs(plan)
+
+    def compile(self) -> None:
+        """Compiles the programs."""
+        for layer, _ in self._spec.decoder_kinds if self._plan.unpacks else ():
+            self._programs.get(programs.unpack, layer=layer)
+        for running in block_of(self._plan):
+            self._ends(running)
+            for layer in self._spec.decoders:
+                self._prompt(running, layer)
+            for count in range(len(running.blocks.generated)):
+                for state in running.layers:
+                    self._token(state, len(running.blocks.prompt) + count)
+
+    def _get(self, kind: Program[Any], layer: LayerSpec, **shape: Any) -> None:
+        self._of_layers.get(kind, layer=layer, **shape)
+
+    def _ends(self, running: Running) -> None:
+        """The embedding and the head."""
+        config, rows = self._plan.config, running.rows
+        lengths = {*running.chunks, *((1,) if running.blocks.generated else ())}
+        for tokens in lengths if config.has_embedding else ():
+            self._programs.get(programs.embed, rows=rows, tokens=tokens)
+        if config.has_head and not running.is_prefix:
+            self._programs.get(programs.head, rows=rows, choice=Choice(is_greedy=True))
+
+    def _prompt(self, running: Running, layer: LayerSpec) -> None:
+        """A layer's programs for prompts: for whole ones or first chunks, and for later chunks."""
+        for token in (token for token in running.tokens if token <= 0):
+            start, tokens = running.span(token)
+            asked = 1 if running.only_last(layer.index) else tokens
+            made = running.prompt_blocks(token)
+            cuts = running.lengths[made.start : made.stop]
+            if not layer.attends:
+                earlier = running.lengths[: made.start]
+                self._mix(running, layer, tokens, asked, earlier, tail=0, cuts=cuts)
+            elif start or running.prefix is not None:
+                self._chunk(running, layer, tokens, asked, running.lengths[: made.start])
+            else:
+                only_last = running.only_last(layer.index)
+                self._get(
+                    programs.prefill, layer, rows=running.rows, cuts=cuts, only_last=only_last
+                )
+            if not self._plan.only_caches(token, layer.index):
+                self._experts(layer, running.rows, asked)
+
+    def _mix(
+        self,
+        running: Running,
+        layer: LayerSpec,
+        tokens: int,
+        asked: int,
+        blocks: tuple[int, ...],
+        tail: int,
+        cuts: tuple[int, ...],
+    ) -> None:
+        """A layer that does not attend."""
+        self._get(
+            programs.mix,
+            layer,
+            rows=running.rows,
+            tokens=tokens,
+            asked=asked,
+            blocks=blocks if layer.growing else (),
+            tail=tail if layer.growing else 0,
+            cuts=cuts,
+        )
+
+    def _chunk(
+        self,
+        running: Running,
+        layer: LayerSpec,
+        tokens: int,
+        asked: int,
+        earlier: tuple[int, ...],
+    ) -> None:
+        """A chunk that attends to earlier ones, or to a prefix."""
+        rows, prefix = running.rows, running.prefix
+        self._get(programs.project_chunk, layer, rows=rows, tokens=tokens, asked=asked)
+        for length in set(earlier):
+            self._get(programs.attend_chunk, layer, rows=rows, asked=asked, tokens=length)
+        self._to_prefix(running, layer, asked)
+        places = 1 if prefix is None else 2
+        self._get(
+            programs.finish_chunk, layer, rows=rows, tokens=tokens, asked=asked, places=places
+        )
+
+    def _to_prefix(self, running: Running, layer: LayerSpec, asked: int) -> None:
+        if running.prefix is not None:
+            self._programs.get(
+                programs.attend_prefix,
+                layer=layer,
+                rows=running.rows,
+                asked=asked,
+                blocks=running.prefix.blocks.prompt,
+            )
+
+    def _token(self, state: LayerState, sealed: int) -> None:
+        """A layer's programs for a token when `sealed` KV blocks are sealed."""
+        running, layer = state.running, state.layer
+        rows, tail = running.rows, running.lengths[sealed]
+        here, there = state.places(sealed)
+        if self._plan.formats.cache_bits < 16 and layer.growing:
+            self._programs.get(programs.seal, layer=layer, rows=rows, tail=tail)
+        self._experts(layer, rows, 1)
+        if not layer.attends:
+            self._mix(running, layer, 1, 1, here.lengths, here.tail, cuts=())
+        elif there.starts or running.prefix is not None:
+            self._split(state, sealed)
+        else:
+            appends = state.appends(sealed)
+            self._get(
+                programs.decode,
+                layer,
+                rows=rows,
+                blocks=here.lengths,
+                tail=here.tail,
+                room=self._room(running, sealed),
+                appends=appends,
+            )
+            if appends:
+                return
+        if here.tail and not self._plan.unified and layer.growing:
+            self._programs.get(programs.append, layer=layer, rows=rows, tail=here.tail)
+
+    def _room(self, running: Running, sealed: int) -> int:
+        """Returns how many tokens sparse attention attends to at most, 0 if it is dense."""
+        policy = self._plan.policy
+        return policy.attended(sum(running.lengths[: sealed + 1])) if policy.is_sparse else 0
+
+    def _split(self, state: LayerState, sealed: int) -> None:
+        """Attention in several places: on the device, on the host, and to a prefix."""
+        running, layer, rows = state.running, state.layer, state.running.rows
+        here, there = state.places(sealed)
+        places = bool(here.starts) + bool(there.starts) + (running.prefix is not None)
+        self._get(programs.project, layer, rows=rows)
+        self._get(programs.finish, layer, rows=rows, places=places)
+        self._to_prefix(running, layer, asked=1)
+        room = self._room(running, sealed)
+
+        def to_blocks(kind: Program[Any], at: BlocksAt, **more: int) -> None:
+            self._programs.get(
+                kind, layer=layer, rows=rows, blocks=at.lengths, tail=at.tail, **more
+            )
+
+        if here.starts and not room:
+            to_blocks(programs.attend, here)
+        elif here.starts:
+            to_blocks(programs.rank_tokens, here, room=room)
+            to_blocks(programs.attend_ranked, here, room=room)
+        if room and there.starts and not self._plan.policy.attends_on_host:
+            to_blocks(programs.rank_tokens, there, room=room)
+
+    def _experts(self, layer: LayerSpec, rows: int, tokens: int) -> None:
+        """What a layer's experts compute of `tokens` tokens of each row."""
+        if layer.experts is None:
+            return
+        self._get(programs.route, layer, rows=rows, tokens=tokens)
+        self._get(programs.expert, layer, tokens=rows * tokens)
+        self._of_layers.get(programs.combine, rows=rows, tokens=tokens)
+        if tokens == 1:
+            self._get(programs.guess, layer, rows=rows)

@@ -1,0 +1,40 @@
+"""What the journal of a job keeps of a finished choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
+from flexgen_jax.engine.requests import Request
+
+
+def done(result: RequestOutput) -> dict[str, Any]:
+    """Returns what the journal keeps of a finished choice; see `finished_choice`."""
+    own = {"tokens": result.token_ids, "text": result.text}
+    own |= {"finish_reason": result.finish_reason, "prompt": result.prompt_token_ids}
+    return own | logprobs_json(result.logprobs or [])
+
+
+def logprobs_json(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {"logprobs": [[x.logprob, x.top] for x in logprobs]} if logprobs else {}
+
+
+def read_logprob(raw: Any) -> TokenLogprob:
+    logprob, top = raw
+    return TokenLogprob(logprob, tuple((token, other) for token, other in top))
+
+
+def finished_choice(
+    request: Request, kept: Mapping[str, Any], logprobs: list[TokenLogprob]
+) -> RequestOutput:
+    """Returns a choice's result from the journal."""
+    return RequestOutput(
+        request.prompt,
+        list(kept["prompt"]),
+        kept["text"],
+        list(kept["tokens"]),
+        kept["finish_reason"],
+        request.id,
+        logprobs=None if request.sampling_params.logprobs is None else logprobs,
+    )

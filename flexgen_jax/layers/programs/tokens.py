@@ -1,0 +1,96 @@
+"""Programs of a decoder layer that attends, for one token of each sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flexgen_jax.layers.attention import KVPair
+from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers.programs.table import (
+    CHECKS,
+    Traceable,
+    Traced,
+    Weights,
+    apply,
+    checked,
+    ints,
+    program_of_one_token,
+    rows_of,
+)
+from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.models.spec import LayerSpec
+
+
+@program_of_one_token
+def decode(
+    model: Traceable,
+    layer: LayerSpec,
+    rows: int,
+    blocks: tuple[int, ...],
+    tail: int,
+    room: int = 0,
+    appends: bool = False,
+) -> Traced:
+    """Decodes one token: (weights, hidden, blocks, tail, checks, position, rows, counts) -> hidden,
+    new key and value, checks.
+
+    room: for sparse attention the most tokens that are attended to; if it is 0, attention is dense
+    and there is no argument `counts`. With `appends`, the tail is donated, and comes back with the
+    new key and value in place of these.
+    """
+    module = model.decoder(layer)
+
+    def run(
+        weights: Weights,
+        hidden: jax.Array,
+        blocks: tuple[KVBlock, ...],
+        tail: KVPair,
+        checks: jax.Array,
+        position: jax.Array,
+        *where: Any,
+    ) -> Any:
+        cache = (hidden, blocks, tail, position, *where)
+        hidden, new = apply(module, weights, *cache, most=room, appends=appends, method="decode")
+        return hidden, new, checked(checks, jnp.isfinite(hidden).all())
+
+    arguments = (
+        model.weights(layer),
+        model.hidden(rows, 1),
+        model.blocks(layer, rows, blocks),
+        model.tail(layer, rows, tail),
+        CHECKS,
+        ints(),
+        rows_of(rows),
+        *((ints(rows),) if room else ()),
+    )
+    return Traced(run, arguments, donated=(3,) if appends else ())
+
+
+@program_of_one_token
+def project(model: Traceable, layer: LayerSpec, rows: int) -> Traced:
+    """Computes `decode` up to attention: (weights, hidden, position, rows) -> query, new key and
+    value."""
+    module = model.decoder(layer)
+
+    def run(weights: Weights, hidden: jax.Array, position: jax.Array, rows: Rows) -> Any:
+        return apply(module, weights, hidden, position, rows, method="project")
+
+    return Traced(run, (model.weights(layer), model.hidden(rows, 1), ints(), rows_of(rows)))
+
+
+@program_of_one_token
+def finish(model: Traceable, layer: LayerSpec, rows: int, places: int) -> Traced:
+    """Computes `decode` after attention: (weights, hidden, checks, query, new key and value, a list
+    of partial results, one for each place) -> hidden, checks."""
+    module = model.decoder(layer)
+
+    def run(weights: Weights, hidden: jax.Array, checks: jax.Array, *attended: Any) -> Any:
+        hidden = apply(module, weights, hidden, *attended, method="finish")
+        return hidden, checked(checks, jnp.isfinite(hidden).all())
+
+    partials = [model.partial(layer, rows)] * places
+    attended = (model.query(layer, rows), model.tail(layer, rows, 1), partials)
+    return Traced(run, (model.weights(layer), model.hidden(rows, 1), CHECKS, *attended))

@@ -1,0 +1,225 @@
+"""What is computed of a batch, and where batches come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from flexgen_jax.layers.rotary import Branches, Rows
+from flexgen_jax.offload.disk.records import Records
+from flexgen_jax.policy.arrivals import Planned
+from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Head
+from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.segments import Segment
+from flexgen_jax.policy.stages import Slots
+from flexgen_jax.policy.waves import Arrivals, Step
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The input of one batch."""
+
+    # int32 [batch, token], left-padded.
+    ids: np.ndarray
+    # int32 [batch], the index of each sequence's first real token.
+    first_valid: np.ndarray
+    # The arguments of `layers.sampling.sample` except the logits and the token; () for greedy
+    # decoding.
+    sampling: tuple[np.ndarray, ...] = ()
+    # int32 [batch, token] to score the prompt against, instead of generating.
+    targets: np.ndarray | None = None
+    # int32 [batch, generated token] to score and to continue with.
+    forced: np.ndarray | None = None
+    # int32 [batch], the tokens of each prompt and the most that follow.
+    most: np.ndarray | None = None
+    # How many tokens are returned with log-probabilities beside the chosen one, None without any.
+    logprobs: int | None = None
+    # What each row ends with, whose tokens alone are scored then.
+    branches: Branches | None = None
+
+    @property
+    def size(self) -> int:
+        return int(self.ids.shape[0])
+
+    def taken(self, rows: Sequence[int]) -> Batch:
+        """Returns the batch with these rows of it."""
+        index = np.array(rows)
+
+        def some(array: np.ndarray | None) -> Any:
+            return None if array is None else array[index]
+
+        return replace(
+            self,
+            ids=some(self.ids),
+            first_valid=some(self.first_valid),
+            sampling=tuple(map(some, self.sampling)),
+            targets=some(self.targets),
+            forced=some(self.forced),
+            most=some(self.most),
+        )
+
+    @property
+    def head(self) -> Head:
+        if self.targets is not None or self.forced is not None:
+            return SCORE
+        return SAMPLE if self.sampling else GREEDY
+
+    @property
+    def prompt_len(self) -> int:
+        return int(self.ids.shape[1])
+
+    @property
+    def padding(self) -> list[int]:
+        """How many tokens before each row's prompt need not be computed. A row that is padding, of
+        one token, counts as the one before it."""
+        padding: list[int] = []
+        most = np.full(self.size, 2) if self.most is None else self.most
+        ends = 1 + (0 if self.branches is None else self.branches.total)
+        for first, tokens in zip(self.first_valid.tolist(), most.tolist(), strict=True):
+            is_padding = tokens == 1 and padding
+            padding.append(padding[-1] if is_padding else min(first, self.prompt_len - ends))
+        return padding
+
+
+class Source(Arrivals, Protocol):
+    """The batches of a run."""
+
+    def given(self, running: Running) -> Batch:
+        """Returns what is computed of a batch that is there."""
+
+    def keep(self, running: Running, rows: Sequence[int]) -> None:
+        """Leaves a batch with these rows, in this order."""
+
+    def adjusted(self, running: Running) -> tuple[np.ndarray, ...]:
+        """Returns what a batch's next tokens are chosen by: arguments of `layers.sampling.adjust`,
+        or ()."""
+
+    def allowed(self, running: Running) -> np.ndarray | None:
+        """Returns which tokens may come next in a batch, see `layers.sampling.only_allowed`; None
+        if all may."""
+
+
+class AllThere(Planned):
+    """The batches of a plan, as a source; see `Source`."""
+
+    def __init__(self, plan: BlockPlan, batches: Sequence[Batch]) -> None:
+        super().__init__(plan)
+        self._given: Mapping[Running, Batch] = dict(zip(self.batches, batches, strict=True))
+
+    def given(self, running: Running) -> Batch:
+        return self._given[running]
+
+    def adjusted(self, running: Running) -> tuple[np.ndarray, ...]:
+        return ()
+
+    def allowed(self, running: Running) -> np.ndarray | None:
+        return None
+
+    def keep(self, running: Running, rows: Sequence[int]) -> None:
+        self._given = {**self._given, running: self._given[running].taken(rows)}
+
+
+class Neighbours(Protocol):
+    """The other stages of a model, seen from one of them; see `policy.stages`."""
+
+    @property
+    def slots(self) -> Slots:
+        """What this stage is told to compute."""
+
+    def ids(self, step: Step) -> np.ndarray:
+        """Returns the tokens that the last stage chose before a step, int32 [batch, 1]."""
+
+    def receive(self, step: Step, rows: int, tokens: int) -> jax.Array:
+        """Returns the hidden states of a step from the stage before, [batch, token, hidden]; waits
+        for them."""
+
+    def send(self, step: Step, hidden: jax.Array) -> None:
+        """Hands a step's hidden states to the stage after this one."""
+
+
+OnResult = Callable[[Step, Any], Sequence[int] | None]
+"""Receives a step and the head's result for it: ids [batch, 1], these with `log_probabilities`, or
+of what is scored the log-probabilities and whether they are greedy choices, both [batch, token].
+Returns the rows that need more tokens, None for all."""
+
+
+class Moment(NamedTuple):
+    """The place of a token in a batch's sequences."""
+
+    # The new token's index.
+    position: int
+    # int32 [batch], each sequence's first valid token.
+    first_valid: np.ndarray
+    # Position and rows as arrays on the device.
+    where: tuple[jax.Array, Rows]
+    # For sparse attention, int32 [batch], how many earlier tokens each head attends to, by the
+    # layers' window: on the host, and as arrays on the device.
+    counts: Mapping[int | None, np.ndarray] | None = None
+    counts_there: Mapping[int | None, jax.Array] | None = None
+
+    def arguments(self, window: int | None) -> tuple[Any, ...]:
+        """Returns the last arguments of the program `decode` for a layer with this window."""
+        if self.counts_there is None:
+            return self.where
+        return (*self.where, self.counts_there[window])
+
+    def first_seen(self, window: int | None) -> np.ndarray:
+        """Returns the first token that the new one sees, int32 [batch]."""
+        if window is None:
+            return self.first_valid
+        seen: np.ndarray = np.maximum(self.first_valid, np.int32(self.position + 1 - window))
+        return seen
+
+
+@dataclass
+class Computed:
+    """What a dispatched step will have computed."""
+
+    # See `layers.programs.table.CHECKS`.
+    checks: jax.Array
+    # The layer's output.
+    hidden: jax.Array | None = None
+    # KV blocks, what the layer keeps of a token, ids or log-probabilities.
+    result: Any = None
+    # Whether the result is an open block that has the new token already.
+    is_appended: bool = False
+    # What the layer replaces with every token.
+    replaced: tuple[jax.Array, ...] = ()
+
+
+@dataclass(eq=False)
+class BatchArrays:
+    """What the runtime has of a batch: the payload of a `Running`."""
+
+    given: Batch
+    # Of the prompts, see `layers.groups`.
+    segments: tuple[Segment, ...] = ()
+    # On the device: where the sequences are, what tokens are chosen by, and the latest tokens.
+    rows: Rows | None = None
+    sampling: tuple[jax.Array, ...] = ()
+    ids: Any = None
+    checks: Any = None
+    # The rows that need more tokens, and those that the batch was left with last.
+    left: Sequence[int] = ()
+    taken: np.ndarray | None = None
+    # Of the tokens that are next, by token.
+    moments: dict[int, Moment] = field(default_factory=dict)
+    # Of KV blocks on disk, by their rows and number: a record for each layer.
+    files: dict[tuple[int, int], Records] = field(default_factory=dict)
+
+    @property
+    def placed(self) -> Rows:
+        """Where the sequences are."""
+        assert self.rows is not None, "the batch has been embedded"
+        return self.rows
+
+
+def arrays_of(running: Running) -> BatchArrays:
+    """Returns what the runtime has of a batch."""
+    arrays: BatchArrays = running.payload
+    return arrays

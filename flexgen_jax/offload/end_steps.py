@@ -1,0 +1,180 @@
+"""Computes a model's ends: the embedding, and the head, which chooses or scores tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from flexgen_jax.errors import UserError
+from flexgen_jax.layers import programs
+from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.layers.sampling import Choice
+from flexgen_jax.models.parts import AttentionSpec
+from flexgen_jax.offload.batch import (
+    Batch,
+    BatchArrays,
+    Computed,
+    Moment,
+    Neighbours,
+    Source,
+    arrays_of,
+)
+from flexgen_jax.offload.device import Device
+from flexgen_jax.offload.kv_cache import take_rows_of
+from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.waves import Step
+
+
+class NonFiniteError(UserError, ArithmeticError):
+    """A layer produced NaN or infinity; the message names the layer."""
+
+
+class EndSteps:
+    """Dispatches the steps of the embedding and the head."""
+
+    def __init__(
+        self, device: Device, plan: BlockPlan, source: Source, neighbours: Neighbours | None
+    ) -> None:
+        self._device, self._plan, self._source = device, plan, source
+        self._neighbours = neighbours
+        self._layers = device.spec.layers
+
+    def embed(self, step: Step, weights: Any) -> Computed:
+        arrays, span = arrays_of(step.batch), step.batch.span(step.token)
+        given, memories = arrays.given, self._device.memories
+        if not span.start:
+            self._put_constants(step.batch)
+            arrays.segments = self._plan.segments(step.batch.shape, given.padding)
+        if self._plan.config.has_embedding:
+            program = self._device.programs.get(
+                programs.embed, rows=given.size, tokens=span.tokens, branches=given.branches
+            )
+            start = memories.numbers(span.start)
+            hidden, checks = program(weights, self._ids_of(step), start, arrays.placed)
+        else:
+            assert self._neighbours is not None, "another stage has the embedding"
+            hidden = self._neighbours.receive(step, given.size, span.tokens)
+            checks = memories.numbers((1, 0))
+        if 0 < step.token + 1 < step.batch.shape.gen_len:
+            # Uploaded a token ahead, because it would have to wait behind weights.
+            arrays.moments[step.token + 1] = self._next(step.batch, step.token)
+            arrays.moments.pop(step.token - 1, None)
+        return Computed(checks, hidden)
+
+    def _ids_of(self, step: Step) -> np.ndarray | jax.Array:
+        """Returns the tokens that a step embeds, int32 [batch, token]."""
+        arrays = arrays_of(step.batch)
+        if step.token > 0:
+            if self._neighbours is not None:
+                return self._neighbours.ids(step)
+            chosen: jax.Array = arrays.ids
+            return chosen
+        start, tokens = step.batch.span(step.token)
+        return arrays.given.ids[:, start : start + tokens]
+
+    def _put_constants(self, running: Running) -> None:
+        constant, arrays = self._device.memories.constant, arrays_of(running)
+        given = arrays.given
+        before = 0 if running.prefix is None else self._plan.shape.prefix
+        rows = Rows.of(given.first_valid, given.prompt_len, before, given.most)
+        arrays.rows = jax.tree.map(constant, rows)
+        arrays.sampling = tuple(map(constant, given.sampling))
+
+    def shrink(self, step: Step) -> None:
+        """Leaves a batch with the rows that its `BatchArrays` say, before a step in the
+        embedding."""
+        arrays = arrays_of(step.batch)
+        self._put_constants(step.batch)
+        assert arrays.taken is not None, "rows were chosen"
+        arrays.ids = take_rows_of(arrays.ids, arrays.taken)
+        arrays.moments[step.token] = self._next(step.batch, step.token - 1)
+
+    def _next(self, running: Running, token: int) -> Moment:
+        """Returns the place of the token after a token, which all layers share."""
+        given, memories = arrays_of(running).given, self._device.memories
+        if given.sampling:
+            memories.numbers(token + 1)  # for `_head`
+        position = given.prompt_len + token
+        where = (memories.numbers(position), arrays_of(running).placed)
+        if not self._plan.policy.is_sparse:
+            return Moment(position, given.first_valid, where)
+        attending = [layer.attention for layer in self._plan.spec.decoders if layer.attends]
+        windows = {attention.window: attention for attention in attending}
+        counts = {w: self._counts(given, position, a) for w, a in windows.items()}
+        there = {window: memories.constant(count) for window, count in counts.items()}
+        return Moment(position, given.first_valid, where, counts, there)
+
+    def _counts(self, given: Batch, position: int, attention: AttentionSpec) -> np.ndarray:
+        """Returns how many earlier tokens each sequence attends to, int32 [batch]."""
+        seen = (attention.seen(position - int(first)) for first in given.first_valid)
+        return np.array([self._plan.policy.attended(count) for count in seen], np.int32)
+
+    def head(self, step: Step, weights: Any, hidden: jax.Array) -> Computed:
+        arrays = arrays_of(step.batch)
+        if not self._plan.config.has_head:
+            assert self._neighbours is not None, "another stage has the head"
+            self._neighbours.send(step, hidden)
+            return Computed(arrays.checks)
+        given, arguments = arrays.given, (weights, hidden, arrays.checks)
+        if given.targets is not None or given.forced is not None:
+            result, checks = self._score(step, given, arguments)
+        else:
+            result, checks = self._choose(step, arrays, arguments)
+        for array in jax.tree.leaves((result, checks)):
+            array.copy_to_host_async()
+        return Computed(checks, result=result)
+
+    def _score(self, step: Step, given: Batch, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Scores the tokens that are given."""
+        target = given.targets
+        if target is None:
+            assert given.forced is not None, "something is scored"
+            target = given.forced[:, step.token : step.token + 1]
+        program = self._device.programs.get(
+            programs.score,
+            rows=given.size,
+            tokens=arguments[1].shape[1],
+            scored=target.shape[1],
+        )
+        result, checks = program(*arguments, target)
+        arrays_of(step.batch).ids = target[:, -1:]  # for a step that may still be dispatched
+        return result, checks
+
+    def _choose(
+        self, step: Step, arrays: BatchArrays, arguments: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
+        """Chooses the next tokens."""
+        sampling, given = arrays.sampling, arrays.given
+        if sampling:
+            sampling = (*sampling, self._device.memories.numbers(step.token))
+        # By now all of the batch's tokens before this one are known here.
+        adjusted = self._source.adjusted(step.batch)
+        allowed = self._source.allowed(step.batch)
+        choice = Choice(
+            not sampling,
+            adjusted[0].shape[1] if adjusted else 0,
+            given.logprobs,
+            allowed is not None,
+        )
+        masks = () if allowed is None else (allowed,)
+        program = self._device.programs.get(programs.head, rows=given.size, choice=choice)
+        result, checks = program(*arguments, *sampling, *adjusted, *masks)
+        arrays.ids = result if given.logprobs is None else result[0]
+        return result, checks
+
+    def check(self, step: Step, computed: Computed) -> None:
+        """Raises `NonFiniteError` if a layer's results were not finite, once a batch's last layer
+        of a token is computed."""
+        is_last = self._layers[step.layer].kind == "head"
+        if not is_last and not self._plan.only_caches(step.token, step.layer):
+            return
+        _, first = np.asarray(computed.checks)
+        if first:
+            token = max(step.token, 0)
+            raise NonFiniteError(
+                f"{self._layers[first - 1].name} produced NaN or infinity at token {token} of "
+                f"batch {step.batch.number}; try --dtype float32, and check the checkpoint"
+            )

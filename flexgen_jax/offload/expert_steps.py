@@ -1,0 +1,81 @@
+"""Computes a layer's experts, and loads those that are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from flexgen_jax.layers import programs
+from flexgen_jax.models.spec import LayerSpec
+from flexgen_jax.offload.batch import Computed
+from flexgen_jax.offload.device import Device
+from flexgen_jax.offload.weights import WeightStore
+from flexgen_jax.policy.backend import ChosenExperts
+from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.waves import Step
+
+Weights = dict[str, Any]
+
+
+class ExpertSteps:
+    """Dispatches the programs of experts."""
+
+    def __init__(self, device: Device, weights: WeightStore, plan: BlockPlan) -> None:
+        self._device, self._weights = device, weights
+        self._layers, self._programs = device.spec.layers, device.layer_programs(plan)
+
+    def compute(
+        self,
+        step: Step,
+        weights: Weights,
+        experts: dict[int, Weights],
+        computed: Computed,
+        chosen: ChosenExperts | None,
+    ) -> None:
+        """Computes a layer's experts one after the other, each for the tokens that chose it.
+
+        experts: those that are there; the chosen ones of the others are loaded, if `chosen` says
+        how.
+        """
+        layer, hidden = self._layers[step.layer], computed.hidden
+        assert hidden is not None, "attention gives hidden states"
+        rows, tokens, _ = hidden.shape
+        route = self._programs.get(programs.route, layer=layer, rows=rows, tokens=tokens)
+        *routed, out = route(weights, hidden)
+        asked = set(experts)
+        if chosen is not None:
+            guessed = self._guess(step, hidden) if chosen.guesses else set()
+            asked = set(np.unique(np.asarray(routed[1])).tolist())
+            for load in chosen.load(asked, guessed):
+                for number, own in of_experts(layer, load.arriving)[1].items():
+                    experts.setdefault(number, {}).update(own)
+        expert = self._programs.get(programs.expert, layer=layer, tokens=rows * tokens)
+        for number in sorted(asked):
+            out = expert(experts[number], *routed, self._device.memories.numbers(number), out)
+        combine = self._programs.get(programs.combine, rows=rows, tokens=tokens)
+        computed.hidden, computed.checks = combine(hidden, computed.checks, out)
+
+    def _guess(self, step: Step, hidden: jax.Array) -> set[int]:
+        """Returns the experts that the next layer would choose for a step's hidden states: most of
+        those that it will."""
+        layer = self._layers[step.layer + 1]
+        program = self._programs.get(programs.guess, layer=layer, rows=hidden.shape[0])
+        numbers = program(self._weights.routing(layer), hidden)
+        return set(np.unique(np.asarray(numbers)).tolist())
+
+
+def of_experts(layer: LayerSpec, weights: Mapping[str, Any]) -> tuple[Weights, dict[int, Weights]]:
+    """Divides a layer's tensors, by path, into those of the layer and those of each expert, by path
+    within it."""
+    others: Weights = {}
+    experts: dict[int, Weights] = {}
+    if layer.experts is None:
+        return dict(weights), experts
+    for path, kept in weights.items():
+        tensor = layer.by_path[path]
+        own = others if tensor.expert is None else experts.setdefault(tensor.expert, {})
+        own[tensor.own_path] = kept
+    return others, experts

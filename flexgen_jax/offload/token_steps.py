@@ -1,0 +1,109 @@
+"""Decodes one token of each sequence in layers that attend: on the device, or in two places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from flexgen_jax.layers import programs
+from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.offload.batch import Computed, arrays_of
+from flexgen_jax.offload.dispatch import Dispatch, hidden_of
+from flexgen_jax.offload.kv_cache import LayerCache
+from flexgen_jax.offload.prefetch import Load
+from flexgen_jax.offload.split_attention import Question, attend_split
+from flexgen_jax.policy.backend import Inputs
+from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.waves import Step
+
+
+class TokenSteps:
+    """Dispatches decode steps."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch, self._device, self._plan = dispatch, dispatch.device, dispatch.plan
+        self._layers = self._device.spec.layers
+        # A step whose query and new KV are computed already, and these.
+        self._projected: tuple[Step, tuple[jax.Array, KVBlock]] | None = None
+
+    def forget(self, running: Running) -> None:
+        """Forgets a batch that ends."""
+        if self._projected is not None and self._projected[0].batch is running:
+            self._projected = None
+
+    def decode(
+        self, step: Step, weights: Any, inputs: Inputs, shared: LayerCache | None
+    ) -> Computed:
+        cache: LayerCache = inputs.cache.arriving
+        running, policy, room = step.batch, self._plan.policy, 0
+        if policy.is_sparse:
+            room = policy.attended(sum(running.lengths[: cache.sealed + 1]))
+        if cache.on_host or shared is not None:
+            return self._decode_split(step, weights, inputs, room, shared)
+        state, here = running.layers[step.layer - 1], cache.here
+        appends, (*sealed, opened) = state.appends(cache.sealed), cache.blocks
+        program = self._dispatch.get(
+            programs.decode, step, blocks=here.lengths, tail=here.tail, room=room, appends=appends
+        )
+        arrays = arrays_of(running)
+        where = arrays.moments[step.token].arguments(self._layers[step.layer].attention.window)
+        hidden, new, checks = program(
+            weights, hidden_of(inputs), tuple(sealed), opened, arrays.checks, *where
+        )
+        if not appends:
+            self._dispatch.ask_for(step, new)
+        return Computed(checks, hidden, new, is_appended=appends)
+
+    def _decode_split(
+        self, step: Step, weights: Any, inputs: Inputs, room: int, shared: LayerCache | None
+    ) -> Computed:
+        """Decodes with a cache that is partly on the host, where the CPU attends to it, or with a
+        prefix."""
+        arrays, hidden, early = arrays_of(step.batch), hidden_of(inputs), inputs.early
+        cache: LayerCache = inputs.cache.arriving
+        query, new = self._project(step, weights, inputs.weights, hidden)
+        self._dispatch.ask_for(step, new)
+        question = Question(
+            device=self._device,
+            layer=self._layers[step.layer],
+            query=query,
+            at=arrays.moments[step.token],
+            room=room,
+        )
+        to_prefix = self._dispatch.to_prefix(step, query, shared)
+        partials = to_prefix + attend_split(
+            question, cache, lambda: self._project_early(early, weights, inputs.weights)
+        )
+        program = self._dispatch.get(programs.finish, step, places=len(partials))
+        hidden, checks = program(weights, hidden, arrays.checks, query, new, partials)
+        return Computed(checks, hidden, new)
+
+    def _project(
+        self, step: Step, weights: Any, loads: Sequence[Load[Any]], hidden: jax.Array
+    ) -> tuple[jax.Array, KVBlock]:
+        """Returns the step's query and new KV, which may have been computed already while the CPU
+        attended for the step before."""
+        known, self._projected = self._projected, None
+        if known is not None and known[0] == step:
+            return known[1]
+        where = arrays_of(step.batch).moments[step.token].where
+        projected: tuple[jax.Array, KVBlock]
+        projected = self._dispatch.get(programs.project, step)(weights, hidden, *where)
+        self._device.memories.ask(projected[0], "attention", "queries")
+        self._dispatch.watch(step, loads, projected[0], " (projection)")
+        return projected
+
+    def _project_early(
+        self,
+        early: tuple[Step, Load[Any]] | None,
+        weights: Any,
+        loads: Sequence[Load[Any]],
+    ) -> None:
+        """Dispatches the next batch's projection to the device, while the CPU attends for this
+        batch."""
+        if early is not None:
+            step, load = early
+            (hidden,) = load.arriving
+            self._projected = (step, self._project(step, weights, loads, hidden))

@@ -1,0 +1,186 @@
+"""Candidates of a policy search: batches and other choices that are not linear, each with the best
+fractions by the linear program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from math import ceil
+
+from flexgen_jax.policy.cost_model import block_terms
+from flexgen_jax.policy.fit import Budgets
+from flexgen_jax.policy.linear_program import Solution, memory_terms, solve
+from flexgen_jax.policy.policy import Policy, generated_blocks
+from flexgen_jax.policy.problem import DAY_S, Problem
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+NUM_BATCHES = (1, 2, 4, 8, 16, 32)
+
+GAIN = 1.01
+"""Factor of throughput that smaller KV blocks must exceed to be chosen, since the linear program
+does not know what their additional reads and programs cost."""
+
+LEAN = 0.9
+"""The share of a limit of written bytes that the linear program may use, since the simulator may
+find less time for them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The linear program's solution for one choice of everything else."""
+
+    policy: Policy
+    solution: Solution
+    sequences: int
+    throughput: float
+
+
+def policies(problem: Problem) -> Iterator[Policy]:
+    """Yields the policies for which a linear program has to choose the fractions."""
+    choices, wanted = problem.choices, problem.workload.num_sequences
+    variants = list(
+        product(choices.weight_bits, choices.cache_bits, choices.attentions, choices.sparsities)
+    )
+    sizes = set(BATCH_SIZES)
+    if wanted:
+        sizes = {min(size, wanted) for size in sizes}
+        sizes |= {ceil(wanted / n) for n in NUM_BATCHES if ceil(wanted / n) <= BATCH_SIZES[-1]}
+    for size, batches in product(sorted(sizes), NUM_BATCHES):
+        if wanted and size * (batches - 1) >= wanted:
+            continue
+        for weight_bits, cache_bits, attention, sparsity in variants:
+            yield replace(
+                problem.base,
+                batch_size=size,
+                num_batches=batches,
+                weight_bits=weight_bits,
+                cache_bits=cache_bits,
+                attention=attention,
+                attention_sparsity=sparsity,
+            )
+
+
+def solution_of(problem: Problem, policy: Policy, budgets: Budgets) -> Solution | None:
+    """Returns the linear program's solution for a policy's batches, or None if nothing fits."""
+    costs = problem.costs(policy)
+    workload = problem.of_block(policy)
+    terms = block_terms(costs, workload.typical)
+    within = partial(
+        solve,
+        terms=terms,
+        memory=memory_terms(costs, workload),
+        budgets=budgets,
+        max_latency=problem.max_latency,
+    )
+    solution = within()
+    if solution is not None and problem.write_limit is not None:
+        # In the time of this solution; any that writes less takes no less.
+        allowed = LEAN * problem.write_limit * solution.total_s / DAY_S
+        if terms.written.at(solution.fractions) > allowed:
+            solution = within(max_written=allowed)
+    return solution
+
+
+def solved(problem: Problem, policy: Policy) -> Candidate | None:
+    """Returns a policy's batches with the best fractions, or None if nothing fits."""
+    solution = solution_of(problem, policy, problem.budgets)
+    if solution is None:
+        return None
+    workload, sequences = problem.of_block(policy), policy.batch_size * policy.num_batches
+    wanted = problem.workload.num_sequences or sequences
+    blocks = ceil(wanted / sequences)
+    rate = wanted * workload.typical.tokens_each / (blocks * solution.total_s)
+    return Candidate(policy, solution, min(sequences, wanted), rate)
+
+
+def candidates(problem: Problem) -> list[Candidate]:
+    """Returns all candidates that fit, best first; batches near the best ones are tried, too."""
+    full: list[Policy] = []
+    fitting: list[Candidate] = []
+    for policy in policies(problem):
+        # Batches that are larger than ones without a fit do not fit either.
+        if any(_is_no_larger(other, policy) for other in full):
+            continue
+        answer = _answer(problem, policy)
+        if answer is not None:
+            fitting.append(answer)
+        elif not _smallest_fits(problem, policy):
+            full.append(policy)
+    tried = {_batches_of(problem, candidate.policy) for candidate in fitting}
+    for near in sorted(fitting, key=lambda c: -c.throughput)[:3]:
+        for policy in _neighbours(problem, _batches_of(problem, near.policy)):
+            if policy not in tried:
+                tried.add(policy)
+                answer = _answer(problem, policy)
+                fitting += [] if answer is None else [answer]
+    return sorted(fitting, key=lambda candidate: -candidate.throughput)
+
+
+def _batches_of(problem: Problem, policy: Policy) -> Policy:
+    """Returns the policy with the base's `kv_block_tokens`, since `_answer` chooses its own."""
+    return replace(policy, kv_block_tokens=problem.base.kv_block_tokens)
+
+
+def _answer(problem: Problem, policy: Policy) -> Candidate | None:
+    """Returns the linear program's best solution over ever smaller KV blocks, or None.
+
+    Smaller blocks can help because every sequence and layer has an open block in RAM, while full
+    ones may be on disk. The search stops when they no longer help.
+    """
+    best, opened = None, -1
+    for tokens in problem.choices.kv_block_tokens:
+        largest = max(generated_blocks(problem.workload.gen_len, tokens), default=0)
+        if largest == opened:
+            continue
+        opened = largest
+        candidate = solved(problem, replace(policy, kv_block_tokens=tokens))
+        if candidate is None:
+            continue
+        if best is not None and candidate.throughput <= GAIN * best.throughput:
+            return best
+        best = candidate
+        if policy.cache_bits == 16 and not candidate.solution.fractions["cd"]:
+            return best  # smaller blocks rarely free memory, since open ones are at their homes
+    return best
+
+
+def _is_no_larger(first: Policy, second: Policy) -> bool:
+    """Returns whether `first` has no larger or more batches, and attends in the way of `second`."""
+    alike = (first.attention, first.is_sparse) == (second.attention, second.is_sparse)
+    fewer = first.batch_size <= second.batch_size and first.num_batches <= second.num_batches
+    return alike and fewer
+
+
+def _smallest_fits(problem: Problem, policy: Policy) -> bool:
+    """Returns whether the most compressed variant of a policy fits without a latency limit."""
+    smallest = replace(
+        policy,
+        weight_bits=min(problem.choices.weight_bits),
+        cache_bits=min(problem.choices.cache_bits),
+        kv_block_tokens=min(problem.choices.kv_block_tokens),
+    )
+    return solved(replace(problem, max_latency=None), smallest) is not None
+
+
+def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
+    """Yields the policy with batch sizes and counts between those of the coarse grid."""
+    for by_size, by_count in ((0.75, 1), (1.25, 1), (1.5, 1), (1, 0.75), (1, 1.5), (0.75, 1.5)):
+        size = max(1, round(policy.batch_size * by_size))
+        count = max(1, round(policy.num_batches * by_count))
+        wanted = problem.workload.num_sequences
+        if not wanted or size * (count - 1) < wanted:
+            yield replace(policy, batch_size=size, num_batches=count)
+
+
+def frontier(problem: Problem) -> list[Candidate]:
+    """Returns the latency-throughput frontier (the paper's figure 1).
+
+    It has the candidates that no other beats in both, by rising latency.
+    """
+    best: list[Candidate] = []
+    for candidate in sorted(candidates(problem), key=lambda c: (c.solution.total_s, -c.throughput)):
+        if not best or candidate.throughput > best[-1].throughput:
+            best.append(candidate)
+    return best

@@ -1,0 +1,269 @@
+"""Bytes and seconds of single operations of one model under a policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import accumulate
+
+from flexgen_jax.models.config import DTYPES
+from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, TensorSpec, model_spec
+from flexgen_jax.policy.hardware import HardwareProfile
+from flexgen_jax.policy.placement import stays_on_device
+from flexgen_jax.policy.plan import BlockPlan, few_are_chosen
+from flexgen_jax.policy.policy import Policy, prompt_chunks
+from flexgen_jax.policy.shapes import BlockShape, Setting
+
+UNPACK_ROWS = 16
+"""Rows of the products whose times, with packed and with plain weights, tell that of unpacking."""
+
+
+class ModelBytes:
+    """Bytes and elements of a model's parts; those of a layer take a decoder layer, and `mean`
+    averages over all of them."""
+
+    def __init__(self, setting: Setting, policy: Policy) -> None:
+        self.setting, self.policy = setting, policy
+        self.formats: Formats = policy.formats(setting.dtype)
+        self.spec: ModelSpec = model_spec(setting.config)
+        self._item = DTYPES[setting.dtype]
+
+    def plan(self, shape: BlockShape) -> BlockPlan:
+        """Returns the plan of a block of batches."""
+        return BlockPlan(self.setting, self.policy, shape)
+
+    def mean(self, cost: Callable[[LayerSpec], float]) -> float:
+        """Returns the average of a decoder layer's cost over all decoder layers."""
+        (first, count), *others = self.spec.decoder_kinds
+        if not others:
+            return cost(first)
+        total = count * cost(first) + sum(n * cost(layer) for layer, n in others)
+        return total / len(self.spec.decoders)
+
+    def chunks(self, prompt_len: int, scores_prompts: bool) -> tuple[int, ...]:
+        """Returns the token counts of the chunks in which a prompt is prefilled."""
+        chunk = prompt_len if scores_prompts else self.policy.prefill_chunk
+        return prompt_chunks(prompt_len, chunk)
+
+    def kv_elements(self, layer: LayerSpec, rows: int, tokens: float) -> float:
+        """Elements that a layer keeps of some tokens: of keys and values."""
+        return float(rows * tokens * layer.row_size)
+
+    def kv_bytes(self, layer: LayerSpec, rows: int, tokens: int) -> int:
+        """Bytes of what a layer keeps of some tokens, in sealed blocks: keys and values."""
+        return sum(self.formats.sealed(leaf, rows, tokens).nbytes for leaf in layer.growing)
+
+    def open_kv_bytes(self, layer: LayerSpec, rows: int, tokens: int) -> int:
+        """Bytes of what a layer keeps of some tokens in full precision."""
+        return rows * tokens * layer.row_size * self._item
+
+    def state_bytes(self, layer: LayerSpec, rows: int) -> int:
+        """Bytes of what a layer replaces with every token."""
+        return rows * layer.state_size * self._item
+
+    def moved_share(self, layer: LayerSpec) -> float:
+        """Share of what a layer keeps outside of the device that moves there for every token."""
+        return self.policy.moved_share if layer.attends else 1.0
+
+    def query_bytes(self, layer: LayerSpec, rows: int) -> int:
+        """Bytes of a token's queries; 0 if a layer does not attend."""
+        if not layer.attends:
+            return 0
+        return rows * layer.attention.query_size * self._item
+
+    def hidden_bytes(self, rows: int, tokens: int) -> int:
+        """Bytes of the hidden states between two layers."""
+        return self.spec.hidden_bytes(rows, tokens, self.formats.dtype)
+
+    def keeps_states(self, rows: int) -> bool:
+        """Returns whether a batch's hidden states of one token stay on the device, whatever the
+        policy says."""
+        return stays_on_device(1, self.hidden_bytes(rows, 1))
+
+    def layer_bytes(self, layer: LayerSpec) -> int:
+        """Bytes of a layer's large tensors, which a policy places."""
+        return sum(n * self.formats.weight(t).nbytes for t, n in layer.large_shapes)
+
+    def decode_bytes(self, layer: LayerSpec, rows: int) -> float:
+        """Bytes of the large tensors that a decode step of `rows` sequences needs of a layer: all,
+        or of experts those that are expected to be chosen, if they are few."""
+        if not few_are_chosen(layer, rows):
+            return self.layer_bytes(layer)
+        assert layer.experts is not None, "few of them are chosen"
+        experts = [(t, n) for t, n in layer.large_shapes if t.expert is not None]
+        nbytes = sum(n * self.formats.weight(t).nbytes for t, n in experts)
+        unchosen = 1 - layer.chosen_experts(rows) / layer.experts.count
+        return self.layer_bytes(layer) - nbytes * unchosen
+
+    def end_bytes(self) -> int:
+        """Bytes of the large tensors of embedding and head; a shared table counts twice."""
+        return sum(self.formats.weight(t).nbytes for t in self._end_tensors())
+
+    def end_bytes_held(self) -> int:
+        """Bytes of the large tensors of embedding and head; a shared table counts once."""
+        held = {t.key: self.formats.weight(t).nbytes for t in self._end_tensors()}
+        return sum(held.values())
+
+    def _end_tensors(self) -> list[TensorSpec]:
+        return [t for end in (self.spec.embedding, self.spec.head) for t in end.large]
+
+
+class Costs(ModelBytes):
+    """Seconds and bytes of single operations of one model on one machine.
+
+    Costs that differ from layer to layer take a decoder layer; `mean` averages over all of them.
+    """
+
+    def __init__(self, setting: Setting, policy: Policy, hw: HardwareProfile) -> None:
+        super().__init__(setting, policy)
+        self.hw = hw
+        is_dense = not setting.config.has_experts
+        self.unpacks = is_dense and policy.unpacks(setting.sizes, policy.num_batches)
+        bits = 16 if self.unpacks else policy.weight_bits
+        self._linear = hw.products(bits, policy.matmul_bits)
+        self._ends = hw.linear[policy.weight_bits]
+        self._device = hw.device_attention[policy.cache_bits]
+        self._host = hw.host_attention[policy.cache_bits]
+        kept = policy.attention_sparsity
+        self._read_share = (1 + kept) / 2  # all keys are read, and the values attended to
+
+    def linear_s(self, layer: LayerSpec, rows: float) -> float:
+        """Seconds of a decoder layer's products: the paper's linear_layer, 8 h1^2 + 4 h1 h2 FLOPs
+        per row.
+
+        Of experts, those are expected that are chosen if all are chosen equally often, each with
+        its share of the rows.
+        """
+        experts = layer.experts
+        if experts is None:
+            return self._linear.seconds(layer.flops(rows), rows)
+        routed = 2.0 * rows * experts.top * layer.expert_size
+        shared = self._linear.seconds(layer.flops(rows) - routed, rows)
+        return shared + self.experts_s(layer, rows)
+
+    def experts_s(self, layer: LayerSpec, rows: float) -> float:
+        """Seconds of the products of a layer's experts, a part of `linear_s`."""
+        if layer.experts is None:
+            return 0.0
+        routed = 2.0 * rows * layer.experts.top * layer.expert_size
+        each = rows * layer.experts.top / layer.chosen_experts(rows)
+        return self._linear.seconds(routed, each)
+
+    def unpack_s(self, layer: LayerSpec) -> float:
+        """Seconds of unpacking a decoder layer's weights for all batches of a visit; 0 if each
+        product unpacks its own."""
+        if not self.unpacks:
+            return 0.0
+        flops = 2.0 * UNPACK_ROWS * layer.large_size
+        packed = self.hw.products(self.policy.weight_bits, 16)
+        return max(
+            0.0, packed.seconds(flops, UNPACK_ROWS) - self._linear.seconds(flops, UNPACK_ROWS)
+        )
+
+    def project_s(self, layer: LayerSpec, rows: int) -> float:
+        """Seconds of a decoder layer's products before attention, a part of `linear_s`."""
+        return layer.projected_share * self.linear_s(layer, rows)
+
+    def prefill_s(
+        self, layer: LayerSpec, rows: int, tokens: int, only_last: bool = False, before: int = 0
+    ) -> float:
+        """Seconds of a layer's prefill (comp^p): products, quantization, and attention with
+        4 s^2 h1 FLOPs per sequence.
+
+        only_last: for the last layer, which computes keys and values of all tokens, and everything
+        else of one token per sequence. before: number of earlier tokens to which a chunk of a
+        prompt attends.
+        """
+        if only_last and layer.attends:
+            group = self.setting.sizes.prefill_sequences(rows, tokens, self.policy.weight_bits)
+            rest = rows / group * self.linear_s(layer, group)  # by groups, as all of a prefill
+            kept = layer.kept_share
+            seconds = kept * self.linear_s(layer, rows * tokens) + (1 - kept) * rest
+            attention = self.hw.device_attention[16]
+            seconds += attention.seconds(self.kv_elements(layer, rows, tokens))
+        else:
+            scores = layer.mixer.prefill_flops(rows, tokens, before)
+            seconds = self.linear_s(layer, rows * tokens)
+            seconds += self.hw.prefill_attention.seconds(scores, tokens)
+        if before:
+            seconds += self._device.seconds(self.kv_elements(layer, rows, before))
+        if self.policy.cache_bits < 16:
+            seconds += self.quantize_s(self.kv_elements(layer, rows, tokens))
+        return seconds
+
+    def mean_prefill_s(self, rows: int, tokens: int, scores_prompts: bool) -> float:
+        """Seconds of one layer's prefill, the average over all layers; in chunks as the policy
+        says."""
+        layers, last = len(self.spec.decoders), self.spec.decoders[-1]
+        chunks = self.chunks(tokens, scores_prompts)
+        seconds = 0.0
+        for before, chunk in zip(accumulate((0, *chunks)), chunks, strict=False):
+            of_all = partial(self.prefill_s, rows=rows, tokens=chunk, before=before)
+            saved = of_all(last) - of_all(last, only_last=not scores_prompts)
+            seconds += self.mean(of_all) - saved / layers
+        return seconds
+
+    def prefix_s(self, layer: LayerSpec, tokens: int, prefix: int) -> float:
+        """Seconds of a layer's attention from so many tokens, of all rows, to the prefix that they
+        share."""
+        scores = layer.attention.prefill_flops(1, tokens, prefix)
+        scores -= layer.attention.prefill_flops(1, tokens)
+        seconds = self.hw.prefill_attention.seconds(scores, prefix)
+        return seconds + self._device.seconds(self.kv_elements(layer, 1, prefix))
+
+    def quantize_s(self, elements: float) -> float:
+        return self.hw.quantize.seconds(elements)
+
+    def device_attention_s(self, layer: LayerSpec, rows: int, tokens: float) -> float:
+        """Seconds of a layer's decode attention on the device (att^g on bmm_flops), or of what it
+        does instead: it goes over what it keeps, and reads and writes what it replaces."""
+        elements = self.kv_elements(layer, rows, tokens) + 2 * rows * layer.state_size
+        seconds = self._device.seconds(elements)
+        if self.policy.is_sparse and layer.attends:
+            ranking = self._rank_s(layer, rows, tokens, on_host=False)
+            seconds = seconds * self._read_share + ranking
+        return seconds
+
+    def host_attention_s(self, layer: LayerSpec, rows: int, tokens: float) -> float:
+        """Seconds of a layer's decode attention on the CPU (att^g on cpu_flops); 0 if it does not
+        attend."""
+        if not layer.attends:
+            return 0.0
+        seconds = self._host.seconds(self.kv_elements(layer, rows, tokens))
+        if self.policy.is_sparse:
+            ranking = self._rank_s(layer, rows, tokens, on_host=True)
+            seconds = seconds * self._read_share + ranking
+        return seconds
+
+    def split_attention_s(
+        self, layer: LayerSpec, rows: int, here: float, there: float
+    ) -> tuple[float, float]:
+        """Seconds of a layer's decode attention on the device and on the CPU.
+
+        here: number of tokens on the device; there: number of tokens whose values stay on the host.
+        With sparse attention on the device, the keys of the latter are moved to it.
+        """
+        device = self.device_attention_s(layer, rows, here) if here else 0.0
+        if self.policy.attends_on_host:
+            return device, self.host_attention_s(layer, rows, there)
+        elements = self.kv_elements(layer, rows, there)
+        keys = self._device.seconds(elements) / 2 + self._rank_s(layer, rows, there, on_host=False)
+        values = self._host.seconds(elements) * self.policy.attention_sparsity / 2
+        return device + keys, values
+
+    def _rank_s(self, layer: LayerSpec, rows: int, tokens: float, on_host: bool) -> float:
+        rank = self.hw.host_rank if on_host else self.hw.device_rank
+        return rank.seconds(rows * layer.attention.num_heads * tokens)
+
+    def head_s(self, rows: int) -> float:
+        """Seconds of the head's product."""
+        return self._ends.seconds(self.spec.head.flops(rows), rows)
+
+    def kv_read_s(self, layer: LayerSpec, rows: int, lengths: Iterable[int]) -> float:
+        """Seconds of reading a layer's sealed blocks of these lengths from disk, one by one."""
+        read = self.hw.disk_read
+        return sum(
+            count * read.seconds(self.kv_bytes(layer, rows, tokens))
+            for tokens, count in Counter(lengths).items()
+        )

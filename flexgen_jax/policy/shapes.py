@@ -1,0 +1,92 @@
+"""Shapes of batches, and what all plans of a model on a machine share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.policy.hardware import KernelSizes
+from flexgen_jax.policy.policy import GREEDY, SCORE, Head, Policy, Workload
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on a machine, for which policies are made."""
+
+    config: ModelConfig
+    # What is computed in, and what 16 bits stand for.
+    dtype: str
+    # Whether host and device are one RAM, so that nothing is copied between them.
+    unified: bool
+    # How much work the kernels that will compute take at once.
+    sizes: KernelSizes = field(default_factory=KernelSizes)
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """One batch: its rows, its padded prompt length, and the most tokens that a row generates.
+
+    scores_prompt: whether the head scores all tokens of the prompts.
+    """
+
+    rows: int
+    prompt_len: int
+    gen_len: int
+    scores_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Batches that enter together: rows and padded prompt length of each, and tokens to generate.
+
+    scored: the batches whose prompts the head scores; None for all, if it scores one token, as in
+    `Workload.scores_prompts`. prefix: the number of tokens before all prompts, which they share.
+    """
+
+    batch_sizes: tuple[int, ...]
+    prompt_lens: tuple[int, ...]
+    gen_len: int
+    head: Head = GREEDY
+    scored: tuple[int, ...] | None = None
+    prefix: int = 0
+
+    @property
+    def batches(self) -> tuple[BatchShape, ...]:
+        """The batches, one by one, without the prefix."""
+        pairs = zip(self.batch_sizes, self.prompt_lens, strict=True)
+        return tuple(
+            BatchShape(rows, tokens, self.gen_len, self._scores_prompt(batch))
+            for batch, (rows, tokens) in enumerate(pairs)
+        )
+
+    @property
+    def prefix_batch(self) -> BatchShape | None:
+        """The prefix as a batch of one row, if there is one."""
+        return BatchShape(1, self.prefix, gen_len=1) if self.prefix else None
+
+    def _scores_prompt(self, batch: int) -> bool:
+        if self.scored is None:
+            return self.head == SCORE and self.gen_len == 1
+        return batch in self.scored
+
+    @classmethod
+    def of(cls, policy: Policy, workload: Workload) -> BlockShape:
+        """Returns the largest block that the policy makes of a workload of equal prompts."""
+        batches = min(policy.num_batches, -(-workload.num_sequences // policy.batch_size))
+        rows = min(policy.batch_size, -(-workload.num_sequences // batches))
+        return cls(
+            batch_sizes=(rows,) * batches,
+            prompt_lens=(workload.prompt_len,) * batches,
+            gen_len=workload.gen_len,
+            head=workload.head,
+            prefix=workload.prefix_len,
+        )
+
+
+class Span(NamedTuple):
+    """The tokens of a step: the index of the first one in the batch's padded sequences, and their
+    number."""
+
+    start: int
+    tokens: int

@@ -1,0 +1,81 @@
+"""Batches shrink: rows that are finished leave their batches, which then have fewer rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flexgen_jax.policy.backend import Backend
+from flexgen_jax.policy.cache_blocks import CacheBlocks
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.policy import Tier
+from flexgen_jax.policy.prefetch import Prefetch, state_of
+from flexgen_jax.policy.running import Handle, Running
+from flexgen_jax.policy.waves import Step
+
+ROWS_OF_A_LARGE_BATCH = 64
+"""Above this, a batch shrinks in smaller steps."""
+
+
+class Shrinking:
+    """Leaves batches with fewer rows.
+
+    peaks: the bytes by tier that were planned, within which that must be possible; None for no
+    limit.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        ledger: Ledger,
+        cache: CacheBlocks,
+        prefetch: Prefetch,
+        last_decoder: int,
+        peaks: Mapping[Tier, int] | None,
+    ) -> None:
+        self._backend, self._ledger, self._cache = backend, ledger, cache
+        self._prefetch, self._last_decoder, self._peaks = prefetch, last_decoder, peaks
+
+    def wish(self, step: Step, following: Step, unfinished: int, last_token: int) -> None:
+        """Leaves a batch with few more rows than are unfinished after its step in the head, from
+        its next token on, or, if that has begun, from the one after it on."""
+        running, rows = step.batch, fewer_rows(unfinished)
+        token = step.token + 1 + (following.batch is running)
+        if rows < running.rows and token <= last_token and self._fits(running):
+            running.shrinking = token, rows
+            self._prefetch.forget(running, 0, token)
+
+    def _fits(self, running: Running) -> bool:
+        """Returns whether there is room for what shrinking a batch takes for a moment."""
+        if self._peaks is None:
+            return True
+        used, needed = self._ledger.used, self._cache.bytes_to_shrink(running)
+        return all(used[tier] + nbytes <= self._peaks[tier] for tier, nbytes in needed.items())
+
+    def shrink(self, step: Step) -> None:
+        """Leaves a batch with fewer rows, from a step in the embedding on."""
+        running = step.batch
+        if running.is_going and running.shrinking is not None:
+            _, rows = running.shrinking
+            running.shrink(rows)
+            self._backend.shrink(step, rows)
+
+    def shrink_state(self, step: Step, cache: Handle, replaced: Handle, number: int) -> None:
+        """Leaves what a layer keeps with the rows that its batch has now; number: the step's."""
+        state = state_of(step)
+        self._backend.shrink_state(state, cache, replaced)
+        if state.layer.growing:
+            self._cache.shrink(state, number)
+        if step.layer == self._last_decoder:
+            step.batch.shrinking = None
+
+
+def fewer_rows(rows: int) -> int:
+    """Returns the rows that a batch with `rows` unfinished rows may shrink to: one of few numbers,
+    since programs are compiled for each, and fewer rows save more in a large batch.
+
+    They are 1, 4, 16, 32, 64, 96, 128, 192, 256, 384, ...
+    """
+    bits = (rows - 1).bit_length()
+    power = 1 << (bits + bits % 2 if bits < 4 else bits)
+    is_large = power > ROWS_OF_A_LARGE_BATCH
+    return power * 3 // 4 if is_large and rows <= power * 3 // 4 else power

@@ -1,0 +1,212 @@
+"""The weights of visits: what all steps of a layer that follow each other compute with.
+
+They are read from disk two visits ahead, copied to the device one visit ahead, and released after
+the last step. Where few of a layer's experts are chosen, only those are loaded, when it is known
+which.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from flexgen_jax.policy.backend import ChosenExperts
+from flexgen_jax.policy.cache_blocks import CacheBlocks
+from flexgen_jax.policy.loads import Load, Loader, Stream
+from flexgen_jax.policy.parts import WeightsPart
+from flexgen_jax.policy.plan import BlockPlan, few_are_chosen
+from flexgen_jax.policy.running import CachedPart, Handle, Running
+from flexgen_jax.policy.waves import LookAhead, Step
+
+VisitPart = tuple[int, WeightsPart | CachedPart]
+"""A visit, and what it needs for all batches: a part of the weights, or a prefix's KV blocks. Where
+nothing is ever loaded, 0 stands for all visits."""
+
+
+class Visits:
+    """Loads the weights of visits.
+
+    going: the batches under way, kept by the loop; guessed_right, guessed_wrong: how many experts
+    were loaded by guess, and then chosen or not.
+    """
+
+    def __init__(
+        self,
+        plan: BlockPlan,
+        loader: Loader,
+        ahead: LookAhead,
+        cache: CacheBlocks,
+        going: Sequence[Running],
+    ) -> None:
+        self._plan, self._loader, self._ahead = plan, loader, ahead
+        self._cache, self._going = cache, going
+        self._has_experts = [layer.experts is not None for layer in plan.spec.layers]
+        self._stream: Stream[VisitPart] = Stream(loader, self._start)
+        # What the steps of the visit have taken, and the loads of steps that are alike.
+        self._taken: dict[VisitPart, None] = {}
+        self._held: dict[tuple[int, bool, Running | None], list[Handle]] = {}
+        self._to_copy: deque[VisitPart] = deque()
+        self._bytes_to_copy = self._steps_left = 0
+        # The visits beside which reads and copies have been started, and up to which one is read.
+        self._read_for: int | None = None
+        self._copied_for: int | None = None
+        self._read_until = -1
+        # A visit, and the rows that have chosen experts in it.
+        self._routed = (-1, 0)
+        self.guessed_right = self.guessed_wrong = 0
+
+    def _start(self, key: VisitPart) -> Load:
+        part = key[1]
+        if isinstance(part, CachedPart):
+            return self._loader.start(self._cache.part(part.state, self._plan.shape.prefix))
+        return self._loader.start_kept(part) if part.is_kept else self._loader.start(part)
+
+    def _keys(self, step: Step) -> list[VisitPart]:
+        """Returns what a step computes with, without experts that are loaded when they are
+        chosen."""
+        parts = self._plan.parts[step.layer]
+        if self._loads_chosen(step):
+            parts = tuple(part for part in parts if part.expert is None)
+        visit = 0 if self._plan.is_resident else step.visit
+        keys: list[VisitPart] = [(visit, part) for part in parts]
+        prefix = step.batch.prefix_part(step.layer)
+        return keys if prefix is None else [*keys, (visit, prefix)]
+
+    def take(self, step: Step) -> list[Handle]:
+        """Returns what all steps of a visit compute with that are like this one; the first of them
+        takes it."""
+        alike = (step.layer, self._loads_chosen(step), step.batch.prefix)
+        if alike not in self._held:
+            keys = self._keys(step)
+            self._taken |= dict.fromkeys(keys)
+            self._held[alike] = [self._stream.take(key) for key in keys]
+        return self._held[alike]
+
+    def read_ahead(self, visit: int) -> None:
+        """Starts prefetching the weights of the visits after `visit`."""
+        if visit == self._read_for:
+            return
+        self._read_for = visit
+        # Embedding and head are read once per block: while they compute, the disk goes on with what
+        # follows.
+        for step in self._ahead.visits(visit, self._plan.ahead.weight_reads):
+            if step.visit > self._read_until:
+                self._read_until = step.visit
+                for key in filter(_can_be_loaded, self._keys(step)):
+                    self._stream.prefetch(key)
+
+    def copy_ahead(self, step: Step) -> None:
+        """Starts the copies to the device that are to travel while a step computes."""
+        if step.visit != self._copied_for:
+            copies = self._plan.ahead.weight_copies
+            visits = self._ahead.visits(step.visit, copies, counts_all=True)
+            keys = [key for later in visits for key in self._keys(later)]
+            self._to_copy = deque(key for key in keys if not self._stream.is_copied(key))
+            self._bytes_to_copy = sum(part.copied for _, part in self._to_copy)
+            self._copied_for = step.visit
+            self._steps_left = 1 + self._ahead.count_of(step.visit)
+        if self._to_copy:
+            self._copy_share()
+        self._steps_left -= 1
+
+    def _copy_share(self) -> None:
+        """Starts the copies of the next visit's weights that are to travel beside the coming step:
+        a share of the bytes, so that the steps of this visit have one each, in the order of use, as
+        far as they are read."""
+        wanted = self._bytes_to_copy / self._steps_left
+        while self._to_copy:
+            nbytes = self._to_copy[0][1].copied
+            if wanted <= 0 < nbytes or not self._stream.copy_if_read(self._to_copy[0]):
+                break
+            self._to_copy.popleft()
+            self._bytes_to_copy -= nbytes
+            wanted -= nbytes
+
+    def release(self, step: Step, dispatched: int) -> None:
+        """Releases a layer's weights after the last step of its visit, which is number `dispatched`
+        of all steps, if they had to be loaded."""
+        following = self._ahead.following()
+        if following is not None and following.visit == step.visit:
+            return
+        for key in self._taken:
+            self._stream.release(key, dispatched)
+        self._taken.clear()
+        self._held.clear()
+        if self._has_experts[step.layer]:
+            keys: list[VisitPart] = [(step.visit, part) for part in self._plan.parts[step.layer]]
+            unchosen = {key for key in keys if key in self._stream}
+            self.guessed_wrong += len(unchosen)
+            self._stream.keep_only(lambda key: key not in unchosen, dispatched)
+
+    def forget(self, following: Step, dispatched: int) -> None:
+        """Ends the loads that only a batch which has left would have used; following: the next
+        step."""
+        steps = self._ahead.visits(following.visit - 1, self._plan.ahead.weight_reads + 1)
+        wanted = {key[1]: key for step in reversed(steps) for key in self._keys(step)}
+        visits = {step.visit for step in steps}
+        self._stream.rename(lambda key: key if key[0] in visits else wanted.get(key[1], key))
+        self._stream.keep_only(lambda key: key[0] in visits, dispatched)
+        self._taken = {key: None for key in self._taken if key in self._stream}
+        self._held.clear()
+        self._read_for = self._copied_for = None  # other visits come next
+        self._read_until = -1
+
+    # Experts
+
+    def _loads_chosen(self, step: Step) -> bool:
+        """Returns whether experts are loaded only when a step has chosen them: if few will be, and
+        no other batch is in its prompts, which choose nearly all. Batches that begin together leave
+        their prompts together, too."""
+        if step.token <= 0 or not self._has_experts[step.layer]:
+            return False
+        prompting = [running for running in self._going if running.is_in_prompt]
+        if prompting and step.batch not in prompting:
+            return False
+        rows = sum(running.rows for running in self._going)
+        return few_are_chosen(self._plan.spec.layers[step.layer], rows)
+
+    def chosen(self, step: Step) -> ChosenExperts | None:
+        """Returns how a step loads the experts that it chooses; None if all are loaded ahead."""
+        experts = self._plan.spec.layers[step.layer].experts
+        if experts is None or not self._loads_chosen(step):
+            return None
+        visit, before = self._routed
+        rows = step.batch.rows + (before if visit == step.visit else 0)
+        self._routed = (step.visit, rows)
+        later = next(iter(self._ahead.visits(step.visit, 1, counts_all=True)), None)
+        guesses = later is not None and self._loads_chosen(later)
+
+        def load(numbers: Collection[int], guessed: Collection[int]) -> list[Handle]:
+            keys = self._expert_keys(step, numbers)
+            self.guessed_right += sum(key in self._stream for key in keys if key not in self._taken)
+            for key in keys:  # all reads begin before any is waited for
+                self._stream.prefetch(key)
+            if guesses and later is not None:
+                for key in self._expert_keys(later, guessed):
+                    self._stream.prefetch(key)
+            self._taken |= dict.fromkeys(keys)
+            return [self._stream.take(key) for key in keys]
+
+        expected = self._plan.spec.layers[step.layer].chosen_experts(rows)
+        return ChosenExperts(
+            load=load,
+            guesses=guesses,
+            most=min(experts.count, rows * experts.top),
+            expected=round(expected),
+            total=experts.count,
+        )
+
+    def _expert_keys(self, step: Step, numbers: Collection[int]) -> list[VisitPart]:
+        """Returns the experts with these numbers, of a step's layer, that are not on the device."""
+        parts = self._plan.parts[step.layer]
+        return [(step.visit, part) for part in parts if part.expert in numbers]
+
+    def close(self) -> None:
+        """Ends all loads."""
+        self._stream.close()
+
+
+def _can_be_loaded(key: VisitPart) -> bool:
+    """Returns whether what a visit needs is there: weights, or a prefix that is computed."""
+    part = key[1]
+    return not isinstance(part, CachedPart) or part.state.until == -1

@@ -1,0 +1,237 @@
+"""Measures this project and llama.cpp in turn: 4-bit weights on a CPU, in memory or with less.
+
+    pip install llama-cpp-python gguf
+    sudo .venv/bin/python scripts/benchmarks/llama_reference.py --folder /ssd/b --json r.json
+    sudo .venv/bin/python scripts/benchmarks/llama_reference.py --folder /ssd/bench --batches 32 \
+        --model meta-llama/Llama-2-7b-hf --limit 3GB --gen-len 8
+
+llama.cpp runs a model of the same shape with random weights (Q4_0, written into the folder), by the
+functions of its library: prompts in batches as large as it likes them, then one token of every
+sequence at a time, greedily. It maps its file into memory, as it does by default. Loading, placing
+and compiling are not counted. Ours multiplies 8-bit integers where the processor has a unit for
+them, as llama.cpp always does. Every run is a process of its own, with --limit in a memory cgroup,
+which takes root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexgen_jax.cpu import features
+from flexgen_jax.models.shapes import known_shape, raw_shape
+from flexgen_jax.units import parse_bytes
+from limits import run_limited
+
+BLOCK, BLOCK_BYTES = 32, 18
+"""Elements of a block of Q4_0, and its bytes: a scale, fp16, and codes."""
+SCALE = 0.004
+"""Of random blocks: weights between -0.032 and 0.028."""
+KEPT = ("generation_throughput", "prefill_s", "decode_s", "policy")
+"""Fields of a run's report that are kept."""
+TOGETHER = 2048
+"""Most tokens that llama.cpp is given at a time; it takes them in parts of its own choice."""
+
+
+def tensors(raw: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields names and shapes of a LLaMA's tensors; those with one dimension are plain."""
+    hidden, inner = raw["hidden_size"], raw["intermediate_size"]
+    kv = raw["num_key_value_heads"] * hidden // raw["num_attention_heads"]
+    for name in ("token_embd", "output"):
+        yield f"{name}.weight", (raw["vocab_size"], hidden)
+    yield "output_norm.weight", (hidden,)
+    shapes = {
+        **{"attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)},
+        **{"attn_output": (hidden, hidden), "ffn_gate": (inner, hidden)},
+        **{"ffn_up": (inner, hidden), "ffn_down": (hidden, inner)},
+        **{"attn_norm": (hidden,), "ffn_norm": (hidden,)},
+    }
+    for layer in range(raw["num_hidden_layers"]):
+        yield from ((f"blk.{layer}.{name}.weight", shape) for name, shape in shapes.items())
+
+
+def write_gguf(file: Path, raw: dict[str, Any]) -> None:
+    """Writes a LLaMA with random weights, without a vocabulary."""
+    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+
+    writer, rng = GGUFWriter(file, "llama"), np.random.default_rng(0)
+    heads = raw["num_attention_heads"]
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(raw["num_key_value_heads"])
+    writer.add_rope_dimension_count(raw["hidden_size"] // heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(raw["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_file_type(LlamaFileType.MOSTLY_Q4_0)
+    kept: dict[tuple[int, ...], np.ndarray] = {}
+    for name, shape in tensors(raw):
+        if shape not in kept:
+            kept[shape] = np.ones(shape, np.float32) if len(shape) == 1 else _blocks(rng, shape)
+        dtype = None if len(shape) == 1 else GGMLQuantizationType.Q4_0
+        writer.add_tensor(name, kept[shape], raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _blocks(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    rows, columns = shape
+    blocks = rng.integers(0, 256, (rows, columns // BLOCK, BLOCK_BYTES), np.uint8)
+    blocks[..., :2] = np.frombuffer(np.float16(SCALE).tobytes(), np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+class Peer:
+    """A model in llama.cpp, and one context for `batch` sequences."""
+
+    def __init__(self, file: Path, batch: int, tokens: int, vocabulary: int) -> None:
+        import llama_cpp
+
+        self.api, self.vocabulary = llama_cpp, vocabulary
+        self.api.llama_backend_init()
+        settings = self.api.llama_model_default_params()
+        self.model = self.api.llama_model_load_from_file(str(file).encode(), settings)
+        if not self.model:
+            raise SystemExit(f"llama.cpp cannot load {file}")
+        wanted = self.api.llama_context_default_params()
+        wanted.n_ctx, wanted.n_seq_max, wanted.n_batch = batch * tokens, batch, TOGETHER
+        wanted.n_threads = wanted.n_threads_batch = len(os.sched_getaffinity(0))
+        self.context = self.api.llama_init_from_model(self.model, wanted)
+        self.room = self.api.llama_batch_init(TOGETHER, 0, 1)
+
+    def clear(self) -> None:
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+
+    def advance(self, tokens: list[tuple[int, int, int, bool]]) -> list[int]:
+        """Computes tokens, each with its position, sequence, and whether its logits are wanted;
+        returns the likeliest next token for each of these."""
+        for index, (token, position, sequence, is_wanted) in enumerate(tokens):
+            self.room.token[index], self.room.pos[index] = token, position
+            self.room.n_seq_id[index], self.room.seq_id[index][0] = 1, sequence
+            self.room.logits[index] = is_wanted
+        self.room.n_tokens = len(tokens)
+        if self.api.llama_decode(self.context, self.room):
+            raise SystemExit("llama.cpp failed")
+        wanted = [index for index, token in enumerate(tokens) if token[3]]
+        rows = (self.api.llama_get_logits_ith(self.context, index) for index in wanted)
+        return [int(np.ctypeslib.as_array(row, (self.vocabulary,)).argmax()) for row in rows]
+
+    def generate(self, prompts: np.ndarray, new: int) -> tuple[float, float]:
+        """Returns the seconds of prompts, int32 [sequence, token], and of `new` tokens of each
+        after the first."""
+        self.clear()
+        count, length = prompts.shape
+        started = time.perf_counter()
+        every = [
+            (int(prompts[n, at]), at, n, at == length - 1)
+            for n in range(count)
+            for at in range(length)
+        ]
+        ids: list[int] = []
+        for begin in range(0, len(every), TOGETHER):
+            ids += self.advance(every[begin : begin + TOGETHER])
+        between = time.perf_counter()
+        for step in range(new - 1):
+            ids = self.advance([(ids[n], length + step, n, True) for n in range(count)])
+        return between - started, time.perf_counter() - between
+
+
+def run_peer(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs llama.cpp once, after a run with two tokens; returns a report like that of `bench`."""
+    vocabulary = known_shape(args.model).vocab_size
+    peer = Peer(args.peer, args.batches[0], args.prompt_len + args.gen_len, vocabulary)
+    shape = (args.batches[0], args.prompt_len)
+    prompts = np.random.default_rng(1).integers(0, vocabulary, shape, np.int32)
+    peer.generate(prompts[:1, :2], 2)
+    prefill, decode = peer.generate(prompts, args.gen_len)
+    return {
+        "generation_throughput": prompts.shape[0] * args.gen_len / (prefill + decode),
+        "prefill_s": prefill,
+        "decode_s": decode,
+    }
+
+
+def commands(args: argparse.Namespace, file: Path, batch: int) -> dict[str, list[str]]:
+    lengths = ["--model", args.model, "--prompt-len", str(args.prompt_len)]
+    lengths += ["--gen-len", str(args.gen_len)]
+    ours = [sys.executable, "-m", "flexgen_jax", "bench", *lengths, "--dummy-weights"]
+    ours += ["--dtype", "bfloat16", "--weight-bits", "4"]
+    ours += ["--matmul-bits", "8" if features().int8 else "16"]
+    ours += ["--offload-dir", str(args.folder / "offload"), "--num-sequences", str(batch)]
+    if args.limit is None:
+        ours += ["--percent", "100", "0", "100", "0", "100", "0", "--warm-up"]
+        ours += ["--batch-size", str(batch), "--num-batches", "1"]
+    else:
+        ours += ["--cache-bits", "4"]
+    peer = [sys.executable, __file__, "--folder", str(args.folder), *lengths]
+    return {"ours": ours, "llama.cpp": [*peer, "--batches", str(batch), "--peer", str(file)]}
+
+
+def measured(args: argparse.Namespace, name: str, command: list[str]) -> dict[str, Any]:
+    """Runs a command that writes its figures to a file; returns them, or how the run failed."""
+    result = args.folder / "result.json"
+    result.unlink(missing_ok=True)
+    outcome = run_limited([*command, "--json", str(result)], args.limit, args.timeout)
+    if not result.exists():
+        code = "timed out" if outcome.returncode is None else f"exit code {outcome.returncode}"
+        print(f"{name} failed: {code}: {outcome.output[-300:]}", flush=True)
+        return {"failed": f"{code}: {outcome.output[-300:]}"}
+    report = json.loads(result.read_text())
+    row = {key: report[key] for key in KEPT if key in report}
+    speed, *seconds = (f"{row[key]:.2f}" for key in KEPT[:3])
+    print(f"{name}: {speed} token/s, prompts {seconds[0]} s, then {seconds[1]} s", flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="On the disk to measure.")
+    parser.add_argument("--model", default="TinyLlama/TinyLlama-1.1B-Chat-v1.0")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 32])
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--gen-len", type=int, default=32)
+    parser.add_argument("--limit", type=parse_bytes, help="Of a memory cgroup, e.g. 3GB.")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=3600)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--peer", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peer:
+        args.json.write_text(json.dumps(run_peer(args)))
+        return
+    args.folder.mkdir(parents=True, exist_ok=True)
+    file = args.folder / f"{args.model.replace('/', '--')}-q4_0.gguf"
+    if not file.exists():
+        write_gguf(file, raw_shape(args.model))
+    rows = [
+        {
+            "name": name,
+            "batch": batch,
+            "round": round_,
+            **measured(args, f"batch {batch}: {name}", command),
+        }
+        for batch in args.batches
+        for round_ in range(args.repeat)
+        for name, command in commands(args, file, batch).items()
+    ]
+    if args.json:
+        args.json.write_text(json.dumps({"command": sys.argv, "runs": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

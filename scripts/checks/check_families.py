@@ -1,0 +1,70 @@
+"""Checks model families against transformers, everywhere their data can lie.
+
+For both variants of each family, greedy tokens in fp32 must be transformers' under four placements,
+two schedules and both places of attention; with weights and cache in 4 bits they must be equal
+under all of these.
+
+    python scripts/checks/check_families.py [FAMILY ...]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from tests.helpers.families import NEW_TOKENS, VARIANTS, Reference
+from tests.helpers.models import PLACEMENTS, prompts
+
+WAYS = list(product(PLACEMENTS, ("zigzag", "continuous"), ("device", "host")))
+PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def tokens(folder: Path, bits: int) -> Iterator[list[list[int]]]:
+    """Yields the tokens of every prompt, for each way to place and schedule."""
+    for number, (percent, schedule, attention) in enumerate(WAYS):
+        policy = Policy.from_percent(
+            *percent,
+            batch_size=4,
+            num_batches=2,
+            kv_block_tokens=4,
+            schedule=schedule,
+            attention=attention,
+            weight_bits=bits,
+            cache_bits=bits,
+        )
+        with (
+            tempfile.TemporaryDirectory() as offload,
+            LLM(
+                folder, dtype="float32", policy=policy, offload_dir=offload, unified=number % 3 > 0
+            ) as llm,
+        ):
+            found = llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
+        yield [result.token_ids for result in found]
+
+
+def main() -> None:
+    wrong = 0
+    for family, variant in product(sys.argv[1:] or VARIANTS, (0, 1)):
+        with tempfile.TemporaryDirectory() as folder:
+            reference = Reference(Path(folder), family, variant)
+            plain = [found == reference.tokens for found in tokens(Path(folder), 16)]
+            packed = list(tokens(Path(folder), 4))
+        equal = [found == packed[0] for found in packed]
+        wrong += plain.count(False) + equal.count(False)
+        print(
+            f"{family} {variant}: {sum(plain)} of {len(plain)} ways give transformers' tokens, "
+            f"{sum(equal)} of {len(equal)} equal ones with 4 bits",
+            flush=True,
+        )
+    print(f"{wrong} wrong")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
