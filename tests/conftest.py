@@ -41,8 +41,30 @@ def pytest_configure() -> None:
     units.declared()  # a misspelt one is an error before anything runs
 
 
+QUICK_FIRST = ("test_structure.py", "test_units.py", "models", "policy", "machine", "layers")
+"""Tests that run first, by the beginnings of their paths within `tests/`."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what is true only where the CPU is the device."""
+    """Puts quick rooms first, leaves other units of the processor than its best to slow runs, and
+    leaves out what is true only where the CPU is the device."""
+    items.sort(key=_order)
+    best = next(iter(units.present()), None)
+    for item in items:
+        unit = item.callspec.params.get("unit") if hasattr(item, "callspec") else None
+        if unit not in (None, best) and "always" in item.fixturenames:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
+    _skip_on_gpu(items)
+
+
+def _order(item: pytest.Item) -> int:
+    room = item.nodeid.removeprefix("tests/")
+    places = [n for n, name in enumerate(QUICK_FIRST) if room.startswith(name)]
+    return places[0] if places else len(QUICK_FIRST) + room.startswith("cpu")
+
+
+def _skip_on_gpu(items: list[pytest.Item]) -> None:
     has_gpu = as_on_gpu.has_gpu()
     if not has_gpu and not as_on_gpu.is_asked():
         return

@@ -169,6 +169,7 @@ class BlockLoop:
         self._cache.enter(running, self._going)
         running.is_going = True
         self._going.append(running)
+        self._visits.count_rows()
 
     # Steps
 
@@ -282,10 +283,12 @@ class BlockLoop:
         if self._kinds[step.layer] == "embedding":
             self._retire_latest(step)  # which may be the head's, for all rows
             self._shrinking.shrink(step)
+            self._visits.count_rows()
 
     def _leave(self, running: Running, following: Step) -> None:
         """Drops a batch's other steps and their loads, and frees what it has."""
         self._going.remove(running)
+        self._visits.count_rows()
         self._ahead.drop(running)
         self._prefetch.forget(running, self._dispatched)
         self._cache.release_buffers(running, self._dispatched)

@@ -102,9 +102,10 @@ def peak_bytes(
     is_too_much: whether peaks that the plan has at least make an exact answer needless; they are
     returned then.
     """
-    tokens, allowed = _telling_tokens(plan)
+    batches = [running for running in block_of(plan) if not running.is_prefix]
+    tokens, allowed = _telling_tokens(plan, batches)
     waits = plan.policy.order.waits
-    for tier, nbytes in _rounding(plan).items() if not waits else ():
+    for tier, nbytes in _rounding(plan, batches[0]).items() if not waits else ():
         allowed[tier] = allowed.get(tier, 0) + nbytes
     peaks: dict[Tier, int] = dict.fromkeys(TIERS, 0)
     # Where one batch begins while others go on, buffers for prompts and for reads add up.
@@ -118,15 +119,17 @@ def peak_bytes(
     return peaks
 
 
-def _rounding(plan: BlockPlan) -> dict[Tier, int]:
+def _rounding(plan: BlockPlan, first: Running) -> dict[Tier, int]:
     """Returns bytes to allow for batches that enter apart, each with rounding errors of its own."""
-    cache, first = plan.policy.cache, _batches(plan)[0]
+    cache = plan.policy.cache
     largest = max(map(_first_open, first.layers)) if first.blocks.generated else 0
     each = largest + _hidden_bytes(plan)
     return {"device": each, "host": each * (cache.device < 1), "disk": largest * (cache.disk > 0)}
 
 
-def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
+def _telling_tokens(
+    plan: BlockPlan, batches: Sequence[Running]
+) -> tuple[list[int], dict[Tier, int]]:
     """Returns the tokens at which memory can be at its peak, and bytes to allow by tier for those
     that are left out.
 
@@ -146,10 +149,10 @@ def _telling_tokens(plan: BlockPlan) -> tuple[list[int], dict[Tier, int]]:
     ends = {0, last}
     if not seals or (plan.policy.cache_bits == 16 and not plan.policy.cache.disk):
         return sorted(ends | {max(last - 1, 0)}), {}
-    largest = max(_first_open(state) for running in _batches(plan) for state in running.layers)
+    largest = max(_first_open(state) for running in batches for state in running.layers)
     slack = (PENDING_WRITES + 3) * largest
     chosen, allowed = {seals[-1]}, dict[Tier, int]()
-    for tier, held in _held_between(plan, len(seals)).items():
+    for tier, held in _held_between(batches, len(seals)).items():
         sums = [max(pair) for pair in pairwise(held)]
         least = max(1, max(sums) - slack)
         near = [n for n, nbytes in enumerate(sums[:-1]) if nbytes >= least]
@@ -167,11 +170,11 @@ def _hidden_bytes(plan: BlockPlan) -> int:
     return plan.spec.hidden_bytes(sum(plan.shape.batch_sizes), 1, plan.dtype)
 
 
-def _held_between(plan: BlockPlan, seals: int) -> dict[Tier, list[int]]:
+def _held_between(batches: Sequence[Running], seals: int) -> dict[Tier, list[int]]:
     """Returns the bytes of generated tokens' KV blocks in memory, by tier, before and after each of
     the tokens that seal blocks."""
     held: dict[Tier, list[int]] = {tier: [0] * (seals + 1) for tier in ("device", "host")}
-    for state in (state for running in _batches(plan) for state in running.layers):
+    for state in (state for running in batches for state in running.layers):
         prompt = len(state.running.blocks.prompt)
         for count in range(seals + 1) if state.homes else ():
             home, sizes = state.homes[prompt + count], state.sizes[prompt + count]
@@ -180,11 +183,6 @@ def _held_between(plan: BlockPlan, seals: int) -> dict[Tier, list[int]]:
             for later in range(count + 1, seals + 1) if home != "disk" else ():
                 sums[later] += sizes.sealed
     return held
-
-
-def _batches(plan: BlockPlan) -> list[Running]:
-    """Returns a plan's batches without the prefix."""
-    return [running for running in block_of(plan) if not running.is_prefix]
 
 
 def _first_open(state: LayerState) -> int:

@@ -51,6 +51,8 @@ class Visits:
         self._read_for: int | None = None
         self._copied_for: int | None = None
         self._read_until = -1
+        # The rows of all batches, None if they may have changed.
+        self._rows: int | None = None
         # A visit, and the rows that have chosen experts in it.
         self._routed = (-1, 0)
         self.guessed_right = self.guessed_wrong = 0
@@ -159,11 +161,15 @@ class Visits:
         their prompts together, too."""
         if step.token <= 0 or not self._has_experts[step.layer]:
             return False
-        prompting = [running for running in self._going if running.is_in_prompt]
-        if prompting and step.batch not in prompting:
+        if not step.batch.is_in_prompt and any(running.is_in_prompt for running in self._going):
             return False
-        rows = sum(running.rows for running in self._going)
-        return few_are_chosen(self._plan.spec.layers[step.layer], rows)
+        if self._rows is None:
+            self._rows = sum(running.rows for running in self._going)
+        return few_are_chosen(self._plan.spec.layers[step.layer], self._rows)
+
+    def count_rows(self) -> None:
+        """Notes that batches have entered or left, or have fewer rows."""
+        self._rows = None
 
     def chosen(self, step: Step) -> ChosenExperts | None:
         """Returns how a step loads the experts that it chooses; None if all are loaded ahead."""
