@@ -26,7 +26,7 @@ from flexgen_jax.policy.shapes import BatchShape
 from flexgen_jax.policy.shrinking import fewer_rows
 
 
-class Choices(Protocol):
+class TokenChoices(Protocol):
     """What the next tokens of requests are chosen by."""
 
     def adjustments(
@@ -81,7 +81,7 @@ class Waiting:
         source: Source[EncodedRequest],
         make: Callable[[Sequence[EncodedRequest], int], Batch],
         prefix: tuple[int, ...] = (),
-        choices: Choices | None = None,
+        choices: TokenChoices | None = None,
     ) -> None:
         """make: makes a batch of its requests, with that many rows; prefix: the tokens with which
         all of them begin; choices: what tokens are chosen by, None where none is."""

@@ -20,7 +20,7 @@ from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.stages import told
 
 
-class Told(Protocol):
+class LedStages(Protocol):
     """The stages, as they are led."""
 
     def tell_slot(self, **content: Any) -> None:
@@ -36,7 +36,7 @@ class Conductor:
 
     def __init__(
         self,
-        stages: Told,
+        stages: LedStages,
         count: int,
         groups: int,
         plan: BlockPlan,

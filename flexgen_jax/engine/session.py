@@ -12,7 +12,7 @@ from typing import Any
 from flexgen_jax.engine.warm_up import warm_up
 from flexgen_jax.machine.limits import storage_read_bytes
 from flexgen_jax.models.checkpoint import WeightSource
-from flexgen_jax.offload.batch import Neighbours, OnResult, Source
+from flexgen_jax.offload.batch import BatchSource, Neighbours, OnResult
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.executor import BlockRun
@@ -109,7 +109,7 @@ class Session:
 
     def run(
         self,
-        source: Source,
+        source: BatchSource,
         on_result: OnResult,
         tick: Callable[[], object],
         neighbours: Neighbours | None = None,

@@ -40,7 +40,7 @@ from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.machines import generic_machine
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.policy import Head, Policy, Workload
+from flexgen_jax.policy.policy import HeadUse, Policy, Workload
 from flexgen_jax.policy.problem import Choices, Problem
 from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.shapes import BatchShape, Setting
@@ -347,7 +347,7 @@ def read_plan(content: Mapping[str, Any] | None) -> StagePlan | None:
 
 
 def _workload(content: Mapping[str, Any]) -> Workload:
-    return Workload(**{**content, "head": Head(**content["head"])})
+    return Workload(**{**content, "head": HeadUse(**content["head"])})
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -147,7 +147,7 @@ class Replica:
 
 
 @dataclass
-class Running:
+class Given:
     """A request that some copy has.
 
     request: as it was given to that copy; tokens, logprobs: of the text so far, the latter of this
@@ -160,7 +160,7 @@ class Running:
     earlier: list[TokenLogprob] = field(default_factory=list)
     failures: int = 0
 
-    def again(self) -> Running:
+    def again(self) -> Given:
         """Returns it as it goes on in another copy."""
         tokens = self.tokens
         if self.request.sampling_params.logprobs is not None:
@@ -169,7 +169,7 @@ class Running:
             tokens = tokens[: len(self.request.continued) + max(0, whole)]
         kept = self.logprobs[: len(self.earlier) + len(tokens) - len(self.request.continued)]
         request = replace(self.request, continued=tuple(tokens))
-        return Running(request, list(tokens), list(kept), list(kept), self.failures + 1)
+        return Given(request, list(tokens), list(kept), list(kept), self.failures + 1)
 
 
 class Described:
@@ -231,9 +231,9 @@ class Fleet(Described):
 
     def __init__(self, llm: LLM, crew: Crew) -> None:
         self._llm, self._crew = llm, crew
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, Given] = {}
         self._at: dict[str, Copy] = {}
-        self._again: deque[Running] = deque()
+        self._again: deque[Given] = deque()
         self._ready: deque[RequestOutput] = deque()
 
     def unfinished(self) -> list[Unfinished]:
@@ -273,7 +273,7 @@ class Fleet(Described):
 
     def _give(self, copy: Copy, wants: int, source: _Source) -> None:
         """Gives a copy as many requests as it wants, those of lost copies first."""
-        chosen: list[Running] = []
+        chosen: list[Given] = []
         while len(chosen) < wants:
             if self._again:
                 chosen.append(self._again.popleft())
@@ -281,7 +281,7 @@ class Fleet(Described):
             request = source.next()
             if request is None:
                 break
-            chosen.append(Running(request, list(request.continued)))
+            chosen.append(Given(request, list(request.continued)))
         for each in chosen:
             self._running[each.request.id], self._at[each.request.id] = each, copy
         if chosen:

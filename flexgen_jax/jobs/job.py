@@ -18,7 +18,7 @@ from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.choices import done, finished_choice, logprobs_json, read_logprob
 from flexgen_jax.jobs.lines import MOST_CHOICES, Line, LineError, line_name, read_line
 from flexgen_jax.jobs.options import Engine, JobOptions, State, Summary
-from flexgen_jax.jobs.source import InputFacts, Source
+from flexgen_jax.jobs.source import InputFacts, JobInput
 from flexgen_jax.jobs.store import Disk, Journal, Manifest, Results
 from flexgen_jax.models.chat import ChatOptions
 
@@ -48,7 +48,7 @@ class Job:
         self._disk = disk or Disk()
         self._manifest = Manifest(options.results, self._disk)
         self._manifest.check_ownership()
-        self._source = Source(options.source, options.results)
+        self._source = JobInput(options.source, options.results)
         self._facts = InputFacts("", 0, 0)
         self._states: dict[int, State] = {}
         self._kept: dict[int, dict[str, Any]] = {}

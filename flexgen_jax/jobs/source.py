@@ -42,7 +42,7 @@ class InputFacts:
     earlier: str | None = None
 
     @classmethod
-    def of(cls, source: Source, earlier_size: int | None = None) -> InputFacts:
+    def of(cls, source: JobInput, earlier_size: int | None = None) -> InputFacts:
         """Reads the input. earlier_size: how many bytes an earlier run had."""
         sha, lines, size, earlier = hashlib.sha256(), 0, 0, None
         try:
@@ -63,7 +63,7 @@ class InputFacts:
         return cls(sha.hexdigest(), size, lines, earlier)
 
 
-class Source:
+class JobInput:
     """The lines of a job's input, which may be read again and again.
 
     What can be read once, such as standard input or a pipe, is first copied to a file beside the

@@ -13,7 +13,7 @@ from flexgen_jax.layers.rotary import Branches, Rows
 from flexgen_jax.offload.disk.records import Records
 from flexgen_jax.policy.arrivals import Planned
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Head
+from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, HeadUse
 from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.segments import Segment
 from flexgen_jax.policy.stages import Slots
@@ -64,7 +64,7 @@ class Batch:
         )
 
     @property
-    def head(self) -> Head:
+    def head(self) -> HeadUse:
         if self.targets is not None or self.forced is not None:
             return SCORE
         return SAMPLE if self.sampling else GREEDY
@@ -86,7 +86,7 @@ class Batch:
         return padding
 
 
-class Source(Arrivals, Protocol):
+class BatchSource(Arrivals, Protocol):
     """The batches of a run."""
 
     def given(self, running: Running) -> Batch:

@@ -35,7 +35,7 @@ TIMES = 8
 """How often each of them is shifted."""
 
 
-class Ring:
+class StageRing:
     """The devices of all stages, each that of a process of `jax.distributed`."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Ring:
 def measured_link() -> tuple[float, float]:
     """Returns the seconds that it takes to shift next to nothing, and the bytes per second beyond
     that; all stages measure at once."""
-    ring, best = Ring(), []
+    ring, best = StageRing(), []
     for length in PROBES:
         own = _zeros(length, "float32", ring.device)
         seconds = []
@@ -86,7 +86,7 @@ class Chain:
     ) -> None:
         self._slots, self._hidden_size, self._dtype = slots, hidden_size, dtype
         self._failed = failed
-        self._ring = Ring()
+        self._ring = StageRing()
         self._changed = threading.Condition()
         self._leaving: dict[int, dict[int, jax.Array]] = {}
         self._arrived: dict[int, jax.Array] = {}

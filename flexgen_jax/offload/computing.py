@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from flexgen_jax.layers import programs
-from flexgen_jax.offload.batch import Computed, Neighbours, Source, arrays_of
+from flexgen_jax.offload.batch import BatchSource, Computed, Neighbours, arrays_of
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.dispatch import Dispatch, hidden_of
 from flexgen_jax.offload.end_steps import EndSteps
@@ -31,7 +31,7 @@ class Computing:
         device: Device,
         weights: WeightStore,
         plan: BlockPlan,
-        source: Source,
+        source: BatchSource,
         cache: KVCache,
         neighbours: Neighbours | None,
     ) -> None:

@@ -15,10 +15,10 @@ from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.offload.batch import (
     Batch,
     BatchArrays,
+    BatchSource,
     Computed,
     Moment,
     Neighbours,
-    Source,
     arrays_of,
 )
 from flexgen_jax.offload.device import Device
@@ -36,7 +36,7 @@ class EndSteps:
     """Dispatches the steps of the embedding and the head."""
 
     def __init__(
-        self, device: Device, plan: BlockPlan, source: Source, neighbours: Neighbours | None
+        self, device: Device, plan: BlockPlan, source: BatchSource, neighbours: Neighbours | None
     ) -> None:
         self._device, self._plan, self._source = device, plan, source
         self._neighbours = neighbours

@@ -17,10 +17,10 @@ import numpy as np
 from flexgen_jax.offload.allocator import trim_heap
 from flexgen_jax.offload.batch import (
     BatchArrays,
+    BatchSource,
     Computed,
     Neighbours,
     OnResult,
-    Source,
     arrays_of,
 )
 from flexgen_jax.offload.computing import Computing
@@ -64,7 +64,7 @@ class BlockRun:
         device: Device,
         weights: WeightStore,
         plan: BlockPlan,
-        source: Source,
+        source: BatchSource,
         ledger: Ledger,
         folder: OffloadFolder | None,
         on_result: OnResult,

@@ -15,7 +15,7 @@ from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder
 from flexgen_jax.offload.prefetch import Load, Write
 from flexgen_jax.offload.tiers import HostBuffer, Memories
 from flexgen_jax.offload.watcher import counted
-from flexgen_jax.policy.running import ReplacedPart, Running, Slot
+from flexgen_jax.policy.running import ReplacedPart, ReplacedSlot, Running
 
 Arrays = tuple[jax.Array, ...]
 
@@ -93,7 +93,7 @@ class ReplacedStore:
         counted(metrics, "disk_read", slot.content, load.what, nbytes, load.reads)
         return load
 
-    def _empty(self, slot: Slot) -> None:
+    def _empty(self, slot: ReplacedSlot) -> None:
         """Frees what is in a slot, in memory and on disk; waits for the end of its write."""
         kept, slot.payload = slot.payload, None
         if kept.write is not None:
@@ -107,6 +107,6 @@ def _forget(kept: SlotArrays) -> None:
     kept.arrays = None
 
 
-def _name(slot: Slot) -> str:
+def _name(slot: ReplacedSlot) -> str:
     what = "activations" if slot.content == "activations" else "state"
     return f"{what} of batch {slot.running.number}"

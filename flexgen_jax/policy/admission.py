@@ -7,7 +7,7 @@ from itertools import count
 
 from flexgen_jax.policy.placement import Homes, Placer
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import LayerState, Running, Slot
+from flexgen_jax.policy.running import LayerState, ReplacedSlot, Running
 from flexgen_jax.policy.shapes import BatchShape
 
 
@@ -70,7 +70,7 @@ def running_batch(
     )
     each = zip(plan.spec.decoders, homes.blocks, homes.replaced, strict=True)
     running.layers = [
-        LayerState(running, layer, of_blocks, of_replaced, Slot(running, "cache"))
+        LayerState(running, layer, of_blocks, of_replaced, ReplacedSlot(running, "cache"))
         for layer, of_blocks, of_replaced in each
     ]
     running.left.extend(running.tokens)

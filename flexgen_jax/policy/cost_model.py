@@ -32,20 +32,20 @@ AWAY_H = {"hc": 1.0, "hd": 1.0}
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearTerm:
     """A linear function of a policy's fractions: a constant, and coefficients by fraction."""
 
     factors: Mapping[str, float] = field(default_factory=dict)
     constant: float = 0.0
 
-    def __add__(self, other: Linear) -> Linear:
+    def __add__(self, other: LinearTerm) -> LinearTerm:
         names = {**self.factors, **other.factors}
         total = {n: self.factors.get(n, 0.0) + other.factors.get(n, 0.0) for n in names}
-        return Linear(total, self.constant + other.constant)
+        return LinearTerm(total, self.constant + other.constant)
 
-    def __mul__(self, scale: float) -> Linear:
+    def __mul__(self, scale: float) -> LinearTerm:
         factors = {name: scale * factor for name, factor in self.factors.items()}
-        return Linear(factors, scale * self.constant)
+        return LinearTerm(factors, scale * self.constant)
 
     def at(self, fractions: Mapping[str, float]) -> float:
         return self.constant + sum(f * fractions[name] for name, f in self.factors.items())
@@ -69,13 +69,13 @@ class BlockTerms:
     where the block of generated tokens that is open in the end is not.
     """
 
-    prefill: dict[str, Linear]
-    decode: dict[str, Linear]
+    prefill: dict[str, LinearTerm]
+    decode: dict[str, LinearTerm]
     layers: int
     tokens: int
     ends: float
     sequences: int
-    written: Linear
+    written: LinearTerm
 
     def total_s(self, prefill: float, decode: float) -> float:
         """Returns a block's seconds (the paper's T) from those of one layer, T_pre and T_gen."""
@@ -113,7 +113,7 @@ def block_terms(costs: Costs, workload: Workload) -> BlockTerms:
     )
 
 
-def _weights(costs: Costs, reads_ends: bool) -> tuple[Linear, Linear]:
+def _weights(costs: Costs, reads_ends: bool) -> tuple[LinearTerm, LinearTerm]:
     """Returns weights_ctog and weights_dtoc, in bytes per decoder layer.
 
     The weights of embedding and head are spread over the layers.
@@ -126,7 +126,7 @@ def _weights(costs: Costs, reads_ends: bool) -> tuple[Linear, Linear]:
     )
     ends = costs.end_bytes() / len(costs.spec.decoders)
     read = layer * moves + (ends if reads_ends else 0)
-    return Linear(AWAY_W) * (moves * (layer + ends)), Linear({"wd": float(read)})
+    return LinearTerm(AWAY_W) * (moves * (layer + ends)), LinearTerm({"wd": float(read)})
 
 
 class Work(NamedTuple):
@@ -136,10 +136,10 @@ class Work(NamedTuple):
     there; cached: seconds of reading the KV cache.
     """
 
-    moved: dict[str, Linear]
-    device: Linear
-    host: Linear = Linear()
-    cached: Linear = Linear()
+    moved: dict[str, LinearTerm]
+    device: LinearTerm
+    host: LinearTerm = LinearTerm()
+    cached: LinearTerm = LinearTerm()
 
 
 def _prefill(costs: Costs, workload: Workload) -> Work:
@@ -161,10 +161,10 @@ def _prefill(costs: Costs, workload: Workload) -> Work:
     again = batches * costs.mean(lambda layer: costs.kv_bytes(layer, rows, 1)) * sum(earlier)
     again += batches * costs.mean(lambda layer: costs.state_bytes(layer, rows)) * len(earlier)
     moved = {
-        "host_to_device": copied * waves + Linear(AWAY_H) * hidden + Linear(AWAY_C) * again,
-        "device_to_host": Linear(AWAY_C) * cache + Linear(AWAY_H) * hidden,
-        "disk_read": read * waves + Linear({"hd": hidden}),
-        "disk_write": Linear({"cd": cache, "hd": hidden}),
+        "host_to_device": copied * waves + LinearTerm(AWAY_H) * hidden + LinearTerm(AWAY_C) * again,
+        "device_to_host": LinearTerm(AWAY_C) * cache + LinearTerm(AWAY_H) * hidden,
+        "disk_read": read * waves + LinearTerm({"hd": hidden}),
+        "disk_write": LinearTerm({"cd": cache, "hd": hidden}),
     }
     computing = costs.mean_prefill_s(rows, tokens, workload.scores_prompts)
     seconds = batches * (computing + waves * costs.hw.step_s) + waves * costs.mean(costs.unpack_s)
@@ -173,7 +173,7 @@ def _prefill(costs: Costs, workload: Workload) -> Work:
         batches * costs.mean(lambda layer: costs.kv_read_s(layer, rows, chunks[:n]))  # noqa: B023
         for n in range(1, waves)
     )
-    return Work(moved, Linear({}, seconds), cached=Linear({"cd": cached}))
+    return Work(moved, LinearTerm({}, seconds), cached=LinearTerm({"cd": cached}))
 
 
 def _decode(costs: Costs, workload: Workload) -> Work:
@@ -189,7 +189,7 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     query = batches * mean(lambda layer: costs.query_bytes(layer, rows))
     copied, read = _weights(costs, False)
     size = policy.kv_block_tokens
-    asked = Linear(AWAY_C) * (query if policy.values_stay else 0)
+    asked = LinearTerm(AWAY_C) * (query if policy.values_stay else 0)
     on_device = batches * mean(lambda layer: costs.device_attention_s(layer, rows, before))
     moved = batches * mean(
         lambda layer: share(layer) * costs.device_attention_s(layer, rows, before)
@@ -200,12 +200,14 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     sealed = batches * mean(lambda layer: costs.kv_bytes(layer, rows, size)) / size
     links = {
         "host_to_device": copied
-        + Linear(AWAY_H) * hidden
-        + Linear(AWAY_C) * (moves + state)
+        + LinearTerm(AWAY_H) * hidden
+        + LinearTerm(AWAY_C) * (moves + state)
         + asked * 2,
-        "device_to_host": Linear(AWAY_H) * hidden + Linear(AWAY_C) * (token + state) + asked,
-        "disk_read": read + Linear({"cd": state}),
-        "disk_write": Linear({"cd": sealed + state}),
+        "device_to_host": LinearTerm(AWAY_H) * hidden
+        + LinearTerm(AWAY_C) * (token + state)
+        + asked,
+        "disk_read": read + LinearTerm({"cd": state}),
+        "disk_write": LinearTerm({"cd": sealed + state}),
     }
     chunks = costs.chunks(workload.prompt_len, workload.scores_prompts)
     prompt = chunks if len(chunks) > 1 else prompt_blocks(workload.prompt_len, size)
@@ -218,11 +220,11 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     if workload.prefix_len:
         fixed += batches * mean(lambda layer: costs.prefix_s(layer, rows, workload.prefix_len))
     fixed += mean(costs.unpack_s)
-    device = Linear({"cg": on_device}, fixed) + Linear(AWAY_C) * moved
-    return Work(links, device, Linear(AWAY_C) * on_host, Linear({"cd": batches * cached}))
+    device = LinearTerm({"cg": on_device}, fixed) + LinearTerm(AWAY_C) * moved
+    return Work(links, device, LinearTerm(AWAY_C) * on_host, LinearTerm({"cd": batches * cached}))
 
 
-def _combine(costs: Costs, work: Work, is_prefill: bool) -> dict[str, Linear]:
+def _combine(costs: Costs, work: Work, is_prefill: bool) -> dict[str, LinearTerm]:
     """Returns the seconds of each resource; the longest of them decides.
 
     Within a layer, the device's products run beside the CPU's attention, for all batches but one.
@@ -230,14 +232,14 @@ def _combine(costs: Costs, work: Work, is_prefill: bool) -> dict[str, Linear]:
     has no other batch, or without overlap, where everything waits for what comes before.
     """
     hw, policy, unified = costs.hw, costs.policy, costs.setting.unified
-    seconds: dict[str, Linear] = {}
+    seconds: dict[str, LinearTerm] = {}
     for link in TRANSFERS:
         is_free = unified and link in ("host_to_device", "device_to_host")
         moved = work.moved[link]
         size = sum(moved.factors.values()) / 2 or 1.0
-        seconds[link] = Linear() if is_free else moved * (1 / getattr(hw, link).at(size))
+        seconds[link] = LinearTerm() if is_free else moved * (1 / getattr(hw, link).at(size))
     seconds["disk_read"] = seconds["disk_read"] + work.cached
-    lost = Linear()
+    lost = LinearTerm()
     for link, term in seconds.items():
         drag, slowed = hw.contention(link, is_prefill) if policy.overlap else (1.0, 1.0)
         lost = lost + term * drag

@@ -9,7 +9,7 @@ from functools import lru_cache
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec import Formats, model_spec
 from flexgen_jax.policy.cache_blocks import PENDING_WRITES
-from flexgen_jax.policy.cost_model import FRACTIONS, BlockTerms, Linear
+from flexgen_jax.policy.cost_model import FRACTIONS, BlockTerms, LinearTerm
 from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.memory import workspace_bytes
@@ -28,7 +28,7 @@ class Solution:
     total_s: float
 
 
-def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, Linear]:
+def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
     """Returns the peak bytes of each tier, linear in the fractions.
 
     They are appendix A.3's home and working memory. `memory.peak_bytes` computes a policy's exact
@@ -51,9 +51,9 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, Linear]:
     cache = (kv_layer * batches + kv_prefix) * layers
     hidden = costs.hidden_bytes(rows, chunk)
     home = {
-        "g": Linear({"wg": weights, "cg": cache, "hg": hidden * batches}, small),
-        "c": Linear({"wc": weights, "cc": cache, "hc": hidden * batches}),
-        "d": Linear({"wd": weights, "cd": cache, "hd": hidden * batches}),
+        "g": LinearTerm({"wg": weights, "cg": cache, "hg": hidden * batches}, small),
+        "c": LinearTerm({"wc": weights, "cc": cache, "hc": hidden * batches}),
+        "d": LinearTerm({"wd": weights, "cd": cache, "hd": hidden * batches}),
     }
     opened = generated_blocks(workload.gen_len, policy.kv_block_tokens)
     tokens = max(opened, default=0)
@@ -68,8 +68,8 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, Linear]:
         is_chunked=bool(others),
         prefix=workload.prefix_len,
     )
-    device = home["g"] + Linear({}, work)
-    host = home["c"] + Linear(
+    device = home["g"] + LinearTerm({}, work)
+    host = home["c"] + LinearTerm(
         {
             "wd": (ahead.weight_reads + 1) * layer + costs.end_bytes_held(),
             "cd": max(
@@ -82,16 +82,16 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, Linear]:
     )
     states = batches * costs.hidden_bytes(rows, 1)
     if costs.keeps_states(rows):
-        device = device + Linear({"hc": states, "hd": states})
+        device = device + LinearTerm({"hc": states, "hd": states})
     else:
-        host = host + Linear({"hd": states})
+        host = host + LinearTerm({"hd": states})
     if policy.cache_bits < 16:
-        device, host = device + Linear({"cg": tail}), host + Linear({"cc": tail})
+        device, host = device + LinearTerm({"cg": tail}), host + LinearTerm({"cc": tail})
     if not unified:
         moved_share = 1.0 if others else policy.moved_share
         copies = (ahead.cache_copies + 1) * moved_share * kv_layer
         window = (ahead.weight_copies + 1) * max(layer, ends - layer)
-        device = device + Linear(
+        device = device + LinearTerm(
             dict.fromkeys(("wc", "wd"), window)
             | dict.fromkeys(("cc", "cd"), copies)
             | dict.fromkeys(("hc", "hd"), (ahead.hidden_reads + 1) * hidden)
@@ -109,7 +109,7 @@ def _weight_bytes(config: ModelConfig, formats: Formats) -> tuple[int, int]:
 
 def solve(
     terms: BlockTerms,
-    memory: Mapping[Tier, Linear],
+    memory: Mapping[Tier, LinearTerm],
     budgets: Budgets,
     max_latency: float | None = None,
     max_written: float | None = None,
@@ -125,7 +125,7 @@ def solve(
     rows: list[list[float]] = []
     bounds: list[float] = []
 
-    def at_most(term: Linear, limit: float, extra: Mapping[str, float], scale: float) -> None:
+    def at_most(term: LinearTerm, limit: float, extra: Mapping[str, float], scale: float) -> None:
         factors = {**term.factors, **extra}
         rows.append([factors.get(name, 0.0) / scale for name in names])
         bounds.append((limit - term.constant) / scale)
@@ -144,7 +144,7 @@ def solve(
     steps = terms.layers * (terms.tokens - 1)
     if max_latency is not None:
         whole = {"T_pre": float(terms.layers), "T_gen": float(steps)}
-        at_most(Linear({}, terms.ends), max_latency, whole, 1.0)
+        at_most(LinearTerm({}, terms.ends), max_latency, whole, 1.0)
     least = [max(t.constant for t in p.values()) for p in (terms.prefill, terms.decode)]
     scale = max(terms.total_s(*least), 1e-9)
     slower = {"g": 0.0, "c": 1.0, "d": 2.0}

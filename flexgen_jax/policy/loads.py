@@ -15,7 +15,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(eq=False, slots=True)
-class Load:
+class PartLoad:
     """A part on its way to the device.
 
     handle: the backend's; buffers: host buffers to release after its use; is_copied: whether its
@@ -33,27 +33,27 @@ class Loader:
 
     def __init__(self, backend: Backend, ledger: Ledger, ring: Ring) -> None:
         self._backend, self._ledger, self._ring = backend, ledger, ring
-        self._kept: dict[Part, Load] = {}
+        self._kept: dict[Part, PartLoad] = {}
 
-    def start(self, part: Part) -> Load:
+    def start(self, part: Part) -> PartLoad:
         """Starts a load; what is on disk is read into buffers."""
         buffers = self._ring.acquire(part.layouts) if part.layouts else []
         handle = self._backend.fetch(part, [buffer.handle for buffer in buffers])
-        return Load(part, handle, buffers)
+        return PartLoad(part, handle, buffers)
 
-    def start_kept(self, part: Part) -> Load:
+    def start_kept(self, part: Part) -> PartLoad:
         """Starts a load of a part whose buffers are kept: only the first one reads the disk."""
         if part not in self._kept:
             self._kept[part] = self.start(part)
-        return Load(part, self._backend.fetch(part, (), self._kept[part].handle), [])
+        return PartLoad(part, self._backend.fetch(part, (), self._kept[part].handle), [])
 
-    def copy_if_read(self, load: Load) -> bool:
+    def copy_if_read(self, load: PartLoad) -> bool:
         """Starts a load's copy to the device if its reads are done; returns whether it began."""
         if not load.is_copied and self._backend.is_done(load.handle):
             self.copy(load)
         return load.is_copied
 
-    def copy(self, load: Load) -> None:
+    def copy(self, load: PartLoad) -> None:
         """Waits for a load's reads and starts its copy to the device, unless it has begun."""
         if not load.is_copied:
             if load.part.copied:
@@ -61,7 +61,7 @@ class Loader:
             load.is_copied = True
             self._backend.copy(load.handle)
 
-    def end(self, load: Load, after: int, is_used: bool) -> None:
+    def end(self, load: PartLoad, after: int, is_used: bool) -> None:
         """Ends a load; its buffers are free after step number `after`."""
         self._backend.drop(load.handle, is_used)
         if load.is_copied and load.part.copied:
@@ -77,9 +77,9 @@ class Loader:
 class Stream(Generic[K]):
     """The loads of one kind that are under way, by what they are for."""
 
-    def __init__(self, loader: Loader, start: Callable[[K], Load]) -> None:
+    def __init__(self, loader: Loader, start: Callable[[K], PartLoad]) -> None:
         self._loader, self._start = loader, start
-        self._loads: dict[K, Load] = {}
+        self._loads: dict[K, PartLoad] = {}
 
     def __contains__(self, key: K) -> bool:
         return key in self._loads

@@ -18,7 +18,7 @@ from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, Head, Tier
+from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, HeadUse, Tier
 from flexgen_jax.policy.running import (
     Handle,
     LayerState,
@@ -241,7 +241,7 @@ def workspace_bytes(
     formats: Formats,
     rows: int,
     tokens: int,
-    head: Head = GREEDY,
+    head: HeadUse = GREEDY,
     unpacks: bool = False,
     is_chunked: bool = False,
     prefix: int = 0,

@@ -24,7 +24,7 @@ PROMPT_BLOCK_FACTOR = 4
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadUse:
     """What becomes of the logits.
 
     logit_copies: how many copies of the logits are in memory together: sampling sorts them, scoring
@@ -35,7 +35,7 @@ class Head:
     logit_copies: int
 
 
-GREEDY, SAMPLE, SCORE = Head("greedy", 1), Head("sample", 8), Head("score", 3)
+GREEDY, SAMPLE, SCORE = HeadUse("greedy", 1), HeadUse("sample", 8), HeadUse("score", 3)
 
 
 class PolicyError(UserError):
@@ -84,7 +84,7 @@ class Workload:
     prompt_len: int
     gen_len: int
     num_sequences: int = 1
-    head: Head = GREEDY
+    head: HeadUse = GREEDY
     mean_prompt_len: int | None = None
     prefix_len: int = 0
 

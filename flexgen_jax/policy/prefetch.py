@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.cache_blocks import CacheBlocks
-from flexgen_jax.policy.loads import Load, Loader, Stream
+from flexgen_jax.policy.loads import Loader, PartLoad, Stream
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.replaced import ReplacedArrays
 from flexgen_jax.policy.running import Handle, LayerState, Running
@@ -91,14 +91,14 @@ class Prefetch:
 
     # Loads
 
-    def _start_cached(self, step: Step) -> Load:
+    def _start_cached(self, step: Step) -> PartLoad:
         start = step.batch.span(step.token).start
         return self._loader.start(self._cache.part(state_of(step), start))
 
-    def _start_state(self, step: Step) -> Load:
+    def _start_state(self, step: Step) -> PartLoad:
         return self._loader.start(self._replaced.part(state_of(step).slot))
 
-    def _start_hidden(self, step: Step) -> Load:
+    def _start_hidden(self, step: Step) -> PartLoad:
         return self._loader.start(self._replaced.part(step.batch.hidden))
 
     def read_ahead(self) -> None:

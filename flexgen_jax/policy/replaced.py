@@ -1,6 +1,6 @@
 """What batches replace with every token: hidden states between layers, and what some layers keep.
 
-Each lies in a `Slot`, from the step that makes it until the next one that does.
+Each lies in a `ReplacedSlot`, from the step that makes it until the next one that does.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.cache_blocks import PENDING_WRITES
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.running import Handle, ReplacedPart, Running, Slot
+from flexgen_jax.policy.running import Handle, ReplacedPart, ReplacedSlot, Running
 
 
 class ReplacedArrays:
@@ -16,7 +16,7 @@ class ReplacedArrays:
 
     def __init__(self, backend: Backend, ledger: Ledger) -> None:
         self._backend, self._ledger = backend, ledger
-        self._writing: dict[Slot, None] = {}
+        self._writing: dict[ReplacedSlot, None] = {}
 
     def enter(self, running: Running) -> None:
         """Takes in a batch, whose slots are freed when it closes."""
@@ -25,7 +25,7 @@ class ReplacedArrays:
             if state.layer.replaced:
                 running.closing.callback(self._empty, state.slot)
 
-    def is_ready(self, slot: Slot, token: int, layer: int) -> bool:
+    def is_ready(self, slot: ReplacedSlot, token: int, layer: int) -> bool:
         """Returns whether what `layer` made of a token can be loaded without waiting for its
         computation."""
         part = slot.part
@@ -41,7 +41,7 @@ class ReplacedArrays:
         slot.part, slot.token = part, token
         self._backend.keep(part, computed)
 
-    def settle(self, slot: Slot, token: int, layer: int) -> None:
+    def settle(self, slot: ReplacedSlot, token: int, layer: int) -> None:
         """Starts writing what a step made, which is now computed, if the disk is its home."""
         part = slot.part
         assert part is not None, "the step has made something"
@@ -55,7 +55,7 @@ class ReplacedArrays:
         while len(self._writing) > PENDING_WRITES:
             self._finish(next(iter(self._writing)))
 
-    def part(self, slot: Slot) -> ReplacedPart:
+    def part(self, slot: ReplacedSlot) -> ReplacedPart:
         """Returns what is in a slot, to load it.
 
         If it is still in RAM, because it is needed again so soon, it is not read from disk.
@@ -65,21 +65,21 @@ class ReplacedArrays:
         is_in_memory = not slot.is_on_disk or slot in self._writing
         return part._replace(layouts=()) if part.layouts and is_in_memory else part
 
-    def _finish(self, slot: Slot) -> None:
+    def _finish(self, slot: ReplacedSlot) -> None:
         """Waits for a slot's write and releases the memory that it holds."""
         assert slot.part is not None, "it is being written"
         self._backend.wait(slot.write)
         del self._writing[slot]
         self._ledger.release("host", slot.part.nbytes)
 
-    def _forget(self, slot: Slot) -> None:
+    def _forget(self, slot: ReplacedSlot) -> None:
         if slot in self._writing:
             self._finish(slot)
         if slot.part is not None:
             self._ledger.release(slot.part.home, slot.part.nbytes)
         slot.part, slot.is_on_disk = None, False
 
-    def _empty(self, slot: Slot) -> None:
+    def _empty(self, slot: ReplacedSlot) -> None:
         """Releases the memory of a slot whose batch ends, also if its write failed."""
         part, slot.part = slot.part, None
         if part is None:

@@ -4,7 +4,7 @@
     [0 ... 127][128 ...]   [32 tokens][32 tokens]                   [x x x . . . .]
 
 What grows with every token lies in KV blocks, each in the tier that is its home. A sealed block
-never changes, wherever it is. What is replaced with every token lies in a `Slot`.
+never changes, wherever it is. What is replaced with every token lies in a `ReplacedSlot`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CachedPart(NamedTuple):
 class ReplacedPart(NamedTuple):
     """What a layer made of a batch's latest tokens, to be replaced with the next ones."""
 
-    slot: Slot
+    slot: ReplacedSlot
     # The layer that made it, counted with the embedding as 0.
     layer: int
     home: Tier
@@ -93,7 +93,7 @@ class BlocksAt(NamedTuple):
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Slot:
+class ReplacedSlot:
     """Where an array is that a batch replaces with every token: its hidden states, or what a layer
     keeps."""
 
@@ -119,7 +119,7 @@ class LayerState:
     homes: tuple[Tier, ...]
     # Of what it replaces with every token.
     replaced_home: Tier
-    slot: Slot
+    slot: ReplacedSlot
     # Cached tokens, and sealed blocks.
     tokens: int = 0
     sealed: int = 0
@@ -260,7 +260,7 @@ class LayerState:
 
 
 def _replaced(
-    plan: BlockPlan, slot: Slot, layer: int, home: Tier, arrays: Sequence[Storage]
+    plan: BlockPlan, slot: ReplacedSlot, layer: int, home: Tier, arrays: Sequence[Storage]
 ) -> ReplacedPart:
     nbytes = sum(storage.nbytes for storage in arrays)
     return ReplacedPart(
@@ -314,7 +314,7 @@ class Running:
         return f"{'prefix' if self.is_prefix else 'batch'} {self.number}"
 
     def __post_init__(self) -> None:
-        self.hidden = Slot(self, "activations")
+        self.hidden = ReplacedSlot(self, "activations")
         self._sizes: dict[int, list[BlockSizes]] = {}
         self._hidden_parts: dict[tuple[int, int], ReplacedPart] = {}
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.policy import GREEDY, SCORE, Head, Policy, Workload
+from flexgen_jax.policy.policy import GREEDY, SCORE, HeadUse, Policy, Workload
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class BlockShape:
     batch_sizes: tuple[int, ...]
     prompt_lens: tuple[int, ...]
     gen_len: int
-    head: Head = GREEDY
+    head: HeadUse = GREEDY
     scored: tuple[int, ...] | None = None
     prefix: int = 0
 

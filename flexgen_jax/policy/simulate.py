@@ -59,7 +59,7 @@ class Prediction:
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
 
-class Texts(Arrivals, Protocol):
+class SimulatedTexts(Arrivals, Protocol):
     """Batches of texts of different lengths."""
 
     def rows_left(self, step: Step) -> int:
@@ -81,7 +81,7 @@ class Simulation:
         costs: Costs,
         plan: BlockPlan,
         page_cached: frozenset[str],
-        texts: Texts | None = None,
+        texts: SimulatedTexts | None = None,
     ) -> None:
         self._costs, self._plan, self._page_cached = costs, plan, page_cached
         self._texts = texts
@@ -261,7 +261,7 @@ def simulate(
 
 
 def simulate_texts(
-    costs: Costs, plan: BlockPlan, texts: Texts, page_cached: frozenset[str]
+    costs: Costs, plan: BlockPlan, texts: SimulatedTexts, page_cached: frozenset[str]
 ) -> Prediction:
     """Predicts the time and traffic of a run of texts of different lengths.
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from flexgen_jax.policy.backend import ChosenExperts
 from flexgen_jax.policy.cache_blocks import CacheBlocks
-from flexgen_jax.policy.loads import Load, Loader, Stream
+from flexgen_jax.policy.loads import Loader, PartLoad, Stream
 from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.plan import BlockPlan, few_are_chosen
 from flexgen_jax.policy.running import CachedPart, Handle, Running
@@ -57,7 +57,7 @@ class Visits:
         self._routed = (-1, 0)
         self.guessed_right = self.guessed_wrong = 0
 
-    def _start(self, key: VisitPart) -> Load:
+    def _start(self, key: VisitPart) -> PartLoad:
         part = key[1]
         if isinstance(part, CachedPart):
             return self._loader.start(self._cache.part(part.state, self._plan.shape.prefix))

@@ -18,7 +18,7 @@ import pytest
 from flexgen_jax import LLM, Policy, UserError
 from flexgen_jax.jobs.job import Job
 from flexgen_jax.jobs.options import JobOptions, Summary
-from flexgen_jax.jobs.source import InputFacts, Source
+from flexgen_jax.jobs.source import InputFacts, JobInput
 from flexgen_jax.jobs.store import Disk
 from tests.helpers.command_line import run as run_command
 
@@ -145,7 +145,7 @@ def test_an_input_that_begins_with_another_is_known(
     facts = []
     for content in (old, new):
         (tmp_path / "in").write_bytes(content)
-        source = Source(tmp_path / "in", tmp_path / "out")
+        source = JobInput(tmp_path / "in", tmp_path / "out")
         facts.append(InputFacts.of(source, facts[0].size if facts else None))
     assert (facts[1].earlier == facts[0].digest) == is_longer
 

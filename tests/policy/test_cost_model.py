@@ -14,7 +14,7 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import model_spec
-from flexgen_jax.policy.cost_model import FRACTIONS, Linear, block_terms, fractions_of
+from flexgen_jax.policy.cost_model import FRACTIONS, LinearTerm, block_terms, fractions_of
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import TRANSFERS, Rate
 from flexgen_jax.policy.linear_program import memory_terms, solve
@@ -206,7 +206,7 @@ GRID = [
 ]
 
 
-def on_grid(term: Linear) -> np.ndarray:
+def on_grid(term: LinearTerm) -> np.ndarray:
     """Returns a term's values at every combination of placements in steps of 10 %."""
     points = np.array(GRID)
     parts = [

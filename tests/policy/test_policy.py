@@ -32,7 +32,7 @@ from flexgen_jax.policy.policy import (
     SAMPLE,
     SCORE,
     TIERS,
-    Head,
+    HeadUse,
     Placement,
     Policy,
     PolicyError,
@@ -246,7 +246,7 @@ def test_open_blocks_of_a_quantized_cache_come_to_the_device_as_they_are() -> No
 
 
 @pytest.mark.parametrize(("head", "tokens"), [(GREEDY, 1), (SAMPLE, 1), (SCORE, 200)])
-def test_workspace_has_room_for_the_logits(head: Head, tokens: int) -> None:
+def test_workspace_has_room_for_the_logits(head: HeadUse, tokens: int) -> None:
     """fp32, of one token of each sequence, or of 256 that are scored at a time; sampling sorts
     them, which takes eight copies, scoring three. A larger vocabulary takes nothing else."""
 

@@ -78,7 +78,7 @@ def _load(tiles: Tiles, register: int, array: Any, index: Any) -> None:
     _do(tiles, "tileloadd64", register, tiles.place(array, index, BYTE), tiles.index(64))
 
 
-class Product(NamedTuple):
+class TiledProduct(NamedTuple):
     """The arguments of `multiply_tiles`."""
 
     panel: Any
@@ -103,7 +103,7 @@ class Product(NamedTuple):
         tiles.ask(tiles.place(self.sums, place, BYTE), FIRST_CACHE)
 
 
-def _by_amx(tiles: Tiles, instruction: str, lines: int, of: Product) -> None:
+def _by_amx(tiles: Tiles, instruction: str, lines: int, of: TiledProduct) -> None:
     places = [tiles.at(of.to, register * SQUARE) for register in SUMS]
     with tiles.builder.if_else(of.adds) as (then, otherwise):
         with then:
@@ -129,7 +129,7 @@ def _by_amx(tiles: Tiles, instruction: str, lines: int, of: Product) -> None:
         _do(tiles, "tilestored64", register, tiles.place(of.sums, place, BYTE), tiles.index(64))
 
 
-def _by_vectors(tiles: Tiles, instruction: str, lines: int, of: Product) -> None:
+def _by_vectors(tiles: Tiles, instruction: str, lines: int, of: TiledProduct) -> None:
     """Emits a product by AVX-512, `ROWS` rows at a time, whose sums stay in registers."""
     builder, kind = tiles.builder, FLOATS if instruction == DOT else WORDS
     groups = builder.udiv(tiles.at(of.count, ROWS - 1), tiles.index(ROWS))
@@ -152,7 +152,7 @@ def _by_vectors(tiles: Tiles, instruction: str, lines: int, of: Product) -> None
             builder.store(builder.load(own), place, align=4)
 
 
-def _by_floats(tiles: Tiles, lines: int, of: Product) -> None:
+def _by_floats(tiles: Tiles, lines: int, of: TiledProduct) -> None:
     """Emits a product of fp32, some rows and columns at a time, whose sums stay in registers."""
     builder = tiles.builder
     many, wide = ROWS_OF_FLOATS if has_wide_vectors() else TILES_OF_FLOATS
@@ -181,7 +181,7 @@ def _by_floats(tiles: Tiles, lines: int, of: Product) -> None:
 
 
 def _add_element(
-    tiles: Tiles, of: Product, element: int, left: Any, right: Any, found: list[Any], wide: int
+    tiles: Tiles, of: TiledProduct, element: int, left: Any, right: Any, found: list[Any], wide: int
 ) -> None:
     """Adds the products of one element of each of these rows with those of all columns."""
     builder, inside = tiles.builder, element // 2 + element % 2 * LANES
@@ -224,7 +224,13 @@ def begun(tiles: Tiles, places: list[Any], adds: Any) -> list[Any]:
 
 
 def _add_word(
-    tiles: Tiles, instruction: str, of: Product, word: int, left: Any, right: Any, found: list[Any]
+    tiles: Tiles,
+    instruction: str,
+    of: TiledProduct,
+    word: int,
+    left: Any,
+    right: Any,
+    found: list[Any],
 ) -> None:
     """Adds the products of one word of each of these rows with the words of all columns."""
     builder = tiles.builder
@@ -253,7 +259,7 @@ def _multiplying(on_tiles: str, on_vectors: str, lines: int) -> Any:
     ):
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             tiles = Tiles(builder)
-            of = Product(*arrays_of(context, builder, signature.args[:-1], arguments[:-1]))
+            of = TiledProduct(*arrays_of(context, builder, signature.args[:-1], arguments[:-1]))
             if is_wide(of.panel):
                 _by_floats(tiles, lines, of)
             elif by_amx.literal_value:
