@@ -58,8 +58,8 @@ class Backend(Protocol):
     """Moves and computes what a `BlockLoop` decides. Only `finish`, `wait`, `copy`, `drop` and
     `quantize` wait for anything.
 
-    `Running`, `LayerState` and `ReplacedSlot` have a payload, in which a backend keeps what it has of a
-    batch, and `Running.closing`, to which it says how that is given back.
+    `Running`, `LayerState` and `ReplacedSlot` have a payload, in which a backend keeps what it has
+    of a batch, and `Running.closing`, to which it says how that is given back.
     """
 
     def begin(self, step: Step, times: int) -> None:
