@@ -13,6 +13,7 @@ __all__ = [
     "Placement",
     "Policy",
     "PromptError",
+    "Report",
     "Request",
     "RequestOutput",
     "SamplingParams",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
     from flexgen_jax.engine.options import EngineOptions
     from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
+    from flexgen_jax.engine.report import Report
     from flexgen_jax.engine.requests import Request
     from flexgen_jax.engine.sampling import SamplingParams
     from flexgen_jax.engine.scoring import PairScore, ScoreOutput
@@ -41,6 +43,7 @@ _HOMES = {
     "Placement": "flexgen_jax.policy.policy",
     "Policy": "flexgen_jax.policy.policy",
     "PromptError": "flexgen_jax.errors",
+    "Report": "flexgen_jax.engine.report",
     "Request": "flexgen_jax.engine.requests",
     "RequestOutput": "flexgen_jax.engine.outputs",
     "SamplingParams": "flexgen_jax.engine.sampling",

@@ -52,8 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_order)
     best = next(iter(units.present()), None)
     for item in items:
-        unit = item.callspec.params.get("unit") if hasattr(item, "callspec") else None
-        if unit not in (None, best) and "always" in item.fixturenames:  # type: ignore[attr-defined]
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        asked = {params.get(name) for name in ("unit", "multiply")} & {*units.ALL}
+        if asked - {best} and {"always", "multiply"} & {*item.fixturenames}:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
     _skip_on_gpu(items)
 

@@ -73,9 +73,9 @@ def plan(
         click.echo("flexgen-jax: searching, which may take minutes for large models", err=True)
     if options.stages > 1:
         refuse_with_stages(given, max_latency, min_throughput, latency_curve, options.write_limit)
-        found = staged_plan(problem, options.stages)
-        click.echo(staged_text(problem, found))
-        write_json(json_file, staged_json(problem, found))
+        chain = staged_plan(problem, options.stages)
+        click.echo(staged_text(problem, chain))
+        write_json(json_file, staged_json(problem, chain))
         return
     plans = made_plans(problem, given)
     ideas = hints(problem) if given is None else []
@@ -110,14 +110,14 @@ def make_problem(
     device, host, disk = options.budgets
     if options.hardware is None:
         folder = None if options.offload_dir is None else Path(options.offload_dir)
-        kind, profile, found = this_machine(
+        kind, profile, budgets = this_machine(
             config, options.dtype, folder, options.budgets, progress
         )
     else:
         profile = read_profile(options.hardware)
         kind = resolve_dtype(options.dtype, config, profile.unified)
         shared = profile.host_memory if profile.unified else None
-        found = Budgets(
+        budgets = Budgets(
             profile.device_memory if device is None else device,
             profile.host_memory if host is None else host,
             profile.disk_space if disk is None else disk,
@@ -131,7 +131,7 @@ def make_problem(
     return Problem(
         setting=Setting(config, kind, profile.unified, profile.sizes),
         hw=profile,
-        budgets=found,
+        budgets=budgets,
         workload=workload,
         base=base,
         choices=choices,
@@ -200,10 +200,10 @@ def staged_plan(problem: Problem, stages: int) -> ChainPlan:
             f"--stages {stages}: the model has {problem.setting.config.num_layers} layers"
         )
     spec = problem.costs(problem.base).spec
-    found = search_stages(problem, divisions(spec, stages))
-    if found is None:
+    chain = search_stages(problem, divisions(spec, stages))
+    if chain is None:
         raise UserError(f"no plan fits {stages} stages; allow more disk, or --weight-bits 4")
-    return found
+    return chain
 
 
 def hints(problem: Problem) -> list[dict[str, Any]]:
@@ -233,13 +233,13 @@ def hints(problem: Problem) -> list[dict[str, Any]]:
     if problem.workload.num_sequences:
         endless = replace(problem.workload, num_sequences=0)
         ideas.append(("more sequences in one run", replace(problem, workload=endless)))
-    found = []
+    worth: list[dict[str, Any]] = []
     for what, changed in ideas:
         best = candidates(changed)
         times = best[0].throughput / base[0].throughput if best else 0.0
         if times >= WORTH_A_HINT:
-            found.append({"change": what, "times": round(times, 2)})
-    return found
+            worth.append({"change": what, "times": round(times, 2)})
+    return worth
 
 
 def _compressed(problem: Problem) -> Problem | None:

@@ -52,11 +52,11 @@ def profile(
     shown = Progress(sys.stderr.isatty() if progress is None else progress)
     narrow = "bfloat16" if unified else "float16"  # the default dtype of computation
     kind = narrow if dtype == "auto" else dtype
-    found = measured_profile(kind, folder, unified, shown)
-    click.echo(profile_text(found))
+    measured = measured_profile(kind, folder, unified, shown)
+    click.echo(profile_text(measured))
     if is_cpu() and kind == "bfloat16":
         click.echo(products_text(list(time_products())))
-    write_json(json_file, json.loads(found.to_json()))
+    write_json(json_file, json.loads(measured.to_json()))
 
 
 def profile_text(profile: HardwareProfile) -> str:
@@ -87,10 +87,10 @@ def profile_text(profile: HardwareProfile) -> str:
     return "\n".join(lines)
 
 
-def products_text(found: Sequence[Product]) -> str:
+def products_text(products: Sequence[Product]) -> str:
     """Formats a table of products; the faster code has a star."""
     lines = [f"  {'products with a large matrix, ms':41} this package   XLA's own code"]
-    for each in found:
+    for each in products:
         title = f"{each.rows} row{'s' * (each.rows > 1)}, {each.bits}-bit weights"
         own = f"{1e3 * each.own_s:12.2f}" if each.own_s is not None else f"{'-':>12}"
         is_faster = each.own_s is not None and each.own_s <= each.xla_s
@@ -103,28 +103,28 @@ def products_text(found: Sequence[Product]) -> str:
 
 
 def _rates(profile: HardwareProfile) -> list[tuple[str, Rate, str, str]]:
-    found = [
+    rows = [
         (name.replace("_", " "), getattr(profile, name), "bytes", "GB/s")
         for name in ("disk_read", "disk_write", "page_cache", "host_to_device", "device_to_host")
     ]
-    found += [
+    rows += [
         (f"products, {bits}-bit weights", rate, "rows", "GFLOP/s")
         for bits, rate in profile.linear.items()
     ]
-    found += [
+    rows += [
         (f"8-bit products, {bits}-bit weights", rate, "rows", "GFLOP/s")
         for bits, rate in profile.linear_int8.items()
     ]
-    found.append(("attention of a prompt", profile.prefill_attention, "tokens", "GFLOP/s"))
+    rows.append(("attention of a prompt", profile.prefill_attention, "tokens", "GFLOP/s"))
     for where, rates in (("device", profile.device_attention), ("host", profile.host_attention)):
-        found += [
+        rows += [
             (f"{where} attention, {bits}-bit cache", rate, "elements", "Gelem/s")
             for bits, rate in rates.items()
         ]
-    found.append(("quantizing the cache", profile.quantize, "elements", "Gelem/s"))
-    found.append(("device top-k", profile.device_rank, "scores", "Gscore/s"))
-    found.append(("host top-k", profile.host_rank, "scores", "Gscore/s"))
-    return found
+    rows.append(("quantizing the cache", profile.quantize, "elements", "Gelem/s"))
+    rows.append(("device top-k", profile.device_rank, "scores", "Gscore/s"))
+    rows.append(("host top-k", profile.host_rank, "scores", "Gscore/s"))
+    return rows
 
 
 def _short(size: float) -> str:

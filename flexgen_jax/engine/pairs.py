@@ -77,19 +77,19 @@ class Split:
         prefix = prefix if prefix >= LEAST_PREFIX else 0
         left = sum(map(len, rows)) - prefix * (len(rows) - 1)
         contexts = [
-            found
-            for found in _contexts(rows, lengths)
-            if len(found.numbers) > 1
-            and len(found.tokens) > found.branches.tokens
-            and found.computed <= min(most, found.apart)
+            context
+            for context in _contexts(rows, lengths)
+            if len(context.numbers) > 1
+            and len(context.tokens) > context.branches.tokens
+            and context.computed <= min(most, context.apart)
         ]
-        saved = sum(found.apart - found.computed for found in contexts)
+        saved = sum(context.apart - context.computed for context in contexts)
         if not contexts or left <= sum(map(len, rows)) - saved:
             return cls(everything, prefix, {})
         branched = defaultdict(list)
-        for found in contexts:
-            branched[found.branches].append(found)
-        shared = {number for found in contexts for number in found.numbers}
+        for context in contexts:
+            branched[context.branches].append(context)
+        shared = {number for context in contexts for number in context.numbers}
         return cls(tuple(n for n in everything if n not in shared), 0, dict(branched))
 
 
@@ -99,6 +99,6 @@ def _contexts(rows: Sequence[Row], lengths: Sequence[int]) -> list[Context]:
     for number, (row, count) in enumerate(zip(rows, lengths, strict=True)):
         numbers[tuple(row[:-count])].append(number)
     return [
-        Context(context, tuple(found), tuple(tuple(rows[n][-lengths[n] :]) for n in found))
-        for context, found in numbers.items()
+        Context(context, tuple(members), tuple(tuple(rows[n][-lengths[n] :]) for n in members))
+        for context, members in numbers.items()
     ]

@@ -66,10 +66,15 @@ class Planner:
     def budgets(self) -> Budgets:
         """The budgets, detected once, before the run itself uses memory."""
         if self._budgets is None:
-            asked = (self.device_memory, self.host_memory, self.disk_space)
-            where = (self.offload_dir, self.fingerprint)
-            unified = self.setting.unified
-            self._budgets = detect_budgets(*asked, *where, unified, self.progress.say)
+            self._budgets = detect_budgets(
+                device_memory=self.device_memory,
+                host_memory=self.host_memory,
+                disk_space=self.disk_space,
+                offload_dir=self.offload_dir,
+                fingerprint=self.fingerprint,
+                unified=self.setting.unified,
+                say=self.progress.say,
+            )
         return self._budgets
 
     def block_sequences(self, prompt_len: int, gen_len: int) -> int:

@@ -224,10 +224,10 @@ class SamplingParams:
         if self.json_schema is not None or self.ignore_eos:
             wishes["min_tokens"] = 0
         given = {name: getattr(self, name) for name in wishes}
-        found = {name: wishes[name] if x is None else x for name, x in given.items()}
-        found["min_tokens"] = min(found["min_tokens"], found["max_tokens"])
+        resolved = {name: wishes[name] if x is None else x for name, x in given.items()}
+        resolved["min_tokens"] = min(resolved["min_tokens"], resolved["max_tokens"])
         stop = self.stop or (() if self.json_schema is not None else defaults.stop)
-        return replace(self, **found, stop=stop)
+        return replace(self, **resolved, stop=stop)
 
     def adjustments(
         self,
@@ -284,32 +284,32 @@ def _repeating(ids: np.ndarray, size: int) -> list[int]:
         return []
     windows = np.lib.stride_tricks.sliding_window_view(ids, size)
     ending = ids[len(ids) + 1 - size :]
-    found: list[int] = windows[(windows[:, :-1] == ending).all(axis=1), -1].tolist()
-    return found
+    last: list[int] = windows[(windows[:, :-1] == ending).all(axis=1), -1].tolist()
+    return last
 
 
 def _normalized(params: SamplingParams) -> dict[str, Any]:
     """Returns all parameters as Python's own numbers and tuples, and with None where a parameter
     may be left out as its default."""
-    found: dict[str, Any] = {f.name: _python(getattr(params, f.name)) for f in fields(params)}
+    checked: dict[str, Any] = {f.name: _python(getattr(params, f.name)) for f in fields(params)}
     for name, default in {f.name: f.default for f in fields(params)}.items():
-        found[name] = default if found[name] is None else found[name]
-    stop = found["stop"]
-    found["stop"] = (stop,) if isinstance(stop, str) else _listed("stop", stop)
-    given = found["logit_bias"]
+        checked[name] = default if checked[name] is None else checked[name]
+    stop = checked["stop"]
+    checked["stop"] = (stop,) if isinstance(stop, str) else _listed("stop", stop)
+    given = checked["logit_bias"]
     pairs = given.items() if isinstance(given, Mapping) else _listed("logit_bias", given)
     try:
-        found["logit_bias"] = tuple(sorted((_python(i), _python(bias)) for i, bias in pairs))
+        checked["logit_bias"] = tuple(sorted((_python(i), _python(bias)) for i, bias in pairs))
     except (TypeError, ValueError):
         raise ValueError(f"logit_bias must map token ids to numbers, not {given!r}") from None
     for name in ID_LISTS:
-        ids = [found[name]] if isinstance(found[name], int) else found[name]
-        found[name] = None if ids is None else _listed(name, ids)
-    rows = found["bad_words_ids"]
+        ids = [checked[name]] if isinstance(checked[name], int) else checked[name]
+        checked[name] = None if ids is None else _listed(name, ids)
+    rows = checked["bad_words_ids"]
     if rows is not None:
         rows = _listed("bad_words_ids", rows)
-        found["bad_words_ids"] = tuple(_listed("bad_words_ids", row) for row in rows)
-    return found
+        checked["bad_words_ids"] = tuple(_listed("bad_words_ids", row) for row in rows)
+    return checked
 
 
 def _listed(name: str, value: Any) -> tuple[Any, ...]:

@@ -145,7 +145,7 @@ def _from_openai(
     given, form = without_neutral(body), URLS[url]
     schema = _schema(given.pop("response_format", {"type": "text"}))
     schemas = [schema, given.pop("guided_json", None), given.get("json_schema")]
-    asked = [found for found in schemas if found is not None]
+    asked = [schema for schema in schemas if schema is not None]
     if len(asked) > 1:
         raise LineError('give one of "response_format", "guided_json" and "json_schema"')
     if asked:
@@ -318,19 +318,19 @@ def _line(
     )
 
 
-def _schema(found: Any) -> Any:
+def _schema(raw: Any) -> Any:
     """Returns the JSON schema of a `response_format`, None for any text."""
-    kind = found.get("type") if isinstance(found, dict) else None
+    kind = raw.get("type") if isinstance(raw, dict) else None
     if kind == "text":
         return None
     if kind == "json_object":
         return {"type": "object"}
-    named = found.get("json_schema") if kind == "json_schema" else None
+    named = raw.get("json_schema") if kind == "json_schema" else None
     if isinstance(named, dict) and isinstance(named.get("schema"), dict):
         return named["schema"]
     raise LineError(
         '"response_format" must be {"type": "text"}, {"type": "json_object"} or {"type": '
-        f'"json_schema", "json_schema": {{"schema": ...}}}}, not {found!r}'
+        f'"json_schema", "json_schema": {{"schema": ...}}}}, not {raw!r}'
     )
 
 
@@ -340,35 +340,35 @@ def _know(given: Mapping[str, Any], known: set[str]) -> None:
         raise LineError(f'unknown field "{unknown[0]}"')
 
 
-def _prompts(found: Any) -> tuple[str | tuple[int, ...], ...]:
-    if isinstance(found, str):
-        return (found,)
-    if _are_ids(found):
-        return (tuple(found),)
-    if isinstance(found, list) and found:
-        if all(isinstance(part, str) for part in found):
-            return tuple(found)
-        if all(_are_ids(part) for part in found):
-            return tuple(map(tuple, found))
+def _prompts(raw: Any) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(raw, str):
+        return (raw,)
+    if _are_ids(raw):
+        return (tuple(raw),)
+    if isinstance(raw, list) and raw:
+        if all(isinstance(part, str) for part in raw):
+            return tuple(raw)
+        if all(_are_ids(part) for part in raw):
+            return tuple(map(tuple, raw))
     raise LineError('"prompt" must be a text, token ids, or a list of texts or of token ids')
 
 
-def _messages(found: Any) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(found, list) or not found:
+def _messages(raw: Any) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(raw, list) or not raw:
         raise LineError('"messages" must be a list of messages')
-    return tuple(map(_message, found))
+    return tuple(map(_message, raw))
 
 
-def _message(found: Any) -> Mapping[str, Any]:
+def _message(raw: Any) -> Mapping[str, Any]:
     """Returns a message as it is."""
-    if not isinstance(found, dict) or not isinstance(found.get("role"), str):
+    if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
         raise LineError('a message must be an object with a text as "role"')
-    content = found.get("content")
+    content = raw.get("content")
     if content is not None and not isinstance(content, str | list):
         raise LineError(f'"content" must be a text or a list of parts, not {content!r}')
     if isinstance(content, list):
-        return {**found, "content": list(map(_part, content))}
-    return found
+        return {**raw, "content": list(map(_part, content))}
+    return raw
 
 
 def _part(part: Any) -> Any:
@@ -388,11 +388,11 @@ def _part(part: Any) -> Any:
     raise LineError(f'"content" has a part of type "{kind}": this engine reads texts alone')
 
 
-def _biases(found: Any) -> dict[int, float]:
-    if not isinstance(found, dict):
-        raise LineError(f'"logit_bias" must be an object, not {found!r}')
+def _biases(raw: Any) -> dict[int, float]:
+    if not isinstance(raw, dict):
+        raise LineError(f'"logit_bias" must be an object, not {raw!r}')
     try:
-        return {int(token): bias for token, bias in found.items()}
+        return {int(token): bias for token, bias in raw.items()}
     except ValueError:
         raise LineError('"logit_bias" must have token ids as its keys') from None
 
@@ -407,5 +407,5 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _are_ids(found: Any) -> bool:
-    return isinstance(found, list) and bool(found) and all(map(_is_whole, found))
+def _are_ids(raw: Any) -> bool:
+    return isinstance(raw, list) and bool(raw) and all(map(_is_whole, raw))

@@ -5,6 +5,7 @@ A layer with experts ends here after attention: `layers/experts.py` has what fol
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
@@ -68,11 +69,12 @@ class SelfAttention(nn.Module):
     matmul_bits: int = 16
 
     def setup(self) -> None:
-        spec, how = self.spec, (self.dtype, self.matmul_bits)
-        self.q = Linear(spec.query_size, self.kernels, spec.qkv_bias, *how)
-        self.k = Linear(spec.kv_size, self.kernels, spec.qkv_bias, *how)
-        self.v = Linear(spec.kv_size, self.kernels, spec.qkv_bias, *how)
-        self.out = Linear(self.config.hidden_size, self.kernels, spec.out_bias, *how)
+        spec = self.spec
+        product = partial(Linear, kernels=self.kernels, dtype=self.dtype, bits=self.matmul_bits)
+        self.q = product(spec.query_size, use_bias=spec.qkv_bias)
+        self.k = product(spec.kv_size, use_bias=spec.qkv_bias)
+        self.v = product(spec.kv_size, use_bias=spec.qkv_bias)
+        self.out = product(self.config.hidden_size, use_bias=spec.out_bias)
         if spec.qk_norm is not None:
             self.q_norm = Norm(self.config.norm, self.dtype)
             self.k_norm = Norm(self.config.norm, self.dtype)
@@ -84,8 +86,7 @@ class SelfAttention(nn.Module):
         """
         start, spec = jnp.int32(0), self.spec
         query, (key, value) = self._query(x, start, rows), self._key_value(x, start, rows)
-        args = (query, key, value, rows.first_valid)
-        out, block = self.kernels.prefill_attention(*args, spec)
+        out, block = self.kernels.prefill_attention(query, key, value, rows.first_valid, spec)
         return self.out(out.reshape(*x.shape[:2], -1)), block
 
     def prefill_branches(
@@ -122,9 +123,14 @@ class SelfAttention(nn.Module):
         last = jnp.int32(x.shape[1] - 1)
         query = self._query(x[:, -1:], last, rows).swapaxes(1, 2)
         key, value = (y.swapaxes(1, 2) for y in self._key_value(x, jnp.int32(0), rows))
-        first = first_seen(last, rows.first_valid, self.spec.window)
-        where = (jnp.zeros(1, jnp.int32), last + 1, first)
-        out, _ = self.kernels.decode_attention(query, ((key, value),), *where, self.spec)
+        out, _ = self.kernels.decode_attention(
+            query=query,
+            blocks=((key, value),),
+            starts=jnp.zeros(1, jnp.int32),
+            position=last + 1,
+            first_valid=first_seen(last, rows.first_valid, self.spec.window),
+            spec=self.spec,
+        )
         return self.out(join_heads(out.astype(self.dtype))), (key, value)
 
     def join(self, query: jax.Array, new: KVBlock, partials: list[Partial]) -> jax.Array:
@@ -147,9 +153,15 @@ class SelfAttention(nn.Module):
         lead = x.shape[1] - asked
         query = self._query(x[:, lead:], start + lead, rows).swapaxes(1, 2)
         key, value = (y.swapaxes(1, 2) for y in self._key_value(x, start, rows))
-        first = jnp.maximum(rows.first_valid - start, 0)
-        args = (query, key, value, first, jnp.int32(lead))
-        return query, self.kernels.chunk_attention(*args, self.spec), (key, value)
+        itself = self.kernels.chunk_attention(
+            query=query,
+            key=key,
+            value=value,
+            first_valid=jnp.maximum(rows.first_valid - start, 0),
+            lead=jnp.int32(lead),
+            spec=self.spec,
+        )
+        return query, itself, (key, value)
 
     def join_chunk(self, attended: jax.Array) -> jax.Array:
         """Returns [batch, token, hidden] from the result of attention, [batch, head, token,
@@ -211,10 +223,16 @@ class DecoderLayer(nn.Module):
     matmul_bits: int = 16
 
     def setup(self) -> None:
-        config, how = self.config, (self.kernels, self.dtype, self.matmul_bits)
-        self.attention = MIXERS[type(self.parts.mixer)](config, self.parts.mixer, *how)
+        config = self.config
+        self.attention = MIXERS[type(self.parts.mixer)](
+            config=config,
+            spec=self.parts.mixer,
+            kernels=self.kernels,
+            dtype=self.dtype,
+            matmul_bits=self.matmul_bits,
+        )
         if isinstance(self.parts.mlp, MLPSpec):
-            self.mlp = MLP(self.parts.mlp, *how)
+            self.mlp = MLP(self.parts.mlp, self.kernels, self.dtype, self.matmul_bits)
         if config.norm_place != "result":
             self.attention_norm = Norm(config.norm, self.dtype)
             self.mlp_norm = Norm(config.norm, self.dtype)
@@ -270,11 +288,21 @@ class DecoderLayer(nn.Module):
         if appends:  # before attention reads the tail: the other way round XLA would copy it
             tail = append(tail, new, position - starts[-1])
         first = first_seen(position, rows.first_valid, spec.window)
-        args = (query, (*blocks, tail), starts, position, first)
+        cache = (*blocks, tail)
         if counts is None:
-            here = self.kernels.decode_attention(*args, spec)
+            here = self.kernels.decode_attention(query, cache, starts, position, first, spec)
         else:
-            here = attend_top(*args, counts, most, self.kernels.tuning, spec.softcap)
+            here = attend_top(
+                query=query,
+                blocks=cache,
+                starts=starts,
+                position=position,
+                first_valid=first,
+                counts=counts,
+                most=most,
+                tuning=self.kernels.tuning,
+                softcap=spec.softcap,
+            )
         return self.finish(hidden, query, new, [here]), tail if appends else new
 
     def project(

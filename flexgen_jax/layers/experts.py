@@ -38,7 +38,7 @@ class Router(nn.Module):
         [token, top]; their shares, fp32 [token, top]; and the result of the shared block, fp32
         [token, hidden], zeros if there is none.
         """
-        spec, how = self.spec, (self.kernels, False, self.dtype)
+        spec = self.spec
         x, share, chosen = self._choose(hidden)
         if spec.is_normalised:
             share = share / share.sum(-1, keepdims=True)
@@ -47,7 +47,7 @@ class Router(nn.Module):
             block = MLP(spec.shared, self.kernels, self.dtype, self.matmul_bits, name="shared")
             out = block(x).astype(jnp.float32)
             if spec.is_shared_gated:
-                gate = Linear(1, *how, name="shared_gate")(x)
+                gate = Linear(1, self.kernels, False, self.dtype, name="shared_gate")(x)
                 out = jax.nn.sigmoid(gate.astype(jnp.float32)) * out
         return x, chosen, share, out
 

@@ -142,8 +142,15 @@ class XlaKernels:
         first_valid: jax.Array,
         spec: AttentionSpec,
     ) -> Partial:
-        args = (query, blocks, starts, position, first_valid)
-        return attend_blocks(*args, self.tuning, spec.softcap)
+        return attend_blocks(
+            query=query,
+            blocks=blocks,
+            starts=starts,
+            position=position,
+            first_valid=first_valid,
+            tuning=self.tuning,
+            softcap=spec.softcap,
+        )
 
     def prefill_attention(
         self,
@@ -156,8 +163,16 @@ class XlaKernels:
         batch, tokens, heads, _ = query.shape
         at_once = self.sizes.scored_heads(batch * heads, tokens)
         query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-        args = (query, key, value, first_valid, at_once, spec.window, spec.softcap)
-        return causal_attention(*args).swapaxes(1, 2), (key, value)
+        attended = causal_attention(
+            query=query,
+            key=key,
+            value=value,
+            first_valid=first_valid,
+            at_once=at_once,
+            window=spec.window,
+            softcap=spec.softcap,
+        )
+        return attended.swapaxes(1, 2), (key, value)
 
     def chunk_attention(
         self,
@@ -170,8 +185,16 @@ class XlaKernels:
     ) -> Partial:
         batch, heads, asked, _ = query.shape
         at_once = self.sizes.scored_heads(batch * heads, max(asked, key.shape[2]))
-        args = (query, key, value, first_valid, lead, at_once, spec.window, spec.softcap)
-        return chunk_attention(*args)
+        return chunk_attention(
+            query=query,
+            key=key,
+            value=value,
+            first_valid=first_valid,
+            lead=lead,
+            at_once=at_once,
+            window=spec.window,
+            softcap=spec.softcap,
+        )
 
     def matmul(
         self, x: jax.Array, kernel: Kept, bias: jax.Array | None, bits: int = 16

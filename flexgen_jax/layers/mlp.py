@@ -38,11 +38,18 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the block's result, [..., hidden], for x, [..., hidden]."""
         spec, hidden = self.spec, x.shape[-1]
-        how = (self.kernels, spec.bias, self.dtype, self.matmul_bits)
+        product = partial(
+            Linear,
+            kernels=self.kernels,
+            use_bias=spec.bias,
+            dtype=self.dtype,
+            bits=self.matmul_bits,
+        )
         act = activation(spec.activation)
         if spec.is_gated:
-            gate = act(Linear(spec.width, *how, name="gate")(x))
-            inner = gate * Linear(spec.width, *how, name="up")(x)
+            gate = act(product(spec.width, name="gate")(x))
+            inner = gate * product(spec.width, name="up")(x)
         else:
-            inner = act(Linear(spec.width, *how, name="up")(x))
-        return Linear(hidden, *how, name="down")(inner)
+            inner = act(product(spec.width, name="up")(x))
+        out: jax.Array = product(hidden, name="down")(inner)
+        return out

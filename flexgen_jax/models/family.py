@@ -99,15 +99,15 @@ class Family:
         self, names: Mapping[str, str | Find], tensor: TensorSpec, config: ModelConfig
     ) -> Stored:
         layer = re.match(r"decoder\.(\d+)\.", tensor.key)
-        found = names[self._key(tensor)]
+        stored = names[self._key(tensor)]
         if layer is None:
-            assert isinstance(found, str), "only decoder layers are stored in parts"
-            return Stored(found)
-        if not isinstance(found, str):
+            assert isinstance(stored, str), "only decoder layers are stored in parts"
+            return Stored(stored)
+        if not isinstance(stored, str):
             parts = config.kinds[config.pattern[int(layer[1])]]
-            where = found(tensor, parts)
+            where = stored(tensor, parts)
             return replace(where, name=where.name.replace("{i}", layer[1]))
-        return Stored(found.replace("{i}", layer[1]).replace("{e}", str(tensor.expert)))
+        return Stored(stored.replace("{i}", layer[1]).replace("{e}", str(tensor.expert)))
 
     def full_name(self, name: str, stored: Container[str]) -> str | None:
         """Returns a tensor's name as it is stored, with a prefix perhaps; None if it is not."""
@@ -205,9 +205,9 @@ class Fields:
     def dtype(self) -> str | None:
         """The weights' dtype as the config has it, None if it does not say."""
         for name in ("dtype", "torch_dtype"):
-            found = self.raw.get(name)
-            if found is not None and found != "auto":
-                return found.removeprefix("torch.") if isinstance(found, str) else found
+            value = self.raw.get(name)
+            if value is not None and value != "auto":
+                return value.removeprefix("torch.") if isinstance(value, str) else value
         return None
 
     @property
@@ -225,19 +225,19 @@ class Fields:
         the config has, and dynamic scaling is not done beyond it.
         """
         longest = self.count("max_position_embeddings")
-        found = self._rope
-        kind = found.get("rope_type") or found.get("type") if isinstance(found, Mapping) else None
-        if kind not in ("linear", "yarn") or not isinstance(found.get("factor"), int | float):
+        rope = self._rope
+        kind = rope.get("rope_type") or rope.get("type") if isinstance(rope, Mapping) else None
+        if kind not in ("linear", "yarn") or not isinstance(rope.get("factor"), int | float):
             return longest
         name = "original_max_position_embeddings"
-        original = self.raw.get(name) or found.get(name) if kind == "yarn" else None
-        return max(longest, int(found["factor"] * (original or longest)))
+        original = self.raw.get(name) or rope.get(name) if kind == "yarn" else None
+        return max(longest, int(rope["factor"] * (original or longest)))
 
     def ids(self, bos: int | None = None, eos: int | None = None) -> dict[str, Any]:
         """Returns the fields of `ModelConfig` for special tokens and the dtype, with a family's
         own defaults. Where there is no padding token, another one serves: padding is masked."""
-        found = self.raw.get("eos_token_id", eos)
-        ends = tuple(found) if isinstance(found, list) else () if found is None else (found,)
+        raw = self.raw.get("eos_token_id", eos)
+        ends = tuple(raw) if isinstance(raw, list) else () if raw is None else (raw,)
         pad = self.raw.get("pad_token_id")
         is_id = isinstance(pad, int) and pad >= 0
         return {
@@ -261,18 +261,18 @@ class Fields:
         version 5 wrote them. rotates_part: whether the family's plain embeddings have a share of a
         head, too, as scaled ones have in every family.
         """
-        found = self._rope
-        if layer_type is not None and layer_type in found:
-            found = found[layer_type] or {}
-        if not isinstance(found, Mapping):
+        rope = self._rope
+        if layer_type is not None and layer_type in rope:
+            rope = rope[layer_type] or {}
+        if not isinstance(rope, Mapping):
             raise ConfigError("rope_parameters (rope_scaling) must be an object")
-        own = Fields(defaults | dict(self.raw) | {k: v for k, v in found.items() if v is not None})
-        kind = found.get("rope_type") or found.get("type") or "default"
+        own = Fields(defaults | dict(self.raw) | {k: v for k, v in rope.items() if v is not None})
+        kind = rope.get("rope_type") or rope.get("type") or "default"
         is_whole = kind == "default" and not rotates_part
         share = 1.0 if is_whole else own.number("partial_rotary_factor", 1.0)
         longest = self.count("max_position_embeddings")
         original = int(self.raw.get("original_max_position_embeddings") or 0)
-        original = original or int(found.get("original_max_position_embeddings") or longest)
+        original = original or int(rope.get("original_max_position_embeddings") or longest)
         args = (own, kind, int(head_dim * share), original, longest)
         return _scaled_rotary(*args)
 

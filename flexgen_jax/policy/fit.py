@@ -41,7 +41,7 @@ class Budgets:
 
     def shortfalls(self, needed: dict[Tier, int]) -> list[str]:
         """Returns one sentence for every limit that a plan exceeds; needed: its bytes by tier."""
-        found = []
+        sentences = []
         for tier in TIERS:
             limit = self.allowed(tier)
             if limit is not None and needed[tier] > limit:
@@ -51,17 +51,17 @@ class Budgets:
                         "raise --disk-space, delete what other models left in the offload folder, "
                         "choose a larger disk with --offload-dir"
                     )
-                found.append(
+                sentences.append(
                     f"{human(needed[tier])} needed in tier {tier}, {human(limit)} allowed; "
                     f"{flag} or move something out of that tier"
                 )
         together = needed["device"] + needed["host"]
-        if self.shared is not None and together > self.shared and not found:
-            found.append(
+        if self.shared is not None and together > self.shared and not sentences:
+            sentences.append(
                 f"{human(together)} needed in RAM (tiers device and host together), "
                 f"{human(self.shared)} available; move something to disk"
             )
-        return found
+        return sentences
 
 
 def human(nbytes: int) -> str:
@@ -115,9 +115,9 @@ class Fitter:
     def largest_batches(self, policy: Policy) -> Policy | None:
         """Halves a policy's batches until `fill_fastest` finds a policy; None if it never does."""
         while True:
-            found = self.fill_fastest(policy)
-            if found is not None or policy.batch_size * policy.num_batches == 1:
-                return found
+            fitting = self.fill_fastest(policy)
+            if fitting is not None or policy.batch_size * policy.num_batches == 1:
+                return fitting
             if policy.num_batches > 1:
                 policy = replace(policy, num_batches=policy.num_batches // 2)
             else:
@@ -125,8 +125,8 @@ class Fitter:
 
     def advice(self, policy: Policy) -> str:
         """Returns a sentence that gives the nearest plan that fits, as flags."""
-        found = self.fill_fastest(policy) or self.largest_batches(policy)
-        if found is None:
+        nearest = self.fill_fastest(policy) or self.largest_batches(policy)
+        if nearest is None:
             lowest = replace(
                 policy,
                 batch_size=1,
@@ -137,10 +137,10 @@ class Fitter:
             )
             tiers = ", ".join(f"{human(n)} {tier}" for tier, n in self.needed(lowest).items())
             return f"no plan fits; the smallest, one sequence from disk, needs {tiers}"
-        percent = " ".join(f"{x:g}" for x in found.percent)
+        percent = " ".join(f"{x:g}" for x in nearest.percent)
         return (
             f"the nearest plan that fits: --percent {percent} "
-            f"--batch-size {found.batch_size} --num-batches {found.num_batches}"
+            f"--batch-size {nearest.batch_size} --num-batches {nearest.num_batches}"
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flexgen_jax import LLM, Policy, SamplingParams, UserError
+from flexgen_jax import LLM, Policy, Report, SamplingParams, UserError
 from flexgen_jax.offload.end_steps import NonFiniteError
 from flexgen_jax.policy.schedules import SCHEDULES
 from tests.helpers.cases import pairwise
@@ -211,3 +211,9 @@ def test_nan_names_the_layer(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with LLM(folder) as llm, pytest.raises(NonFiniteError, match="decoder layer 1"):
         llm.generate(prompt_token_ids=[[5, 6]])
+
+
+def test_a_report_has_the_fields_that_its_type_says(checkpoint: Callable[[], Path]) -> None:
+    with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=2)) as llm:
+        llm.generate(prompt_token_ids=[[5, 6]], sampling_params=SamplingParams(max_tokens=2))
+        assert {*llm.report()} == {*Report.__annotations__} - {"stages"}

@@ -225,7 +225,11 @@ def test_table_21_is_ranked_as_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "bits"), covering(["30b", "175b", "6.7b"], [(16,), (16, 4)], together=1)
+    ("model", "bits"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if case[0] == "175b" else [])
+        for case in covering(["30b", "175b", "6.7b"], [(16,), (16, 4)], together=1)
+    ],
 )
 def test_the_chosen_plan_is_no_worse_than_the_papers(model: str, bits: tuple[int, ...]) -> None:
     best = search(compare_paper.problem(model, 512, 0, bits))[0]
