@@ -21,7 +21,6 @@ from flexgen_jax.policy.problem import Choices, Problem
 from flexgen_jax.policy.search import evaluate, search
 from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.policy.simulate import simulate
-from tests.helpers.cases import covering
 
 sys.path.append(str(Path(__file__).parent.parent.parent / "scripts" / "benchmarks"))
 import compare_paper
@@ -227,8 +226,12 @@ def test_table_21_is_ranked_as_measured() -> None:
 @pytest.mark.parametrize(
     ("model", "bits"),
     [
-        pytest.param(*case, marks=[pytest.mark.slow] if case[0] == "175b" else [])
-        for case in covering(["30b", "175b", "6.7b"], [(16,), (16, 4)], together=1)
+        pytest.param("30b", (16,)),
+        pytest.param("6.7b", (16, 4)),
+        pytest.param("30b", (16, 4), marks=pytest.mark.slow),
+        pytest.param("6.7b", (16,), marks=pytest.mark.slow),
+        pytest.param("175b", (16,), marks=pytest.mark.slow),
+        pytest.param("175b", (16, 4), marks=pytest.mark.slow),
     ],
 )
 def test_the_chosen_plan_is_no_worse_than_the_papers(model: str, bits: tuple[int, ...]) -> None:
