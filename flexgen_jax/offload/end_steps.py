@@ -96,7 +96,7 @@ class EndSteps:
         """Returns the place of the token after a token, which all layers share."""
         given, memories = arrays_of(running).given, self._device.memories
         if given.sampling:
-            memories.numbers(token + 1)  # for `_head`
+            memories.numbers(token + 1)  # for `head`
         position = given.prompt_len + token
         where = (memories.numbers(position), arrays_of(running).placed)
         if not self._plan.policy.is_sparse:

@@ -37,24 +37,11 @@ class Question(NamedTuple):
         return int(self.query.shape[0])
 
     def attend(self, blocks: tuple[Block, ...], at: BlocksAt) -> Any:
-        program = self.device.programs.get(
-            programs.attend,
-            layer=self.layer,
-            rows=self.rows,
-            blocks=at.lengths,
-            tail=at.tail,
-        )
+        program = self._program(programs.attend, at)
         return self._watched(program(self.query, blocks, *self._where(at)))
 
     def rank(self, keys: tuple[Kept, ...], at: BlocksAt) -> Ranked:
-        program = self.device.programs.get(
-            programs.rank_tokens,
-            layer=self.layer,
-            rows=self.rows,
-            blocks=at.lengths,
-            tail=at.tail,
-            room=self.room,
-        )
+        program = self._program(programs.rank_tokens, at, room=self.room)
         ranked: Ranked = self._watched(program(self.query, keys, *self._where(at)))
         self.device.memories.ask(ranked, "attention", "ranked tokens")
         return ranked
@@ -62,15 +49,13 @@ class Question(NamedTuple):
     def attend_ranked(
         self, values: tuple[Kept, ...], at: BlocksAt, ranked: Ranked, counts: jax.Array
     ) -> Any:
-        program = self.device.programs.get(
-            programs.attend_ranked,
-            layer=self.layer,
-            rows=self.rows,
-            blocks=at.lengths,
-            tail=at.tail,
-            room=self.room,
-        )
+        program = self._program(programs.attend_ranked, at, room=self.room)
         return self._watched(program(values, ranked, counts))
+
+    def _program(self, kind: Any, at: BlocksAt, **room: int) -> Any:
+        return self.device.programs.get(
+            kind, layer=self.layer, rows=self.rows, blocks=at.lengths, tail=at.tail, **room
+        )
 
     def _where(self, at: BlocksAt) -> tuple[Any, ...]:
         return (self.device.memories.numbers(at.starts), *self.at.where)

@@ -73,18 +73,16 @@ class Prefetch:
 
     def _is_cached(self, step: Step) -> bool:
         """Returns whether the KV blocks that a step uses are complete by now."""
-        if not self._grows[step.layer]:
+        if not self.takes_cache(step):
             return False
         state = state_of(step)
         if state.until is None or state.until != self.token_before(step.token):
-            return False
-        if not self.takes_cache(step):
             return False
         return self._across_skipped or state.tokens >= step.batch.span(step.token).start
 
     def _is_stored(self, step: Step) -> bool:
         """Returns whether what a step's layer goes on from has been handed over by now."""
-        if not self.replaces[step.layer] or not self.takes_state(step):
+        if not self.takes_state(step):
             return False
         before = self.token_before(step.token)
         return self._replaced.is_ready(state_of(step).slot, before, step.layer)

@@ -173,10 +173,10 @@ class LayerState:
     def cached(self, sealed: int) -> CachedPart:
         """Returns the blocks for a token after the prompt, `sealed` of them sealed and one open."""
         if self._decoding is None:
-            self._decoding = self._cached()
+            self._decoding = self._decoding_parts()
         return self._decoding[sealed - len(self.running.blocks.prompt)]
 
-    def _cached(self) -> list[CachedPart]:
+    def _decoding_parts(self) -> list[CachedPart]:
         """Returns the parts by the number of sealed blocks, from the time when all of the prompt's
         blocks are."""
         parts: list[CachedPart] = []
@@ -198,10 +198,11 @@ class LayerState:
     def earlier(self, sealed: int) -> CachedPart:
         """Returns the blocks for the next chunk of the prompt, `sealed` from those before it."""
         if self._prompting is None:
-            self._prompting = self._earlier()
+            self._prompting = self._prompt_parts()
         return self._prompting[sealed]
 
-    def _earlier(self) -> list[CachedPart]:
+    def _prompt_parts(self) -> list[CachedPart]:
+        """Returns the parts by the number of sealed blocks, for the chunks of the prompt."""
         parts = [CachedPart(self, 0, (), 0, asks_host=False, is_prompt=True)]
         layouts: list[Layout] = []
         copied, unified = 0, self.running.plan.unified
