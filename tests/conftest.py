@@ -50,6 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts quick rooms first, leaves other units of the processor than its best to slow runs, and
     leaves out what is true only where the CPU is the device."""
     items.sort(key=_order)
+    _keep_few(items)
     best = next(iter(units.present()), None)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -57,6 +58,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if asked - {best} and {"always", "multiply"} & {*item.fixturenames}:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
     _skip_on_gpu(items)
+
+
+def _keep_few(items: list[pytest.Item]) -> None:
+    """Leaves all cases of a test that is marked `few(n)` to slow runs but for n of them, which are
+    spread over all."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in cases.values():
+        marker = group[0].get_closest_marker("few")
+        assert marker is not None
+        count, quick = len(group), [x for x in group if not x.get_closest_marker("slow")]
+        kept = {id(quick[len(quick) * n // marker.args[0]]) for n in range(marker.args[0]) if quick}
+        for item in group if count > marker.args[0] else ():
+            if id(item) not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def _order(item: pytest.Item) -> int:

@@ -14,7 +14,7 @@ from flexgen_jax.cli.commands import Size, under
 from flexgen_jax.cli.stage import lead_or_join
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import UserError
-from flexgen_jax.models.storage import BITS, MATMUL_BITS
+from flexgen_jax.models.formats.storage import BITS, MATMUL_BITS
 from flexgen_jax.policy.policy import (
     ATTENTIONS,
     Placement,

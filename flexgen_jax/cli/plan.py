@@ -107,6 +107,8 @@ def make_problem(
 
     config = shape_of(None if options.model is None else str(options.model))
     config.check_lengths(workload.prompt_len, workload.gen_len)
+    if config.published is not None and options.weight_bits is None:
+        choices = replace(choices, weight_bits=(config.published.bits,))
     device, host, disk = options.budgets
     if options.hardware is None:
         folder = None if options.offload_dir is None else Path(options.offload_dir)

@@ -235,7 +235,7 @@ def _scores(rows: int, position: int, known: Sequence[Candidates]) -> np.ndarray
 def _views(kept: Kept, rows: int) -> tuple[np.ndarray, ...]:
     """Returns the arrays that hold a block's keys, or its values, as [row, token, ...]; 16-bit
     floats are viewed as uint16."""
-    leaves = [kept.packed, kept.scale, kept.minimum] if isinstance(kept, QuantizedArray) else [kept]
+    leaves = kept.leaves if isinstance(kept, QuantizedArray) else (kept,)
     views = []
     for leaf in leaves:
         array = np.asarray(leaf)

@@ -17,7 +17,7 @@ from flexgen_jax.cpu.processor import tile_unit
 from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers.matmul_int8 import column_scale
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
-from flexgen_jax.models.storage import GROUP_SIZE
+from flexgen_jax.models.formats.known import paper
 
 FEW_PRODUCTS = 1 << 28
 """Below this many multiplications, XLA's own product is fast enough, and Numba need not be
@@ -150,8 +150,8 @@ def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
     if not isinstance(kernel, QuantizedArray):
         return fits
     storage = kernel.storage
-    is_grouped = (storage.group_size, storage.axis) == (GROUP_SIZE, 0)
-    return fits and is_grouped and storage.plane_length % MULTIPLE == 0
+    is_known = storage.format in (paper(4), paper(8))
+    return fits and is_known and storage.plane_length % MULTIPLE == 0
 
 
 # Numba is slow to import, and not every run multiplies here.

@@ -36,7 +36,6 @@ from flexgen_jax.engine.starting import make_runner, start
 from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions, Message
-from flexgen_jax.models.loading import open_model
 from flexgen_jax.policy.policy import Attention, Policy, Workload
 from flexgen_jax.progress import Progress
 
@@ -60,6 +59,7 @@ class LLM(TextModel):
         policy: Policy | Literal["auto"] = EngineOptions.policy,
         dtype: str = EngineOptions.dtype,
         weight_bits: int | None = None,
+        requantize: bool = False,
         cache_bits: int | None = None,
         matmul_bits: int | None = None,
         attention: Attention | None = None,
@@ -87,6 +87,7 @@ class LLM(TextModel):
                 policy=policy,
                 dtype=dtype,
                 weight_bits=weight_bits,
+                requantize=requantize,
                 cache_bits=cache_bits,
                 matmul_bits=matmul_bits,
                 attention=attention,
@@ -113,7 +114,7 @@ class LLM(TextModel):
     def _begin(self, asked: EngineOptions) -> None:
         """Opens the model, and finds out about the machine."""
         progress, on_cpu = Progress(asked.progress), start(asked)
-        super().__init__(open_model(asked.model, asked.dummy_weights, asked.seed), progress)
+        super().__init__(asked.open_model(), progress)
         self._runner = make_runner(asked, on_cpu, self._model, progress)
         self._finalizer = weakref.finalize(self, self._runner.close)
         self.dtype = self._runner.dtype

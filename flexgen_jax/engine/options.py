@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexgen_jax.errors import UserError
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.loading import Model, open_model
 from flexgen_jax.policy.policy import Attention, Policy
 from flexgen_jax.units import parse_bytes
 
@@ -22,7 +24,8 @@ class EngineOptions:
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
         in place of float16).
     weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in that many bits an element;
-        16 is the dtype.
+        16 is the dtype. A model that is published in few bits keeps its own weights by default.
+    requantize: whether `weight_bits` may round weights again that are published in few bits.
     matmul_bits: 8 has decoder layers multiply integers of 8 bits, which costs some quality; faster
         with 4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower
         elsewhere.
@@ -51,6 +54,7 @@ class EngineOptions:
     policy: Policy | Literal["auto"] = "auto"
     dtype: str = "auto"
     weight_bits: int | None = None
+    requantize: bool = False
     cache_bits: int | None = None
     matmul_bits: int | None = None
     attention: Attention | None = None
@@ -113,9 +117,21 @@ class EngineOptions:
         """The policy with these changes; where it is searched, what the search starts from."""
         return replace(Policy() if self.policy == "auto" else self.policy, **self.changes)
 
-    def policy_on(self, unified: bool) -> Policy:
-        """The policy of a run where host and device are one RAM, or are not."""
+    def open_model(self) -> Model:
+        """Opens the model; raises `UserError` if that is not possible."""
+        return open_model(
+            name=self.model,
+            dummy_weights=self.dummy_weights,
+            seed=self.seed,
+            weight_bits=self.weight_bits,
+            requantizes=self.requantize,
+        )
+
+    def policy_on(self, unified: bool, config: ModelConfig) -> Policy:
+        """The policy of a model's run where host and device are one RAM, or are not."""
         policy = self.base_policy
+        if config.published is not None and self.weight_bits is None:
+            policy = replace(policy, weight_bits=config.published.bits)
         if not self.is_auto and unified and policy.attention == "auto" and not policy.is_sparse:
             return replace(policy, attention="device")  # the same memory, and one program a step
         return policy

@@ -32,7 +32,7 @@ from flexgen_jax.machine.limits import detect_budgets
 from flexgen_jax.machine.profiles import cached_profile, measured_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.loading import open_model, resolve_dtype
+from flexgen_jax.models.loading import resolve_dtype
 from flexgen_jax.offload.batch import Batch
 from flexgen_jax.offload.chain import Chain, measured_link
 from flexgen_jax.offload.metrics import Metrics
@@ -142,7 +142,7 @@ class Worker:
         device, host, disk = asked.budgets
         on_cpu = start_jax(host)
         unified = on_cpu if asked.unified is None else asked.unified
-        model = open_model(asked.model, asked.dummy_weights, asked.seed)
+        model = asked.open_model()
         self._source, self._whole = model.source, model.config
         self._config: ModelConfig | None = None  # of the layers whose weights are placed
         self._dtype = resolve_dtype(asked.dtype, self._whole, on_cpu)

@@ -77,7 +77,7 @@ class Stages:
         self._is_measured = all(answer["is_measured"] for answer in ready)
         seconds, rates = zip(*(answer["link"] for answer in ready), strict=True)
         self._link = Link(max(seconds), min(rates))
-        self.given, self.is_auto = options.policy_on(unified), options.is_auto
+        self.given, self.is_auto = options.policy_on(unified, config), options.is_auto
 
     @property
     def shares_rows(self) -> bool:

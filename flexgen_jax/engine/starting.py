@@ -42,7 +42,7 @@ def make_runner(
         raise UserError("unified=True is for a CPU: a GPU has a memory of its own")
     dtype = resolve_dtype(options.dtype, model.config, on_cpu)
     device_memory, host_memory, disk_space = options.budgets
-    policy = options.policy_on(unified)
+    policy = options.policy_on(unified, model.config)
     planner = Planner(
         setting=Setting(model.config, dtype, unified, kernels_of_device().sizes),
         policy=policy,

@@ -80,8 +80,10 @@ def round_rows(x: jax.Array) -> Rounded:
 def column_scale(kernel: Kept) -> jax.Array:
     """Returns the scale of each row of a kernel [column, depth], fp32 [column].
 
-    In a packed kernel, where rows form groups, all rows of a group have one scale.
+    In a packed kernel whose rows form groups, all rows of a group have one scale.
     """
+    if isinstance(kernel, QuantizedArray) and kernel.storage.axis == 1:
+        kernel = dequantize(kernel)
     if isinstance(kernel, QuantizedArray):
         storage, low = kernel.storage, kernel.minimum.astype(jnp.float32)
         high = low + ((1 << storage.bits) - 1) * kernel.scale.astype(jnp.float32)

@@ -1,19 +1,15 @@
-"""Group-wise quantization: fine-grained, asymmetric (FlexGen, section 5).
+"""Arrays in a few bits per element: decoding of all formats, and encoding of those that are written
+here.
 
-Groups of consecutive elements along one axis share a minimum and a scale:
-
-    x  ~  minimum + scale * code,   code in 0 ... 2^bits - 1
-
-Codes are packed in planes along that axis: with 4 bits, byte j of n/2 holds the codes of
-elements j (low half) and j + n/2 (high half). So each plane unpacks with one shift and one
-mask into a contiguous half of the array, and a product takes the halves one after the other.
-Interleaved neighbours would unpack much more slowly on XLA's CPU backend.
+A format is data, see `models/formats/format.py`. The formats of FlexGen, section 5, of the KV cache
+and of our own weights are affine: fine-grained, asymmetric groups of consecutive elements that
+share a minimum and a scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,24 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.models.storage import GROUP_SIZE, Storage, parameter_dtype
+from flexgen_jax.layers.levels import level_of, number_of
+from flexgen_jax.models.formats.format import Factor, Format, affine, with_own_rows
+from flexgen_jax.models.formats.storage import GROUP_SIZE, Storage, parameter_dtype
 
 PACKED_BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
 class QuantizedArray:
-    """An array in few bits per element; `storage` has its logical shape and dtype.
+    """An array in few bits per element.
 
-    packed: uint8, with the grouped axis 8 / bits times shorter than in the logical shape;
-    scale, minimum: with the grouped axis `group_size` times shorter, in float16 for a float16
-    array and in bfloat16 for others. Both lengths are rounded up.
+    storage: its logical shape, dtype and format; leaves: the arrays of `Storage.leaves`.
     """
 
     storage: Storage
-    packed: jax.Array
-    scale: jax.Array
-    minimum: jax.Array
+    leaves: tuple[jax.Array, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,10 +46,35 @@ class QuantizedArray:
     def nbytes(self) -> int:
         return self.storage.nbytes
 
+    @property
+    def packed(self) -> jax.Array:
+        """The codes, or the lowest part of their bits."""
+        return self.leaves[0]
 
-jax.tree_util.register_dataclass(
-    QuantizedArray, data_fields=("packed", "scale", "minimum"), meta_fields=("storage",)
-)
+    @property
+    def scale(self) -> jax.Array:
+        return self.leaf("scale")
+
+    @property
+    def minimum(self) -> jax.Array:
+        return self.leaf("minimum")
+
+    def leaf(self, name: str) -> jax.Array:
+        """Returns a stored array by its name."""
+        return self.leaves[[leaf.name for leaf in self.storage.leaves].index(name)]
+
+    def rows(self, start: int, stop: int) -> QuantizedArray:
+        """Returns the rows [start, stop) of a matrix that is grouped along its last axis; start: a
+        multiple of `Format.rows`."""
+        leaves = [
+            array[start // leaf.rows : -(-stop // leaf.rows)] if leaf.rows else array
+            for array, leaf in zip(self.leaves, self.storage.leaves, strict=True)
+        ]
+        shape = (stop - start, *self.shape[1:])
+        return QuantizedArray(replace(self.storage, shape=shape), tuple(leaves))
+
+
+jax.tree_util.register_dataclass(QuantizedArray, data_fields=("leaves",), meta_fields=("storage",))
 
 Kept = jax.Array | QuantizedArray
 """A tensor as it is kept, moved and given to layers: plain or quantized."""
@@ -63,7 +82,10 @@ Kept = jax.Array | QuantizedArray
 
 def assemble(storage: Storage, leaves: Sequence[Any]) -> Any:
     """Returns the array with these stored leaves: a `QuantizedArray`, or the only leaf itself."""
-    return leaves[0] if storage.bits == 16 else QuantizedArray(storage, *leaves)
+    return leaves[0] if storage.format is None else QuantizedArray(storage, tuple(leaves))
+
+
+# Encoding
 
 
 def quantize(
@@ -80,16 +102,16 @@ def quantize(
         raise ValueError(f"bits must be one of {PACKED_BITS}, not {bits}")
     if group_size < 1 or x.ndim < 1 or not -x.ndim <= axis < x.ndim:
         raise ValueError(f"cannot group axis {axis} of shape {x.shape} by {group_size}")
-    storage = Storage(x.shape, str(x.dtype), bits, group_size, axis % x.ndim)
-    found: QuantizedArray = quantize_as(x, storage)
-    return found
+    packing = affine(bits, group_size, axis % x.ndim - x.ndim)
+    quantized: QuantizedArray = quantize_as(x, Storage(x.shape, str(x.dtype), packing))
+    return quantized
 
 
 @partial(jax.jit, static_argnames="storage")
 def quantize_as(x: jax.Array, storage: Storage) -> QuantizedArray:
-    """Quantizes x as `quantize` does, with bits, group size and axis from `storage`."""
+    """Quantizes x as `quantize` does, into an affine format of scales and minima in two bytes."""
     codes, scale, minimum = encode(x, storage)
-    return QuantizedArray(storage, _pack(codes, storage), scale, minimum)
+    return QuantizedArray(storage, (*pack(codes, storage), scale, minimum))
 
 
 @partial(jax.jit, static_argnames="storage")
@@ -107,48 +129,51 @@ def encode(x: jax.Array, storage: Storage) -> tuple[jax.Array, jax.Array, jax.Ar
     # A product, since XLA turns a division by a constant into one while NumPy does not.
     spread = (high - minimum.astype(jnp.float32)) * jnp.float32(1 / levels)
     scale = _round_towards(spread, kept, jnp.inf)
-    each_minimum = _per_element(minimum, group_size, axis, 0, x.shape[axis])
-    each_scale = _per_element(scale, group_size, axis, 0, x.shape[axis])
+    each_minimum = _per_element(minimum.astype(jnp.float32), group_size, axis, 0, x.shape[axis])
+    each_scale = _per_element(scale.astype(jnp.float32), group_size, axis, 0, x.shape[axis])
     wide = jnp.clip(x.astype(jnp.float32), -largest, largest)
     offset = (wide - each_minimum) / jnp.where(each_scale > 0, each_scale, 1.0)
     return jnp.clip(jnp.round(offset), 0, levels).astype(jnp.uint8), scale, minimum
 
 
-def _pack(codes: jax.Array, storage: Storage) -> jax.Array:
-    length, axis = storage.plane_length, storage.axis
-    codes = _padded(codes, length * storage.planes, axis)
-    packed = jax.lax.slice_in_dim(codes, 0, length, axis=axis)
-    for index in range(1, storage.planes):
-        part = jax.lax.slice_in_dim(codes, index * length, (index + 1) * length, axis=axis)
-        packed = packed | (part << (storage.bits * index))
-    return packed
+def pack(codes: jax.Array, storage: Storage) -> list[jax.Array]:
+    """Packs codes, uint8 in the array's shape, into the parts that are stored."""
+    axis, parts, offset = storage.axis, [], 0
+    for width, length in storage.parts(storage.length, storage.packing):
+        planes = 8 // width
+        part = (codes >> offset) & ((1 << width) - 1)
+        part = _padded(part, length * planes, axis)
+        packed = jax.lax.slice_in_dim(part, 0, length, axis=axis)
+        for index in range(1, planes):
+            plane = jax.lax.slice_in_dim(part, index * length, (index + 1) * length, axis=axis)
+            packed = packed | (plane << (width * index))
+        parts.append(packed)
+        offset += width
+    return parts
+
+
+# Decoding
 
 
 @partial(jax.jit, static_argnames="has_barrier")
 def dequantize(q: QuantizedArray, has_barrier: bool = False) -> jax.Array:
     """Returns the plain array that `q` stands for; has_barrier: see `Tuning.has_barriers`."""
-    return jnp.concatenate(parts_of(q, has_barrier), axis=q.storage.axis)
+    plain = jnp.concatenate(parts_of(q, has_barrier), axis=q.storage.axis)
+    if q.storage.packing.has_order:
+        plain = jnp.take(plain, jnp.argsort(q.leaf("order")), axis=q.storage.axis)
+    return plain
 
 
 def parts_of(x: Kept, has_barrier: bool = False) -> list[jax.Array]:
     """Returns plain arrays that make up x: x itself, or the unpacked planes of a quantized array.
 
-    Planes are consecutive along the grouped axis.
+    Planes are consecutive along the grouped axis, whose elements are in the stored order.
     """
     if not isinstance(x, QuantizedArray):
         return [x]
-    count = -(-x.shape[x.storage.axis] // x.storage.plane_length)
-    return [_plane(x, index, has_barrier) for index in range(count)]
-
-
-def _plane(q: QuantizedArray, index: int, has_barrier: bool) -> jax.Array:
-    storage, start = q.storage, index * q.storage.plane_length
-    length = min(storage.plane_length, storage.shape[storage.axis] - start)
-    packed = jax.lax.slice_in_dim(q.packed, 0, length, axis=storage.axis)
-    codes = (packed >> (storage.bits * index)) & ((1 << storage.bits) - 1)
-    where = (storage.group_size, storage.axis, start, length)
-    scale, minimum = _per_element(q.scale, *where), _per_element(q.minimum, *where)
-    return _levels(codes, scale, minimum, q.dtype, has_barrier)
+    count = -(-x.storage.length // x.storage.plane_length)
+    factors = _factors(x)
+    return [_plane(x, factors, index, has_barrier) for index in range(count)]
 
 
 def row_parts(q: QuantizedArray, most_bytes: int, has_barrier: bool = False) -> list[jax.Array]:
@@ -177,20 +202,107 @@ def row_parts(q: QuantizedArray, most_bytes: int, has_barrier: bool = False) -> 
         each_scale, each_minimum = (
             jnp.repeat(x[:, of_group], group, axis=1) for x in (scale, minimum)
         )
-        parts.append(_levels(codes, each_scale, each_minimum, q.dtype, has_barrier))
+        wide = _wide(codes) * each_scale + each_minimum
+        parts.append(_finished(wide, q.dtype, has_barrier))
     return parts
 
 
-def _levels(
-    codes: jax.Array, scale: jax.Array, minimum: jax.Array, dtype: jnp.dtype, has_barrier: bool
+def ranges_of_rows(q: QuantizedArray, most_bytes: int) -> Iterator[QuantizedArray]:
+    """Yields a matrix that is grouped along its last axis in ranges of its rows, of which each has
+    at most `most_bytes` bytes when it is unpacked, or the least number of rows."""
+    rows, (count, columns) = q.storage.packing.rows or q.shape[0], q.shape
+    step = max(1, most_bytes // (q.dtype.itemsize * columns * rows)) * rows
+    for start in range(0, count, step):
+        yield q if step >= count else q.rows(start, min(start + step, count))
+
+
+def _plane(
+    q: QuantizedArray, factors: dict[str, jax.Array], index: int, has_barrier: bool
 ) -> jax.Array:
-    """Returns the values of codes in `dtype`; scale, minimum: fp32, one for each code."""
+    """Unpacks a plane; factors: by name, fp32, one for each group."""
+    storage, packing, start = q.storage, q.storage.packing, index * q.storage.plane_length
+    length = min(storage.plane_length, storage.length - start)
+    parts = q.leaves[: len(packing.widths)]
+    codes = _codes(parts, packing, storage.plane_length, index, length, storage.axis)
+    each = {
+        name: _per_element(factors[name], factor.group, storage.axis, start, length)
+        for name, factor in packing.factors
+        if name in factors
+    }
+    wide = level_of(codes, packing.levels)
+    if packing.center:
+        wide = wide - packing.center
+    if "zero" in each:
+        wide = wide - each["zero"]
+    wide = wide * each["scale"]
+    if "minimum" in each:
+        wide = wide - each["minimum"] if packing.subtracts else wide + each["minimum"]
+    return _finished(wide, q.dtype, has_barrier)
+
+
+def _codes(
+    parts: Sequence[jax.Array], packing: Format, each: int, index: int, length: int, axis: int
+) -> jax.Array:
+    """Returns the first `length` codes of a plane of `each` elements, uint8, from their parts."""
+    total, offset = None, 0
+    for part, width in zip(parts, packing.widths, strict=True):
+        byte, begin = divmod(index, packing.planes * width // 8)
+        stored = jax.lax.slice_in_dim(part, begin * each, begin * each + length, axis=axis)
+        code = (stored >> (width * byte)) & ((1 << width) - 1)
+        total = code if total is None else total | (code << offset)
+        offset += width
+    assert total is not None
+    return total
+
+
+def _factors(q: QuantizedArray) -> dict[str, jax.Array]:
+    """Returns scales, minima and zeros by name, fp32, one for each group, multiplied by what they
+    are in units of."""
+    packing = q.storage.packing
+    named = {"scale": packing.scale, "minimum": packing.minimum, "zero": packing.zero}
+    return {name: _factor(q, name, factor) for name, factor in named.items() if factor is not None}
+
+
+def _factor(q: QuantizedArray, name: str, factor: Factor) -> jax.Array:
+    storage, axis, count = q.storage, q.storage.axis, factor.count(q.storage.length)
+    if factor.dtype == "codes":
+        numbers = _unpacked_factor(q, name, factor, count)
+    else:
+        numbers = number_of(q.leaf(name), factor.dtype)
+    if factor.center:
+        numbers = numbers - factor.center
+    if factor.rows > 1:
+        numbers = jnp.repeat(numbers, factor.rows, axis=0)[: storage.shape[0]]
+    if factor.of is not None:
+        unit = _factor(q, f"{name}_of", factor.of)
+        if factor.of.group:
+            unit = _per_element(unit, factor.of.group // factor.group, axis, 0, count)
+        numbers = numbers * unit
+    return numbers
+
+
+def _unpacked_factor(q: QuantizedArray, name: str, factor: Factor, count: int) -> jax.Array:
+    axis, codes = q.storage.axis, Format(factor.bits, Factor("uint8", 0))
+    parts = [q.leaf(name + "_high" * number) for number in range(len(codes.widths))]
+    each = -(-count // codes.planes)
+    planes = [
+        _codes(parts, codes, each, index, min(each, count - index * each), axis)
+        for index in range(-(-count // each))
+    ]
+    return _wide(jnp.concatenate(planes, axis=axis))
+
+
+def _wide(codes: jax.Array) -> jax.Array:
     # By way of int32, since XLA's CPU backend is slower in converting uint8 to float32 directly.
-    wide = codes.astype(jnp.int32).astype(jnp.float32) * scale + minimum
-    found: jax.Array = _narrow(wide, dtype)
+    return codes.astype(jnp.int32).astype(jnp.float32)
+
+
+def _finished(wide: jax.Array, dtype: jnp.dtype, has_barrier: bool) -> jax.Array:
+    """Rounds decoded numbers, fp32, to `dtype`."""
+    numbers = _narrow(wide, dtype)
     if has_barrier:
-        found = jax.lax.optimization_barrier(found)
-    return found
+        numbers = jax.lax.optimization_barrier(numbers)
+    return numbers
 
 
 def _narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -214,22 +326,41 @@ def largest_kept(dtype: jnp.dtype) -> float:
     return largest.get(str(dtype), float(np.finfo(np.float32).max) / 4)
 
 
+# Rows of tables
+
+
 def take_rows(table: Kept, rows: jax.Array) -> jax.Array:
     """Returns `table[rows]`, [*rows.shape, column], and unpacks only these rows.
 
-    table: [row, column], which may be grouped along its rows; rows: int32 of any shape.
+    table: [row, column], grouped along either axis; rows: int32 of any shape.
     """
     if not isinstance(table, QuantizedArray):
         return table[rows]
+    if table.storage.axis == 0:
+        return _rows_of_groups(table, rows)
+    flat = rows.reshape(-1)
+    leaves = [
+        array[flat // leaf.rows] if leaf.rows else array
+        for array, leaf in zip(table.leaves, table.storage.leaves, strict=True)
+    ]
+    packing, shape = with_own_rows(table.storage.packing), (flat.size, table.shape[1])
+    storage = Storage(shape, table.storage.dtype, packing)
+    taken: jax.Array = dequantize(QuantizedArray(storage, tuple(leaves)))
+    return taken.reshape(*rows.shape, -1)
+
+
+def _rows_of_groups(table: QuantizedArray, rows: jax.Array) -> jax.Array:
+    """Returns rows of a table that is grouped along its rows."""
     storage = table.storage
     index, row = rows // storage.plane_length, rows % storage.plane_length
     codes = table.packed[row] >> (storage.bits * index[..., None]).astype(jnp.uint8)
     group = rows // storage.group_size
-    one = Storage((*rows.shape, 1, storage.shape[1]), storage.dtype, 8, 1, rows.ndim)
-    leaves = (codes & ((1 << storage.bits) - 1), table.scale[group], table.minimum[group])
-    taken = QuantizedArray(one, *(leaf[..., None, :] for leaf in leaves))
-    found: jax.Array = dequantize(taken)[..., 0, :]
-    return found
+    scale, minimum = (x[group].astype(jnp.float32) for x in (table.scale, table.minimum))
+    wide = _wide(codes & ((1 << storage.bits) - 1)) * scale + minimum
+    return _finished(wide, table.dtype, has_barrier=False)
+
+
+# Groups
 
 
 def _padded(x: jax.Array, length: int, axis: int) -> jax.Array:
@@ -255,9 +386,12 @@ def _per_group(
 def _per_element(
     values: jax.Array, group_size: int, axis: int, start: int, length: int
 ) -> jax.Array:
-    """Returns the group value, fp32, of each of `length` elements of `axis` from `start` on."""
+    """Returns the group value of each of `length` elements of `axis` from `start` on; one value
+    for all of them where the group size is 0."""
+    if group_size == 0:
+        return values
     first, stop = start // group_size, -(-(start + length) // group_size)
-    values = _padded(values.astype(jnp.float32), max(stop, values.shape[axis]), axis)
+    values = _padded(values, max(stop, values.shape[axis]), axis)
     values = jax.lax.slice_in_dim(values, first, stop, axis=axis)
     spread = jnp.repeat(values, group_size, axis=axis)
     start -= first * group_size

@@ -22,8 +22,8 @@ from flexgen_jax.layers.quantization import Kept, quantize_as
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import Formats, TensorSpec, model_spec
-from flexgen_jax.models.storage import Storage
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.policy import prompt_blocks
 

@@ -6,33 +6,33 @@ A source returns ranges of a tensor's rows, so that no tensor has to be in RAM w
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.families import QUANTIZED, family_of, read_config
+from flexgen_jax.models.families import family_of, quantization_of, read_config
 from flexgen_jax.models.family import Fields, Stored
-from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, read_json, weight_files
+from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, read_json
+from flexgen_jax.models.formats.decoding import decoded
+from flexgen_jax.models.formats.format import Format, with_own_rows
+from flexgen_jax.models.formats.packed import PackedTensor, packed_rows
+from flexgen_jax.models.formats.published import Published, of_any_expert
+from flexgen_jax.models.formats.readers import ALWAYS_BESIDE, packed_tensors
+from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.spec import TensorSpec, model_spec
+from flexgen_jax.models.tensors import SafeTensors
 
 FORMAT_VERSION = 1
 """Version of the bytes in offload folders, part of every fingerprint; raise it on a change."""
-
-FINGERPRINT_SAMPLES = 256
-
-MAX_HEADER_BYTES = 100 << 20
 
 READ = ("F32", "F16", "BF16")
 """Names of dtypes in safetensors that are read."""
@@ -64,6 +64,11 @@ class WeightSource(Protocol):
 
     def read(self, tensor: TensorSpec, start: int, stop: int, dtype: str) -> np.ndarray:
         """Returns rows [start, stop) of the tensor's first axis, in `dtype`."""
+        ...
+
+    def read_packed(self, tensor: TensorSpec, start: int, stop: int) -> list[np.ndarray]:
+        """Returns the leaves of rows [start, stop) of a tensor that is published in few bits; start
+        is a multiple of its format's rows."""
         ...
 
     def fingerprint(self, dtype: str) -> str:
@@ -115,6 +120,22 @@ class DummyWeights:
         numbers *= np.float32(0.02 * 12**0.5)
         return numbers.astype(dtype)
 
+    def read_packed(self, tensor: TensorSpec, start: int, stop: int) -> list[np.ndarray]:
+        """Returns random codes, and scales that make numbers as small as those of `read`."""
+        storage = Storage((stop - start, *tensor.shape[1:]), "bfloat16", tensor.published)
+        generator = np.random.default_rng([self._seed, start, len(tensor.key)])
+        leaves = []
+        for leaf in storage.leaves:
+            shape, kind = leaf.shape, numpy_dtype(leaf.kind)
+            if leaf.name.startswith("packed"):
+                leaves.append(generator.integers(0, 128, shape, np.uint8))
+            elif leaf.name == "order":
+                leaves.append(np.arange(shape[0], dtype=kind))
+            else:
+                small = {"e8m0": 119, "e4m3": 8, "uint8": 8, "int8": 0}
+                leaves.append(np.full(shape, small.get(leaf.dtype, 0.002), kind))
+        return leaves
+
     def fingerprint(self, dtype: str) -> str:
         return digest("dummy", FORMAT_VERSION, self.config, self._seed, dtype)
 
@@ -123,48 +144,46 @@ class DummyWeights:
 
 
 class Checkpoint:
-    """A Hugging Face folder's safetensors, single or sharded, read lazily and in place.
+    """A model's files, single or sharded, read lazily and in place.
 
     Opening it checks all headers: every tensor of the model must be there with its shape, and no
     tensor that is neither part of the model nor known to be useless. Raises `CheckpointError`
-    otherwise. notes: what a user should know about how the files were taken.
+    otherwise. Tensors that are published in few bits have their formats in the config.
+
+    folder: a Hugging Face folder; notes: what a user should know about how the files were taken.
     """
 
     reads_at_once = 1
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.notes: list[str] = []
         self.config = read_folder_config(folder)
-        self._identity = {path: _identity(path) for path in weight_files(folder)}
-        self._files = {path: _open_shard(path) for path in self._identity}
-        where = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
-        self._refuse_quantized(where)
-        self.config = self._as_stored(where)
-        self._where = self._match(where)
+        self._tensors = SafeTensors(folder)
+        options = quantization_of(read_json(folder / "config.json"))
+        self._tensors.packed = packed_tensors(self._tensors, list(self._tensors), options)
+        self.notes = list(self._tensors.notes)
+        self.config = self._as_stored()
+        self._where = self._match()
+        self.config = replace(self.config, published=self._published(options))
 
-    def _refuse_quantized(self, where: Mapping[str, Path]) -> None:
-        """Raises `CheckpointError` for tensors in a format of a few bits, which a config may not
-        mention."""
-        for name, path in where.items():
-            dtype = self._files[path].get_slice(name).get_dtype()
-            is_packed = name.endswith((".qweight", ".weight_packed", ".weight_scale_inv"))
-            if (name.endswith(".weight") and dtype not in READ) or is_packed:
-                raise CheckpointError(
-                    f"{path}: tensor {name!r} is {dtype}; only {', '.join(READ)} are read: "
-                    f"{QUANTIZED}"
-                )
+    def _has(self, name: str) -> bool:
+        """Returns whether a tensor is stored, in few bits perhaps."""
+        return name in self._tensors or name in self._tensors.packed
 
-    def _as_stored(self, where: Mapping[str, Path]) -> ModelConfig:
+    def _full_name(self, name: str) -> str | None:
+        """Returns a tensor's name as it is stored, with a prefix perhaps; None if it is not."""
+        return family_of(self.config).full_name(name, self._has)
+
+    def _as_stored(self) -> ModelConfig:
         """Returns the config, with a head of its own where one is stored that differs from the
         embedding, although the config ties them. As in transformers."""
         family = family_of(self.config)
         names = [family.names[key] for key in ("embedding.tokens", "head.tokens")]
-        stored = [family.full_name(str(name), where) for name in names]
+        stored = [self._full_name(str(name)) for name in names]
         if not self.config.tied_head or None in stored:
             return self.config
         embedding, head = map(str, stored)
-        if self._are_equal(embedding, head, where):
+        if self._are_equal(embedding, head):
             return self.config
         self.notes.append(
             f"{head} differs from {embedding}, although config.json ties them: both are used as "
@@ -172,40 +191,42 @@ class Checkpoint:
         )
         return replace(self.config, tied_head=False)
 
-    def _are_equal(self, one: str, other: str, where: Mapping[str, Path]) -> bool:
+    def _are_equal(self, one: str, other: str) -> bool:
         """Returns whether two stored tensors are equal; reads them in pieces."""
-        first, second = (self._files[where[name]].get_slice(name) for name in (one, other))
-        shape = tuple(first.get_shape())
-        if shape != tuple(second.get_shape()) or first.get_dtype() != second.get_dtype():
+        tensors = self._tensors
+        if {one, other} & set(tensors.packed):
             return False
+        shape = tensors.shape(one)
+        if shape != tensors.shape(other) or tensors.dtype(one) != tensors.dtype(other):
+            return False
+        first, second = tensors.rows(one), tensors.rows(other)
         rows = max(1, PIECE_BYTES // max(1, 4 * prod(shape[1:])))
         count = shape[0]
         pieces = (slice(row, min(row + rows, count)) for row in range(0, count, rows))
         return all(np.array_equal(_bytes(first[p]), _bytes(second[p])) for p in pieces)
 
-    def _match(self, where: Mapping[str, Path]) -> dict[str, tuple[Stored, Path]]:
-        """Returns for each tensor's key how it is stored, by its full name, and the file's path."""
+    def _match(self) -> dict[str, Stored]:
+        """Returns for each tensor's key how it is stored, by its full name."""
         family = family_of(self.config)
-        matched: dict[str, tuple[Stored, Path]] = {}
+        matched: dict[str, Stored] = {}
         for key, tensor in model_spec(self.config).tensors.items():
             layouts = family.layouts(tensor, self.config)
-            named = [(stored, family.full_name(stored.name, where)) for stored in layouts]
-            named.append((layouts[0], self._head_as_table(key, where)))
+            named = [(stored, self._full_name(stored.name)) for stored in layouts]
+            named.append((layouts[0], self._head_as_table(key)))
             stored, full = next((x for x in named if x[1] is not None), named[0])
             if full is None:
                 raise self._missing(key, stored.name)
-            matched[key] = (replace(stored, name=full), where[full])
-            self._check_shape(full, where[full], stored.shape(tensor))
-        self._pass_over({stored.name for stored, _ in matched.values()}, where)
+            matched[key] = replace(stored, name=full)
+            self._check_shape(full, stored.shape(tensor))
+        self._pass_over({stored.name for stored in matched.values()})
         return matched
 
-    def _head_as_table(self, key: str, where: Mapping[str, Path]) -> str | None:
+    def _head_as_table(self, key: str) -> str | None:
         """Returns the head's stored name where it is tied, and the only one of both that is
         stored."""
         if key != "embedding.tokens" or not self.config.tied_head:
             return None
-        family = family_of(self.config)
-        return family.full_name(str(family.names["head.tokens"]), where)
+        return self._full_name(str(family_of(self.config).names["head.tokens"]))
 
     def _missing(self, key: str, name: str) -> CheckpointError:
         said = f"{self.folder}: tensor {name!r} is missing"
@@ -216,18 +237,21 @@ class Checkpoint:
             )
         return CheckpointError(said)
 
-    def _pass_over(self, known: set[str], where: Mapping[str, Path]) -> None:
+    def _pass_over(self, known: set[str]) -> None:
         """Notes which stored tensors are useless; raises `CheckpointError` for one of which that is
         not known."""
         family, count = family_of(self.config), len(self.config.pattern)
         tied = {family.names["head.tokens"]} if self.config.tied_head else set()
+        packed = self._tensors.packed
+        used = {part for name in known & set(packed) for part in packed[name].names}
         useless = []
-        for full in sorted(set(where) - known):
+        for full in sorted(set(self._tensors) - known - used):
             bare = family.bare_name(full)
-            if bare in tied:
+            if bare in tied or full.endswith(ALWAYS_BESIDE):
                 continue
             if not family.is_ignored(bare, count) and not family.is_ignored(full, count):
-                raise CheckpointError(f"{where[full]}: tensor {full!r} is not part of the model")
+                path = self._tensors.path(full)
+                raise CheckpointError(f"{path}: tensor {full!r} is not part of the model")
             useless.append(full)
         told = [name for name in useless if not name.endswith(BUFFERS)]
         if told:
@@ -237,43 +261,107 @@ class Checkpoint:
                 f"passed over {len(told)} tensors that generation does not need: {shown}"
             )
 
-    def _check_shape(self, name: str, path: Path, shape: tuple[int, ...]) -> None:
-        stored = self._files[path].get_slice(name)
-        if tuple(stored.get_shape()) != shape:
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        packed = self._tensors.packed.get(name)
+        stored = self._tensors.shape(name) if packed is None else packed.shape
+        path = self._tensors.path(name if packed is None else packed.names[0])
+        if stored != shape:
             raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {tuple(stored.get_shape())}, "
-                f"the config says {shape}"
+                f"{path}: tensor {name!r} has shape {stored}, the config says {shape}"
             )
-        if stored.get_dtype() not in READ:
+        if packed is None and self._tensors.dtype(name) not in READ:
             raise CheckpointError(
-                f"{path}: tensor {name!r} is {stored.get_dtype()}; only {', '.join(READ)} are read"
+                f"{path}: tensor {name!r} is {self._tensors.dtype(name)}; only {', '.join(READ)} "
+                "are read, and formats of few bits whose scales are beside"
             )
 
+    def _published(self, options: Mapping[str, Any]) -> Published | None:
+        """Returns the formats of the tensors that are in few bits, None if none is."""
+        formats: dict[str, Format] = {}
+        count, sizes = 0, {4: 0, 8: 0}
+        for key, tensor in model_spec(self.config).tensors.items():
+            packing = self._format_of(tensor)
+            if packing is None:
+                continue
+            known = formats.setdefault(of_any_expert(key), packing)
+            if known != packing:
+                name = self._where[key].name
+                raise CheckpointError(
+                    f"{self.folder}: tensor {name!r} has another format than the same one of the "
+                    "layer's other experts, which is not read"
+                )
+            count += 1
+            sizes[4 if packing.bits <= 4 else 8] += tensor.size
+        if not formats:
+            return None
+        names = {p.METHOD for p in self._tensors.packed.values() if hasattr(p, "METHOD")}
+        method = str(options.get("quant_method") or " and ".join(sorted(names)))
+        bits = 4 if sizes[4] >= sizes[8] else 8
+        return Published(method.upper(), bits, tuple(sorted(formats.items())))
+
+    def _format_of(self, tensor: TensorSpec) -> Format | None:
+        """Returns the format in which a tensor is kept as it is published; None of a plain one, and
+        of a small one, which is decoded."""
+        stored = self._where[tensor.key]
+        packed = self._tensors.packed.get(stored.name)
+        if packed is None or tensor.is_small:
+            return None
+        return with_own_rows(packed.format) if _cuts_rows(stored, packed) else packed.format
+
     def read(self, tensor: TensorSpec, start: int, stop: int, dtype: str) -> np.ndarray:
-        stored, path = self._where[tensor.key]
+        stored = self._where[tensor.key]
+        packed = self._tensors.packed.get(stored.name)
+        if packed is not None:
+            return self._decoded(packed, stored, tensor, start, stop).astype(numpy_dtype(dtype))
+        whole = self._tensors.rows(stored.name)
         try:
-            whole = self._files[path].get_slice(stored.name)
-            rows: np.ndarray = _rows_of(whole, stored, start, stop)
+            rows: np.ndarray = _joined(
+                [_part_of(whole, rows, stored.expert) for rows in _ranges(stored, start, stop)]
+            )
         except (SafetensorError, OSError) as error:
+            path = self._tensors.path(stored.name)
             raise CheckpointError(f"{path}: cannot read tensor {stored.name!r}: {error}") from None
         return rows.astype(numpy_dtype(dtype), copy=False)
 
+    def _decoded(
+        self, packed: PackedTensor, stored: Stored, tensor: TensorSpec, start: int, stop: int
+    ) -> np.ndarray:
+        """Returns rows of a tensor in few bits as fp32."""
+        pieces = []
+        for rows in _ranges(stored, start, stop):
+            leaves = packed_rows(packed, rows, stored.expert)
+            shape = (rows.stop - rows.start, packed.shape[-1])
+            storage = Storage(shape, "float32", with_own_rows(packed.format))
+            pieces.append(decoded(leaves, storage).reshape(-1, *tensor.shape[1:]))
+        return _joined(pieces)
+
+    def read_packed(self, tensor: TensorSpec, start: int, stop: int) -> list[np.ndarray]:
+        stored = self._where[tensor.key]
+        packed = self._tensors.packed[stored.name]
+        if _cuts_rows(stored, packed):
+            pieces = [
+                packed_rows(packed, rows, stored.expert) for rows in _ranges(stored, start, stop)
+            ]
+        else:
+            pieces = [
+                packed.read(rows.start, rows.stop, stored.expert)
+                for rows in _ranges(stored, start, stop)
+            ]
+        if len(pieces) == 1:
+            return pieces[0]
+        leaves = Storage(tensor.shape, "float32", self._format_of(tensor)).leaves
+        return [
+            np.concatenate(parts) if leaf.rows else parts[0]
+            for leaf, parts in zip(leaves, zip(*pieces, strict=True), strict=True)
+        ]
+
     def fingerprint(self, dtype: str) -> str:
-        files = []
-        for path, identity in sorted(self._identity.items()):
-            if _identity(path) != identity:  # reads still go to the file that was opened
-                raise CheckpointError(f"{path} was replaced since it was opened; start again")
-            _, *size_and_time = identity
-            files.append((path.name, *size_and_time, self._samples[path]))
+        files = self._tensors.files.with_times()
         return digest("checkpoint", FORMAT_VERSION, self.config, files, dtype)
 
     def content(self, dtype: str) -> str:
-        files = [(p.name, size, self._samples[p]) for p, (_, size, _) in self._identity.items()]
-        return digest("content", FORMAT_VERSION, self.config, sorted(files), dtype)
-
-    @cached_property
-    def _samples(self) -> dict[Path, str]:
-        return {path: _sampled_hash(path) for path in self._identity}
+        files = self._tensors.files.contents()
+        return digest("content", FORMAT_VERSION, self.config, files, dtype)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
@@ -281,41 +369,38 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
 
 
-def _rows_of(whole: Any, stored: Stored, start: int, stop: int) -> np.ndarray:
-    """Reads rows [start, stop) of a tensor that is stored as `stored` says."""
-    unit, first = stored.unit, stored.first
+def _ranges(stored: Stored, start: int, stop: int) -> list[slice]:
+    """Returns the ranges of the stored tensor's rows that make up rows [start, stop) of one that is
+    stored as `stored` says."""
+    unit = stored.unit
     if unit is None:
-        found: np.ndarray = whole[start:stop]
-        return found
-    pieces = []
+        return [slice(start, stop)]
+    ranges = []
     while start < stop:  # unit by unit
         number, at = divmod(start, unit)
         end = min(stop, (number + 1) * unit)
-        begin = first + number * stored.stride + at
-        rows = slice(begin, begin + end - start)
-        pieces.append(whole[rows] if stored.expert is None else whole[stored.expert, rows])
+        begin = stored.first + number * stored.stride + at
+        ranges.append(slice(begin, begin + end - start))
         start = end
+    return ranges
+
+
+def _part_of(whole: Any, rows: slice, expert: int | None) -> np.ndarray:
+    part: np.ndarray = whole[rows] if expert is None else whole[expert, rows]
+    return part
+
+
+def _joined(pieces: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def _identity(path: Path) -> tuple[int, int, int]:
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _sampled_hash(path: Path) -> str:
-    """Returns the SHA-256 of the file's first MiB and of samples all over the file.
-
-    Reading all of a large checkpoint at every start would take minutes. Two training runs differ
-    in nearly every tensor, so samples tell them apart even if their files' times are equal.
-    """
-    size, found = path.stat().st_size, hashlib.sha256()
-    with open(path, "rb") as file:
-        found.update(file.read(1 << 20))
-        for sample in range(FINGERPRINT_SAMPLES):
-            file.seek(size * (sample + 1) // (FINGERPRINT_SAMPLES + 1))
-            found.update(file.read(4096))
-    return found.hexdigest()
+def _cuts_rows(stored: Stored, packed: PackedTensor) -> bool:
+    """Returns whether a tensor that is a part of a stored one begins or ends within rows that share
+    a scale."""
+    rows = packed.format.rows
+    if rows <= 1 or stored.unit is None:
+        return False
+    return any(number % rows for number in (stored.first, stored.unit, stored.stride))
 
 
 def digest(*parts: Any) -> str:
@@ -344,34 +429,6 @@ def _stored_dtype(folder: Path) -> str | None:
     does not say; None if there are no weights."""
     if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
         return None
-    file = _open_shard(weight_files(folder)[0])
-    dtypes = (file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118
+    tensors = SafeTensors(folder)
+    dtypes = (tensors.dtype(name) for name in tensors)
     return next((DTYPE_NAMES[dtype] for dtype in dtypes if dtype in DTYPE_NAMES), None)
-
-
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: {_what_is_wrong(path) or error}") from None
-
-
-def _what_is_wrong(path: Path) -> str | None:
-    """Returns how a file is broken, e.g. which tensor is cut off, or None if nothing is found."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < length <= min(MAX_HEADER_BYTES, size):
-            return "corrupt: it does not begin with a safetensors header"
-        try:
-            header = json.loads(file.read(length))
-            ends = {
-                name: 8 + length + entry["data_offsets"][1]
-                for name, entry in header.items()
-                if name != "__metadata__"
-            }
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            return "corrupt: its safetensors header cannot be read"
-    cut = sorted((end, name) for name, end in ends.items() if end > size)
-    return f"truncated: tensor {cut[0][1]!r} ends after the end of the file" if cut else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flexgen_jax.errors import UserError
+from flexgen_jax.models.formats.published import Published
 from flexgen_jax.models.parts import (
     LAYER_NORM,
     AttentionSpec,
@@ -35,6 +36,9 @@ class ModelConfig:
     multiplies them (Gemma). With `is_parallel`, attention and feed-forward block have one input and
     are added to it together (GPT-NeoX). logit_softcap: as in `AttentionSpec`.
 
+    published: the formats of the tensors that the model's files have in few bits, if there are
+    some.
+
     A stage of a model has some of its layers, see `part`: `first_layer` is the number of the first
     one, and other stages have the embedding or the head that it has not.
     """
@@ -61,6 +65,7 @@ class ModelConfig:
     first_layer: int = 0
     has_embedding: bool = True
     has_head: bool = True
+    published: Published | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_positions", "embed_size"):

@@ -535,6 +535,36 @@ way."""
 QUANTIZED = "use the checkpoint in bf16, fp16 or fp32 that it was made from, and --weight-bits 4"
 
 
+METHODS = (
+    "fp8",
+    "fbgemm_fp8",
+    "mxfp4",
+    "gptq",
+    "awq",
+    "compressed-tensors",
+    "modelopt",
+    "bitsandbytes",
+)
+"""Methods of quantization whose files are read, as "quant_method" names them."""
+
+
+def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns how a config says that the weights are quantized, nothing if it does not; raises
+    `ConfigError` for a method that is not known."""
+    text = raw.get("text_config") or {}
+    stored = raw.get("quantization_config") or text.get("quantization_config") or {}
+    if not stored:
+        return {}
+    if not isinstance(stored, Mapping):
+        raise ConfigError(f"quantization_config must be an object, not {stored!r}")
+    method = str(stored.get("quant_method", "")).lower().replace("_", "-")
+    if method not in (name.replace("_", "-") for name in METHODS):
+        raise ConfigError(
+            f"the weights are quantized by {method.upper()}, which is not read: {QUANTIZED}"
+        )
+    return stored
+
+
 def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.model_type]
 
@@ -551,10 +581,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(
             f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}{hint}"
         )
-    stored = raw.get("quantization_config") or {}
-    if stored:
-        method = str(stored.get("quant_method") if isinstance(stored, Mapping) else stored).upper()
-        raise ConfigError(f"the weights are quantized by {method}, which is not read: {QUANTIZED}")
+    quantization_of(raw)
     for part in (raw, raw.get("text_config") or {}):
         for name, allowed in REFUSED.items():
             if part.get(name) not in (None, *allowed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import log, sqrt
 from typing import Any
@@ -109,9 +109,9 @@ class Family:
             return replace(where, name=where.name.replace("{i}", layer[1]))
         return Stored(stored.replace("{i}", layer[1]).replace("{e}", str(tensor.expert)))
 
-    def full_name(self, name: str, stored: Container[str]) -> str | None:
+    def full_name(self, name: str, is_stored: Callable[[str], bool]) -> str | None:
         """Returns a tensor's name as it is stored, with a prefix perhaps; None if it is not."""
-        return next((p + name for p in self.prefixes if p + name in stored), None)
+        return next((p + name for p in self.prefixes if is_stored(p + name)), None)
 
     def bare_name(self, full: str) -> str:
         """Returns a stored tensor's name without a prefix."""

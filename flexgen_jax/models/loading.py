@@ -60,12 +60,34 @@ def shipped_model() -> Path:
     return Path(str(resources.files("flexgen_jax"))) / "data" / "tiny_opt"
 
 
-def open_model(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
+def open_model(
+    name: str | Path | None,
+    dummy_weights: bool,
+    seed: int,
+    weight_bits: int | None = None,
+    requantizes: bool = False,
+) -> Model:
     """Opens a Hugging Face folder, a hub id or, with dummy weights, a known shape's name.
 
-    The name None stands for the shipped model. seed: for dummy weights. Raises `UserError` if the
-    model cannot be opened.
+    The name None stands for the shipped model. seed: for dummy weights; weight_bits: what a run
+    asks for, of which a model that is published in few bits has its own unless `requantizes`.
+    Raises `UserError` if the model cannot be opened.
     """
+    model = _opened(name, dummy_weights, seed)
+    published = model.config.published
+    if published is None or weight_bits is None or weight_bits == 16:
+        return model
+    if not requantizes:
+        raise UserError(
+            f"{model.name} is published in {published.bits} bits ({published.name}), which are "
+            f"kept; --weight-bits {weight_bits} would round its weights a second time: leave it "
+            "out, or add --requantize"
+        )
+    model.source.config = config = replace(model.config, published=None)
+    return replace(model, config=config)
+
+
+def _opened(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
     if dummy_weights:
         if name is None:
             raise UserError("--dummy-weights needs --model, e.g. --model facebook/opt-1.3b")
@@ -125,7 +147,9 @@ def shape_of(name: str | None) -> ModelConfig:
     if name is not None and not Path(name).expanduser().exists():
         with contextlib.suppress(UserError):
             return known_shape(name)
-    return read_folder_config(shipped_model() if name is None else _local_folder(name))
+    folder = shipped_model() if name is None else _local_folder(name)
+    has_weights = any((folder / file).is_file() for file in (SINGLE, INDEX))
+    return Checkpoint(folder).config if has_weights else read_folder_config(folder)
 
 
 def _local_folder(name: str, needs_weights: bool = False) -> Path:

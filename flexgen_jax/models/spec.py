@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from flexgen_jax.models.config import DTYPES, ModelConfig
+from flexgen_jax.models.formats.format import Format
+from flexgen_jax.models.formats.known import paper
+from flexgen_jax.models.formats.published import Published
+from flexgen_jax.models.formats.storage import FORMAT_VERSION, Storage, kv_storage
 from flexgen_jax.models.parts import (
     AttentionSpec,
     ExpertsSpec,
@@ -21,7 +25,6 @@ from flexgen_jax.models.parts import (
     StateLeaf,
     linear,
 )
-from flexgen_jax.models.storage import FORMAT_VERSION, Storage, kv_storage
 
 LayerKind = Literal["embedding", "decoder", "head"]
 Role = Literal["query", "key", "value", "router", "expert", "other"]
@@ -33,13 +36,17 @@ one expert's, or anything else."""
 class TensorSpec:
     """One weight: its path inside the layer ("attention.q.kernel"), its shape, the key that names
     it in the whole model, and what it is for. A tied head's table has the embedding table's key.
-    expert: the number of the expert that it belongs to, if it does."""
+    expert: the number of the expert that it belongs to, if it does. published: the format in which
+    the model's files have it, None if these are plain numbers; can_pack: whether a run may choose
+    another format: not of a model that is published in few bits."""
 
     path: str
     shape: tuple[int, ...]
     key: str
     role: Role = "other"
     expert: int | None = None
+    published: Format | None = None
+    can_pack: bool = True
 
     @property
     def size(self) -> int:
@@ -59,9 +66,14 @@ class TensorSpec:
     def storage(self, dtype: str, bits: int = 16) -> Storage:
         """Returns how the tensor is kept.
 
-        Only large tensors are quantized, in groups along the output channels (the first axis).
+        bits: 16 for plain numbers. With fewer, a tensor that is published in few bits keeps its
+        format; of other models the large tensors are quantized.
         """
-        return Storage(self.shape, dtype, 16 if self.is_small else bits)
+        if bits == 16 or self.is_small:
+            return Storage(self.shape, dtype)
+        if not self.can_pack:
+            return Storage(self.shape, dtype, self.published)
+        return Storage(self.shape, dtype, paper(bits))
 
     def nbytes(self, dtype: str, bits: int = 16) -> int:
         return self.storage(dtype, bits).nbytes
@@ -113,9 +125,10 @@ class LayerTensors:
     def large_shapes(self) -> tuple[tuple[TensorSpec, int], ...]:
         """One of the large tensors of each shape, an expert's apart, and how many are like it: a
         layer of experts has hundreds."""
-        first: dict[tuple[tuple[int, ...], bool], list[TensorSpec]] = {}
+        first: dict[tuple[Any, ...], list[TensorSpec]] = {}
         for tensor in self.large:
-            first.setdefault((tensor.shape, tensor.expert is not None), []).append(tensor)
+            kind = (tensor.shape, tensor.expert is not None, tensor.published)
+            first.setdefault(kind, []).append(tensor)
         return tuple((tensors[0], len(tensors)) for tensors in first.values())
 
     @cached_property
@@ -248,7 +261,7 @@ class LayerSpec(LayerTensors):
     @property
     def without_names(self) -> LayerSpec:
         """The shapes alone: equal for layers that can share compiled programs."""
-        nameless = tuple(replace(t, key="") for t in self.tensors)
+        nameless = tuple(replace(tensor, key="") for tensor in self.tensors)
         return replace(self, index=0, number=0, tensors=nameless)
 
 
@@ -443,4 +456,16 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         )
         for i, kind in enumerate(config.pattern)
     )
-    return ModelSpec(config.hidden_size, (embedding, *decoders, head))
+    layers = (embedding, *decoders, head)
+    if config.published is not None:
+        layers = tuple(_as_published(layer, config.published) for layer in layers)
+    return ModelSpec(config.hidden_size, layers)
+
+
+def _as_published(layer: LayerSpec, published: Published) -> LayerSpec:
+    """Returns a layer with the formats of its tensors in the model's files."""
+    tensors = tuple(
+        replace(tensor, published=published.format_of(tensor.key), can_pack=False)
+        for tensor in layer.tensors
+    )
+    return replace(layer, tensors=tensors)

@@ -15,8 +15,8 @@ from flexgen_jax.cpu import HostAttention, is_cpu, kernels_of_device
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
-from flexgen_jax.models.storage import Storage
 from flexgen_jax.offload.metrics import Content, Metrics
 from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offload.watcher import Watcher
@@ -104,6 +104,6 @@ class Device:
 
 
 def _zeros(storage: Storage) -> Kept:
-    leaves = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in storage.leaves]
+    leaves = [jnp.zeros(leaf.shape, leaf.kind) for leaf in storage.leaves]
     zeros: Kept = assemble(storage, leaves)
     return zeros

@@ -118,7 +118,7 @@ class KVCache:
             state.payload.blocks[state.sealed] = BlockArrays(tuple(buffer.arrays), buffer.views)
             return
         leaves = state.sizes[state.sealed].open_layout.leaves
-        arrays = tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves)
+        arrays = tuple(jnp.zeros(leaf.shape, leaf.kind) for leaf in leaves)
         views: tuple[np.ndarray, ...] = ()
         if self._memories.unified:
             # To write one token, XLA's CPU backend would convert a whole 16-bit block to fp32 and
@@ -319,7 +319,7 @@ def take_block(block: Any, rows: np.ndarray) -> Any:
             taken: jax.Array = leaves[0]
             return taken
         shape = (len(rows), *kept.shape[1:])
-        return QuantizedArray(replace(kept.storage, shape=shape), *leaves)
+        return QuantizedArray(replace(kept.storage, shape=shape), tuple(leaves))
 
     return jax.tree.map(take, block, is_leaf=lambda x: isinstance(x, jax.Array | QuantizedArray))
 

@@ -142,7 +142,7 @@ class Memories:
     def buffer(self, layout: Layout) -> HostBuffer:
         """Returns zeroed host arrays of a layout."""
         arrays = tuple(
-            self.host_array(leaf.shape, numpy_dtype(leaf.dtype)) for leaf in layout.leaves
+            self.host_array(leaf.shape, numpy_dtype(leaf.kind)) for leaf in layout.leaves
         )
         return HostBuffer(layout, arrays, tuple(map(writable_view, arrays)))
 

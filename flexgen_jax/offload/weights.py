@@ -16,8 +16,9 @@ import numpy as np
 from flexgen_jax.layers.quantization import Kept, assemble, encode
 from flexgen_jax.models.checkpoint import WeightSource, numpy_dtype
 from flexgen_jax.models.config import DTYPES
+from flexgen_jax.models.formats.format import Leaf
+from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import LayerSpec, TensorSpec
-from flexgen_jax.models.storage import Leaf, Storage
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder, WeightFolder, row_ranges
 from flexgen_jax.offload.prefetch import Load, ended_on_error
@@ -37,7 +38,7 @@ Stored = tuple[str, tuple[int, ...], np.dtype]
 
 def _stored(tensor: TensorSpec, leaf: Leaf) -> Stored:
     name = f"{tensor.key}.{leaf.name}" if leaf.name else tensor.key
-    return name, leaf.shape, numpy_dtype(leaf.dtype)
+    return name, leaf.shape, numpy_dtype(leaf.kind)
 
 
 class WeightStore:
@@ -83,8 +84,7 @@ class WeightStore:
         self._reserve(tier, tensor)
         storage = self._storage(tensor)
         arrays = [
-            self._memories.host_array(leaf.shape, numpy_dtype(leaf.dtype))
-            for leaf in storage.leaves
+            self._memories.host_array(leaf.shape, numpy_dtype(leaf.kind)) for leaf in storage.leaves
         ]
         self._fill(tensor, [writable_view(array) for array in arrays])
         whole = assemble(storage, arrays)
@@ -99,10 +99,29 @@ class WeightStore:
         """Fills the tensor's stored leaves, which must be zero, a few chunks at a time; if the
         tensor is quantized, the device does that."""
         storage = self._storage(tensor)
-        if storage.bits == 16:
+        if storage.format is None:
             for start, stop, piece in self._pieces(tensor):
                 leaves[0][start:stop] = piece
-            return
+        elif tensor.published is not None:
+            self._fill_published(tensor, leaves)
+        else:
+            self._fill_packed(tensor, leaves)
+
+    def _fill_published(self, tensor: TensorSpec, leaves: list[np.ndarray]) -> None:
+        """Fills the leaves with those of the model's files."""
+        storage = self._storage(tensor)
+        multiple = storage.packing.rows or tensor.shape[0]
+        for start, stop in row_ranges(tensor.shape, DTYPES[self._formats.dtype], multiple):
+            parts = self._source.read_packed(tensor, start, stop)
+            for leaf, part, whole in zip(storage.leaves, parts, leaves, strict=True):
+                if leaf.rows:
+                    whole[start // leaf.rows : -(-stop // leaf.rows)] = part
+                else:
+                    whole[...] = part
+
+    def _fill_packed(self, tensor: TensorSpec, leaves: list[np.ndarray]) -> None:
+        """Fills the leaves of a tensor that is grouped along its rows."""
+        storage = self._storage(tensor)
         packed, scale, minimum = leaves
         length, group = storage.plane_length, storage.group_size
         for start, stop, piece in self._pieces(tensor, group):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from flexgen_jax.models.formats.format import Leaf
+from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, TensorSpec
-from flexgen_jax.models.storage import Leaf, Storage
 from flexgen_jax.policy.policy import Tier
 
 

@@ -9,8 +9,8 @@ from math import ceil
 from typing import Any, Literal, get_args
 
 from flexgen_jax.errors import UserError
+from flexgen_jax.models.formats.storage import BITS, MATMUL_BITS
 from flexgen_jax.models.spec import Formats
-from flexgen_jax.models.storage import BITS, MATMUL_BITS
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.schedules import SCHEDULES, Schedule
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import LayerSpec
-from flexgen_jax.models.storage import Storage
 from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.placement import home_of_hidden
 from flexgen_jax.policy.plan import BlockPlan, Blocks, BlockSizes

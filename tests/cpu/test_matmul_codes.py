@@ -11,7 +11,7 @@ from flexgen_jax.cpu import matmul
 from flexgen_jax.cpu.jit.matmul_codes import BLOCK, DEPTH, ROWS
 from flexgen_jax.layers.matmul_int8 import OUTLIER
 from flexgen_jax.layers.quantization import QuantizedArray, quantize
-from flexgen_jax.models.storage import GROUP_SIZE
+from flexgen_jax.models.formats.storage import GROUP_SIZE
 from tests.helpers.arrays import anew, levels, numbers
 from tests.helpers.cases import covering
 from tests.helpers.kernels import CPU

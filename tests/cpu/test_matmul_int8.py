@@ -121,6 +121,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.few(6)
 @BY_EACH
 @pytest.mark.parametrize(("shape", "bits"), covering(SHAPES, [16, 8, 4], together=1))
 def test_product_is_the_formula(multiply: Any, shape: tuple[int, ...], bits: int) -> None:

@@ -40,6 +40,7 @@ def expected_of_mixed(checkpoint: Callable[[str], Path]) -> list[list[int]]:
     return [model.greedy(ids, 20) for ids in prompts(MIXED_LENGTHS)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("percent", "schedule", "overlap", "num_batches", "unified"),
     pairwise(PLACEMENTS, list(SCHEDULES), [True, False], [1, 4], [True, False]),

@@ -13,6 +13,7 @@ from tests.helpers.models import prompts
 from tests.helpers.numpy_llama import LLAMA, MIXTRAL, write
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("raw", [LLAMA, MIXTRAL], ids=["llama", "mixtral"])
 def test_logits_and_tokens_are_numpys(tmp_path: Path, raw: dict[str, Any]) -> None:
     model = write(tmp_path / "m", raw)

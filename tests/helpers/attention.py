@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.layers.quantization import Kept, quantize_as
+from flexgen_jax.models.formats.storage import kv_storage
 from flexgen_jax.models.parts import AttentionSpec
-from flexgen_jax.models.storage import kv_storage
 from tests.helpers.numpy_quantization import dequantized
 
 LENGTHS, POSITION, KV_HEADS = (7, 5, 4), 14, 3

@@ -19,7 +19,7 @@ from flexgen_jax.layers.quantization import (
     quantize,
     take_rows,
 )
-from flexgen_jax.models.storage import kv_storage
+from flexgen_jax.models.formats.storage import kv_storage
 from tests.helpers.cases import covering
 from tests.helpers.numpy_quantization import quantized
 

@@ -87,7 +87,7 @@ def test_a_name_without_its_owner_is_enough() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, "GPTQ.*--weight-bits 4"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "AQLM.*--weight-bits 4"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "spiral"),
         ({"num_key_value_heads": 3}, "num_kv_heads 3"),
         ({"hidden_act": "mish"}, "mish"),

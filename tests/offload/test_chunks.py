@@ -55,6 +55,7 @@ def expected(checkpoint: Callable[[], Path]) -> list[list[int]]:
     return [model.greedy(ids, count) for ids, count in zip(prompts(), TOKENS, strict=True)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("percent", "chunk", "schedule", "unified", "attention", "overlap"),
     pairwise(
@@ -85,6 +86,7 @@ def test_tokens_are_those_of_whole_prompts(
     assert generate(checkpoint(), tmp_path, policy, unified) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "sparsity", "unified"),
     [(4, 0.5, False), pytest.param(4, 1.0, True, marks=pytest.mark.slow)],
@@ -114,6 +116,7 @@ def test_lossy_caches_give_the_same_tokens_wherever_they_are(
     assert found == found[:1] * len(found)
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_a_whole_prompt_of_2048_tokens() -> None:
     """With padding that ends within a chunk, in programs of XLA's code and of generated code."""
     config = read_config(BASE | {"max_position_embeddings": 2048})
@@ -191,6 +194,7 @@ def test_programs_of_chunks_need_no_more_than_is_counted(bits: int, rows: int) -
     assert of_model.workspace <= counted
 
 
+@pytest.mark.slow
 def test_a_plan_takes_smaller_chunks_where_nothing_else_fits(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 1024}
     folder = write_checkpoint(tmp_path / "m", **sizes, max_position_embeddings=4096)

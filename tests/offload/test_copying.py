@@ -130,6 +130,7 @@ def test_a_decode_step_is_one_program_without_uploads(
     assert counted.uploads == 2  # the prompts
 
 
+@pytest.mark.slow
 def test_tokens_appended_by_the_program_are_those_of_attention_elsewhere() -> None:
     """Over several KV blocks, whatever reads them, in a model whose text depends on all of them."""
     found = []

@@ -59,6 +59,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("percent", "chunk", "schedule", "unified", "attention"),
     pairwise(PLACEMENTS, [2048, 16], list(SCHEDULES), [True, False], ["device", "host"]),
@@ -96,6 +97,7 @@ def test_tokens_are_those_without_a_prefix(
         assert peak <= report["computed_peak_bytes"][tier], tier
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("percent", PLACEMENTS[:3])
 def test_a_packed_cache_has_a_packed_prefix(
     checkpoint: Callable[[], Path], tmp_path: Path, percent: tuple[int, ...]

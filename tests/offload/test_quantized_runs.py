@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.layers.quantization import dequantize, quantize
 from flexgen_jax.models.families import read_config
+from flexgen_jax.models.formats.storage import GROUP_SIZE
 from flexgen_jax.models.spec import Formats, TensorSpec
-from flexgen_jax.models.storage import GROUP_SIZE
 from flexgen_jax.offload import weights
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk import folder
@@ -76,6 +76,7 @@ def model_files(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("variant", "bits"), covering(["base", "350m", "untied", "galactica"], [4, 8], together=1)
 )
@@ -97,6 +98,7 @@ def test_quantized_weights_are_what_the_formula_leaves(
         np.testing.assert_allclose(score.logprobs, model.logprobs(ids), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", [16, pytest.param(8, marks=pytest.mark.slow), 4])
 def test_scores_through_the_cache(checkpoint: Callable[[str], Path], bits: int) -> None:
     config, tensors = model_files(checkpoint())
@@ -125,6 +127,7 @@ def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
     return run_greedy(checkpoint(), SHORT, policy)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("percent", "schedule", "overlap", "num_batches", "unified"),
     covering(PLACEMENTS, ["zigzag", "row"], [True, False], [1, 4], [True, False]),

@@ -36,6 +36,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("raw", "percent", "options"),
     [

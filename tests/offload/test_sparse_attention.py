@@ -187,6 +187,7 @@ def test_chosen_tokens_are_numpys(
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "head_dim"), covering(FORMATS, [8, 64, 80], together=1))
 def test_formats(host: HostAttention, kind: tuple[str, int], head_dim: int) -> None:
     dtype, bits = kind
@@ -247,6 +248,7 @@ def test_what_is_not_finite_shows(host: HostAttention, wrong: float, dtype: str)
         assert is_finite.sum() == BATCH * HEADS - 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("place", "fraction"), covering(["here", "host", "device"], [0.1, 0.4], together=1)
 )
@@ -277,6 +279,7 @@ def resident(checkpoint: Callable[[str], Path]) -> Callable[[int], list[list[int
     return found.__getitem__
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("cache", "how"),
     covering(SPLITS, [*itertools.product(["host", "device"], [True, False])], together=1),

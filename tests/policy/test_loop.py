@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.shapes import known_shape
-from flexgen_jax.models.storage import Storage
 from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.ledger import BudgetError, Ledger
 from flexgen_jax.policy.loop import BlockLoop
@@ -43,6 +43,7 @@ def first(calls: list[Call], *start: Any) -> int:
     return next(i for i, call in enumerate(calls) if call[: len(start)] == start)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("policy", "unified"),
     [

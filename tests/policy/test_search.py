@@ -106,6 +106,7 @@ def test_what_fits_stays_on_the_device() -> None:
     assert plan.num_sequences == 64
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["facebook/opt-6.7b", "facebook/opt-66b"])
 @pytest.mark.parametrize("device", [6, 16])
 def test_chosen_plans_fit_and_beat_plain_ones(model: str, device: int) -> None:
@@ -152,6 +153,7 @@ def test_what_is_written_is_what_the_loop_writes(gen_len: int) -> None:
     assert evaluate(asked, policy).written == pytest.approx(found.bytes["disk_write"])
 
 
+@pytest.mark.slow
 def test_no_more_is_written_to_the_disk_than_allowed() -> None:
     """A plan that keeps KV cache on disk gives way to one that writes less, down to nothing."""
     free = problem("facebook/opt-30b", budgets=Budgets(14 * GB, 40 * GB, 900 * GB))

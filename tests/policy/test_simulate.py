@@ -32,6 +32,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("where", "how"),
     covering(

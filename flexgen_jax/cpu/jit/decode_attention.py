@@ -27,7 +27,7 @@ from flexgen_jax.cpu.jit.decode_attention_ir import add_row, add_some, score_row
 from flexgen_jax.cpu.jit.llvm import LANES
 from flexgen_jax.cpu.jit.softmax_ir import exp, weigh
 from flexgen_jax.layers.attention import MASKED
-from flexgen_jax.models import storage
+from flexgen_jax.models.formats import storage
 
 VECTOR_FILES = (decode_attention_ir.__file__, softmax_ir.__file__, storage.__file__, llvm.__file__)
 SOURCE = source_of(__file__, *VECTOR_FILES)

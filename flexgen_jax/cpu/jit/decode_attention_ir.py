@@ -37,7 +37,7 @@ from flexgen_jax.cpu.jit.llvm import (
     filled,
 )
 from flexgen_jax.cpu.processor import converts_half
-from flexgen_jax.models.storage import kv_storage
+from flexgen_jax.models.formats.storage import kv_storage
 
 cgutils: Any = untyped
 

@@ -19,7 +19,7 @@ from flexgen_jax.cpu.jit import llvm, matmul_inner, packing
 from flexgen_jax.cpu.jit.code_cache import source_of
 from flexgen_jax.cpu.jit.matmul_inner import configure, multiply_tiles, release
 from flexgen_jax.cpu.jit.packing import PAIR, STEP, give_rows, take_columns, take_rows
-from flexgen_jax.models import storage
+from flexgen_jax.models.formats import storage
 
 _PARTS = (matmul_inner, packing, storage, llvm, processor)
 _FILES = (__file__, *(str(part.__file__) for part in _PARTS))

@@ -38,7 +38,7 @@ from flexgen_jax.cpu.jit.packing import (
 from flexgen_jax.cpu.jit.packing_int8 import MAGNITUDE, inverse_of
 from flexgen_jax.layers import matmul_int8
 from flexgen_jax.layers.matmul_int8 import LEVELS, OUTLIER_BITS
-from flexgen_jax.models.storage import GROUP_SIZE
+from flexgen_jax.models.formats.storage import GROUP_SIZE
 
 cgutils: Any = untyped
 

@@ -48,7 +48,7 @@ from flexgen_jax.cpu.jit.packing import (
     store_parts,
 )
 from flexgen_jax.cpu.processor import has_wide_vectors, multiplies_pairs
-from flexgen_jax.models.storage import GROUP_SIZE
+from flexgen_jax.models.formats.storage import GROUP_SIZE
 
 cgutils: Any = untyped
 

@@ -37,7 +37,7 @@ from flexgen_jax.cpu.jit.llvm import (
     arrays_of,
     filled,
 )
-from flexgen_jax.models.storage import GROUP_SIZE
+from flexgen_jax.models.formats.storage import GROUP_SIZE
 
 cgutils: Any = untyped
 

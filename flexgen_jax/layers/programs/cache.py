@@ -23,8 +23,8 @@ from flexgen_jax.layers.quantization import Kept, quantize_as
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.layers.sparse_attention import Ranked, rank
 from flexgen_jax.layers.sparse_attention import attend_ranked as attend_to_ranked
+from flexgen_jax.models.formats.storage import kv_storage
 from flexgen_jax.models.spec import Formats, LayerSpec
-from flexgen_jax.models.storage import kv_storage
 
 
 def sealed(formats: Formats, block: T) -> Any:

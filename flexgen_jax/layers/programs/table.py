@@ -22,8 +22,8 @@ from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
-from flexgen_jax.models.storage import Storage
 
 P = ParamSpec("P")
 
@@ -144,7 +144,7 @@ _traceable = lru_cache(maxsize=64)(Traceable)
 
 def abstract(storage: Storage) -> Any:
     """Returns an abstract array: the shapes and dtypes of what is stored, without the numbers."""
-    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in storage.leaves]
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.kind) for leaf in storage.leaves]
     return assemble(storage, leaves)
 
 

@@ -1,0 +1,66 @@
+"""Codes of published files, unpacked and packed again as this package keeps them, in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flexgen_jax.models.formats.format import Factor, Format
+from flexgen_jax.models.formats.storage import Storage
+
+
+def unpack_words(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """Returns the codes, uint8, of words (int32), lowest bits first, which follow each other along
+    an axis: [i / 8, o] becomes [i, o] for 4 bits and axis 0."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    wide = np.expand_dims(np.ascontiguousarray(words).view(np.uint32), axis + 1)
+    wide = wide >> shifts.reshape([-1 if n == axis + 1 else 1 for n in range(wide.ndim)])
+    codes = (wide & ((1 << bits) - 1)).astype(np.uint8)
+    shape = list(words.shape)
+    shape[axis] *= len(shifts)
+    return codes.reshape(shape)
+
+
+def unpack_nibbles(stored: np.ndarray, high_first: bool = False) -> np.ndarray:
+    """Returns the codes of 4 bits, uint8 [..., 2 n], in bytes [..., n]."""
+    halves = (stored & 15, stored >> 4)
+    pairs = np.stack(halves[::-1] if high_first else halves, axis=-1)
+    return pairs.reshape(*stored.shape[:-1], -1)
+
+
+def packed_parts(codes: np.ndarray, packing: Format | Factor) -> list[np.ndarray]:
+    """Returns the stored parts of codes, uint8 [row, element], of a format that is grouped along
+    the last axis, or of a factor."""
+    count = codes.shape[1]
+    own = packing if isinstance(packing, Format) else Format(packing.bits, Factor("uint8", 0))
+    parts, offset = [], 0
+    for width, length in Storage(codes.shape, "float32", own).parts(count, packing):
+        planes = 8 // width
+        some = (codes >> offset) & ((1 << width) - 1) if width < 8 else codes
+        padded = np.zeros((codes.shape[0], length * planes), np.uint8)
+        padded[:, :count] = some
+        part = padded[:, :length].copy()
+        for index in range(1, planes):
+            part |= padded[:, index * length : (index + 1) * length] << (width * index)
+        parts.append(part)
+        offset += width
+    return parts
+
+
+def order_of(group_of: np.ndarray, group: int) -> np.ndarray | None:
+    """Returns the elements by their groups, int32 [element], if they are not in this order already.
+
+    group_of: the number of each element's group. Raises `ValueError` if a group has too many.
+    """
+    count = group_of.size
+    if np.array_equal(group_of, np.arange(count) // group):
+        return None
+    order = np.argsort(group_of, kind="stable").astype(np.int32)
+    if not np.array_equal(group_of[order], np.arange(count) // group):
+        raise ValueError(f"its g_idx does not have {group} elements a group")
+    return order
+
+
+def as_leaves(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [np.ascontiguousarray(part) for part in parts]

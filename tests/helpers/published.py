@@ -1,0 +1,257 @@
+"""Tiny models as hubs have them, in few bits, written from the formats' published formulas: random
+codes and scales, and the plain weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tests.helpers.families import Reference
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+"""96 columns are three groups of 32, which two planes of codes do not divide."""
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
+"""AWQ's word holds these of eight columns, from the lowest bits on."""
+
+Weights = dict[str, np.ndarray]
+Random = np.random.Generator
+Made = tuple[Weights, np.ndarray]
+"""Stored arrays by the ends of their names, and the plain matrix."""
+
+
+def words(codes: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """Packs codes into int32 along an axis, the first one in the lowest bits."""
+    each = 32 // bits
+    codes = np.moveaxis(codes.astype(np.uint64), axis, -1)
+    codes = codes.reshape(*codes.shape[:-1], -1, each)
+    packed = sum(codes[..., n] << np.uint64(bits * n) for n in range(each))
+    return np.moveaxis(packed.astype(np.uint32).view(np.int32), -1, axis)  # type: ignore[union-attr]
+
+
+def spread(values: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    return np.repeat(np.repeat(values, rows, 0), columns, 1)
+
+
+def scales(rng: Random, *shape: int, dtype: Any = np.float32, size: float = 0.1) -> np.ndarray:
+    return (size * (0.5 + rng.random(shape))).astype(dtype)
+
+
+def float8(rng: Random, shape: tuple[int, int], kind: str) -> Made:
+    codes = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+    rows, columns = shape
+    if kind == "block":
+        scale = scales(rng, -(-rows // 32), -(-columns // 32))
+        each = spread(scale, 32, 32)[:rows, :columns]
+        return {"weight": codes, "weight_scale_inv": scale}, codes.astype(np.float32) * each
+    if kind == "power":  # the exponents of powers of two
+        power = rng.integers(123, 126, (-(-rows // 32), -(-columns // 32)), np.uint8)
+        each = spread(2.0 ** (power.astype(np.float32) - 127), 32, 32)[:rows, :columns]
+        return {"weight": codes, "scale": power}, codes.astype(np.float32) * each
+    scale = scales(rng, rows, 1, dtype=ml_dtypes.bfloat16)
+    scale = scale if kind == "row" else scale[:1, 0]
+    return {"weight": codes, "weight_scale": scale}, codes.astype(np.float32) * scale.astype("f4")
+
+
+def integers(rng: Random, shape: tuple[int, int]) -> Made:
+    codes = rng.integers(-127, 128, shape).astype(np.int8)
+    scale = scales(rng, shape[0], 1, dtype=np.float16, size=0.005)
+    return {"weight": codes, "weight_scale": scale}, codes * scale.astype(np.float32)
+
+
+def compressed(rng: Random, shape: tuple[int, int], has_zero: bool, has_order: bool) -> Made:
+    rows, columns = shape
+    codes, groups = rng.integers(0, 16, shape), columns // 32
+    scale = scales(rng, rows, groups, dtype=ml_dtypes.bfloat16, size=0.05)
+    zero = rng.integers(0, 16, (rows, groups)) if has_zero else np.full((rows, groups), 8)
+    group_of = np.arange(columns, dtype=np.int32) // 32
+    stored = {
+        "weight_packed": words(codes, 4, 1),
+        "weight_scale": scale,
+        "weight_shape": np.array(shape, np.int64),
+    }
+    if has_zero:
+        stored["weight_zero_point"] = words(np.pad(zero, ((0, -rows % 8), (0, 0))), 4, 0)
+    if has_order:
+        group_of = rng.permutation(group_of)
+        stored["weight_g_idx"] = group_of
+    return stored, (codes - zero[:, group_of]) * scale.astype(np.float32)[:, group_of]
+
+
+def gptq(
+    rng: Random, shape: tuple[int, int], less: int, has_zero: bool, has_order: bool, bits: int = 4
+) -> Made:
+    """less: what the version of the format takes off zeros before it stores them."""
+    rows, columns = shape
+    most = 1 << bits
+    codes, groups = rng.integers(0, most, (columns, rows)), columns // 32
+    scale = scales(rng, groups, rows, dtype=np.float16, size=0.8 / most)
+    zero = np.full((groups, rows), most // 2)
+    if has_zero:
+        zero = rng.integers(1, most, zero.shape)
+    group_of = np.arange(columns, dtype=np.int32) // 32
+    group_of = rng.permutation(group_of) if has_order else group_of
+    stored = {
+        "qweight": words(codes, bits, 0),
+        "qzeros": words(zero - less, bits, 1),
+        "scales": scale,
+        "g_idx": group_of,
+    }
+    return stored, ((codes - zero[group_of]) * scale.astype(np.float32)[group_of]).T
+
+
+def awq(rng: Random, shape: tuple[int, int], has_zero: bool) -> Made:
+    rows, columns = shape
+    codes, groups = rng.integers(0, 16, (columns, rows)), columns // 32
+    scale = scales(rng, groups, rows, dtype=np.float16, size=0.05)
+    zero = rng.integers(0, 16, (groups, rows)) if has_zero else np.full((groups, rows), 8)
+
+    def packed(numbers: np.ndarray) -> np.ndarray:
+        columns_of = numbers.reshape(len(numbers), -1, 8)[:, :, AWQ_COLUMNS]
+        return words(columns_of.reshape(len(numbers), -1), 4, 1)
+
+    stored = {"qweight": packed(codes), "qzeros": packed(zero), "scales": scale}
+    each = np.repeat(scale.astype(np.float32), 32, 0)
+    return stored, ((codes - np.repeat(zero, 32, 0)) * each).T
+
+
+def microscaled(rng: Random, shape: tuple[int, int]) -> Made:
+    codes = rng.integers(0, 16, shape).astype(np.uint8)
+    power = rng.integers(122, 125, (shape[0], shape[1] // 32), np.uint8)
+    each = np.repeat(2.0 ** (power.astype(np.float32) - 127), 32, 1)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    return {"weight_packed": packed, "weight_scale": power}, E2M1[codes] * each
+
+
+def nvidia(rng: Random, shape: tuple[int, int], divides: bool) -> Made:
+    codes = rng.integers(0, 16, shape).astype(np.uint8)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    scale = (20 + 80 * rng.random((shape[0], shape[1] // 16))).astype(ml_dtypes.float8_e4m3fn)
+    overall = np.array([700.0 if divides else 1 / 700], np.float32)
+    each = np.repeat(scale.astype(np.float32), 16, 1)
+    if divides:
+        stored = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": overall}
+        return stored, E2M1[codes] * each / overall
+    stored = {"weight": packed, "weight_scale": scale, "weight_scale_2": overall[0]}
+    return stored, E2M1[codes] * each * overall
+
+
+def normal(rng: Random, shape: tuple[int, int], is_nested: bool) -> Made:
+    """4-bit NormalFloat as bitsandbytes itself packs it."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weights = torch.tensor(rng.normal(size=shape) * 0.3, dtype=torch.float32)
+    packed, state = quantize_4bit(
+        weights, blocksize=32, quant_type="nf4", compress_statistics=is_nested
+    )
+    plain = dequantize_4bit(packed, state).numpy()
+    arrays = {"weight": packed.numpy()}
+    for name, value in state.as_dict(packed=True).items():
+        arrays[f"weight.{name}" if not name.startswith("quant_state") else f"weight.{name}"] = (
+            value.numpy()
+        )
+    return arrays, plain
+
+
+Maker = Callable[[Random, tuple[int, int]], Made]
+
+FORMATS: dict[str, tuple[Maker, dict[str, Any]]] = {
+    "fp8-block": (
+        lambda r, s: float8(r, s, "block"),
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+    ),
+    "fp8-power": (
+        lambda r, s: float8(r, s, "power"),
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+    ),
+    "fp8-row": (lambda r, s: float8(r, s, "row"), {"quant_method": "compressed-tensors"}),
+    "fp8-all": (
+        lambda r, s: float8(r, s, "all"),
+        {"quant_method": "fp8", "weight_block_size": None},
+    ),
+    "int8": (integers, {"quant_method": "compressed-tensors"}),
+    "int4": (
+        lambda r, s: compressed(r, s, False, False),
+        {"quant_method": "compressed-tensors"},
+    ),
+    "int4-zero": (
+        lambda r, s: compressed(r, s, True, False),
+        {"quant_method": "compressed-tensors"},
+    ),
+    "int4-order": (
+        lambda r, s: compressed(r, s, False, True),
+        {"quant_method": "compressed-tensors"},
+    ),
+    "gptq": (lambda r, s: gptq(r, s, 1, False, False), {"quant_method": "gptq", "bits": 4}),
+    "gptq-zero": (lambda r, s: gptq(r, s, 1, True, False), {"quant_method": "gptq", "bits": 4}),
+    "gptq-order": (lambda r, s: gptq(r, s, 1, True, True), {"quant_method": "gptq", "bits": 4}),
+    "gptq-v2": (
+        lambda r, s: gptq(r, s, 0, True, False),
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq-8": (
+        lambda r, s: gptq(r, s, 1, False, False, 8),
+        {"quant_method": "gptq", "bits": 8},
+    ),
+    "awq": (lambda r, s: awq(r, s, False), {"quant_method": "awq", "bits": 4}),
+    "awq-zero": (lambda r, s: awq(r, s, True), {"quant_method": "awq", "bits": 4}),
+    "mxfp4": (microscaled, {"quant_method": "compressed-tensors"}),
+    "nvfp4": (lambda r, s: nvidia(r, s, True), {"quant_method": "compressed-tensors"}),
+    "nvfp4-modelopt": (lambda r, s: nvidia(r, s, False), {"quant_method": "modelopt"}),
+    "nf4": (lambda r, s: normal(r, s, False), {"quant_method": "bitsandbytes"}),
+    "nf4-nested": (lambda r, s: normal(r, s, True), {"quant_method": "bitsandbytes"}),
+}
+
+PACKED = re.compile(r"(.*(?:_proj|\.w[123]))\.weight")
+"""Names of the matrices that are quantized: neither tables nor the choice of experts."""
+
+
+def write_published(folder: Path, family: str, kind: str, seed: int = 0) -> Reference:
+    """Writes a tiny model in a format; returns transformers' own, with the weights that the stored
+    ones stand for."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    reference = Reference(folder, family, 0, **SIZES)
+    make, options = FORMATS[kind]
+    rng, stored, plain = np.random.default_rng(seed), {}, {}
+    path = folder / "model.safetensors"
+    for name, tensor in load_file(path).items():
+        match = PACKED.fullmatch(name)
+        if match is None:
+            stored[name] = plain[name] = tensor
+            continue
+        parts, matrix = make(rng, tuple(tensor.shape))  # type: ignore[arg-type]
+        plain[name] = torch.tensor(np.ascontiguousarray(matrix, np.float32))
+        for end, array in parts.items():
+            stored[f"{match[1]}.{end}"] = as_torch(array)
+    save_file(plain, path)
+    reference.model = (
+        type(reference.model)
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
+    save_file(stored, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = options
+    (folder / "config.json").write_text(json.dumps(config))
+    return reference
+
+
+def as_torch(array: np.ndarray) -> Any:
+    import torch
+
+    array = np.array(array)
+    if array.dtype == ml_dtypes.float8_e4m3fn:
+        return torch.tensor(array.view(np.uint8)).view(torch.float8_e4m3fn)
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.tensor(array.view(np.int16)).view(torch.bfloat16)
+    return torch.tensor(array)
