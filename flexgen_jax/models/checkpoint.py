@@ -27,9 +27,12 @@ from flexgen_jax.models.formats.packed import PackedTensor, packed_rows
 from flexgen_jax.models.formats.published import Published, of_any_expert
 from flexgen_jax.models.formats.readers import ALWAYS_BESIDE, packed_tensors
 from flexgen_jax.models.formats.storage import Storage
+from flexgen_jax.models.gguf.config import config_of
+from flexgen_jax.models.gguf.container import GgufFile
+from flexgen_jax.models.gguf.tensors import GgufTensors
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.spec import TensorSpec, model_spec
-from flexgen_jax.models.tensors import SafeTensors
+from flexgen_jax.models.tensors import SafeTensors, Tensors
 
 FORMAT_VERSION = 1
 """Version of the bytes in offload folders, part of every fingerprint; raise it on a change."""
@@ -150,17 +153,16 @@ class Checkpoint:
     tensor that is neither part of the model nor known to be useless. Raises `CheckpointError`
     otherwise. Tensors that are published in few bits have their formats in the config.
 
-    folder: a Hugging Face folder; notes: what a user should know about how the files were taken.
+    folder: a Hugging Face folder, or a GGUF file; notes: what a user should know about how the
+    files were taken.
     """
 
     reads_at_once = 1
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = read_folder_config(folder)
-        self._tensors = SafeTensors(folder)
-        options = quantization_of(read_json(folder / "config.json"))
-        self._tensors.packed = packed_tensors(self._tensors, list(self._tensors), options)
+        opened = _opened_gguf(folder) if folder.is_file() else _opened_folder(folder)
+        self.config, self._tensors, options = opened
         self.notes = list(self._tensors.notes)
         self.config = self._as_stored()
         self._where = self._match()
@@ -362,6 +364,28 @@ class Checkpoint:
     def content(self, dtype: str) -> str:
         files = self._tensors.files.contents()
         return digest("content", FORMAT_VERSION, self.config, files, dtype)
+
+
+Opened = tuple[ModelConfig, Tensors, Mapping[str, Any]]
+"""A model's config, its tensors, and how the config says that they are quantized."""
+
+
+def _opened_folder(folder: Path) -> Opened:
+    config, tensors = read_folder_config(folder), SafeTensors(folder)
+    options = quantization_of(read_json(folder / "config.json"))
+    tensors.packed = packed_tensors(tensors, list(tensors), options)
+    return config, tensors, options
+
+
+def _opened_gguf(path: Path) -> Opened:
+    file = GgufFile(path)
+    raw = config_of(file)
+    try:
+        config = read_config(raw)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    heads = raw["num_attention_heads"], raw.get("num_key_value_heads", raw["num_attention_heads"])
+    return config, GgufTensors(file, raw["model_type"], heads), {}
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -69,7 +69,8 @@ def _what_it_has(folder: Path) -> str:
     if any(folder.glob("*.bin")):
         return f"it has .bin files: run `flexgen-jax convert {folder} DST` first"
     if any(folder.glob("*.gguf")):
-        return "it has GGUF files, which are not read: get the model as safetensors"
+        name = min(path.name for path in folder.glob("*.gguf"))
+        return f"it has GGUF files: name one of them, --model {folder / name}"
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     if others:
         return f"it has {others[0]}, which no {INDEX} names: rename it, or add the index"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -28,6 +28,9 @@ from flexgen_jax.models.defaults import (
     read_defaults,
 )
 from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, indexed_names
+from flexgen_jax.models.gguf.config import config_of
+from flexgen_jax.models.gguf.container import GgufFile
+from flexgen_jax.models.gguf.folder import as_folder
 from flexgen_jax.models.shapes import SHAPES, known_shape
 from flexgen_jax.models.tokenizer import Tokenizer
 
@@ -95,9 +98,11 @@ def _opened(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
         config = read_folder_config(folder) if folder.is_dir() else known_shape(str(name))
         return Model(str(name), config, DummyWeights(config, seed), None)
     folder = shipped_model() if name is None else _local_folder(str(name), needs_weights=True)
-    checkpoint, wishes = Checkpoint(folder), read_defaults(folder)
+    checkpoint = Checkpoint(folder)
     config = checkpoint.config
-    tokenizer, chat = Tokenizer(folder, config.bos_id), ChatTemplate(folder)
+    with _files_beside(folder) as files:
+        wishes = read_defaults(files)
+        tokenizer, chat = Tokenizer(files, config.bos_id), ChatTemplate(files)
     ends = config.eos_ids if wishes.eos_ids is None else wishes.eos_ids
     notes = [f"{folder}: {note}" for note in checkpoint.notes]
     notes += _notes_on_wishes(wishes)
@@ -124,6 +129,18 @@ def _opened(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
     )
 
 
+@contextlib.contextmanager
+def _files_beside(folder: Path) -> Iterator[Path]:
+    """Yields the folder that has the tokenizer and other files beside the weights: of a GGUF file
+    one that is made of its metadata."""
+    if folder.is_dir():
+        yield folder
+        return
+    file = GgufFile(folder)
+    with as_folder(file, config_of(file)) as made:
+        yield made
+
+
 def _notes_on_wishes(wishes: GenerationDefaults) -> list[str]:
     """Returns what is done of a folder's wishes beside temperature, top_k and top_p, and what is
     not."""
@@ -148,15 +165,17 @@ def shape_of(name: str | None) -> ModelConfig:
         with contextlib.suppress(UserError):
             return known_shape(name)
     folder = shipped_model() if name is None else _local_folder(name)
-    has_weights = any((folder / file).is_file() for file in (SINGLE, INDEX))
+    has_weights = folder.is_file() or any((folder / file).is_file() for file in (SINGLE, INDEX))
     return Checkpoint(folder).config if has_weights else read_folder_config(folder)
 
 
 def _local_folder(name: str, needs_weights: bool = False) -> Path:
     folder = Path(name).expanduser()
     if folder.exists():
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder; name the folder of config.json")
+        if not folder.is_dir() and folder.suffix != ".gguf":
+            raise CheckpointError(
+                f"{folder} is not a folder; name the folder of config.json, or a .gguf file"
+            )
         return folder
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(

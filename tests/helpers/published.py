@@ -155,9 +155,7 @@ def normal(rng: Random, shape: tuple[int, int], is_nested: bool) -> Made:
     plain = dequantize_4bit(packed, state).numpy()
     arrays = {"weight": packed.numpy()}
     for name, value in state.as_dict(packed=True).items():
-        arrays[f"weight.{name}" if not name.startswith("quant_state") else f"weight.{name}"] = (
-            value.numpy()
-        )
+        arrays[f"weight.{name}"] = value.numpy()
     return arrays, plain
 
 

@@ -1,0 +1,197 @@
+"""The tensors of a GGUF file by the names that Hugging Face gives them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flexgen_jax.models.folder import CheckpointError
+from flexgen_jax.models.formats.packed import PackedTensor
+from flexgen_jax.models.gguf.blocks import BLOCKS, NAMES, PLAIN, decoded_by_package, leaves_of
+from flexgen_jax.models.gguf.container import Entry, GgufFile
+from flexgen_jax.models.tensors import Files
+
+TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output.weight": "lm_head.weight",
+    "output_norm.weight": "model.norm.weight",
+}
+
+PARTS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+"""Parts of a layer, without ".weight"."""
+
+EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Parts of all experts of a layer, [expert, row, column]."""
+
+OF_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+USELESS = ("rope_freqs.weight",)
+"""Tensors that the config says already; see `gguf.config`."""
+
+
+class GgufTensors:
+    """The tensors of a GGUF file; see `models.tensors.Tensors`.
+
+    model_type: of the config that the file's metadata stands for; heads: of queries and of keys,
+    whose rows LLaMA's files have in another order.
+    """
+
+    def __init__(self, file: GgufFile, model_type: str, heads: tuple[int, int]) -> None:
+        self.packed: dict[str, PackedTensor] = {}
+        self.notes: list[str] = []
+        self.files = Files([file.path])
+        self._file, self._type, self._heads = file, model_type, heads
+        self._parts: dict[str, tuple[Entry, int | None]] = {}
+        for name, entry in file.tensors.items():
+            for full, expert in self._names(name, entry):
+                self._parts[full] = (entry, expert)
+                if BLOCKS[NAMES[entry.kind]].format is not None:
+                    self.packed[full] = PackedRows(self, full)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def path(self, _name: str) -> Path:
+        return self._file.path
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        entry, expert = self._parts[name]
+        return entry.shape if expert is None else entry.shape[1:]
+
+    def dtype(self, name: str) -> str:
+        return PLAIN.get(self.kind(name), "F32")
+
+    def kind(self, name: str) -> str:
+        """Returns the type of a tensor's blocks."""
+        return NAMES[self._parts[name][0].kind]
+
+    def rows(self, name: str) -> Any:
+        return _Rows(self, name)
+
+    def blocks(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Returns the bytes of rows [start, stop), in the order of Hugging Face."""
+        entry, expert = self._parts[name]
+        shape = self.shape(name)
+        block = BLOCKS[NAMES[entry.kind]]
+        pitch = shape[-1] // block.elements * block.nbytes
+        begin = entry.begin + (expert or 0) * shape[0] * pitch
+        rows = shape[0] if len(shape) > 1 else 1
+        whole: np.ndarray = self._file.bytes[begin : begin + rows * pitch].reshape(rows, pitch)
+        order = self._order(name, rows)
+        return np.ascontiguousarray(
+            whole[start:stop] if order is None else whole[order[start:stop]]
+        )
+
+    def numbers(self, name: str) -> np.ndarray:
+        """Returns a vector. Files of Gemma have norms with 1 added."""
+        kind = self.kind(name)
+        vector: np.ndarray = _plain(self.blocks(name, 0, 1), kind, self._file.path)[0]
+        if self._type.startswith("gemma") and name.endswith("norm.weight"):
+            vector = vector - np.float32(1)
+        return vector
+
+    def _order(self, name: str, rows: int) -> np.ndarray | None:
+        """Returns which stored row each row is, where rows are in another order: the two halves of
+        a head, which are turned together, are woven in the files of LLaMA's kind."""
+        match = re.search(r"self_attn\.([qk])_proj\.(weight|bias)$", name)
+        if match is None or self._type not in ("llama", "mistral", "mixtral"):
+            return None
+        heads = self._heads["qk".index(match[1])]
+        order = np.arange(rows).reshape(heads, rows // heads // 2, 2)
+        return order.swapaxes(1, 2).reshape(-1)
+
+    def _names(self, name: str, entry: Entry) -> Iterator[tuple[str, int | None]]:
+        """Yields the names that a tensor has in Hugging Face's files, one for each expert."""
+        match = re.fullmatch(r"blk\.(\d+)\.([a-z_0-9]+)\.(weight|bias)", name)
+        if match is None:
+            if name not in USELESS:
+                yield TOP.get(name, name), None
+            return
+        layer, part, end = match.groups()
+        table = PARTS | OF_GEMMA if self._type.startswith("gemma") else PARTS
+        before = f"model.layers.{layer}."
+        if part in EXPERTS:
+            own, block = EXPERTS[part], "mlp"
+            if self._type == "mixtral":
+                own, block = MIXTRAL[own], "block_sparse_moe"
+            for expert in range(entry.shape[0]):
+                yield f"{before}{block}.experts.{expert}.{own}.{end}", expert
+            return
+        plain = table.get(part, part)
+        if self._type == "mixtral" and plain == "mlp.gate":
+            plain = "block_sparse_moe.gate"
+        yield f"{before}{plain}.{end}", None
+
+
+class _Rows:
+    """A plain tensor whose rows can be taken by a slice."""
+
+    def __init__(self, tensors: GgufTensors, name: str) -> None:
+        self._tensors, self._name = tensors, name
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        tensors, name = self._tensors, self._name
+        shape = tensors.shape(name)
+        start, stop, _ = rows.indices(shape[0])
+        if len(shape) == 1:
+            return tensors.numbers(name)[start:stop]
+        return _plain(tensors.blocks(name, start, stop), tensors.kind(name), tensors.path(name))
+
+
+def _plain(blocks: np.ndarray, kind: str, path: Path) -> np.ndarray:
+    """Returns rows of plain numbers, or decoded ones."""
+    kinds = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+    if kind in kinds:
+        return blocks.view(kinds[kind])
+    try:
+        return decoded_by_package(blocks, kind)
+    except ImportError:
+        raise CheckpointError(
+            f"{path}: its weights are {kind}, whose codebooks the package gguf has: pip install "
+            "'flexgen-jax[gguf]'"
+        ) from None
+
+
+class PackedRows:
+    """A matrix of blocks; see `formats.packed.PackedTensor`."""
+
+    METHOD = "GGUF"
+
+    def __init__(self, tensors: GgufTensors, name: str) -> None:
+        self._tensors, self._name = tensors, name
+        self.names: tuple[str, ...] = (name,)
+        self.shape = tensors.shape(name)
+        packing = BLOCKS[tensors.kind(name)].format
+        assert packing is not None
+        self.format = packing
+
+    def read(self, start: int, stop: int, expert: int | None = None) -> list[np.ndarray]:
+        assert expert is None, "each expert has its own name"
+        blocks = self._tensors.blocks(self._name, start, stop)
+        return leaves_of(blocks, self._tensors.kind(self._name))
