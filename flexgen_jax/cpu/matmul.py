@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flexgen_jax.cpu.grouped import Grouping, grouping_of
 from flexgen_jax.cpu.processor import tile_unit
 from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers.matmul_int8 import column_scale
@@ -53,13 +54,20 @@ def matmul(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> ja
 def _multiplied(
     x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any, unit: str
 ) -> jax.Array | None:
-    target = _target(_bits(kernel), dtype == jnp.float32, unit)
+    grouping = _grouping(kernel)
+    if grouping is None:
+        target = _target(_bits(kernel), dtype == jnp.float32, unit)
+    else:
+        target = _grouped_target(grouping, dtype == jnp.float32, unit)
     if target is None:
         return None
     rows, columns = x.reshape(-1, x.shape[-1]), kernel.shape[0]
     added = jnp.zeros(columns, jnp.float32) if bias is None else bias.astype(jnp.float32)
     out = jax.ShapeDtypeStruct((rows.shape[0], columns), dtype)
-    found: jax.Array = jax.ffi.ffi_call(target, out)(rows, added, *jax.tree.leaves(kernel))
+    leaves = jax.tree.leaves(kernel)
+    if isinstance(kernel, QuantizedArray) and kernel.storage.packing.has_order:
+        rows, leaves = jnp.take(rows, kernel.leaf("order"), axis=1), leaves[:-1]
+    found: jax.Array = jax.ffi.ffi_call(target, out)(rows, added, *leaves)
     return found.reshape(*x.shape[:-1], columns)
 
 
@@ -87,7 +95,12 @@ def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
 def multiplies(x: jax.Array, kernel: Kept) -> bool:
     """Returns whether a product is computed here, and not by XLA's own code."""
     unit = _unit_for(x, kernel)
-    return unit is not None and _target(_bits(kernel), False, unit) is not None
+    if unit is None:
+        return False
+    grouping = _grouping(kernel)
+    if grouping is not None:
+        return _grouped_target(grouping, False, unit) is not None
+    return _target(_bits(kernel), False, unit) is not None
 
 
 def _bits(kernel: Kept) -> int:
@@ -98,6 +111,8 @@ def gains_by_rounding(x: jax.Array, kernel: Kept) -> bool:
     """Returns whether a product of 8-bit integers takes less time than one of x's dtype."""
     few = FEW_ROWS
     if isinstance(kernel, QuantizedArray):
+        if not _is_papers(kernel):
+            return False
         few = 0 if tile_unit("int8") == "avx2" else FEW_ROUNDED
     return x.size // x.shape[-1] > few
 
@@ -125,6 +140,8 @@ def _unit_for_integers(x: jax.Array, kernel: Kept) -> str | None:
     Plain kernel weights count as large too, because XLA would round them in memory.
     """
     unit, is_packed = tile_unit("int8"), isinstance(kernel, QuantizedArray)
+    if is_packed and not _is_papers(kernel):
+        return None
     fits, size = _fit_tiles(x, kernel), kernel.shape[0] * kernel.shape[1]
     if unit == "avx2":  # nothing is made of the whole matrix
         return unit if fits and is_packed and size >= FEW_PACKED else None
@@ -150,8 +167,18 @@ def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
     if not isinstance(kernel, QuantizedArray):
         return fits
     storage = kernel.storage
-    is_known = storage.format in (paper(4), paper(8))
-    return fits and is_known and storage.plane_length % MULTIPLE == 0
+    if grouping_of(storage) is not None:
+        return fits
+    return fits and _is_papers(kernel) and storage.plane_length % MULTIPLE == 0
+
+
+def _is_papers(kernel: Kept) -> bool:
+    """Returns whether packed kernel weights are grouped along their output, as in the paper."""
+    return isinstance(kernel, QuantizedArray) and kernel.storage.format in (paper(4), paper(8))
+
+
+def _grouping(kernel: Kept) -> Grouping | None:
+    return grouping_of(kernel.storage) if isinstance(kernel, QuantizedArray) else None
 
 
 # Numba is slow to import, and not every run multiplies here.
@@ -165,6 +192,18 @@ def _target(bits: int, is_wide: bool, unit: str) -> str | None:
         from flexgen_jax.cpu.jit.matmul_entry import product_handler
 
         return product_handler(name, bits, is_wide, unit)
+
+    return register(name, make)
+
+
+@lru_cache
+def _grouped_target(grouping: Grouping, is_wide: bool, unit: str) -> str | None:
+    name = f"flexgen_jax_multiply_grouped_{grouping.name}{'_wide' * is_wide}_{unit}"
+
+    def make() -> tuple[Any, ...]:
+        from flexgen_jax.cpu.jit.matmul_entry import grouped_handler
+
+        return grouped_handler(name, grouping, is_wide, unit)
 
     return register(name, make)
 

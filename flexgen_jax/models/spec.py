@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from flexgen_jax.models.config import DTYPES, ModelConfig
 from flexgen_jax.models.formats.format import Format
-from flexgen_jax.models.formats.known import paper
+from flexgen_jax.models.formats.known import WeightFormat, own, paper
 from flexgen_jax.models.formats.published import Published
 from flexgen_jax.models.formats.storage import FORMAT_VERSION, Storage, kv_storage
 from flexgen_jax.models.parts import (
@@ -63,17 +63,22 @@ class TensorSpec:
         device."""
         return len(self.shape) == 1 or self.role == "router"
 
-    def storage(self, dtype: str, bits: int = 16) -> Storage:
+    def storage(self, dtype: str, bits: int = 16, is_papers: bool = False) -> Storage:
         """Returns how the tensor is kept.
 
         bits: 16 for plain numbers. With fewer, a tensor that is published in few bits keeps its
-        format; of other models the large tensors are quantized.
+        format; of other models the large tensors are quantized. is_papers: in the paper's format.
         """
         if bits == 16 or self.is_small:
             return Storage(self.shape, dtype)
         if not self.can_pack:
             return Storage(self.shape, dtype, self.published)
-        return Storage(self.shape, dtype, paper(bits))
+        return Storage(self.shape, dtype, paper(bits) if is_papers else own(bits, self.is_table))
+
+    @property
+    def is_table(self) -> bool:
+        """Whether this is a table of embeddings, or the head."""
+        return self.key.startswith(("embedding.", "head."))
 
     def nbytes(self, dtype: str, bits: int = 16) -> int:
         return self.storage(dtype, bits).nbytes
@@ -82,16 +87,18 @@ class TensorSpec:
 @dataclass(frozen=True)
 class Formats:
     """Formats of a run's numbers: bits per element of weights, of sealed KV blocks, and of what
-    decoder layers multiply; 16 stands for `dtype` itself. Arrays that are replaced with every token
+    decoder layers multiply; 16 stands for `dtype` itself. weight_format: of weights that are
+    quantized when they are loaded. Arrays that are replaced with every token
     are never quantized, since their errors would add up."""
 
     dtype: str
     weight_bits: int = 16
     cache_bits: int = 16
     matmul_bits: int = 16
+    weight_format: WeightFormat = "own"
 
     def weight(self, tensor: TensorSpec) -> Storage:
-        return tensor.storage(self.dtype, self.weight_bits)
+        return tensor.storage(self.dtype, self.weight_bits, self.weight_format == "paper")
 
     def sealed(self, leaf: StateLeaf, rows: int, tokens: int) -> Storage:
         """Returns how an array of a sealed block is kept."""
@@ -105,7 +112,9 @@ class Formats:
     @property
     def suffix(self) -> str:
         """Suffix that tells stored weights of these formats from those of other formats."""
-        return "" if self.weight_bits == 16 else f"-{self.weight_bits}bit-v{FORMAT_VERSION}"
+        if self.weight_bits == 16:
+            return ""
+        return f"-{self.weight_bits}bit-{self.weight_format}-v{FORMAT_VERSION}"
 
 
 @dataclass(frozen=True)
@@ -155,8 +164,9 @@ class LayerTensors:
         """The tensors by their paths."""
         return {tensor.path: tensor for tensor in self.tensors}
 
-    def nbytes(self, dtype: str, bits: int = 16) -> int:
-        return sum(tensor.nbytes(dtype, bits) for tensor in self.tensors)
+    def nbytes(self, dtype: str) -> int:
+        """Bytes of all tensors as plain numbers."""
+        return sum(tensor.storage(dtype).nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flexgen_jax.layers.encoding import encode_rows
 from flexgen_jax.layers.quantization import Kept, assemble, encode
 from flexgen_jax.models.checkpoint import WeightSource, numpy_dtype
 from flexgen_jax.models.config import DTYPES
@@ -104,8 +105,18 @@ class WeightStore:
                 leaves[0][start:stop] = piece
         elif tensor.published is not None:
             self._fill_published(tensor, leaves)
-        else:
+        elif storage.axis == 0:
             self._fill_packed(tensor, leaves)
+        else:
+            self._fill_own(tensor, leaves)
+
+    def _fill_own(self, tensor: TensorSpec, leaves: list[np.ndarray]) -> None:
+        """Fills the leaves of a tensor that is grouped along its input, by rows."""
+        storage = self._storage(tensor)
+        for start, stop, piece in self._pieces(tensor):
+            parts = encode_rows(piece, replace(storage, shape=piece.shape))
+            for part, whole in zip(parts, leaves, strict=True):
+                whole[start:stop] = np.asarray(part)
 
     def _fill_published(self, tensor: TensorSpec, leaves: list[np.ndarray]) -> None:
         """Fills the leaves with those of the model's files."""

@@ -53,7 +53,7 @@ def realised(sizes: Sequence[int], tiers: Sequence[Tier]) -> dict[Tier, float]:
 def place_weights(spec: ModelSpec, dtype: str, policy: Policy) -> dict[str, Tier]:
     """Returns a tier for every tensor, by key. Biases and norms stay on the device."""
     large = [tensor for tensor in spec.tensors.values() if not tensor.is_small]
-    tiers = split([t.nbytes(dtype, policy.weight_bits) for t in large], policy.weights)
+    tiers = split([policy.formats(dtype).weight(tensor).nbytes for tensor in large], policy.weights)
     small: dict[str, Tier] = {
         key: "device" for key, tensor in spec.tensors.items() if tensor.is_small
     }

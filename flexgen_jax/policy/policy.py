@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any, Literal, get_args
 
 from flexgen_jax.errors import UserError
+from flexgen_jax.models.formats.known import WEIGHT_FORMATS, WeightFormat
 from flexgen_jax.models.formats.storage import BITS, MATMUL_BITS
 from flexgen_jax.models.spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
@@ -130,7 +131,8 @@ class Policy:
     disk, wherever those of prompts are.
 
     Weights and full KV blocks are kept in `weight_bits` and `cache_bits` per element (section 5);
-    16 stands for the dtype. With `matmul_bits` 8, decoder layers multiply 8-bit integers, to which
+    16 stands for the dtype. Weights have groups along a kernel's input, or with `weight_format`
+    "paper" those of section 5, along its output. With `matmul_bits` 8, decoder layers multiply 8-bit integers, to which
     weights and hidden states are rounded, except the largest hidden states (LLM.int8(), section 3);
     on a CPU only where there are more than a few rows.
 
@@ -158,6 +160,7 @@ class Policy:
     cache_bits: int = 16
     matmul_bits: int = 16
     attention_sparsity: float = 1.0
+    weight_format: WeightFormat = "own"
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_batches", "kv_block_tokens", "prefill_chunk"):
@@ -170,6 +173,7 @@ class Policy:
             "matmul_bits": MATMUL_BITS,
             "schedule": tuple(SCHEDULES),
             "attention": ATTENTIONS,
+            "weight_format": WEIGHT_FORMATS,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -216,7 +220,13 @@ class Policy:
         return SCHEDULES[self.schedule]
 
     def formats(self, dtype: str) -> Formats:
-        return Formats(dtype, self.weight_bits, self.cache_bits, self.matmul_bits)
+        return Formats(
+            dtype=dtype,
+            weight_bits=self.weight_bits,
+            cache_bits=self.cache_bits,
+            matmul_bits=self.matmul_bits,
+            weight_format=self.weight_format,
+        )
 
     @property
     def attends_on_host(self) -> bool:

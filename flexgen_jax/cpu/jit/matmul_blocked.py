@@ -18,7 +18,7 @@ from flexgen_jax.cpu import processor
 from flexgen_jax.cpu.jit import llvm, matmul_inner, packing
 from flexgen_jax.cpu.jit.code_cache import source_of
 from flexgen_jax.cpu.jit.matmul_inner import configure, multiply_tiles, release
-from flexgen_jax.cpu.jit.packing import PAIR, STEP, give_rows, take_columns, take_rows
+from flexgen_jax.cpu.jit.packing import PAIR, STEP, give_rows, take_rows
 from flexgen_jax.models.formats import storage
 
 _PARTS = (matmul_inner, packing, storage, llvm, processor)
@@ -70,13 +70,14 @@ def add_panel(multiply, rows, where, part, panel, packed, pairs, sums, at, after
 
 
 @njit(inline="always")
-def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits, by_amx, kind):
+def multiply_columns(take, rows, kernel, length, bias, out, shape, start, end, bits, by_amx, kind):
     """Computes out = rows @ kernel.T + bias for the columns from start to end, multiples of `PAIR`.
 
-    rows: bfloat16 [count, depth] as bits; kernel, length: kernel weights [columns, depth], as
-    `take_columns` takes them, with depth a multiple of `STEP`; bias: fp32 [columns]; out: [count,
+    take: `packing.take_columns` or a function with its arguments; rows: bfloat16 [count, depth] as
+    bits; kernel, length: kernel weights [columns, depth], as `take` takes them, with depth a
+    multiple of `STEP`; bias: fp32 [columns]; out: [count,
     columns], bfloat16 or fp32. All arrays are flat. shape: (count, depth, columns). kind: type of
-    the tiles, np.float32 for the unit of fp32 vectors, else np.uint16. bits (of the kernel
+    the tiles, np.float32 for the unit of fp32 vectors, else np.uint16. take, bits (of the kernel
     weights), by_amx and kind are compile-time constants.
     """
     count, depth, columns = shape
@@ -98,7 +99,7 @@ def multiply_columns(rows, kernel, length, bias, out, shape, start, end, bits, b
             steps = min(height, depth - top) // STEP
             for pair in range(pairs):
                 column, at = first + pair * PAIR, pair * steps * PAIR * STEP
-                take_columns(kernel, column, top, depth, length, steps, packed, at, bits)
+                take(kernel, column, top, depth, length, steps, packed, at, bits)
             for row in range(0, count, PAIR):
                 some = min(PAIR, count - row)
                 at = row // PAIR * block * pair_sums if deep else 0

@@ -12,10 +12,19 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from flexgen_jax.cpu.jit import matmul_codes, matmul_int8, matmul_packed, matmul_small_batch
+from flexgen_jax.cpu.grouped import Grouping
+from flexgen_jax.cpu.jit import (
+    matmul_codes,
+    matmul_grouped,
+    matmul_int8,
+    matmul_packed,
+    matmul_small_batch,
+)
 from flexgen_jax.cpu.jit.attention_entry import ALL, ARGUMENTS, CALLS, RESULTS, array_in, handler
+from flexgen_jax.cpu.jit.grouped_factors import factors_of
 from flexgen_jax.cpu.jit.matmul_blocked import multiply_columns
 from flexgen_jax.cpu.jit.matmul_codes import multiply_codes
+from flexgen_jax.cpu.jit.matmul_grouped import LEVELS, multiply_grouped, padded_count, taker_of
 from flexgen_jax.cpu.jit.matmul_int8 import multiply_rounded, round_panel
 from flexgen_jax.cpu.jit.matmul_packed import most_folded, multiply_packed
 from flexgen_jax.cpu.jit.matmul_small_batch import (
@@ -25,7 +34,7 @@ from flexgen_jax.cpu.jit.matmul_small_batch import (
     SIDE_OF_FLOATS,
     multiply_few,
 )
-from flexgen_jax.cpu.jit.packing import PAIR
+from flexgen_jax.cpu.jit.packing import PAIR, STEP, take_columns
 from flexgen_jax.cpu.jit.xla_calls import words
 
 FEWEST = 4 * PAIR
@@ -134,10 +143,133 @@ def _product_part(bits: int, is_wide: bool, unit: str) -> Callable[..., int]:
         elif is_folded:
             multiply_packed(left, kernel, length, bias, out, shape, start, end, bits, kind)
             return 1
-        multiply_columns(left, kernel, length, bias, out, shape, start, end, bits, by_amx, kind)
+        multiply_columns(
+            take_columns, left, kernel, length, bias, out, shape, start, end, bits, by_amx, kind
+        )
         return 1
 
     return compute
+
+
+@lru_cache
+def grouped_handler(name: str, of: Grouping, is_wide: bool, unit: str) -> tuple[Any, ...]:
+    """Returns the handler of products with kernel weights that are grouped along their input, and
+    the functions that its threads run.
+
+    Its arguments: rows, bfloat16 [row, depth]; bias, fp32 [column]; the leaves of the kernel.
+    Result: [row, column], fp32 if `is_wide`, else bfloat16.
+    """
+    return handler(name, _grouped_part(of, is_wide, unit), axis=1, grain=FEWEST, least=LEAST)
+
+
+def _grouped_part(of: Grouping, is_wide: bool, unit: str) -> Callable[..., int]:
+    """Returns the function that computes a part of a product's columns."""
+    source = matmul_grouped.SOURCE + matmul_packed.SOURCE + CALLS
+    stored = np.float32 if is_wide else np.uint16
+    bits, levels, by_amx, kind = of.bits, LEVELS[of.levels], unit == "amx", stored_as(unit)
+    code = np.float32(1 << (bits - 1)) if levels == matmul_grouped.INTEGERS else np.float32(0)
+    middle: Any = np.float32(code - of.center)
+    take = factors_of(of.factors, of.dtype, of.repeats, of.has_minimum)
+    take_tiles = taker_of(take, middle, bits, levels)
+    folded, leaves_in, repeats = most_folded(unit), _leaves_in(of.kinds), of.repeats
+
+    def compute(shared, part):
+        assert source
+        arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
+        rows, columns = words(words(arguments[0])[5]), words(words(arguments[1])[5])[0]
+        count, depth = rows[0], rows[1]
+        shape, plane = (count, depth, columns), depth * bits // 8
+        left = array_in(words(arguments[0]), (count * depth,), np.uint16)
+        bias = array_in(words(arguments[1]), (columns,), np.float32)
+        codes = array_in(words(arguments[2]), (columns * plane,), np.uint8)
+        out = array_in(words(results[0]), (count * columns,), stored)
+        groups = depth // STEP // repeats
+        leaves = (leaves_in(arguments), groups)
+        start, end = limits(columns, part, parts)
+        if count <= folded:
+            multiply_grouped(
+                take,
+                left,
+                codes,
+                leaves,
+                plane,
+                bias,
+                out,
+                shape,
+                start,
+                end,
+                middle,
+                bits,
+                levels,
+                kind,
+            )
+            return 1
+        size = PAIR * padded_count(depth)
+        kernel = (codes, leaves, np.zeros(size, np.float32), np.zeros(size, np.float32))
+        multiply_columns(
+            take_tiles, left, kernel, plane, bias, out, shape, start, end, bits, by_amx, kind
+        )
+        return 1
+
+    return compute
+
+
+def _leaves_in(kinds: tuple[str, ...]) -> Any:
+    """Returns the function that views a kernel's leaves but the codes, flat, as a tuple: Numba
+    needs to know how many there are."""
+    types = tuple(
+        {1: np.uint8, 2: np.uint16, 4: np.uint32}[np.dtype(kind).itemsize] for kind in kinds
+    )
+    view = _viewed
+    if len(kinds) == 1:
+        (a,) = types
+
+        @njit(inline="always")
+        def one(arguments):
+            return (view(arguments, 3, a),)
+
+        return one
+    if len(kinds) == 2:
+        a, b = types
+
+        @njit(inline="always")
+        def two(arguments):
+            return (view(arguments, 3, a), view(arguments, 4, b))
+
+        return two
+    if len(kinds) == 4:
+        a, b, c, d = types
+
+        @njit(inline="always")
+        def four(arguments):
+            return (
+                view(arguments, 3, a),
+                view(arguments, 4, b),
+                view(arguments, 5, c),
+                view(arguments, 6, d),
+            )
+
+        return four
+    a, b, c, d, e, f = types
+
+    @njit(inline="always")
+    def six(arguments):
+        return (
+            view(arguments, 3, a),
+            view(arguments, 4, b),
+            view(arguments, 5, c),
+            view(arguments, 6, d),
+            view(arguments, 7, e),
+            view(arguments, 8, f),
+        )
+
+    return six
+
+
+@njit(inline="always")
+def _viewed(arguments, at, kind):
+    shape = words(words(arguments[at])[5])
+    return array_in(words(arguments[at]), (shape[0] * shape[1],), kind)
 
 
 def _codes_part(bits: int) -> Callable[..., int]:

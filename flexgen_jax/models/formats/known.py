@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal
 
 from flexgen_jax.models.formats.format import Factor, Format, affine, centered
 from flexgen_jax.models.formats.storage import GROUP_SIZE
+
+WeightFormat = Literal["own", "paper"]
+"""How weights are quantized when they are loaded."""
+
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("own", "paper")
 
 OWN_GROUP = 32
 """Elements along a kernel's input that share a scale."""

@@ -1,0 +1,97 @@
+"""Which formats of kernel weights that are grouped along their input the generated code takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexgen_jax.models.formats.format import Factor, Format
+from flexgen_jax.models.formats.storage import Storage
+
+STEP = 32
+"""Elements that are multiplied at a time: groups must be multiples of it."""
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+LEVELS = ("integers", "e2m1", "nf4")
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """A format as the generated code knows it.
+
+    levels: what codes stand for; factors: the kind of scales and offsets, see
+    `jit.grouped_factors`; dtype: of floats; repeats: groups have this many times `STEP` elements;
+    has_minimum: whether there are minima; center: the code that stands for zero; kinds: the dtypes
+    of the leaves beside the codes.
+    """
+
+    bits: int
+    levels: str
+    factors: str
+    dtype: str
+    repeats: int
+    has_minimum: bool
+    center: int
+    kinds: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """A name that differs for all that differ."""
+        parts: Sequence[object] = (
+            self.bits,
+            self.levels,
+            self.factors,
+            self.dtype,
+            self.repeats,
+            int(self.has_minimum),
+            self.center,
+        )
+        return "_".join(map(str, parts))
+
+
+def grouping_of(storage: Storage) -> Grouping | None:
+    """Returns the format of a matrix as the generated code knows it, None if it does not."""
+    packing, depth = storage.packing, storage.shape[1]
+    group = packing.group or depth
+    if packing.axis != -1 or packing.bits not in (4, 8) or packing.levels not in LEVELS:
+        return None
+    plane = storage.plane_length
+    if plane * storage.planes != depth or plane % STEP or group % STEP or depth % group:
+        return None
+    kind = _kind_of(packing)
+    if kind is None or (kind not in ("floats", "zeros") and group != STEP):
+        return None
+    leaves = [leaf for leaf in storage.leaves if leaf.name not in ("packed", "order")]
+    return Grouping(
+        bits=packing.bits,
+        levels=packing.levels,
+        factors=kind,
+        dtype=next((leaf.kind for leaf in leaves if leaf.dtype in FLOATS), "float32"),
+        repeats=group // STEP,
+        has_minimum=packing.minimum is not None,
+        center=packing.center,
+        kinds=tuple(leaf.kind for leaf in leaves),
+    )
+
+
+def _kind_of(packing: Format) -> str | None:
+    scale, minimum, zero = packing.scale, packing.minimum, packing.zero
+    if scale.rows != 1:
+        return None
+    if zero is not None:
+        return "zeros" if _is_float(scale) and zero.dtype == "codes" and zero.bits == 4 else None
+    if _is_float(scale):
+        is_plain = minimum is None or (_is_float(minimum) and not packing.subtracts)
+        return "floats" if is_plain else None
+    if scale.dtype == "e8m0":
+        return "powers"
+    unit = Factor("bfloat16", 0)
+    if (scale.dtype, scale.of) == ("uint8", unit) and minimum is not None:
+        return "unit" if (minimum.dtype, minimum.of) == ("int8", unit) else None
+    is_six = scale.dtype == "codes" and scale.bits == 6 and scale.of == Factor("float16", 256)
+    return "sixes" if is_six and minimum == scale and packing.subtracts else None
+
+
+def _is_float(factor: Factor) -> bool:
+    return factor.of is None and (factor.dtype in FLOATS or factor.dtype == "same")

@@ -1,0 +1,508 @@
+"""Products with kernel weights that are grouped along their input, compiled by Numba.
+
+A weight is `scale * level + offset`, with one scale and one offset for each step of 32 elements. So
+
+    sum over k of x[k] weight[k]  =  sum over steps of  scale * (sum of x[k] level[k])
+                                                        + offset * (sum of x[k])
+
+Few rows multiply levels as they come out of a table, one step after the other, and nothing is
+unpacked in memory; the sums of x in a step are made once for all columns. For many rows the weights
+are unpacked into the tiles of `matmul_blocked`.
+
+A byte has the codes of elements half a row apart (see `models/formats/format.py`), so one load
+serves two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils as untyped
+from numba.extending import intrinsic
+
+from flexgen_jax.cpu.jit import grouped_factors, matmul_small_batch
+from flexgen_jax.cpu.jit.code_cache import source_of
+from flexgen_jax.cpu.jit.llvm import INT, LANES, SECOND_CACHE, arrays_of, filled
+from flexgen_jax.cpu.jit.matmul_blocked import aligned
+from flexgen_jax.cpu.jit.matmul_inner import added, multiplied
+from flexgen_jax.cpu.jit.matmul_small_batch import give_sums, lay, loaded_step
+from flexgen_jax.cpu.jit.packing import (
+    BYTE,
+    FLOATS,
+    HALVES,
+    PAIR,
+    STEP,
+    WORDS,
+    N,
+    PlainKernel,
+    Tiles,
+    emitted,
+    is_wide,
+    joined_words,
+    store_columns,
+)
+from flexgen_jax.cpu.processor import has_wide_vectors
+from flexgen_jax.models.formats.levels import E2M1, NF4
+
+cgutils: Any = untyped
+
+SOURCE = matmul_small_batch.SOURCE + source_of(__file__, grouped_factors.__file__)
+"""A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
+
+ONE, TWO, MORE = ((4, 1), (4, 2), (2, 4)) if has_wide_vectors() else ((2, 1), (1, 2), (1, 2))
+"""Columns, and rows of x, that are multiplied at a time, where x has one row, two, and more."""
+
+AHEAD = 1 << 12
+"""About how many bytes ahead codes are prefetched."""
+
+CODES = ir.VectorType(ir.IntType(16), STEP)
+
+INTEGERS, SMALL_FLOATS, QUANTILES = 0, 1, 2
+"""What codes of 4 bits stand for: integers around 8, and the tables of `models.formats.levels`."""
+
+LEVELS = {"integers": INTEGERS, "e2m1": SMALL_FLOATS, "nf4": QUANTILES}
+
+TABLES: dict[int, Sequence[float]] = {
+    INTEGERS: range(-8, 8),
+    SMALL_FLOATS: E2M1,
+    QUANTILES: NF4,
+}
+
+
+def table_of(values: Sequence[float]) -> Any:
+    """Returns a constant of numbers as bfloat16, which an index of 5 bits finds by its lower 4."""
+    bits = np.array(list(values), ml_dtypes.bfloat16).view(np.uint16)
+    return ir.Constant(CODES, [int(x) for x in np.resize(bits, STEP)])
+
+
+def middle_of(bits: int) -> int:
+    """Returns the code of which a level is less, in tables of integers."""
+    return 1 << (bits - 1)
+
+
+def _levels(tiles: Tiles, codes: Any, at: Any, bits: int, kind: int) -> list[list[Any]]:
+    """Loads the bytes of a step; returns for each plane vectors of levels, bfloat16, whose sum they
+    are."""
+    builder = tiles.builder
+    stored = builder.load(tiles.place(codes, at, ir.VectorType(BYTE, STEP)), align=1)
+    word = builder.zext(stored, CODES)
+    if bits == 8:
+        parts = [(0, table_of(range(16))), (4, table_of(range(-128, 128, 16)))]
+        return [[_looked_up(tiles, table, word, shift) for shift, table in parts]]
+    table = table_of(TABLES[kind])
+    return [[_looked_up(tiles, table, word, shift)] for shift in (0, 4)]
+
+
+def _looked_up(tiles: Tiles, table: Any, words: Any, shift: int) -> Any:
+    """Returns what a table has for the four bits of words from `shift` on, two to a word."""
+    builder = tiles.builder
+    indices = builder.lshr(words, filled(CODES, shift)) if shift else words
+    chosen = tiles.call("llvm.x86.avx512.permvar.hi.512", CODES, table, indices)
+    return builder.bitcast(chosen, WORDS)
+
+
+def _float_levels(tiles: Tiles, codes: Any, at: Any, bits: int, kind: int) -> list[list[Any]]:
+    """Loads the bytes of a step; returns for each plane its levels as fp32: of even elements, and
+    of odd ones."""
+    builder = tiles.builder
+    stored = builder.load(tiles.place(codes, at, HALVES), align=1)
+    word, levels = builder.zext(stored, WORDS), filled(WORDS, (1 << bits) - 1)
+    planes = []
+    for shift in range(0, 8, bits):
+        halves = [
+            builder.and_(builder.lshr(word, filled(WORDS, shift + n)), levels) for n in (0, 8)
+        ]
+        if kind == INTEGERS:
+            middle = filled(WORDS, middle_of(bits))
+            planes.append([builder.sitofp(builder.sub(half, middle), FLOATS) for half in halves])
+        else:
+            planes.append([_chosen(tiles, half, TABLES[kind]) for half in halves])
+    return planes
+
+
+def _chosen(tiles: Tiles, codes: Any, numbers: Sequence[float]) -> Any:
+    """Returns a number of a table for each code, bit by bit."""
+    if len(numbers) == 1:
+        return filled(FLOATS, float(numbers[0]))
+    half, builder = len(numbers) // 2, tiles.builder
+    bit = builder.and_(codes, filled(WORDS, half))
+    is_upper = builder.icmp_signed("!=", bit, filled(WORDS, 0))
+    upper, lower = (_chosen(tiles, codes, part) for part in (numbers[half:], numbers[:half]))
+    return builder.select(is_upper, upper, lower)
+
+
+def _dots(
+    _context,
+    left,
+    row,
+    pitch,
+    codes,
+    begin,
+    apart,
+    plane,
+    scales,
+    offsets,
+    sums,
+    factors,
+    lanes,
+    at,
+    bits,
+    kind,
+    wide,
+    many,
+):
+    kinds = (left, N, N, codes, N, N, N, scales, offsets, sums, N, lanes, N, bits, kind, wide, many)
+    return types.void(*kinds), emitted(_emit_dots, constants=4)
+
+
+def _emit_dots(
+    tiles: Tiles,
+    bits: int,
+    kind: int,
+    wide: int,
+    many: int,
+    left: Any,
+    row: Any,
+    pitch: Any,
+    codes: Any,
+    begin: Any,
+    apart: Any,
+    plane: Any,
+    scales: Any,
+    offsets: Any,
+    sums: Any,
+    factors: Any,
+    lanes: Any,
+    at: Any,
+) -> None:
+    builder, floats = tiles.builder, is_wide(left)
+    totals = [cgutils.alloca_once_value(builder, filled(FLOATS, 0)) for _ in range(wide * many)]
+    for total in totals:
+        builder.store(filled(FLOATS, 0), total)
+    steps = builder.udiv(plane, tiles.index(STEP))
+    load = _float_levels if floats else _levels
+    with tiles.loop(steps) as (step, _):
+        columns = []
+        for column in range(wide):
+            where = tiles.at(begin, (column, apart), (step, STEP))
+            tiles.ask(tiles.place(codes, tiles.at(where, AHEAD), BYTE), SECOND_CACHE)
+            columns.append(load(tiles, codes, where, bits, kind))
+        for part in range(8 // bits):
+            number = tiles.at((steps, part), step)
+            own = [
+                tiles.spread(
+                    builder.load(builder.gep(scales.data, [tiles.at((column, factors), number)])),
+                    LANES,
+                )
+                for column in range(wide)
+            ]
+            for line in range(many):
+                place = tiles.at((tiles.at(row, line), pitch), (plane, part), (step, STEP))
+                x = loaded_step(tiles, left, place, floats)
+                for column in range(wide):
+                    product = filled(FLOATS, 0)
+                    vectors = columns[column][part]
+                    for n, vector in enumerate(vectors):
+                        product = multiplied(tiles, product, vector, x[n if floats else 0])
+                    total = totals[line * wide + column]
+                    builder.store(added(tiles, builder.load(total), product, own[column]), total)
+    with tiles.loop(builder.udiv(factors, tiles.index(LANES))) as (part, _):
+        for line in range(many):
+            place = tiles.at((tiles.at(row, line), factors), (part, LANES))
+            x = builder.load(tiles.place(sums, place, FLOATS), align=4)
+            for column in range(wide):
+                place = tiles.at((column, factors), (part, LANES))
+                offset = builder.load(tiles.place(offsets, place, FLOATS), align=4)
+                total = totals[line * wide + column]
+                builder.store(added(tiles, builder.load(total), x, offset), total)
+    for number, total in enumerate(totals):
+        place = tiles.place(lanes, tiles.at(at, number * LANES), FLOATS)
+        builder.store(builder.load(total), place, align=4)
+
+
+class GroupedKernel(PlainKernel):
+    """Emits loads of rows of kernel weights that are grouped along their input, unpacked on the way
+    in registers.
+
+    begin: of the bytes of the first step; pitch: of a row's bytes; scales, offsets: fp32 [row,
+    factors] from the step `first` on; shift: of the plane's codes in a byte.
+    """
+
+    def __init__(
+        self,
+        tiles: Tiles,
+        codes: Any,
+        begin: Any,
+        pitch: Any,
+        sides: list[Any],
+        factors: Any,
+        first: Any,
+        shift: Any,
+        bits: int,
+        kind: int,
+    ) -> None:
+        super().__init__(tiles, codes, begin, pitch)
+        self._sides, self._factors, self._first = sides, factors, first
+        self._shift, self._bits, self._kind = shift, bits, kind
+
+    def rows(self, tile: Any, step: Any) -> list[Any]:
+        tiles, builder, rows = self._tiles, self._tiles.builder, []
+        shift = builder.trunc(self._shift, INT)
+        levels = filled(WORDS, (1 << self._bits) - 1)
+        shifts = [tiles.spread(builder.add(shift, ir.Constant(INT, n)), LANES) for n in (0, 8)]
+        for number, stored in enumerate(self._loaded(tile, step, HALVES, 1)):
+            where = tiles.at((tiles.at((tile, LANES), number), self._factors), self._first, step)
+            scale, offset = (
+                tiles.spread(builder.load(builder.gep(side.data, [where])), LANES)
+                for side in self._sides
+            )
+            word = builder.zext(stored, WORDS)
+            halves = []
+            for by in shifts:
+                code = builder.and_(builder.lshr(word, by), levels)
+                halves.append(added(tiles, offset, self._level(code), scale))
+            rows.append(joined_words(tiles, halves))
+        return rows
+
+    def _level(self, code: Any) -> Any:
+        builder = self._tiles.builder
+        if self._kind != INTEGERS:
+            return _chosen(self._tiles, code, TABLES[self._kind])
+        middle = filled(WORDS, middle_of(self._bits))
+        return builder.sitofp(builder.sub(code, middle), FLOATS)
+
+
+def _columns(
+    _context,
+    codes,
+    begin,
+    pitch,
+    scales,
+    offsets,
+    factors,
+    first,
+    shift,
+    steps,
+    packed,
+    at,
+    bits,
+    kind,
+):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        tiles = Tiles(builder)
+        bits, kind = (x.literal_value for x in signature.args[-2:])
+        values = arrays_of(context, builder, signature.args[:-2], arguments[:-2])
+        codes, begin, pitch, scales, offsets, factors, first, shift, steps, packed, at = values
+        sides = [scales, offsets]
+        kernel = GroupedKernel(tiles, codes, begin, pitch, sides, factors, first, shift, bits, kind)
+        store_columns(tiles, kernel, steps, packed, at)
+        return context.get_dummy_value()
+
+    kinds = (codes, N, N, scales, offsets, N, N, N, N, packed, N, bits, kind)
+    return types.void(*kinds), generate
+
+
+dots: Any = intrinsic(prefer_literal=True)(_dots)
+"""Intrinsic: the products of `many` rows from `row` on with `wide` columns, lane by lane.
+
+left: [row][element], `pitch` elements a row, bfloat16 or fp32 as `lay` makes them; codes: rows of
+bytes `apart` apart from `begin` on, with `plane` elements in a plane; scales, offsets: fp32
+[column][factors]; sums: fp32 [row][factors], of each step of the rows; lanes: fp32 [row][column]
+[lane], from `at` on. bits, kind, wide and many are compile-time constants.
+"""
+
+take_grouped_columns: Any = intrinsic(prefer_literal=True)(_columns)
+"""Intrinsic: does what `packing.take_columns` does, for `steps` steps of one plane; see
+`GroupedKernel`."""
+
+
+@njit(inline="always")
+def padded_count(depth):
+    """Returns the number of steps of a row, rounded up to whole vectors."""
+    return -(-depth // (STEP * LANES)) * LANES
+
+
+@njit(inline="always")
+def step_sums(rows, shape, factors):
+    """Returns the sums of each step of the rows, bfloat16 as bits: fp32 [row][factors]."""
+    count, depth, _ = shape
+    sums = np.zeros(count * factors, np.float32)
+    for row in range(count):
+        for step in range(depth // STEP):
+            total = np.float32(0)
+            for n in range(STEP):
+                bits = np.uint32(rows[row * depth + step * STEP + n]) << np.uint32(16)
+                total += np.uint32(bits).view(np.float32)
+            sums[row * factors + step] = total
+    return sums
+
+
+@njit(inline="always")
+def multiply_grouped(
+    take, rows, codes, leaves, plane, bias, out, shape, start, end, middle, bits, levels, kind
+):
+    """Does what `matmul_blocked.multiply_columns` does for few rows.
+
+    take: writes a row's scales and offsets, see `grouped_factors.factors_of`; leaves: its first
+    argument and how many groups a row has; plane: elements of a plane; levels: what codes stand
+    for. take, middle, bits, levels and kind are compile-time constants.
+    """
+    if shape[0] == 1:
+        multiply_streams(
+            take,
+            rows,
+            codes,
+            leaves,
+            plane,
+            bias,
+            out,
+            shape,
+            start,
+            end,
+            middle,
+            bits,
+            levels,
+            kind,
+            ONE[0],
+            ONE[1],
+        )
+    elif shape[0] == 2:
+        multiply_streams(
+            take,
+            rows,
+            codes,
+            leaves,
+            plane,
+            bias,
+            out,
+            shape,
+            start,
+            end,
+            middle,
+            bits,
+            levels,
+            kind,
+            TWO[0],
+            TWO[1],
+        )
+    else:
+        multiply_streams(
+            take,
+            rows,
+            codes,
+            leaves,
+            plane,
+            bias,
+            out,
+            shape,
+            start,
+            end,
+            middle,
+            bits,
+            levels,
+            kind,
+            MORE[0],
+            MORE[1],
+        )
+
+
+@njit(inline="always")
+def multiply_streams(
+    take,
+    rows,
+    codes,
+    leaves,
+    plane,
+    bias,
+    out,
+    shape,
+    start,
+    end,
+    middle,
+    bits,
+    levels,
+    kind,
+    wide,
+    many,
+):
+    """Multiplies `many` rows by `wide` columns at a time."""
+    count, depth, _ = shape
+    turns, factors, pitch = -(-count // many), padded_count(depth), depth * bits // 8
+    left = aligned(turns * many * depth, kind)
+    left[:] = 0
+    for row in range(count):
+        lay(rows, row * depth, depth // STEP, left, row * depth, STEP)
+    sums = aligned(turns * many * factors, np.float32)
+    sums[:] = 0
+    sums[: count * factors] = step_sums(rows, shape, factors)
+    scales, offsets = aligned(wide * factors, np.float32), aligned(wide * factors, np.float32)
+    scales[:] = 0
+    offsets[:] = 0
+    lanes = aligned(PAIR * turns * many * LANES, np.float32)
+    results = np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
+    arrays, groups = leaves
+    for first in range(start, end, PAIR):
+        for column in range(0, PAIR, wide):
+            for n in range(wide):
+                take(arrays, first + column + n, groups, scales, offsets, n * factors, middle)
+            for turn in range(turns):
+                dots(
+                    left,
+                    turn * many,
+                    depth,
+                    codes,
+                    (first + column) * pitch,
+                    pitch,
+                    plane,
+                    scales,
+                    offsets,
+                    sums,
+                    factors,
+                    lanes,
+                    (column * turns + turn * wide) * many * LANES,
+                    bits,
+                    levels,
+                    wide,
+                    many,
+                )
+        give_sums(lanes, results, bias, out, shape, first, wide, many)
+
+
+def taker_of(take: Any, middle: float, bits: int, levels: int) -> Any:
+    """Returns what `matmul_blocked.multiply_columns` takes columns by."""
+
+    @njit(inline="always")
+    def take_columns(kernel, column, top, depth, plane, steps, packed, at, _bits):
+        codes, leaves, scales, offsets = kernel
+        arrays, groups = leaves
+        factors, pitch = padded_count(depth), depth * bits // 8
+        for n in range(PAIR):
+            take(arrays, column + n, groups, scales, offsets, n * factors, middle)
+        done = 0
+        while done < steps:  # plane by plane
+            element = top + done * STEP
+            number = element // plane
+            some = min(steps - done, ((number + 1) * plane - element) // STEP)
+            take_grouped_columns(
+                codes,
+                column * pitch + element - number * plane,
+                pitch,
+                scales,
+                offsets,
+                factors,
+                element // STEP,
+                number * bits,
+                some,
+                packed,
+                at + done * 2 * LANES * STEP,
+                bits,
+                levels,
+            )
+            done += some
+
+    return take_columns
