@@ -14,6 +14,7 @@ from flexgen_jax.cli.commands import Size, under
 from flexgen_jax.cli.stage import lead_or_join
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import UserError
+from flexgen_jax.models.formats.known import WEIGHT_FORMATS
 from flexgen_jax.models.formats.storage import BITS, MATMUL_BITS
 from flexgen_jax.policy.policy import (
     ATTENTIONS,
@@ -272,6 +273,18 @@ def _precision_flags(command: Function) -> Function:
         PRECISION,
         [
             _bits_option("weight", "weights"),
+            click.option(
+                "--requantize",
+                is_flag=True,
+                help="Let --weight-bits round weights again that the model's files have in a few "
+                "bits, such as FP8 or GPTQ; without it they stay as they are.",
+            ),
+            click.option(
+                "--weight-format",
+                type=click.Choice(list(WEIGHT_FORMATS)),
+                help="With --weight-bits, quantize in groups of 32 along the input of each matrix "
+                "(own, the default), or as the FlexGen paper does, 64 along the output: less good.",
+            ),
             _bits_option("cache", "full blocks of the KV cache"),
             click.option(
                 "--matmul-bits",
@@ -279,7 +292,8 @@ def _precision_flags(command: Function) -> Function:
                 callback=_as_int,
                 help="8: layers multiply integers of 8 bits, to which weights and hidden states "
                 "are rounded, all but the largest of the latter. Costs some quality. Made for "
-                "4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, where "
+                "4-bit weights in the paper's format on CPUs that have AMX, or AVX-512 with "
+                "bfloat16 and VNNI, where "
                 "prompts and large batches then take less time; elsewhere they are slower.",
             ),
             click.option(

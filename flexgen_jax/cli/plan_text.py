@@ -102,7 +102,8 @@ def flags_of(policy: Policy) -> str:
     )
     flags += f" --attention {policy.attention}" if policy.cache.device < 1 else ""
     default = Policy()
-    for name in ("weight_bits", "cache_bits", "matmul_bits", "schedule", "attention_sparsity"):
+    names = ("weight_bits", "weight_format", "cache_bits", "matmul_bits", "schedule")
+    for name in (*names, "attention_sparsity"):
         if getattr(policy, name) != getattr(default, name):
             flags += f" --{name.replace('_', '-')} {getattr(policy, name)}"
     return flags + ("" if policy.overlap else " --no-overlap")

@@ -36,6 +36,9 @@ MULTIPLE = 32
 """Rows and columns of kernel weights must be multiples of this, the size of a pair of tiles: the
 `PAIR` of `cpu.jit.packing`, which is not imported because it would load Numba."""
 
+PAPERS = tuple(paper(bits) for bits in (2, 4, 8))
+"""Formats of kernel weights that are grouped along their output."""
+
 FEW_ROWS = 64
 """Up to this many rows, a product takes little longer than reading its kernel weights."""
 
@@ -174,7 +177,7 @@ def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
 
 def _is_papers(kernel: Kept) -> bool:
     """Returns whether packed kernel weights are grouped along their output, as in the paper."""
-    return isinstance(kernel, QuantizedArray) and kernel.storage.format in (paper(4), paper(8))
+    return isinstance(kernel, QuantizedArray) and kernel.storage.format in PAPERS
 
 
 def _grouping(kernel: Kept) -> Grouping | None:

@@ -36,6 +36,7 @@ from flexgen_jax.engine.starting import make_runner, start
 from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions, Message
+from flexgen_jax.models.formats.known import WeightFormat
 from flexgen_jax.policy.policy import Attention, Policy, Workload
 from flexgen_jax.progress import Progress
 
@@ -62,6 +63,7 @@ class LLM(TextModel):
         requantize: bool = False,
         cache_bits: int | None = None,
         matmul_bits: int | None = None,
+        weight_format: WeightFormat | None = None,
         attention: Attention | None = None,
         attention_sparsity: float | None = None,
         prefill_chunk: int | None = None,
@@ -90,6 +92,7 @@ class LLM(TextModel):
                 requantize=requantize,
                 cache_bits=cache_bits,
                 matmul_bits=matmul_bits,
+                weight_format=weight_format,
                 attention=attention,
                 attention_sparsity=attention_sparsity,
                 prefill_chunk=prefill_chunk,
@@ -365,6 +368,7 @@ class LLM(TextModel):
         policy = self._runner.given
         lossy = f"{policy.weight_bits}-{policy.cache_bits}-{policy.attention_sparsity}"
         lossy += f"-{policy.matmul_bits}" if policy.matmul_bits < 16 else ""
+        lossy += f"-{policy.weight_format}" if policy.weight_bits < 16 else ""
         tokenizer = self._model.tokenizer.fingerprint if self._model.tokenizer else None
         return f"{self._model.source.content(self.dtype)}-{tokenizer}-{lossy}"
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.formats.known import WeightFormat
 from flexgen_jax.models.loading import Model, open_model
 from flexgen_jax.policy.policy import Attention, Policy
 from flexgen_jax.units import parse_bytes
@@ -26,6 +27,7 @@ class EngineOptions:
     weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in that many bits an element;
         16 is the dtype. A model that is published in few bits keeps its own weights by default.
     requantize: whether `weight_bits` may round weights again that are published in few bits.
+    weight_format: how `weight_bits` quantizes: "own" in groups along the input, or "paper".
     matmul_bits: 8 has decoder layers multiply integers of 8 bits, which costs some quality; faster
         with 4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower
         elsewhere.
@@ -57,6 +59,7 @@ class EngineOptions:
     requantize: bool = False
     cache_bits: int | None = None
     matmul_bits: int | None = None
+    weight_format: WeightFormat | None = None
     attention: Attention | None = None
     attention_sparsity: float | None = None
     prefill_chunk: int | None = None
@@ -141,6 +144,7 @@ CHANGES = (
     "weight_bits",
     "cache_bits",
     "matmul_bits",
+    "weight_format",
     "attention",
     "attention_sparsity",
     "prefill_chunk",

@@ -12,7 +12,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.quantization import pack
+from flexgen_jax.layers.quantization import Kept, assemble, pack, quantize_as
+from flexgen_jax.models.formats.known import own
 from flexgen_jax.models.formats.storage import Storage
 
 WIDEST, NARROWEST, TRIES = 1.05, 0.75, 13
@@ -20,6 +21,15 @@ WIDEST, NARROWEST, TRIES = 1.05, 0.75, 13
 
 ROUNDS = 3
 """How often scale and minimum are fitted to codes, and codes to them."""
+
+
+def encoded(x: jax.Array, storage: Storage) -> Kept:
+    """Returns an array as `storage` keeps it; a format must be one that is written here."""
+    if storage.format is None:
+        return x
+    is_own = storage.format in (own(4), own(8))
+    kept: Kept = assemble(storage, encode_rows(x, storage)) if is_own else quantize_as(x, storage)
+    return kept
 
 
 @partial(jax.jit, static_argnames="storage")

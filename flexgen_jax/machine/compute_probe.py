@@ -17,12 +17,12 @@ import numpy as np
 
 from flexgen_jax.cpu import HostAttention, HostBlock, is_cpu, kernels_of_device
 from flexgen_jax.layers import programs
+from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.programs import Programs
-from flexgen_jax.layers.quantization import Kept, quantize_as
+from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import Formats, TensorSpec, model_spec
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.policy import prompt_blocks
@@ -118,7 +118,7 @@ class ProbedLayer:
         again."""
 
         def kept(tensor: TensorSpec) -> Kept:
-            return _kept(self._array(*tensor.shape), formats.weight(tensor))
+            return encoded(self._array(*tensor.shape), formats.weight(tensor))
 
         return [{t.path: kept(t) for t in self._layer.tensors} for _ in range(self._copies)]
 
@@ -241,7 +241,7 @@ class ComputeProbe(ProbedLayer):
         for length in lengths:
             storage = formats.sealed(self._key, rows, length)
             array = self._array(*storage.shape)
-            blocks.append((_kept(array, storage), _kept(array + 1, storage)))
+            blocks.append((encoded(array, storage), encoded(array + 1, storage)))
         tail = self._array(*self._key.array_shape(rows, BLOCK))
         return (*blocks, (tail, tail + 1)), lengths, BLOCK
 
@@ -349,10 +349,6 @@ class ComputeProbe(ProbedLayer):
             elements = 2.0 * array.size
             points.append((elements, elements, timed(partial(program, (array, array)))))
         return rate_of(points)
-
-
-def _kept(array: jax.Array, storage: Storage) -> Kept:
-    return array if storage.bits == 16 else quantize_as(array, storage)
 
 
 def _checks() -> jax.Array:

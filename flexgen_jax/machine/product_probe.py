@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.cpu import kernels_of_device, multiplies
+from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.kernels import Kernels, XlaKernels
-from flexgen_jax.layers.quantization import Kept, quantize
+from flexgen_jax.layers.quantization import Kept
+from flexgen_jax.models.formats import known
+from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import Formats
 
 COLUMNS, DEPTH = 8192, 2048
@@ -48,7 +51,8 @@ def time_products(rows: Sequence[int] = ROWS, turns: int = 3) -> Iterator[Produc
         jax.random.normal(jax.random.key(n), (COLUMNS, DEPTH), jnp.bfloat16) * 0.02
         for n in range(MATRICES)
     ]
-    packed = [quantize(matrix, 4, axis=0) for matrix in plain]
+    storage = Storage(plain[0].shape, str(plain[0].dtype), known.own(4))
+    packed = [encoded(matrix, storage) for matrix in plain]
     for count in rows:
         x = jax.random.normal(jax.random.key(count), (count, DEPTH), jnp.bfloat16)
         for bits, matrices in ((16, [*plain]), (4, [*packed])):

@@ -132,9 +132,9 @@ class Policy:
 
     Weights and full KV blocks are kept in `weight_bits` and `cache_bits` per element (section 5);
     16 stands for the dtype. Weights have groups along a kernel's input, or with `weight_format`
-    "paper" those of section 5, along its output. With `matmul_bits` 8, decoder layers multiply 8-bit integers, to which
-    weights and hidden states are rounded, except the largest hidden states (LLM.int8(), section 3);
-    on a CPU only where there are more than a few rows.
+    "paper" those of section 5, along its output. With `matmul_bits` 8, decoder layers multiply
+    8-bit integers, to which weights and hidden states are rounded, except the largest hidden states
+    (LLM.int8(), section 3); on a CPU only where there are more than a few rows.
 
     `attention` says where decoding attends to KV blocks that are not on the device: on the
     "device", to which they are moved, or on the "host", where they are. "auto" leaves that to a

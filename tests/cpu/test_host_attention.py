@@ -65,6 +65,7 @@ def test_equal_scores_and_large_scores(host: HostAttention) -> None:
         np.testing.assert_allclose(lse, 8 * size + np.log(6), rtol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_prepared_kernels_are_those_of_a_run(tmp_path: Path, dtype: str) -> None:
     """A run after the warm-up compiles no kernel: what was prepared is all that it uses."""
@@ -153,6 +154,7 @@ def test_quantized_tokens_are_equal(
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("attention", ["host", "device"])
 def test_bytes_of_a_step(tmp_path: Path, attention: Any) -> None:
     """With attention on the host, the bytes of a step grow with the batch, not with the earlier

@@ -152,6 +152,7 @@ PACKED_SHAPES = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize(("shape", "bits"), covering(PACKED_SHAPES, [8, 4], together=1))
 def test_quantized_kernels_are_unpacked(shape: tuple[int, int, int], bits: int) -> None:
@@ -184,6 +185,7 @@ def assert_folded(
     assert (np.abs(out - expected) <= 2**-8 * np.abs(expected) + room).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [1, 8])
 def test_folding_loses_no_more_than_unpacking(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To round x times the scales costs about what it costs to round the weights."""
@@ -299,7 +301,8 @@ def test_processors_without_a_unit_leave_it_to_xla(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_layer_is_that_of_xla(bits: int) -> None:
-    config, formats = read_config(BASE), Formats("bfloat16", bits)
+    config = read_config(BASE)
+    formats = Formats("bfloat16", bits, weight_format="paper")
     hidden, first = numbers(6, 20, config.hidden_size), np.arange(6, dtype=np.int32)
     weights = {}
     for seed, tensor in enumerate(model_spec(config).decoders[0].tensors):

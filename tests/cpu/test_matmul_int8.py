@@ -189,6 +189,7 @@ def test_nothing_but_zeros(multiply: Any) -> None:
         np.testing.assert_array_equal(found, np.broadcast_to(single(bias), found.shape))
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("kernels", [XLA_ON_CPU, CPU], ids=["XLA", "tiles"])
 @pytest.mark.parametrize("bits", [16, 4])
@@ -264,6 +265,7 @@ def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
     return run_greedy(checkpoint(), GREEDY, policy)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("percent", "schedule"), covering(PLACEMENTS[2:], ["zigzag", "row"], together=1)
 )

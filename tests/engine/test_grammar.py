@@ -71,6 +71,7 @@ def llm() -> Iterator[LLM]:
         yield found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("schema", "is_right"), [(PERSON, is_person), (LIST, is_list)])
 def test_texts_are_of_the_schema(llm: LLM, schema: Any, is_right: Callable[[str], bool]) -> None:
     """Greedy or drawn, also where every token is about as likely as any other."""

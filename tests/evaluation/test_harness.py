@@ -90,6 +90,7 @@ def evaluated(model: Any, tasks: Path, **options: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_the_harness_s_own_model(
     checkpoint: Callable[..., Path], tasks: Path, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def test_perplexity_is_that_of_numpy(
     assert result.value == pytest.approx(math.exp(-np.mean(logprobs)), rel=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("through_cache", [False, True])
 @pytest.mark.parametrize("percent", PLACEMENTS[1::2])
 def test_continuations_are_scored_after_their_contexts(
@@ -103,6 +104,7 @@ def test_what_contexts_begin_with_is_computed_once(llm: LLM, model: NumpyOpt) ->
             np.testing.assert_allclose(score.logprobs, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("raw", [LLAMA, MIXTRAL], ids=["llama", "mixtral"])
 @pytest.mark.parametrize("percent", PLACEMENTS[1::2])
 def test_a_context_is_computed_once_for_its_continuations(

@@ -3,7 +3,10 @@ they stand for, this package computes with the files as they are."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from flexgen_jax import LLM, Policy
+from safetensors.torch import load_file, save_file
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.errors import UserError
+from flexgen_jax.models.checkpoint import Checkpoint
+from flexgen_jax.models.folder import CheckpointError
+from flexgen_jax.models.loading import shape_of
+from flexgen_jax.models.spec import model_spec
 from tests.helpers.cases import covering
 from tests.helpers.models import prompts
 from tests.helpers.published import FORMATS, write_published
@@ -21,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TIERS = ((100, 0, 100, 0, 100, 0), (30, 40, 20, 50, 0, 100), (0, 0, 0, 0, 0, 0))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("kind", "family", "percent"),
     covering([*FORMATS], ["llama", "qwen3", "mixtral"], TIERS, together=1),
@@ -40,3 +51,103 @@ def test_logits_are_those_of_transformers(
         np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=1e-4)
     for tier, peak in report["peak_bytes"].items():
         assert peak <= report["computed_peak_bytes"][tier], tier
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "gptq-zero", "nvfp4"])
+def test_stages_read_their_own_part(tmp_path: Path, kind: str) -> None:
+    """Two processes, of which each reads its layers of the folder as it is."""
+    reference = write_published(tmp_path / "model", "llama", kind)
+    options = {"dtype": "float32", "policy": Policy(batch_size=4, num_batches=2)}
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    tokens = []
+    for stages in (1, 2):
+        with LLM(reference.folder, stages=stages, **options) as llm:
+            results = llm.generate(prompt_token_ids=prompts()[:4], sampling_params=params)
+        tokens.append([result.token_ids for result in results])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("fp8-block", 8.03), ("int4", 4.5), ("mxfp4", 4.25), ("awq", 4.5)]
+)
+def test_bytes_are_those_of_the_format(tmp_path: Path, kind: str, bits: float) -> None:
+    """What is planned, and moved, is what the folder has, and no 16 bits."""
+    reference = write_published(tmp_path / "model", "llama", kind)
+    config = shape_of(str(reference.folder))
+    assert config.published is not None
+    formats = Policy(weight_bits=config.published.bits).formats("bfloat16")
+    kernels = [t for t in model_spec(config).decoders[0].large if t.published is not None]
+    assert len(kernels) == 7
+    stored = sum(formats.weight(tensor).nbytes for tensor in kernels)
+    assert 8 * stored == pytest.approx(bits * sum(t.size for t in kernels), rel=0.02)
+    policy = Policy.from_percent(0, 100, 100, 0, 100, 0, batch_size=1)
+    with LLM(reference.folder, dtype="bfloat16", policy=policy, unified=False) as llm:
+        llm.generate(prompt_token_ids=[[5, 6, 7]], sampling_params=SamplingParams(max_tokens=1))
+        moved = llm.report()["bytes"]["host_to_device"]
+    assert moved < 1.1 * sum(
+        formats.weight(t).nbytes for layer in model_spec(config).layers for t in layer.large
+    )
+
+
+MUTATIONS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
+    "no scale": ("fp8-block", lambda t: t.pop(one(t, "weight_scale_inv")), "scale_inv' is missing"),
+    "short scale": ("fp8-block", lambda t: shorten(t, "weight_scale_inv"), "has shape"),
+    "no zeros": ("gptq", lambda t: t.pop(one(t, "qzeros")), "qzeros' is missing"),
+    "short zeros": ("awq", lambda t: shorten(t, "qzeros"), "has shape"),
+    "no blocks' scale": ("mxfp4", lambda t: t.pop(one(t, "weight_scale")), "scale' is missing"),
+    "short blocks": ("nvfp4", lambda t: shorten(t, "weight_scale"), "has shape"),
+    "uneven groups": ("gptq-order", lambda t: one_group(t), "elements a group"),
+    "short codes": ("int4", lambda t: shorten(t, "weight_packed"), "has shape"),
+}
+
+
+def one(tensors: dict[str, Any], end: str) -> str:
+    return next(name for name in sorted(tensors) if name.endswith(f".{end}"))
+
+
+def shorten(tensors: dict[str, Any], end: str) -> None:
+    name = one(tensors, end)
+    tensors[name] = tensors[name][:-1].clone()
+
+
+def one_group(tensors: dict[str, Any]) -> None:
+    tensors[one(tensors, "g_idx")][:] = 0
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_broken_folders_are_refused_by_name(tmp_path: Path, mutation: str) -> None:
+    kind, change, said = MUTATIONS[mutation]
+    folder = write_published(tmp_path, "llama", kind).folder
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=said) as error:
+        Checkpoint(folder)
+    assert "model.safetensors" in str(error.value)
+
+
+def test_without_a_config_the_tensors_say_it(tmp_path: Path) -> None:
+    """Folders exist whose config does not mention how their weights are stored."""
+    folder = write_published(tmp_path, "llama", "int4").folder
+    before = Checkpoint(folder).config.published
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    after = Checkpoint(folder).config.published
+    assert before is not None and after is not None
+    assert after.formats == before.formats
+
+
+def test_bits_on_top_are_asked_for_twice(tmp_path: Path) -> None:
+    reference = write_published(tmp_path, "llama", "fp8-row")
+    with pytest.raises(UserError, match=r"published in 8 bits.*--requantize"):
+        LLM(reference.folder, weight_bits=4)
+    with LLM(reference.folder, weight_bits=4, requantize=True, dtype="float32") as llm:
+        assert llm.config.published is None
+        scores = llm.score(prompt_token_ids=prompts()[:1])
+    with LLM(reference.folder, weight_bits=16, dtype="float32") as llm:
+        plain = llm.score(prompt_token_ids=prompts()[:1])
+    expected = reference.logprobs(prompts()[0])
+    np.testing.assert_allclose(plain[0].logprobs, expected, rtol=1e-4, atol=1e-4)
+    assert scores[0].logprobs != plain[0].logprobs

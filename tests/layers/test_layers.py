@@ -211,6 +211,7 @@ def test_sequences_prefilled_in_groups_are_as_alone(
         assert checks.tolist() == [4, 4]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("variant", "kind"),
     covering(

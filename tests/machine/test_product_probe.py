@@ -17,7 +17,7 @@ def test_products_are_timed_by_the_code_that_runs_take(
     monkeypatch.setattr(product_probe, "DEPTH", 64)
     found = list(time_products((1, 96), turns=1))
     assert [(each.rows, each.bits) for each in found] == [(1, 16), (1, 4), (96, 16), (96, 4)]
-    assert [each.nbytes for each in found[:2]] == [128 * 64 * 2, 128 * 64 // 2 + 2 * 2 * 2 * 64]
+    assert [each.nbytes for each in found[:2]] == [128 * 64 * 2, 128 * 64 // 2 + 128 * 8]
     for each in found:
         assert each.xla_s > 0
         assert (each.own_s is not None) == bool(features().bf16)

@@ -55,7 +55,7 @@ def expected(checkpoint: Callable[[], Path]) -> list[list[int]]:
     return [model.greedy(ids, count) for ids, count in zip(prompts(), TOKENS, strict=True)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("percent", "chunk", "schedule", "unified", "attention", "overlap"),
     pairwise(

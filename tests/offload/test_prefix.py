@@ -59,7 +59,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("percent", "chunk", "schedule", "unified", "attention"),
     pairwise(PLACEMENTS, [2048, 16], list(SCHEDULES), [True, False], ["device", "host"]),

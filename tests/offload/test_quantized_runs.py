@@ -90,7 +90,7 @@ def test_quantized_weights_are_what_the_formula_leaves(
         for name, x in tensors.items()
     }
     model = NumpyOpt(config, left)
-    with LLM(checkpoint(variant), dtype="float32", weight_bits=bits) as llm:
+    with LLM(checkpoint(variant), dtype="float32", weight_bits=bits, weight_format="paper") as llm:
         results = llm.generate(prompt_token_ids=prompts(), sampling_params=GREEDY)
         scores = llm.score(prompt_token_ids=prompts())
     for ids, result, score in zip(prompts(), results, scores, strict=True):
@@ -203,7 +203,12 @@ def test_bytes_are_counted_packed(
     rows: dict[int, dict[str, int]] = {}
     for bits in (16, 4):
         policy = Policy.from_percent(
-            *percent, batch_size=2, attention="device", weight_bits=bits, cache_bits=bits
+            *percent,
+            batch_size=2,
+            attention="device",
+            weight_bits=bits,
+            weight_format="paper",
+            cache_bits=bits,
         )
         options = {"policy": policy, "dtype": "bfloat16", "offload_dir": tmp_path / "offload"}
         with LLM(folder, **options, unified=tier == "disk") as llm:
@@ -240,7 +245,7 @@ def test_quantizing_in_pieces_is_quantizing() -> None:
     expected = (whole.packed, whole.scale, whole.minimum)
     leaves = [np.zeros(leaf.shape, leaf.dtype) for leaf in expected]
     config = read_config(BASE)
-    device = Device.create(config, Formats("float32", 4, 16))
+    device = Device.create(config, Formats("float32", 4, weight_format="paper"))
     store = weights.WeightStore(device, Source(), {}, Ledger({}))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder, "CHUNK_BYTES", 64 * 24 * 4)

@@ -193,6 +193,7 @@ def test_replaced_arrays_are_placed_by_the_fractions_of_the_cache() -> None:
     assert held["device"] == pytest.approx(held["host"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_packed_blocks_are_within_rounding(tmp_path: Path) -> None:
     """What grows is quantized, what is replaced never is."""
     plan = plan_of((0, 0, 0, 0, 0, 0), unified=False, cache_bits=8)

@@ -192,6 +192,7 @@ def test_a_plan_holds_over_the_disks_range() -> None:
     assert chosen.throughput == evaluate(at[1], chosen.policy).throughput
 
 
+@pytest.mark.slow
 def test_a_small_block_is_enough_where_the_number_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also over a range of disk rates: of plans nearly as fast as the best, the smallest."""
     hw = replace(known_machine("t4-16gb"), disk_range=(0.5, 1.5))
@@ -220,6 +221,7 @@ def test_rows_of_the_paper(row: compare_paper.Row) -> None:
     assert abs(row.error) < (0.25 if row.is_host_only else 0.35)
 
 
+@pytest.mark.slow
 def test_table_21_is_ranked_as_measured() -> None:
     assert compare_paper.rank_correlation("30b") >= 0.9
     assert compare_paper.rank_correlation("175b") >= 0.9
@@ -264,6 +266,7 @@ def test_scoring_counts_the_prompts_tokens() -> None:
     assert scored.throughput == pytest.approx(8 * 256 / scored.total_s)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", [16, 4])
 def test_kv_blocks_are_smaller_where_open_ones_fill_the_memory(bits: int) -> None:
     """Every sequence has an open block in RAM; a shorter one makes room for more sequences."""

@@ -166,6 +166,7 @@ class PackQuantized:
         if parts.has(".weight_shape"):
             rows, columns = map(int, parts.array(".weight_shape"))
             self._bits = 32 * words // max(1, columns)
+            parts.check(".weight_packed", (rows, words), "I32")
         if self._bits not in (4, 8) or -(-columns * self._bits // 32) != words:
             raise parts.refused(
                 ".weight_packed", f"does not have 4 or 8 bits for {columns} columns"

@@ -101,6 +101,7 @@ def _bpe(file: GgufFile, tokens: Sequence[str], _types: Sequence[int]) -> dict[s
             "as safetensors, or add the pattern to `SPLITS`"
         )
     pattern = SPLITS[pre]
+    merges = file.metadata.get("tokenizer.ggml.merges", [])
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     steps: list[dict[str, Any]] = [{**by_bytes, "use_regex": not pattern}]
     if pattern == "":
@@ -123,7 +124,7 @@ def _bpe(file: GgufFile, tokens: Sequence[str], _types: Sequence[int]) -> dict[s
             "byte_fallback": False,
             "ignore_merges": pre in REPEATS,
             "vocab": {token: number for number, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in file.metadata["tokenizer.ggml.merges"]],
+            "merges": [merge.split(" ", 1) for merge in merges],
         },
     }
 

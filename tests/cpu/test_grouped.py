@@ -1,0 +1,114 @@
+"""Products with kernel weights that are grouped along their input, against NumPy on the numbers
+that they stand for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flexgen_jax.cpu import matmul
+from flexgen_jax.cpu.backend import CpuKernels
+from flexgen_jax.cpu.grouped import grouping_of
+from flexgen_jax.layers.quantization import QuantizedArray, assemble, dequantize
+from flexgen_jax.models.formats.format import Factor, Format, affine, centered
+from flexgen_jax.models.formats.known import own
+from flexgen_jax.models.formats.storage import Storage
+from flexgen_jax.models.gguf.blocks import BLOCKS
+from flexgen_jax.policy.hardware import KernelSizes
+from tests.helpers.arrays import anew, numbers
+from tests.helpers.cases import covering
+
+TARGET = "flexgen_jax_multiply_grouped"
+
+CPU = CpuKernels(KernelSizes())
+
+FORMATS = {
+    "own": own(4),
+    "own-8": own(8),
+    "Q4_0": centered(4, 32, "float16"),
+    "Q4_1": affine(4, 32, dtype="float16"),
+    "Q4_K": BLOCKS["Q4_K"].format,
+    "MXFP4": Format(4, Factor("e8m0", 32), levels="e2m1"),
+    "nf4": Format(4, Factor("float32", 64), levels="nf4"),
+    "gptq": Format(4, Factor("float16", 128), zero=Factor("codes", 128, bits=4)),
+    "act-order": Format(4, Factor("float16", 64), center=8, has_order=True),
+    "int8": Format(8, Factor("bfloat16", 0), center=128),
+}
+
+
+def random_kernel(shape: tuple[int, int], packing: Format, seed: int = 0) -> QuantizedArray:
+    """A matrix of random codes and factors."""
+    rng, leaves = np.random.default_rng(seed), []
+    storage = Storage(shape, "bfloat16", packing)
+    for leaf in storage.leaves:
+        if leaf.name == "order":
+            array = rng.permutation(leaf.shape[0]).astype(np.int32)
+        elif leaf.dtype == "e8m0":
+            array = rng.integers(119, 123, leaf.shape).astype(np.uint8)
+        elif leaf.kind == "uint8":
+            array = rng.integers(0, 256, leaf.shape, np.uint8)
+        elif leaf.kind == "int8":
+            array = rng.integers(-128, 128, leaf.shape).astype(np.int8)
+        else:
+            array = 0.01 * rng.random(leaf.shape)
+        leaves.append(jnp.asarray(array, leaf.kind))
+    kept: QuantizedArray = assemble(storage, leaves)
+    return kept
+
+
+def wide(kernel: QuantizedArray) -> np.ndarray:
+    """The numbers that a kernel stands for, not rounded to bfloat16."""
+    storage = Storage(kernel.shape, "float32", kernel.storage.format)
+    return np.asarray(dequantize(assemble(storage, kernel.leaves)), np.float64)
+
+
+@pytest.mark.few(5)
+@pytest.mark.usefixtures("unit")
+@pytest.mark.parametrize(
+    ("name", "rows", "shape"),
+    covering([*FORMATS], [1, 2, 5, 40], [(96, 512), (160, 1280)], together=1),
+)
+def test_product_is_the_formula(name: str, rows: int, shape: tuple[int, int]) -> None:
+    kernel = random_kernel(shape, FORMATS[name])
+    x, bias = numbers(rows, shape[1]), jnp.asarray(numbers(shape[0], seed=1), jnp.float32)
+    assert TARGET in anew(CPU.matmul).lower(x, kernel, bias).as_text()
+    right = np.asarray(x, np.float64) @ wide(kernel).T + np.asarray(bias, np.float64)
+    found = np.asarray(anew(CPU.matmul)(x, kernel, bias), np.float64)
+    # Results have 8 bits, and weights in tiles and quantiles have, too.
+    np.testing.assert_allclose(found, right, rtol=2**-8, atol=2**-6 * np.abs(right).std())
+
+
+@pytest.mark.usefixtures("unit")
+def test_logits_are_not_rounded() -> None:
+    kernel, x = random_kernel((320, 256), FORMATS["own"]), numbers(2, 256)
+    found = anew(CPU.logits)(x, kernel)
+    assert found.dtype == jnp.float32
+    right = np.asarray(x, np.float64) @ wide(kernel).T
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5 * np.abs(right).std())
+
+
+@pytest.mark.parametrize(
+    ("packing", "shape"),
+    [
+        (own(4), (96, 96)),  # planes would begin within a group
+        (centered(4, 16, "float16"), (96, 512)),  # groups shorter than a step
+        (affine(5, 32, dtype="float16"), (96, 512)),  # codes in two parts
+        (Format(8, Factor("float32", 128, rows=128), levels="e4m3"), (256, 512)),
+    ],
+)
+def test_other_formats_are_left_to_xla(packing: Format, shape: tuple[int, int]) -> None:
+    kernel = random_kernel(shape, packing)
+    assert grouping_of(kernel.storage) is None
+    x = numbers(3, shape[1])
+    assert TARGET not in anew(CPU.matmul).lower(x, kernel, None).as_text()
+    found = np.asarray(jax.jit(CPU.matmul)(x, kernel, None), np.float64)
+    right = np.asarray(x, np.float64) @ wide(kernel).T
+    np.testing.assert_allclose(found, right, rtol=2**-6, atol=2**-6 * np.abs(right).std())
+
+
+def test_small_kernels_are_left_to_xla() -> None:
+    kernel = random_kernel((96, 512), own(4))
+    assert kernel.shape[0] * kernel.shape[1] < matmul.FEW_PACKED
+    assert TARGET not in anew(CPU.matmul).lower(numbers(1, 512), kernel, None).as_text()
