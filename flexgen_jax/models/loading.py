@@ -27,11 +27,14 @@ from flexgen_jax.models.defaults import (
     SamplingDefaults,
     read_defaults,
 )
-from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, indexed_names
+from flexgen_jax.models.families import family_of, quantization_of
+from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, indexed_names, read_json
+from flexgen_jax.models.formats.expected import expected
 from flexgen_jax.models.gguf.config import config_of
 from flexgen_jax.models.gguf.container import GgufFile
 from flexgen_jax.models.gguf.folder import as_folder
 from flexgen_jax.models.shapes import SHAPES, known_shape
+from flexgen_jax.models.spec import model_spec
 from flexgen_jax.models.tokenizer import Tokenizer
 
 HUB_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -166,7 +169,14 @@ def shape_of(name: str | None) -> ModelConfig:
             return known_shape(name)
     folder = shipped_model() if name is None else _local_folder(name)
     has_weights = folder.is_file() or any((folder / file).is_file() for file in (SINGLE, INDEX))
-    return Checkpoint(folder).config if has_weights else read_folder_config(folder)
+    if has_weights:
+        return Checkpoint(folder).config
+    config, options = read_folder_config(folder), quantization_of(read_json(folder / "config.json"))
+    family = family_of(config)
+    published = expected(
+        options, model_spec(config), lambda tensor: family.stored(tensor, config).name
+    )
+    return replace(config, published=published)
 
 
 def _local_folder(name: str, needs_weights: bool = False) -> Path:

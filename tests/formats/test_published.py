@@ -151,3 +151,26 @@ def test_bits_on_top_are_asked_for_twice(tmp_path: Path) -> None:
     expected = reference.logprobs(prompts()[0])
     np.testing.assert_allclose(plain[0].logprobs, expected, rtol=1e-4, atol=1e-4)
     assert scores[0].logprobs != plain[0].logprobs
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "int8", "int4", "gptq", "awq"])
+def test_a_config_alone_promises_the_same_bytes(tmp_path: Path, kind: str) -> None:
+    folder = write_published(tmp_path, "llama", kind).folder
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    options = raw["quantization_config"]
+    options |= {"group_size": 32, "modules_to_not_convert": ["lm_head"]}
+    if kind.startswith("int"):
+        weights = {"num_bits": int(kind[3]), "type": "int", "group_size": {"int4": 32}.get(kind)}
+        options["config_groups"] = {"group_0": {"weights": weights}}
+    path.write_text(json.dumps(raw))
+    whole = shape_of(str(folder))
+    (folder / "model.safetensors").unlink()
+    promised = shape_of(str(folder))
+    sizes = []
+    for config in (whole, promised):
+        assert config.published is not None
+        formats = Policy(weight_bits=config.published.bits).formats("bfloat16")
+        layers = model_spec(config).layers
+        sizes.append([formats.weight(t).nbytes for layer in layers for t in layer.tensors])
+    np.testing.assert_allclose(sizes[0], sizes[1], rtol=0.02)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from flexgen_jax.models.formats.format import Factor, Format
@@ -60,7 +58,3 @@ def order_of(group_of: np.ndarray, group: int) -> np.ndarray | None:
     if not np.array_equal(group_of[order], np.arange(count) // group):
         raise ValueError(f"its g_idx does not have {group} elements a group")
     return order
-
-
-def as_leaves(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return [np.ascontiguousarray(part) for part in parts]

@@ -26,6 +26,7 @@ ALWAYS_BESIDE = (
     ".qscale_act",
     ".weight_shape",
     ".bias_scale",
+    ".weight_format",
 )
 """Ends of names of arrays that belong to a tensor in few bits and are not needed: activations are
 not rounded here."""
@@ -96,8 +97,8 @@ class Float8:
         if len(self.shape) != 2:
             raise parts.refused(".weight", f"has shape {self.shape}; FP8 is read of matrices")
         rows, columns = self.shape
-        block = parts.options.get("weight_block_size") or (128, 128)
-        factor = parts.factor(scale, rows, columns, (int(block[0]), int(block[1])))
+        block = _block_of(parts.options)
+        factor = parts.factor(scale, rows, columns, block)
         levels = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}.get(parts.dtype(".weight"))
         if levels is None:
             raise parts.refused(".weight", f"is {parts.dtype('.weight')}, which is no weight's")
@@ -109,6 +110,14 @@ class Float8:
         assert expert is None
         codes = np.ascontiguousarray(self._codes[start:stop])
         return [codes, factor_rows(self._scale, self.format.scale, start, stop)]
+
+
+def _block_of(options: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the rows and columns of a block, 128 each where the config does not say."""
+    groups = list((options.get("config_groups") or {}).values())
+    weights = (groups[0].get("weights") if groups else None) or {}
+    block = options.get("weight_block_size") or weights.get("block_structure") or (128, 128)
+    return int(block[0]), int(block[1])
 
 
 class Integers8:
