@@ -45,6 +45,7 @@ class Row:
             num_batches=self.batches,
             weight_bits=self.bits[0],
             cache_bits=self.bits[1],
+            weight_format="paper",
             attention=attention,
         )
 

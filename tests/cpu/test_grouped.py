@@ -80,6 +80,7 @@ def test_product_is_the_formula(name: str, rows: int, shape: tuple[int, int]) ->
     np.testing.assert_allclose(found, right, rtol=2**-8, atol=2**-6 * np.abs(right).std())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unit")
 def test_logits_are_not_rounded() -> None:
     kernel, x = random_kernel((320, 256), FORMATS["own"]), numbers(2, 256)

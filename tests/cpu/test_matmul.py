@@ -185,7 +185,7 @@ def assert_folded(
     assert (np.abs(out - expected) <= 2**-8 * np.abs(expected) + room).all()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 def test_folding_loses_no_more_than_unpacking(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To round x times the scales costs about what it costs to round the weights."""
@@ -201,6 +201,7 @@ def test_folding_loses_no_more_than_unpacking(rows: int, monkeypatch: pytest.Mon
     assert np.sqrt(np.mean(folded**2)) < 1.25 * np.sqrt(np.mean(unpacked**2))
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize(("bits", "columns"), [(8, 640), (4, 192), (2, 192), (2, 640)])
 def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> None:
@@ -217,6 +218,7 @@ def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> N
             assert_nearest(found.T, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("rows", [5, 33])

@@ -71,7 +71,7 @@ SHAPES = [
 """Rows, depth, columns, and outliers."""
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("shape", "bits"), covering(SHAPES, [8, 4], together=1))
 def test_product_is_the_formula(shape: tuple[int, ...], bits: int) -> None:
     rows, depth, columns, outliers = shape

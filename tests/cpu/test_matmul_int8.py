@@ -121,7 +121,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @BY_EACH
 @pytest.mark.parametrize(("shape", "bits"), covering(SHAPES, [16, 8, 4], together=1))
 def test_product_is_the_formula(multiply: Any, shape: tuple[int, ...], bits: int) -> None:
@@ -201,7 +201,8 @@ def test_a_layer_is_near_that_of_16_bits(kernels: Any, bits: int) -> None:
     hidden, first = numbers(6, 20, config.hidden_size), np.zeros(6, np.int32)
     outs = []
     for matmul_bits in (16, 8):
-        formats, weights = Formats("bfloat16", bits, matmul_bits=matmul_bits), {}
+        formats = Formats("bfloat16", bits, matmul_bits=matmul_bits, weight_format="paper")
+        weights = {}
         for seed, tensor in enumerate(model_spec(config).decoders[0].tensors):
             plain, storage = numbers(*tensor.shape, seed=seed) / 4, formats.weight(tensor)
             weights[tensor.path] = plain if storage.bits == 16 else quantize_as(plain, storage)

@@ -166,6 +166,7 @@ def test_what_is_not_finite_shows(side: int, special: float) -> None:
     assert np.isfinite(wide(out)[0]).all()
 
 
+@pytest.mark.slow
 @on_cpu
 @pytest.mark.parametrize("weight_bits", [16, pytest.param(4, marks=pytest.mark.slow)])
 def test_runs_are_those_of_xla(

@@ -82,6 +82,7 @@ def test_texts_are_of_the_schema(llm: LLM, schema: Any, is_right: Callable[[str]
     assert len({result.text for result in results}) > 4
 
 
+@pytest.mark.slow
 def test_other_requests_beside_them_are_as_alone(llm: LLM) -> None:
     free = SamplingParams(20, temperature=1.0, seed=3, logprobs=2)
     mixed = [free, params(PERSON, 1.0), free, params(json.dumps(LIST), 0.0)]

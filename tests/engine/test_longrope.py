@@ -62,6 +62,7 @@ def test_texts_across_the_border_are_those_of_transformers(reference: Any) -> No
             assert all(len(r.logprobs or ()) == most for r in found)
 
 
+@pytest.mark.slow
 def test_draws_stops_and_what_an_earlier_run_made_go_on_across_the_border(reference: Any) -> None:
     with LLM(reference.folder, dtype="float32", policy=Policy(batch_size=3)) as llm:
         drawn = SamplingParams(20, temperature=1.0, seed=4, ignore_eos=True)

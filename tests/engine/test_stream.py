@@ -107,6 +107,7 @@ def test_impossible_requests_have_an_error_and_the_others_go_on(llm: LLM) -> Non
     assert good == {"r3": alone(llm, 3)}
 
 
+@pytest.mark.slow
 def test_a_longer_request_is_planned_for_when_it_comes(llm: LLM) -> None:
     texts = [request(n) for n in range(20)]
     texts += [

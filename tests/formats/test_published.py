@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TIERS = ((100, 0, 100, 0, 100, 0), (30, 40, 20, 50, 0, 100), (0, 0, 0, 0, 0, 0))
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("kind", "family", "percent"),
     covering([*FORMATS], ["llama", "qwen3", "mixtral"], TIERS, together=1),
@@ -53,6 +53,7 @@ def test_logits_are_those_of_transformers(
         assert peak <= report["computed_peak_bytes"][tier], tier
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["fp8-block", "gptq-zero", "nvfp4"])
 def test_stages_read_their_own_part(tmp_path: Path, kind: str) -> None:
     """Two processes, of which each reads its layers of the folder as it is."""

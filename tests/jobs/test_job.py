@@ -148,7 +148,7 @@ def test_openai_s_types_parse_the_bodies(expected: dict[int, dict[str, Any]]) ->
         assert parsed.usage.total_tokens > 0
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_job_that_is_cut_goes_on(
     llm: LLM, source: Path, expected: dict[int, dict[str, Any]], seed: int
@@ -180,6 +180,7 @@ def _tokens(record: dict[str, Any]) -> int:
     return int(record["usage"]["completion_tokens"]) if "usage" in record else 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_leaves_valid_files(
     llm: LLM, source: Path, expected: dict[int, dict[str, Any]], number: int
@@ -278,6 +279,7 @@ def test_bad_lines_have_records_and_good_ones_results(llm: LLM, source: Path) ->
             assert record["error"]["message"].startswith(f"line {number}: ")
 
 
+@pytest.mark.slow
 def test_what_all_prompts_begin_with_is_computed_once(llm: LLM, source: Path) -> None:
     examples = "One and one is two. Two and two is four. The people of the United States. " * 2
     prompts = [examples + text for text in TEXTS]

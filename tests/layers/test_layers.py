@@ -143,7 +143,7 @@ def test_spec_is_what_the_modules_declare(variant: str) -> None:
         assert shapes == {tensor.path: tensor.shape for tensor in layer.tensors}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("batch", "segments", "kind"),
     covering(

@@ -97,7 +97,7 @@ def test_tokens_are_those_without_a_prefix(
         assert peak <= report["computed_peak_bytes"][tier], tier
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", PLACEMENTS[:3])
 def test_a_packed_cache_has_a_packed_prefix(
     checkpoint: Callable[[], Path], tmp_path: Path, percent: tuple[int, ...]

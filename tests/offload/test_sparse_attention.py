@@ -279,7 +279,7 @@ def resident(checkpoint: Callable[[str], Path]) -> Callable[[int], list[list[int
     return found.__getitem__
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("cache", "how"),
     covering(SPLITS, [*itertools.product(["host", "device"], [True, False])], together=1),

@@ -140,7 +140,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize(
     ("percent", "options", "shrinks"),

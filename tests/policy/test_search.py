@@ -131,6 +131,7 @@ def test_runs_without_a_cache_are_planned(head: str) -> None:
     assert search(asked)[0].policy.percent[:2] == (100, 0)
 
 
+@pytest.mark.slow
 def test_limits_are_kept() -> None:
     free = problem("facebook/opt-30b", workload=Workload(256, 16, 0))
     fastest = search(free)[0]
@@ -216,6 +217,7 @@ def test_frontier_rises() -> None:
         assert after.throughput > before.throughput
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("row", compare_paper.ROWS, ids=lambda r: f"{r.table}-{r.model}-{r.batch}")
 def test_rows_of_the_paper(row: compare_paper.Row) -> None:
     assert abs(row.error) < (0.25 if row.is_host_only else 0.35)

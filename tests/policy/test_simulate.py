@@ -32,7 +32,7 @@ OPTIONS = (
 )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("where", "how"),
     covering(

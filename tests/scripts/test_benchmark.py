@@ -152,7 +152,7 @@ def test_bound_takes_the_disk_as_it_was_around_the_run(tmp_path: Path) -> None:
     del bench._disk_rate
     assert bench._disk_rate(case, []) is None
     name = DummyWeights(known_shape(case.model)).fingerprint("bfloat16")
-    for suffix, bits in (("", "16"), (f"-4bit-v{FORMAT_VERSION}", "4")):
+    for suffix, bits in (("", "16"), (f"-4bit-own-v{FORMAT_VERSION}", "4")):
         folder = tmp_path / "offload" / "weights" / f"{name}{suffix}" / "t" / "c"
         folder.mkdir(parents=True)
         (folder / "0").write_bytes(bytes(4095))  # too small to say anything
