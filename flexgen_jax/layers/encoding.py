@@ -16,10 +16,10 @@ from flexgen_jax.layers.quantization import Kept, assemble, pack, quantize_as
 from flexgen_jax.models.formats.known import own
 from flexgen_jax.models.formats.storage import Storage
 
-WIDEST, NARROWEST, TRIES = 1.05, 0.75, 13
+WIDEST, NARROWEST, TRIES = 1.0, 0.82, 3
 """A group's range is tried at these multiples of its own, and between."""
 
-ROUNDS = 3
+ROUNDS = 2
 """How often scale and minimum are fitted to codes, and codes to them."""
 
 
