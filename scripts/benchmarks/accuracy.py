@@ -25,14 +25,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZipFile
 
 from flexgen_jax import LLM, Placement, Policy
-from flexgen_jax.models.formats.known import WeightFormat
+from flexgen_jax.models.formats.known import WEIGHT_FORMATS, WeightFormat
 from flexgen_jax.models.loading import open_model, shipped_model
 
 LEAST_WORDS = 40
@@ -64,7 +64,7 @@ KINDS = [
     Kind("bfloat16"),
     Kind(weight_bits=8),
     Kind(weight_bits=4),
-    Kind(weight_bits=4, weight_format="paper"),
+    Kind(weight_bits=4, matmul_bits=8),
     Kind(cache_bits=8, through_cache=True),
     Kind(cache_bits=4, through_cache=True),
     Kind(weight_bits=4, cache_bits=4, through_cache=True),
@@ -152,8 +152,7 @@ def _described(kind: Kind) -> list[str]:
     if kind.through_cache and kind.cache_bits == 16:
         cache += ", token by token"
     attended = f"{100 * kind.attention_sparsity:.0f} %"
-    weights = names[kind.weight_bits] + (" (paper)" if kind.weight_format == "paper" else "")
-    return [weights, cache, names[kind.matmul_bits], attended]
+    return [names[kind.weight_bits], cache, names[kind.matmul_bits], attended]
 
 
 def main() -> None:
@@ -164,6 +163,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="Default: the shipped model's heldout.txt.")
     parser.add_argument("--windows", type=int, help="Use the first N windows and passages only.")
     parser.add_argument("--smollm2", action="store_true", help="Fetch and measure SmolLM2, too.")
+    parser.add_argument("--weight-format", choices=WEIGHT_FORMATS, default="own")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     path = args.text or shipped_model() / "heldout.txt"
@@ -174,7 +174,8 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {}
     with TemporaryDirectory() as folder:
         models = [*args.models, *([fetched(Path(folder))] if args.smollm2 else [])]
-        measure_all(models, text, pairs, args.windows, runs)
+        kinds = [replace(kind, weight_format=args.weight_format) for kind in KINDS]
+        measure_all(models, kinds, text, pairs, args.windows, runs)
     print(markdown(runs))
     if args.json:
         about = {"text": path.name, "passages": len(pairs)}
@@ -192,6 +193,7 @@ def fetched(folder: Path) -> str:
 
 def measure_all(
     models: Sequence[str],
+    kinds: Sequence[Kind],
     text: str,
     pairs: Sequence[Pair],
     most: int | None,
@@ -201,7 +203,7 @@ def measure_all(
     for model in models:
         ids = windows(model, text)[:most]
         runs[model] = []
-        for kind in KINDS:
+        for kind in kinds:
             runs[model].append(measured(model, kind, ids, pairs))
             print(model, runs[model][-1], flush=True)
 
