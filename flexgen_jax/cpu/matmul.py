@@ -57,11 +57,7 @@ def matmul(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> ja
 def _multiplied(
     x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any, unit: str
 ) -> jax.Array | None:
-    grouping = _grouping(kernel)
-    if grouping is None:
-        target = _target(_bits(kernel), dtype == jnp.float32, unit)
-    else:
-        target = _grouped_target(grouping, dtype == jnp.float32, unit)
+    target = _target_for(kernel, dtype == jnp.float32, unit)
     if target is None:
         return None
     rows, columns = x.reshape(-1, x.shape[-1]), kernel.shape[0]
@@ -98,12 +94,15 @@ def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
 def multiplies(x: jax.Array, kernel: Kept) -> bool:
     """Returns whether a product is computed here, and not by XLA's own code."""
     unit = _unit_for(x, kernel)
-    if unit is None:
-        return False
-    grouping = _grouping(kernel)
+    return unit is not None and _target_for(kernel, False, unit) is not None
+
+
+def _target_for(kernel: Kept, is_wide: bool, unit: str) -> str | None:
+    """Returns the name of the code that multiplies by a kernel's format, None if there is none."""
+    grouping = grouping_of(kernel.storage) if isinstance(kernel, QuantizedArray) else None
     if grouping is not None:
-        return _grouped_target(grouping, False, unit) is not None
-    return _target(_bits(kernel), False, unit) is not None
+        return _grouped_target(grouping, is_wide, unit)
+    return _target(_bits(kernel), is_wide, unit)
 
 
 def _bits(kernel: Kept) -> int:
@@ -178,10 +177,6 @@ def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
 def _is_papers(kernel: Kept) -> bool:
     """Returns whether packed kernel weights are grouped along their output, as in the paper."""
     return isinstance(kernel, QuantizedArray) and kernel.storage.format in PAPERS
-
-
-def _grouping(kernel: Kept) -> Grouping | None:
-    return grouping_of(kernel.storage) if isinstance(kernel, QuantizedArray) else None
 
 
 # Numba is slow to import, and not every run multiplies here.

@@ -153,15 +153,16 @@ class Checkpoint:
     tensor that is neither part of the model nor known to be useless. Raises `CheckpointError`
     otherwise. Tensors that are published in few bits have their formats in the config.
 
-    folder: a Hugging Face folder, or a GGUF file; notes: what a user should know about how the
-    files were taken.
+    folder: a Hugging Face folder, or a GGUF file; container: the latter, opened; notes: what a user
+    should know about how the files were taken.
     """
 
     reads_at_once = 1
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        opened = _opened_gguf(folder) if folder.is_file() else _opened_folder(folder)
+        self.container = GgufFile(folder) if folder.is_file() else None
+        opened = _opened_gguf(self.container) if self.container else _opened_folder(folder)
         self.config, self._tensors, options = opened
         self.notes = list(self._tensors.notes)
         self.config = self._as_stored()
@@ -196,7 +197,7 @@ class Checkpoint:
     def _are_equal(self, one: str, other: str) -> bool:
         """Returns whether two stored tensors are equal; reads them in pieces."""
         tensors = self._tensors
-        if {one, other} & set(tensors.packed):
+        if one in tensors.packed or other in tensors.packed:
             return False
         shape = tensors.shape(one)
         if shape != tensors.shape(other) or tensors.dtype(one) != tensors.dtype(other):
@@ -377,13 +378,12 @@ def _opened_folder(folder: Path) -> Opened:
     return config, tensors, options
 
 
-def _opened_gguf(path: Path) -> Opened:
-    file = GgufFile(path)
+def _opened_gguf(file: GgufFile) -> Opened:
     raw = config_of(file)
     try:
         config = read_config(raw)
     except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise CheckpointError(f"{file.path}: {error}") from None
     heads = raw["num_attention_heads"], raw.get("num_key_value_heads", raw["num_attention_heads"])
     return config, GgufTensors(file, raw["model_type"], heads), {}
 

@@ -31,7 +31,6 @@ from flexgen_jax.models.families import family_of, quantization_of
 from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, indexed_names, read_json
 from flexgen_jax.models.formats.expected import expected
 from flexgen_jax.models.gguf.config import config_of
-from flexgen_jax.models.gguf.container import GgufFile
 from flexgen_jax.models.gguf.folder import as_folder
 from flexgen_jax.models.shapes import SHAPES, known_shape
 from flexgen_jax.models.spec import model_spec
@@ -103,7 +102,7 @@ def _opened(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
     folder = shipped_model() if name is None else _local_folder(str(name), needs_weights=True)
     checkpoint = Checkpoint(folder)
     config = checkpoint.config
-    with _files_beside(folder) as files:
+    with _files_beside(checkpoint) as files:
         wishes = read_defaults(files)
         tokenizer, chat = Tokenizer(files, config.bos_id), ChatTemplate(files)
     ends = config.eos_ids if wishes.eos_ids is None else wishes.eos_ids
@@ -133,14 +132,13 @@ def _opened(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
 
 
 @contextlib.contextmanager
-def _files_beside(folder: Path) -> Iterator[Path]:
+def _files_beside(checkpoint: Checkpoint) -> Iterator[Path]:
     """Yields the folder that has the tokenizer and other files beside the weights: of a GGUF file
     one that is made of its metadata."""
-    if folder.is_dir():
-        yield folder
+    if checkpoint.container is None:
+        yield checkpoint.folder
         return
-    file = GgufFile(folder)
-    with as_folder(file, config_of(file)) as made:
+    with as_folder(checkpoint.container, config_of(checkpoint.container)) as made:
         yield made
 
 

@@ -69,7 +69,7 @@ class Case:
 
 
 FOUR = ("--weight-bits", "4")
-INTEGERS = (*FOUR, "--matmul-bits", "8")
+INTEGERS = (*FOUR, "--weight-format", "paper", "--matmul-bits", "8")
 CHUNKS = ("--prefill-chunk", "512")
 DECODE = ("decode_attention", "decode", 16, 1024, 33)
 CASES = (

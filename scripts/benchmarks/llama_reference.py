@@ -169,7 +169,8 @@ def commands(args: argparse.Namespace, file: Path, batch: int) -> dict[str, list
     lengths += ["--gen-len", str(args.gen_len)]
     ours = [sys.executable, "-m", "flexgen_jax", "bench", *lengths, "--dummy-weights"]
     ours += ["--dtype", "bfloat16", "--weight-bits", "4"]
-    ours += ["--matmul-bits", "8" if features().int8 else "16"]
+    if features().int8:
+        ours += ["--weight-format", "paper", "--matmul-bits", "8"]
     ours += ["--offload-dir", str(args.folder / "offload"), "--num-sequences", str(batch)]
     if args.limit is None:
         ours += ["--percent", "100", "0", "100", "0", "100", "0", "--warm-up"]

@@ -43,7 +43,7 @@ class Case:
 
 FOUR = ("--weight-bits", "4", "--cache-bits", "4")
 BOTH = (Ours("16 bits"), Ours("4 bits", FOUR))
-INTEGERS = Ours("8-bit products", (*FOUR, "--matmul-bits", "8"))
+INTEGERS = Ours("8-bit products", (*FOUR, "--weight-format", "paper", "--matmul-bits", "8"))
 MINUTES = ("--num-sequences", "64")
 """Flags for a number of sequences that takes minutes on a CPU, where a free choice takes much
 longer."""

@@ -17,17 +17,12 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit.llvm import FLOAT, LANES, filled
-from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, HALVES, WORDS, N, Tiles, emitted
+from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, HALVES, WORDS, N, Tiles, emitted, single
 
 BLOCK = 8
 """Groups that share a unit, where scales have 6 bits."""
 
 EIGHT = ir.VectorType(FLOAT, BLOCK)
-
-
-@njit(inline="always")
-def from_bfloat16(bits):
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @njit(inline="always")
@@ -46,7 +41,7 @@ def from_float32(bits):
 
 
 WIDEN: dict[str, Any] = {
-    "bfloat16": from_bfloat16,
+    "bfloat16": single,
     "float16": from_float16,
     "float32": from_float32,
 }
@@ -237,7 +232,7 @@ def _of_units() -> Any:
     @njit(inline="always")
     def take(leaves, row, count, scales, offsets, at, middle):
         scale, units, minimum, others = leaves
-        one, other = from_bfloat16(units[row]), from_bfloat16(others[row])
+        one, other = single(units[row]), single(others[row])
         whole = count // LANES
         widen_units(scale, minimum, row * count, whole, one, other, middle, scales, offsets, at)
         for group in range(whole * LANES, count):

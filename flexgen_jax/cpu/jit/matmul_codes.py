@@ -34,6 +34,7 @@ from flexgen_jax.cpu.jit.packing import (
     Tiles,
     emitted,
     give_rows,
+    single,
 )
 from flexgen_jax.cpu.jit.packing_int8 import MAGNITUDE, inverse_of
 from flexgen_jax.layers import matmul_int8
@@ -447,12 +448,6 @@ def inside_tile(row):
 def inside(column):
     """Returns where the sums of a column of a group are, of one row."""
     return column // PAIR * PAIR * PAIR + column % PAIR // LANES * LANES * LANES + column % LANES
-
-
-@njit(inline="always")
-def single(bits):
-    """Returns a bfloat16, given as bits, as fp32."""
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @njit(inline="always")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from flexgen_jax.cpu.jit.attention_entry import ALL, ARGUMENTS, CALLS, RESULTS, 
 from flexgen_jax.cpu.jit.grouped_factors import factors_of
 from flexgen_jax.cpu.jit.matmul_blocked import multiply_columns
 from flexgen_jax.cpu.jit.matmul_codes import multiply_codes
-from flexgen_jax.cpu.jit.matmul_grouped import LEVELS, multiply_grouped, padded_count, taker_of
+from flexgen_jax.cpu.jit.matmul_grouped import LEVELS, multiplier_of, padded_count, taker_of
 from flexgen_jax.cpu.jit.matmul_int8 import multiply_rounded, round_panel
 from flexgen_jax.cpu.jit.matmul_packed import most_folded, multiply_packed
 from flexgen_jax.cpu.jit.matmul_small_batch import (
@@ -164,12 +164,13 @@ def grouped_handler(name: str, of: Grouping, is_wide: bool, unit: str) -> tuple[
 
 def _grouped_part(of: Grouping, is_wide: bool, unit: str) -> Callable[..., int]:
     """Returns the function that computes a part of a product's columns."""
-    source = matmul_grouped.SOURCE + matmul_packed.SOURCE + CALLS
+    source = matmul_grouped.SOURCE + CALLS
     stored = np.float32 if is_wide else np.uint16
     bits, levels, by_amx, kind = of.bits, LEVELS[of.levels], unit == "amx", stored_as(unit)
     code = np.float32(1 << (bits - 1)) if levels == matmul_grouped.INTEGERS else np.float32(0)
     middle: Any = np.float32(code - of.center)
     take = factors_of(of.factors, of.dtype, of.repeats, of.has_minimum)
+    multiply_few_rows = multiplier_of(take, middle, bits, levels, kind)
     take_tiles = taker_of(take, middle, bits, levels)
     folded, leaves_in, repeats = most_folded(unit), _leaves_in(of.kinds), of.repeats
 
@@ -187,22 +188,7 @@ def _grouped_part(of: Grouping, is_wide: bool, unit: str) -> Callable[..., int]:
         leaves = (leaves_in(arguments), groups)
         start, end = limits(columns, part, parts)
         if count <= folded:
-            multiply_grouped(
-                take,
-                left,
-                codes,
-                leaves,
-                plane,
-                bias,
-                out,
-                shape,
-                start,
-                end,
-                middle,
-                bits,
-                levels,
-                kind,
-            )
+            multiply_few_rows(left, codes, leaves, plane, bias, out, shape, start, end)
             return 1
         size = PAIR * padded_count(depth)
         kernel = (codes, leaves, np.zeros(size, np.float32), np.zeros(size, np.float32))
@@ -214,56 +200,24 @@ def _grouped_part(of: Grouping, is_wide: bool, unit: str) -> Callable[..., int]:
     return compute
 
 
-def _leaves_in(kinds: tuple[str, ...]) -> Any:
-    """Returns the function that views a kernel's leaves but the codes, flat, as a tuple: Numba
-    needs to know how many there are."""
-    types = tuple(
-        {1: np.uint8, 2: np.uint16, 4: np.uint32}[np.dtype(kind).itemsize] for kind in kinds
-    )
-    view = _viewed
-    if len(kinds) == 1:
-        (a,) = types
+def _leaves_in(kinds: Sequence[str], at: int = 3) -> Any:
+    """Returns the function that views a kernel's leaves beside the codes, flat, as a tuple: the
+    arguments of a call from number `at` on, whose dtypes are `kinds`."""
+    if not kinds:
 
         @njit(inline="always")
-        def one(arguments):
-            return (view(arguments, 3, a),)
+        def nothing(_arguments):
+            return ()
 
-        return one
-    if len(kinds) == 2:
-        a, b = types
-
-        @njit(inline="always")
-        def two(arguments):
-            return (view(arguments, 3, a), view(arguments, 4, b))
-
-        return two
-    if len(kinds) == 4:
-        a, b, c, d = types
-
-        @njit(inline="always")
-        def four(arguments):
-            return (
-                view(arguments, 3, a),
-                view(arguments, 4, b),
-                view(arguments, 5, c),
-                view(arguments, 6, d),
-            )
-
-        return four
-    a, b, c, d, e, f = types
+        return nothing
+    own = {1: np.uint8, 2: np.uint16, 4: np.uint32}[np.dtype(kinds[0]).itemsize]
+    others, view = _leaves_in(kinds[1:], at + 1), _viewed
 
     @njit(inline="always")
-    def six(arguments):
-        return (
-            view(arguments, 3, a),
-            view(arguments, 4, b),
-            view(arguments, 5, c),
-            view(arguments, 6, d),
-            view(arguments, 7, e),
-            view(arguments, 8, f),
-        )
+    def leaves(arguments):
+        return (view(arguments, at, own), *others(arguments))
 
-    return six
+    return leaves
 
 
 @njit(inline="always")

@@ -18,18 +18,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
-from flexgen_jax.cpu.jit import grouped_factors, matmul_small_batch
+from flexgen_jax.cpu.jit import grouped_factors, matmul_packed
 from flexgen_jax.cpu.jit.code_cache import source_of
 from flexgen_jax.cpu.jit.llvm import INT, LANES, SECOND_CACHE, arrays_of, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
 from flexgen_jax.cpu.jit.matmul_inner import added, multiplied
+from flexgen_jax.cpu.jit.matmul_packed import codes_in, levels_in, middle_of
 from flexgen_jax.cpu.jit.matmul_small_batch import give_sums, lay, loaded_step
 from flexgen_jax.cpu.jit.packing import (
     BYTE,
@@ -44,6 +44,7 @@ from flexgen_jax.cpu.jit.packing import (
     emitted,
     is_wide,
     joined_words,
+    single,
     store_columns,
 )
 from flexgen_jax.cpu.processor import has_wide_vectors
@@ -51,7 +52,7 @@ from flexgen_jax.models.formats.levels import E2M1, NF4
 
 cgutils: Any = untyped
 
-SOURCE = matmul_small_batch.SOURCE + source_of(__file__, grouped_factors.__file__)
+SOURCE = matmul_packed.SOURCE + source_of(__file__, grouped_factors.__file__)
 """A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
 
 ONE, TWO, MORE = ((4, 1), (4, 2), (2, 4)) if has_wide_vectors() else ((2, 1), (1, 2), (1, 2))
@@ -59,8 +60,6 @@ ONE, TWO, MORE = ((4, 1), (4, 2), (2, 4)) if has_wide_vectors() else ((2, 1), (1
 
 AHEAD = 1 << 12
 """About how many bytes ahead codes are prefetched."""
-
-CODES = ir.VectorType(ir.IntType(16), STEP)
 
 INTEGERS, SMALL_FLOATS, QUANTILES = 0, 1, 2
 """What codes of 4 bits stand for: integers around 8, and the tables of `models.formats.levels`."""
@@ -74,55 +73,12 @@ TABLES: dict[int, Sequence[float]] = {
 }
 
 
-def table_of(values: Sequence[float]) -> Any:
-    """Returns a constant of numbers as bfloat16, which an index of 5 bits finds by its lower 4."""
-    bits = np.array(list(values), ml_dtypes.bfloat16).view(np.uint16)
-    return ir.Constant(CODES, [int(x) for x in np.resize(bits, STEP)])
-
-
-def middle_of(bits: int) -> int:
-    """Returns the code of which a level is less, in tables of integers."""
-    return 1 << (bits - 1)
-
-
-def _levels(tiles: Tiles, codes: Any, at: Any, bits: int, kind: int) -> list[list[Any]]:
-    """Loads the bytes of a step; returns for each plane vectors of levels, bfloat16, whose sum they
-    are."""
-    builder = tiles.builder
-    stored = builder.load(tiles.place(codes, at, ir.VectorType(BYTE, STEP)), align=1)
-    word = builder.zext(stored, CODES)
-    if bits == 8:
-        parts = [(0, table_of(range(16))), (4, table_of(range(-128, 128, 16)))]
-        return [[_looked_up(tiles, table, word, shift) for shift, table in parts]]
-    table = table_of(TABLES[kind])
-    return [[_looked_up(tiles, table, word, shift)] for shift in (0, 4)]
-
-
-def _looked_up(tiles: Tiles, table: Any, words: Any, shift: int) -> Any:
-    """Returns what a table has for the four bits of words from `shift` on, two to a word."""
-    builder = tiles.builder
-    indices = builder.lshr(words, filled(CODES, shift)) if shift else words
-    chosen = tiles.call("llvm.x86.avx512.permvar.hi.512", CODES, table, indices)
-    return builder.bitcast(chosen, WORDS)
-
-
-def _float_levels(tiles: Tiles, codes: Any, at: Any, bits: int, kind: int) -> list[list[Any]]:
-    """Loads the bytes of a step; returns for each plane its levels as fp32: of even elements, and
-    of odd ones."""
-    builder = tiles.builder
-    stored = builder.load(tiles.place(codes, at, HALVES), align=1)
-    word, levels = builder.zext(stored, WORDS), filled(WORDS, (1 << bits) - 1)
-    planes = []
-    for shift in range(0, 8, bits):
-        halves = [
-            builder.and_(builder.lshr(word, filled(WORDS, shift + n)), levels) for n in (0, 8)
-        ]
-        if kind == INTEGERS:
-            middle = filled(WORDS, middle_of(bits))
-            planes.append([builder.sitofp(builder.sub(half, middle), FLOATS) for half in halves])
-        else:
-            planes.append([_chosen(tiles, half, TABLES[kind]) for half in halves])
-    return planes
+def _level(tiles: Tiles, code: Any, bits: int, kind: int) -> Any:
+    """Returns the levels of codes, given as words, as fp32."""
+    if kind != INTEGERS:
+        return _chosen(tiles, code, TABLES[kind])
+    middle = filled(WORDS, middle_of(bits))
+    return tiles.builder.sitofp(tiles.builder.sub(code, middle), FLOATS)
 
 
 def _chosen(tiles: Tiles, codes: Any, numbers: Sequence[float]) -> Any:
@@ -185,13 +141,16 @@ def _emit_dots(
     for total in totals:
         builder.store(filled(FLOATS, 0), total)
     steps = builder.udiv(plane, tiles.index(STEP))
-    load = _float_levels if floats else _levels
     with tiles.loop(steps) as (step, _):
         columns = []
         for column in range(wide):
             where = tiles.at(begin, (column, apart), (step, STEP))
             tiles.ask(tiles.place(codes, tiles.at(where, AHEAD), BYTE), SECOND_CACHE)
-            columns.append(load(tiles, codes, where, bits, kind))
+            if floats:
+                halves = codes_in(tiles, codes, where, bits)
+                columns.append([[_level(tiles, x, bits, kind) for x in pair] for pair in halves])
+            else:
+                columns.append(levels_in(tiles, codes, where, bits, TABLES[kind]))
         for part in range(8 // bits):
             number = tiles.at((steps, part), step)
             own = [
@@ -265,16 +224,10 @@ class GroupedKernel(PlainKernel):
             halves = []
             for by in shifts:
                 code = builder.and_(builder.lshr(word, by), levels)
-                halves.append(added(tiles, offset, self._level(code), scale))
+                level = _level(tiles, code, self._bits, self._kind)
+                halves.append(added(tiles, offset, level, scale))
             rows.append(joined_words(tiles, halves))
         return rows
-
-    def _level(self, code: Any) -> Any:
-        builder = self._tiles.builder
-        if self._kind != INTEGERS:
-            return _chosen(self._tiles, code, TABLES[self._kind])
-        middle = filled(WORDS, middle_of(self._bits))
-        return builder.sitofp(builder.sub(code, middle), FLOATS)
 
 
 def _columns(
@@ -328,149 +281,90 @@ def padded_count(depth):
 
 
 @njit(inline="always")
-def step_sums(rows, shape, factors):
-    """Returns the sums of each step of the rows, bfloat16 as bits: fp32 [row][factors]."""
+def step_sums(rows, shape, height, factors):
+    """Returns the sums of each step of the rows, bfloat16 as bits: fp32 [height][factors], with
+    zeros beyond."""
     count, depth, _ = shape
-    sums = np.zeros(count * factors, np.float32)
+    sums = np.zeros(height * factors, np.float32)
     for row in range(count):
         for step in range(depth // STEP):
             total = np.float32(0)
             for n in range(STEP):
-                bits = np.uint32(rows[row * depth + step * STEP + n]) << np.uint32(16)
-                total += np.uint32(bits).view(np.float32)
+                total += single(rows[row * depth + step * STEP + n])
             sums[row * factors + step] = total
     return sums
 
 
-@njit(inline="always")
-def multiply_grouped(
-    take, rows, codes, leaves, plane, bias, out, shape, start, end, middle, bits, levels, kind
-):
-    """Does what `matmul_blocked.multiply_columns` does for few rows.
+def multiplier_of(take: Any, middle: float, bits: int, levels: int, kind: Any) -> Any:
+    """Returns the function that does what `matmul_blocked.multiply_columns` does for few rows.
 
-    take: writes a row's scales and offsets, see `grouped_factors.factors_of`; leaves: its first
-    argument and how many groups a row has; plane: elements of a plane; levels: what codes stand
-    for. take, middle, bits, levels and kind are compile-time constants.
+    Its arguments: rows; codes; leaves and how many groups a row has, for `take`; elements of a
+    plane; bias, out, shape, start, end. take: writes a row's scales and offsets, see
+    `grouped_factors.factors_of`; levels: what codes stand for; kind: type of the rows.
     """
-    if shape[0] == 1:
-        multiply_streams(
-            take,
-            rows,
-            codes,
-            leaves,
-            plane,
-            bias,
-            out,
-            shape,
-            start,
-            end,
-            middle,
-            bits,
-            levels,
-            kind,
-            ONE[0],
-            ONE[1],
-        )
-    elif shape[0] == 2:
-        multiply_streams(
-            take,
-            rows,
-            codes,
-            leaves,
-            plane,
-            bias,
-            out,
-            shape,
-            start,
-            end,
-            middle,
-            bits,
-            levels,
-            kind,
-            TWO[0],
-            TWO[1],
-        )
-    else:
-        multiply_streams(
-            take,
-            rows,
-            codes,
-            leaves,
-            plane,
-            bias,
-            out,
-            shape,
-            start,
-            end,
-            middle,
-            bits,
-            levels,
-            kind,
-            MORE[0],
-            MORE[1],
-        )
+    one, two, more = (
+        _streams_of(take, middle, bits, levels, kind, wide, many) for wide, many in (ONE, TWO, MORE)
+    )
+
+    @njit(inline="always")
+    def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):
+        if shape[0] == 1:
+            one(rows, codes, leaves, plane, bias, out, shape, start, end)
+        elif shape[0] == 2:
+            two(rows, codes, leaves, plane, bias, out, shape, start, end)
+        else:
+            more(rows, codes, leaves, plane, bias, out, shape, start, end)
+
+    return multiply
 
 
-@njit(inline="always")
-def multiply_streams(
-    take,
-    rows,
-    codes,
-    leaves,
-    plane,
-    bias,
-    out,
-    shape,
-    start,
-    end,
-    middle,
-    bits,
-    levels,
-    kind,
-    wide,
-    many,
-):
-    """Multiplies `many` rows by `wide` columns at a time."""
-    count, depth, _ = shape
-    turns, factors, pitch = -(-count // many), padded_count(depth), depth * bits // 8
-    left = aligned(turns * many * depth, kind)
-    left[:] = 0
-    for row in range(count):
-        lay(rows, row * depth, depth // STEP, left, row * depth, STEP)
-    sums = aligned(turns * many * factors, np.float32)
-    sums[:] = 0
-    sums[: count * factors] = step_sums(rows, shape, factors)
-    scales, offsets = aligned(wide * factors, np.float32), aligned(wide * factors, np.float32)
-    scales[:] = 0
-    offsets[:] = 0
-    lanes = aligned(PAIR * turns * many * LANES, np.float32)
-    results = np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
-    arrays, groups = leaves
-    for first in range(start, end, PAIR):
-        for column in range(0, PAIR, wide):
-            for n in range(wide):
-                take(arrays, first + column + n, groups, scales, offsets, n * factors, middle)
-            for turn in range(turns):
-                dots(
-                    left,
-                    turn * many,
-                    depth,
-                    codes,
-                    (first + column) * pitch,
-                    pitch,
-                    plane,
-                    scales,
-                    offsets,
-                    sums,
-                    factors,
-                    lanes,
-                    (column * turns + turn * wide) * many * LANES,
-                    bits,
-                    levels,
-                    wide,
-                    many,
-                )
-        give_sums(lanes, results, bias, out, shape, first, wide, many)
+def _streams_of(
+    take: Any, middle: float, bits: int, levels: int, kind: Any, wide: int, many: int
+) -> Any:
+    """Returns the function that multiplies `many` rows by `wide` columns at a time."""
+
+    @njit(inline="always")
+    def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):
+        count, depth, _ = shape
+        turns, factors, pitch = -(-count // many), padded_count(depth), depth * bits // 8
+        left = aligned(turns * many * depth, kind)
+        left[:] = 0
+        for row in range(count):
+            lay(rows, row * depth, depth // STEP, left, row * depth, STEP)
+        sums = step_sums(rows, shape, turns * many, factors)
+        scales, offsets = aligned(wide * factors, np.float32), aligned(wide * factors, np.float32)
+        scales[:] = 0
+        offsets[:] = 0
+        lanes = aligned(PAIR * turns * many * LANES, np.float32)
+        results = np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
+        arrays, groups = leaves
+        for first in range(start, end, PAIR):
+            for column in range(0, PAIR, wide):
+                for n in range(wide):
+                    take(arrays, first + column + n, groups, scales, offsets, n * factors, middle)
+                for turn in range(turns):
+                    dots(
+                        left,
+                        turn * many,
+                        depth,
+                        codes,
+                        (first + column) * pitch,
+                        pitch,
+                        plane,
+                        scales,
+                        offsets,
+                        sums,
+                        factors,
+                        lanes,
+                        (column * turns + turn * wide) * many * LANES,
+                        bits,
+                        levels,
+                        wide,
+                        many,
+                    )
+            give_sums(lanes, results, bias, out, shape, first, wide, many)
+
+    return multiply
 
 
 def taker_of(take: Any, middle: float, bits: int, levels: int) -> Any:

@@ -82,9 +82,9 @@ def most_folded(unit: str) -> int:
     return MOST
 
 
-def table_of(values: Sequence[int]) -> Any:
-    """Returns a constant of integers as bfloat16, as often as they fit: of an index, which is taken
-    by its low 5 bits, no more count than there are integers."""
+def table_of(values: Sequence[float]) -> Any:
+    """Returns a constant of numbers as bfloat16, as often as they fit: of an index, which is taken
+    by its low 5 bits, no more count than there are numbers."""
     bits = np.array(values, ml_dtypes.bfloat16).view(np.uint16)
     return ir.Constant(CODES, [int(x) for x in np.resize(bits, STEP)])
 
@@ -237,23 +237,38 @@ def _codes(
 ) -> list[list[tuple[Any, int]]]:
     """Loads a step of bytes; returns, for each column that they have codes of, vectors of codes,
     and which part of a step of the rows each of them is multiplied by."""
-    builder = tiles.builder
     if as_floats:
-        stored = builder.load(tiles.place(kernel, at, HALVES), align=1)
-        word, levels = builder.zext(stored, WORDS), filled(WORDS, (1 << bits) - 1)
-        columns = []
-        for shift in range(0, 8, bits):
-            halves = [builder.lshr(word, filled(WORDS, shift + n)) for n in (0, 8)]
-            floats = [builder.sitofp(builder.and_(half, levels), FLOATS) for half in halves]
-            columns.append([(half, number) for number, half in enumerate(floats)])
-        return columns
+        return [
+            [(tiles.builder.sitofp(half, FLOATS), number) for number, half in enumerate(halves)]
+            for halves in codes_in(tiles, kernel, at, bits)
+        ]
+    levels = levels_in(tiles, kernel, at, bits, range(-middle_of(bits), middle_of(bits)))
+    return [[(vector, 0) for vector in vectors] for vectors in levels]
+
+
+def codes_in(tiles: Tiles, kernel: Any, at: Any, bits: int) -> list[list[Any]]:
+    """Loads a step of bytes; returns for each of their codes those at even places, and those at odd
+    ones, as words."""
+    builder = tiles.builder
+    stored = builder.load(tiles.place(kernel, at, HALVES), align=1)
+    word, levels = builder.zext(stored, WORDS), filled(WORDS, (1 << bits) - 1)
+    shifts = ([filled(WORDS, shift + n) for n in (0, 8)] for shift in range(0, 8, bits))
+    return [[builder.and_(builder.lshr(word, by), levels) for by in pair] for pair in shifts]
+
+
+def levels_in(
+    tiles: Tiles, kernel: Any, at: Any, bits: int, levels: Sequence[float]
+) -> list[list[Any]]:
+    """Loads a step of bytes; returns for each of their codes vectors of bfloat16 whose sum is its
+    level: one, or of 8 bits, whose levels are integers around zero, one for each half."""
+    builder, middle = tiles.builder, middle_of(bits)
     stored = builder.load(tiles.place(kernel, at, ir.VectorType(BYTE, STEP)), align=1)
-    word, middle = builder.zext(stored, CODES), middle_of(bits)
+    word = builder.zext(stored, CODES)
     if bits == 8:
         halves = [(0, table_of(range(16))), (4, table_of(range(-middle, middle, 16)))]
-        return [[(_looked_up(tiles, table, word, shift), 0) for shift, table in halves]]
-    table = table_of(range(-middle, middle))
-    return [[(_looked_up(tiles, table, word, shift), 0)] for shift in range(0, 8, bits)]
+        return [[_looked_up(tiles, table, word, shift) for shift, table in halves]]
+    table = table_of(levels)
+    return [[_looked_up(tiles, table, word, shift)] for shift in range(0, 8, bits)]
 
 
 def _looked_up(tiles: Tiles, table: Any, words: Any, shift: int) -> Any:

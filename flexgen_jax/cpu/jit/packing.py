@@ -23,8 +23,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
@@ -327,3 +328,9 @@ def _give(_context, sums, pairs, bias, first, out, begin, pitch, count, is_align
 take_rows: Any = intrinsic(_rows)
 take_columns: Any = intrinsic(prefer_literal=True)(_columns)
 give_rows: Any = intrinsic(_give)
+
+
+@njit(inline="always")
+def single(bits):
+    """Returns a bfloat16, given as bits, as fp32."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)

@@ -69,10 +69,17 @@ def _format(options: Mapping[str, Any]) -> Format | None:
     return None
 
 
+def of_group(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what compressed-tensors' config says of the weights of its first group, nothing if
+    there is none."""
+    groups = list((options.get("config_groups") or {}).values())
+    weights: Mapping[str, Any] = (groups[0].get("weights") if groups else None) or {}
+    return weights
+
+
 def _of_groups(options: Mapping[str, Any]) -> Format | None:
     """Returns the format of the first group of compressed-tensors' config."""
-    groups = list((options.get("config_groups") or {}).values())
-    weights = (groups[0].get("weights") if groups else None) or {}
+    weights = of_group(options)
     bits, group = int(weights.get("num_bits", 4)), int(weights.get("group_size") or 0)
     if weights.get("type") == "float" and bits == 8:
         rows, columns = weights.get("block_structure") or (1, 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from flexgen_jax.models.formats.expected import of_group
 from flexgen_jax.models.formats.format import Factor, Format
 from flexgen_jax.models.formats.packed import FLOATS, PackedTensor, Parts, StoredArrays, factor_rows
 from flexgen_jax.models.formats.packing import (
@@ -114,9 +115,8 @@ class Float8:
 
 def _block_of(options: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the rows and columns of a block, 128 each where the config does not say."""
-    groups = list((options.get("config_groups") or {}).values())
-    weights = (groups[0].get("weights") if groups else None) or {}
-    block = options.get("weight_block_size") or weights.get("block_structure") or (128, 128)
+    block = options.get("weight_block_size") or of_group(options).get("block_structure")
+    block = block or (128, 128)
     return int(block[0]), int(block[1])
 
 
