@@ -17,6 +17,7 @@ class Texts:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self._ends: dict[tuple[str, ...], dict[int, bool]] = {}
 
     def is_special_stop(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
         """Returns whether the last token is a special one, and a stop string names it: texts do not
@@ -32,9 +33,9 @@ class Texts:
         A new one ends with the last token, so the whole text is decoded only if the end of it has
         one.
         """
-        if self._tokenizer is None:
-            return None
         stops = request.params.stop
+        if self._tokenizer is None or not self._may_end(ids[-1], stops):
+            return None
         latest = self._latest(ids, max(len(stop.encode()) for stop in stops))
         if len(latest) < len(ids):
             end = self._tokenizer.decode(latest)
@@ -43,6 +44,16 @@ class Texts:
         text = self.decode(request, ids)
         places = [place for stop in stops if (place := text.find(stop)) >= 0]
         return text[: min(places)] if places else None
+
+    def _may_end(self, token: int, stops: Sequence[str]) -> bool:
+        """Returns whether a stop string may end within a token's text: most tokens have nothing of
+        any, and need no decoding."""
+        assert self._tokenizer is not None, "there is a text"
+        known = self._ends.setdefault(tuple(stops), {})
+        if token not in known:
+            piece = self._tokenizer.piece(token)
+            known[token] = any(may_end(stop.encode(), piece) for stop in stops)
+        return known[token]
 
     def _latest(self, ids: Sequence[int], size: int) -> Sequence[int]:
         """Returns the last tokens that have `size` bytes of the text or more, and some before."""
@@ -59,3 +70,16 @@ class Texts:
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(ids, before=request.given_ids)
+
+
+def may_end(stop: bytes, piece: bytes) -> bool:
+    """Returns whether a stop string may end within a token's bytes: "one." may in " one. And", in
+    "e." and in ".", but not in "on". A decoder may leave out blanks before a token, and writes
+    U+FFFD for bytes that are no character."""
+    if "\N{REPLACEMENT CHARACTER}".encode() in stop:
+        return True
+    return any(
+        stop.endswith(text[:size]) or text[:size].endswith(stop)
+        for text in (piece, piece.lstrip())
+        for size in range(1, len(text) + 1)
+    )

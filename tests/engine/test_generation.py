@@ -218,3 +218,19 @@ def test_a_report_has_the_fields_that_its_type_says(checkpoint: Callable[[], Pat
     with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=2)) as llm:
         llm.generate(prompt_token_ids=[[5, 6]], sampling_params=SamplingParams(max_tokens=2))
         assert {*llm.report()} == {*Report.__annotations__} - {"stages"}
+
+
+@pytest.mark.parametrize(
+    ("stop", "piece", "expected"),
+    [
+        (b"one.", b" one. And", True),
+        (b"one.", b"e.", True),
+        (b"one.", b".", True),
+        (b"one.", b"on", False),
+        (b"one.", b" then", False),
+        (b"can't", b" n't", True),
+        ("\u20ac".encode(), b"\xac", True),
+    ],
+)
+def test_which_tokens_may_end_a_text(stop: bytes, piece: bytes, expected: bool) -> None:
+    assert may_end(stop, piece) is expected
