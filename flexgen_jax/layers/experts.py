@@ -20,6 +20,9 @@ from flexgen_jax.layers.norm import Norm
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.parts import ExpertsSpec
 
+TINY = 1e-20
+"""Added to the sum by which weights are divided."""
+
 
 class Router(nn.Module):
     """Chooses the experts of every token, and computes what all tokens go through."""
@@ -41,7 +44,8 @@ class Router(nn.Module):
         spec = self.spec
         x, share, chosen = self._choose(hidden)
         if spec.is_normalised:
-            share = share / share.sum(-1, keepdims=True)
+            share = share / (share.sum(-1, keepdims=True) + TINY)
+        share = share * spec.routing.scale
         out = jnp.zeros(x.shape, jnp.float32)
         if spec.shared is not None:
             block = MLP(spec.shared, self.kernels, self.dtype, self.matmul_bits, name="shared")
@@ -59,10 +63,31 @@ class Router(nn.Module):
 
     def _choose(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the experts' input, and the shares and numbers of the chosen ones."""
+        spec, routing = self.spec, self.spec.routing
         x = Norm(self.config.norm, self.dtype, name="mlp_norm")(hidden)
-        router = Linear(self.spec.count, self.kernels, False, self.dtype, name="router")
-        share, chosen = jax.lax.top_k(jax.nn.softmax(router(x).astype(jnp.float32)), self.spec.top)
-        return x, share, chosen.astype(jnp.int32)
+        dtype = jnp.dtype("float32") if routing.is_precise else self.dtype
+        router = Linear(spec.count, self.kernels, False, dtype, name="router")
+        products = router(x.astype(dtype)).astype(jnp.float32)
+        is_softmax = routing.scores == "softmax"
+        scores = jax.nn.softmax(products) if is_softmax else jax.nn.sigmoid(products)
+        wanted = scores
+        if routing.has_correction:
+            zeros = nn.initializers.zeros
+            wanted = scores + self.param("router_correction", zeros, (spec.count,), jnp.float32)
+        if routing.groups > 1:
+            wanted = of_best_groups(wanted, routing.groups, routing.top_groups)
+        _, chosen = jax.lax.top_k(wanted, spec.top)
+        return x, jnp.take_along_axis(scores, chosen, axis=-1), chosen.astype(jnp.int32)
+
+
+def of_best_groups(scores: jax.Array, groups: int, top_groups: int) -> jax.Array:
+    """Returns scores, [token, expert], with -inf for the experts outside of the `top_groups` best
+    of so many groups; a group is as good as its two largest scores together."""
+    grouped = scores.reshape(scores.shape[0], groups, -1)
+    best_two = jax.lax.top_k(grouped, min(2, grouped.shape[2]))[0].sum(-1)
+    _, best = jax.lax.top_k(best_two, top_groups)
+    is_best = jax.nn.one_hot(best, groups, dtype=bool).any(1)
+    return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def add_expert(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
@@ -30,6 +31,7 @@ from flexgen_jax.models.parts import (
     LayerParts,
     MLPSpec,
     NormSpec,
+    Routing,
 )
 
 # OPT
@@ -102,7 +104,8 @@ def _read_llama(
 ) -> ModelConfig:
     """Returns the config of a model of LLaMA's shape; the arguments after the first are what its
     family has of its own: fields of `AttentionSpec` (with "windows", the window of each layer,
-    "layer_types", which name its rotary embeddings, and "rotates_part"), `MLPSpec` and
+    "layer_types", which name its rotary embeddings, "rotates", which layers have some,
+    "rotates_part", and "blocks", the feed-forward block of each layer), `MLPSpec` and
     `ModelConfig`, and defaults of special tokens."""
     own = Fields(raw)
     hidden, heads = own.count("hidden_size"), own.count("num_attention_heads")
@@ -112,7 +115,9 @@ def _read_llama(
     windows = chosen.pop("windows", [None] * layers)
     types = chosen.pop("layer_types", [None] * layers)
     rotates_part = chosen.pop("rotates_part", False)
-    blocks = _experts(own, layers) or [_gated(own, "intermediate_size", **(mlp or {}))] * layers
+    rotates = chosen.pop("rotates", [True] * layers)
+    own_blocks = chosen.pop("blocks", None) or _experts(own, layers)
+    blocks = own_blocks or [_gated(own, "intermediate_size", **(mlp or {}))] * layers
     kinds = [
         LayerParts(
             AttentionSpec(
@@ -120,12 +125,14 @@ def _read_llama(
                 own.count("num_key_value_heads", heads),
                 head_dim,
                 window=window,
-                rotary=own.rotary(head_dim, layer_type, rotates_part),
+                rotary=own.rotary(head_dim, layer_type, rotates_part) if is_rotated else None,
                 **chosen,
             ),
             block,
         )
-        for window, layer_type, block in zip(windows, types, blocks, strict=True)
+        for window, layer_type, is_rotated, block in zip(
+            windows, types, rotates, blocks, strict=True
+        )
     ]
     fields: dict[str, Any] = {
         "model_type": raw["model_type"],
@@ -317,6 +324,102 @@ def _olmo2(raw: Mapping[str, Any]) -> ModelConfig:
     return _read_llama(raw, attention, model={"norm_place": "result"}, ids={"eos": 50279})
 
 
+def _olmo3(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads OLMo 3: only layers that see all tokens have scaled rotary embeddings."""
+    layers, theta = Fields(raw).count("num_hidden_layers"), 500000.0
+    types = raw.get("layer_types") or [
+        "sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)
+    ]
+    named = raw.get("rope_parameters") or {}
+    full = {**(named.get("full_attention") or {}), **(raw.get("rope_scaling") or {})}
+    rope = {
+        "full_attention": {"rope_theta": raw.get("rope_theta", theta), **full},
+        "sliding_attention": {"rope_theta": theta, **(named.get("sliding_attention") or {})},
+    }
+    raw = {"rms_norm_eps": 1e-5, **raw, "rope_scaling": None, "rope_parameters": rope}
+    bias = bool(raw.get("attention_bias", False))
+    attention = {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qk_norm": "all",
+        "windows": _windows(raw, types),
+        "layer_types": types,
+    }
+    return _read_llama(raw, attention, model={"norm_place": "result"}, ids={"eos": 50279})
+
+
+def _smollm3(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads SmolLM3, some of whose layers have no positions."""
+    raw = {"rope_theta": 2000000.0, "tie_word_embeddings": True, **raw}
+    layers, every = range(Fields(raw).count("num_hidden_layers")), raw.get("no_rope_layer_interval")
+    rotates = raw.get("no_rope_layers") or [(i + 1) % (every or 4) != 0 for i in layers]
+    slides = bool(raw.get("use_sliding_window")) and raw.get("sliding_window") is not None
+    types = raw.get("layer_types") or [
+        "full_attention" if is_rotated or not slides else "sliding_attention"
+        for is_rotated in rotates
+    ]
+    windows = _windows(raw, types) if raw.get("use_sliding_window") else [None for _ in layers]
+    bias = bool(raw.get("attention_bias", False))
+    attention = {"qkv_bias": bias, "out_bias": bias, "windows": windows, "rotates": rotates}
+    mlp = {"bias": bool(raw.get("mlp_bias", False))}
+    return _read_llama(raw, attention, mlp, ids={"bos": 128000, "eos": 128001})
+
+
+def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads GLM-4.5 to 4.7: the first layers have no experts, the others a shared block, too."""
+    raw = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **raw}
+    own = Fields(raw)
+    width, shared = own.count("moe_intermediate_size"), own.count("n_shared_experts", 1)
+    experts = ExpertsSpec(
+        own.count("num_local_experts", own.count("n_routed_experts", 128)),
+        own.count("num_experts_per_tok", 8),
+        _gated(own, "moe_intermediate_size"),
+        is_normalised=bool(raw.get("norm_topk_prob", True)),
+        shared=replace(_gated(own, "moe_intermediate_size"), width=width * shared),
+        routing=Routing(
+            scores="sigmoid",
+            has_correction=True,
+            groups=own.count("n_group", 1),
+            top_groups=own.count("topk_group", 1),
+            scale=own.number("routed_scaling_factor", 1.0),
+            is_precise=True,
+        ),
+    )
+    dense = raw.get("first_k_dense_replace", 1)
+    layers = range(own.count("num_hidden_layers"))
+    attention = {
+        "qkv_bias": bool(raw.get("attention_bias", False)),
+        "out_bias": False,
+        "qk_norm": "head" if raw.get("use_qk_norm", False) else None,
+        "rotates_part": True,
+        "blocks": [_gated(own, "intermediate_size") if i < dense else experts for i in layers],
+    }
+    return _read_llama(raw, attention)
+
+
+def _minimax_m2(raw: Mapping[str, Any]) -> ModelConfig:
+    raw = {"rope_theta": 5000000.0, "head_dim": 128, **raw}
+    own = Fields(raw)
+    if raw.get("rotary_dim") is not None:
+        share = own.number("rotary_dim") / own.count("head_dim")
+        raw = {"partial_rotary_factor": share, **raw}
+    experts = ExpertsSpec(
+        own.count("num_local_experts", 256),
+        own.count("num_experts_per_tok", 8),
+        _gated(own, "intermediate_size"),
+        is_normalised=True,
+        routing=Routing(scores="sigmoid", has_correction=True),
+    )
+    attention = {
+        "qkv_bias": False,
+        "out_bias": False,
+        "qk_norm": "all",
+        "rotates_part": True,
+        "blocks": [experts] * own.count("num_hidden_layers"),
+    }
+    return _read_llama(raw, attention, ids={"bos": 200034, "eos": 200020})
+
+
 def _starcoder2(raw: Mapping[str, Any]) -> ModelConfig:
     own, bias = Fields(raw), bool(raw.get("use_bias", True))
     attention = {"qkv_bias": bias, "out_bias": bias, "windows": _one_window(raw)}
@@ -399,6 +502,8 @@ OLMO2 = Family(
         **pairs("decoder.{i}.mlp_result_norm", f"{_LAYER}.post_feedforward_layernorm", NORM),
     },
 )
+OLMO3 = Family("olmo3", _olmo3, OLMO2.names)
+SMOLLM3 = Family("smollm3", _smollm3, _NAMES)
 STARCODER2 = Family(
     "starcoder2",
     _starcoder2,
@@ -443,6 +548,28 @@ _QWEN_MOE_NAMES = _NAMES | {
     **pairs("decoder.{i}.experts.{e}.up", f"{_EXPERT}.up_proj", LINEAR),
     **pairs("decoder.{i}.experts.{e}.down", f"{_EXPERT}.down_proj", LINEAR),
 }
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    _glm4_moe,
+    _QWEN_MOE_NAMES
+    | {
+        "decoder.{i}.router_correction": f"{_LAYER}.mlp.gate.e_score_correction_bias",
+        **pairs("decoder.{i}.shared.gate", f"{_LAYER}.mlp.shared_experts.gate_proj", LINEAR),
+        **pairs("decoder.{i}.shared.up", f"{_LAYER}.mlp.shared_experts.up_proj", LINEAR),
+        **pairs("decoder.{i}.shared.down", f"{_LAYER}.mlp.shared_experts.down_proj", LINEAR),
+    },
+    _FUSED_EXPERTS,
+)
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    _minimax_m2,
+    {
+        **MIXTRAL.names,
+        "decoder.{i}.router_correction": f"{_LAYER}.block_sparse_moe.e_score_correction_bias",
+    },
+    _FUSED_EXPERTS | {"decoder.{i}.router_correction": f"{_LAYER}.mlp.e_score_correction_bias"},
+)
 
 QWEN2_MOE = Family("qwen2_moe", _qwen2, _QWEN_MOE_NAMES, _FUSED_EXPERTS)
 QWEN3_MOE = Family("qwen3_moe", _qwen3, _QWEN_MOE_NAMES, _FUSED_EXPERTS)
@@ -515,10 +642,14 @@ FAMILIES: Mapping[str, Family] = {
         GEMMA3_SEEING,
         NEOX,
         OLMO2,
+        OLMO3,
+        SMOLLM3,
         STARCODER2,
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,
+        GLM4_MOE,
+        MINIMAX_M2,
     )
 }
 

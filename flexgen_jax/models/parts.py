@@ -225,12 +225,38 @@ class MLPSpec:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How a router chooses experts and weighs their results (DeepSeek-AI 2024, "DeepSeek-V3",
+    section 2.1.2).
+
+    scores: the function of the router's products; has_correction: whether a learned number is added
+    to each expert's score, for choosing only; groups, top_groups: the experts are in so many groups
+    of equal size, and only those of the best groups are chosen, by the sum of a group's two largest
+    scores; scale: a factor of the weights; is_precise: whether the router's kernel is fp32, and
+    multiplied in fp32, whatever the run's dtype.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    has_correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    is_precise: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("n_group", self.groups), ("topk_group", self.top_groups)):
+            check_positive(name, value)
+        if self.top_groups > self.groups:
+            raise ConfigError(f"topk_group {self.top_groups} is more than n_group {self.groups}")
+
+
+@dataclass(frozen=True)
 class ExpertsSpec:
     """A mixture of experts: a router chooses `top` of `count` feed-forward blocks for each token.
 
     expert: the blocks; is_normalised: whether the weights of the chosen ones are divided by their
-    sum, after a softmax over all; shared: a block that all tokens go through, too, if there is one;
-    is_shared_gated: whether its result is multiplied by the sigmoid of a learned product.
+    sum; shared: a block that all tokens go through, too, if there is one; is_shared_gated: whether
+    its result is multiplied by the sigmoid of a learned product; routing: how they are chosen.
     """
 
     count: int
@@ -239,9 +265,14 @@ class ExpertsSpec:
     is_normalised: bool
     shared: MLPSpec | None = None
     is_shared_gated: bool = False
+    routing: Routing = Routing()
 
     def __post_init__(self) -> None:
         check_positive("num_experts", self.count)
+        if self.count % self.routing.groups:
+            raise ConfigError(
+                f"n_group {self.routing.groups} does not divide the number of experts {self.count}"
+            )
         check_positive("num_experts_per_tok", self.top)
         if self.top > self.count:
             raise ConfigError(f"{self.top} of {self.count} experts cannot be chosen")

@@ -38,7 +38,8 @@ class TensorSpec:
     it in the whole model, and what it is for. A tied head's table has the embedding table's key.
     expert: the number of the expert that it belongs to, if it does. published: the format in which
     the model's files have it, None if these are plain numbers; can_pack: whether a run may choose
-    another format: not of a model that is published in few bits."""
+    another format: not of a model that is published in few bits. dtype: of a small tensor that has
+    its own, whatever the run's is."""
 
     path: str
     shape: tuple[int, ...]
@@ -47,6 +48,7 @@ class TensorSpec:
     expert: int | None = None
     published: Format | None = None
     can_pack: bool = True
+    dtype: str | None = None
 
     @property
     def size(self) -> int:
@@ -70,7 +72,7 @@ class TensorSpec:
         format; of other models the large tensors are quantized. is_papers: in the paper's format.
         """
         if bits == 16 or self.is_small:
-            return Storage(self.shape, dtype)
+            return Storage(self.shape, self.dtype or dtype)
         if not self.can_pack:
             return Storage(self.shape, dtype, self.published)
         return Storage(self.shape, dtype, paper(bits) if is_papers else own(bits, self.is_table))
@@ -148,7 +150,7 @@ class LayerTensors:
     @cached_property
     def routing(self) -> tuple[TensorSpec, ...]:
         """The tensors by which experts are chosen, which are on the device."""
-        return tuple(t for t in self.tensors if t.path.startswith(("mlp_norm.", "router.")))
+        return tuple(t for t in self.tensors if t.path.startswith(("mlp_norm.", "router")))
 
     @cached_property
     def expert_size(self) -> int:
@@ -375,6 +377,8 @@ def _mlp(prefix: str, hidden: int, mlp: MLPSpec) -> Shapes:
 
 def _experts(hidden: int, experts: ExpertsSpec) -> Shapes:
     shapes = linear("router", experts.count, hidden, False)
+    if experts.routing.has_correction:
+        shapes.append(("router_correction", (experts.count,)))
     if experts.shared is not None:
         shapes += _mlp("shared.", hidden, experts.shared)
         if experts.is_shared_gated:
@@ -425,8 +429,21 @@ def _of_experts(prefix: str, config: ModelConfig, parts: LayerParts) -> tuple[Te
 
 def _of_decoder(prefix: str, config: ModelConfig, parts: LayerParts) -> tuple[TensorSpec, ...]:
     """The tensors of a decoder layer."""
-    shapes = _decoder(config, parts)
-    return (*_tensors(prefix, shapes), *_of_experts(prefix, config, parts))
+    own = _own_dtypes(parts.mlp)
+    tensors = (
+        replace(tensor, dtype=own.get(tensor.path))
+        for tensor in _tensors(prefix, _decoder(config, parts))
+    )
+    return (*tensors, *_of_experts(prefix, config, parts))
+
+
+def _own_dtypes(mlp: MLPSpec | ExpertsSpec) -> dict[str, str]:
+    """Returns the dtypes of tensors that have their own: rounding them would change which experts
+    are chosen."""
+    if not isinstance(mlp, ExpertsSpec):
+        return {}
+    precise = {"router.kernel": "float32"} if mlp.routing.is_precise else {}
+    return {"router_correction": "float32", **precise}
 
 
 def _ends(config: ModelConfig) -> tuple[LayerSpec, LayerSpec]:

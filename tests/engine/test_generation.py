@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from flexgen_jax import LLM, Policy, Report, SamplingParams, UserError
+from flexgen_jax.engine.stop_strings import may_end
 from flexgen_jax.offload.end_steps import NonFiniteError
 from flexgen_jax.policy.schedules import SCHEDULES
 from tests.helpers.cases import pairwise

@@ -48,6 +48,11 @@ LONGROPE = rope(
     long_factor=[2.0, 4.0],
 )
 MIXED_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+GLM = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+OLMO3_ROPE = {
+    "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, **LONG},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -95,6 +100,27 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
         ({"num_key_value_heads": 4}, {"use_parallel_residual": False, "rotary_pct": 1.0}),
     ),
     "olmo2": ("Olmo2", ({}, {"attention_bias": True, "tie_word_embeddings": True})),
+    "olmo3": (
+        "Olmo3",
+        (
+            {"sliding_window": 7},
+            {"sliding_window": 5, "layer_types": MIXED_TYPES, "rope_parameters": OLMO3_ROPE},
+        ),
+    ),
+    "smollm3": (
+        "SmolLM3",
+        (
+            {"no_rope_layer_interval": 2},
+            {
+                "no_rope_layers": [1, 0, 1],
+                "use_sliding_window": True,
+                "sliding_window": 6,
+                "attention_bias": True,
+                "mlp_bias": True,
+                "tie_word_embeddings": False,
+            },
+        ),
+    ),
     "starcoder2": ("Starcoder2", ({}, {"use_bias": False, "sliding_window": 7})),
     "mixtral": (
         "Mixtral",
@@ -105,6 +131,31 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
         (
             EXPERTS | {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 2},
             EXPERTS | {"shared_expert_intermediate_size": 16, "norm_topk_prob": True},
+        ),
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        (
+            GLM | {"head_dim": 16, "routed_scaling_factor": 2.5},
+            GLM
+            | {
+                "head_dim": 8,
+                "n_group": 3,
+                "topk_group": 2,
+                "n_shared_experts": 2,
+                "first_k_dense_replace": 2,
+                "use_qk_norm": True,
+                "attention_bias": True,
+                "norm_topk_prob": False,
+                "partial_rotary_factor": 1.0,
+            },
+        ),
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        (
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+            {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 8},
         ),
     ),
     "qwen3_moe": (
@@ -135,6 +186,9 @@ class Reference:
         self.model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.3)
         self.model.save_pretrained(folder)
         (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
         self.folder = folder
