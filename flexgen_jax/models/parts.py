@@ -30,6 +30,12 @@ class ConfigError(UserError):
     """A model description that this package cannot run; the message names the field."""
 
 
+def check_positive(name: str, value: object) -> None:
+    """Raises `ConfigError` unless a value is a positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+
+
 @dataclass(frozen=True)
 class StateLeaf:
     """One array that a layer keeps of a sequence from token to token.
@@ -317,9 +323,3 @@ def linear(path: str, out: int, into: int, bias: bool) -> list[tuple[str, tuple[
     """Returns the paths and shapes of the tensors of a product."""
     kernel = (f"{path}.kernel", (out, into))
     return [kernel, (f"{path}.bias", (out,))] if bias else [kernel]
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raises `ConfigError` unless a value is a positive integer."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a positive integer, not {value!r}")
