@@ -78,15 +78,38 @@ class SelfAttention(nn.Module):
         if spec.qk_norm is not None:
             self.q_norm = Norm(self.config.norm, self.dtype)
             self.k_norm = Norm(self.config.norm, self.dtype)
+        if spec.has_sinks:
+            zeros = nn.initializers.zeros
+            self.sinks = self.param("sinks", zeros, (spec.num_heads,), self.dtype)
+
+    def _with_sinks(self, partial: Partial) -> Partial:
+        """Adds the heads' sinks to a partial result, once for each token."""
+        if not self.spec.has_sinks:
+            return partial
+        out, lse = partial
+        scores = jnp.broadcast_to(self.sinks.astype(jnp.float32)[None, :, None], lse.shape)
+        return merge([partial, (jnp.zeros_like(out), scores)])
+
+    def _within(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array
+    ) -> tuple[jax.Array, KVPair]:
+        """Attends within a prompt; see `Kernels.prefill_attention`."""
+        if not self.spec.has_sinks:
+            return self.kernels.prefill_attention(query, key, value, first_valid, self.spec)
+        q, k, v = (side.swapaxes(1, 2) for side in (query, key, value))
+        start = jnp.int32(0)
+        partial = self.kernels.chunk_attention(q, k, v, first_valid, start, self.spec)
+        out, _ = self._with_sinks(partial)
+        return out.astype(self.dtype).swapaxes(1, 2), (k, v)
 
     def prefill(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, KVPair]:
         """Attends within a prompt x, [batch, token, hidden].
 
         Returns an array of x's shape, and the prompt's keys and values.
         """
-        start, spec = jnp.int32(0), self.spec
+        start = jnp.int32(0)
         query, (key, value) = self._query(x, start, rows), self._key_value(x, start, rows)
-        out, block = self.kernels.prefill_attention(query, key, value, rows.first_valid, spec)
+        out, block = self._within(query, key, value, rows.first_valid)
         return self.out(out.reshape(*x.shape[:2], -1)), block
 
     def prefill_branches(
@@ -100,7 +123,7 @@ class SelfAttention(nn.Module):
         own = tokens - branches.total
         first = jnp.minimum(rows.first_valid, own - 1)  # one is computed where there is none
         mine = (query[:, :own], key[:, :own], value[:, :own])
-        out, block = self.kernels.prefill_attention(*mine, first, spec)
+        out, block = self._within(*mine, first)
         q, k, v = (side[:, own:].swapaxes(1, 2) for side in (query, key, value))
         # All branches attend to the context as one, each to itself as a row of its own.
         far = self.kernels.chunk_attention(q, *block, rows.first_valid, jnp.int32(own), spec)
@@ -108,7 +131,7 @@ class SelfAttention(nn.Module):
         none = jnp.zeros(batch * branches.count, jnp.int32)
         near = self.kernels.chunk_attention(*rows_of_branches, none, jnp.int32(0), spec)
         far = (_apart(far[0], branches), _apart(far[1][..., None], branches)[..., 0])
-        merged = join_heads(merge([near, far])[0].astype(self.dtype))
+        merged = join_heads(self._with_sinks(merge([near, far]))[0].astype(self.dtype))
         out = out.reshape(batch, own, -1)
         out = jnp.concatenate([out, merged.reshape(batch, branches.total, -1)], axis=1)
         both = zip(block, (k, v), strict=True)
@@ -123,7 +146,7 @@ class SelfAttention(nn.Module):
         last = jnp.int32(x.shape[1] - 1)
         query = self._query(x[:, -1:], last, rows).swapaxes(1, 2)
         key, value = (y.swapaxes(1, 2) for y in self._key_value(x, jnp.int32(0), rows))
-        out, _ = self.kernels.decode_attention(
+        partial = self.kernels.decode_attention(
             query=query,
             blocks=((key, value),),
             starts=jnp.zeros(1, jnp.int32),
@@ -131,6 +154,7 @@ class SelfAttention(nn.Module):
             first_valid=first_seen(last, rows.first_valid, self.spec.window),
             spec=self.spec,
         )
+        out, _ = self._with_sinks(partial)
         return self.out(join_heads(out.astype(self.dtype))), (key, value)
 
     def join(self, query: jax.Array, new: KVBlock, partials: list[Partial]) -> jax.Array:
@@ -139,7 +163,7 @@ class SelfAttention(nn.Module):
         Returns [batch, 1, hidden].
         """
         itself = attend_itself(query, *new, self.kernels.tuning, self.spec.softcap)
-        out, _ = merge([itself, *partials])
+        out, _ = self._with_sinks(merge([itself, *partials]))
         return self.out(join_heads(out.astype(self.dtype)))
 
     def project_chunk(
@@ -161,7 +185,7 @@ class SelfAttention(nn.Module):
             lead=jnp.int32(lead),
             spec=self.spec,
         )
-        return query, itself, (key, value)
+        return query, self._with_sinks(itself), (key, value)
 
     def join_chunk(self, attended: jax.Array) -> jax.Array:
         """Returns [batch, token, hidden] from the result of attention, [batch, head, token,

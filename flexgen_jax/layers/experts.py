@@ -66,7 +66,7 @@ class Router(nn.Module):
         spec, routing = self.spec, self.spec.routing
         x = Norm(self.config.norm, self.dtype, name="mlp_norm")(hidden)
         dtype = jnp.dtype("float32") if routing.is_precise else self.dtype
-        router = Linear(spec.count, self.kernels, False, dtype, name="router")
+        router = Linear(spec.count, self.kernels, routing.has_bias, dtype, name="router")
         products = router(x.astype(dtype)).astype(jnp.float32)
         is_softmax = routing.scores == "softmax"
         scores = jax.nn.softmax(products) if is_softmax else jax.nn.sigmoid(products)

@@ -46,7 +46,11 @@ class MLP(nn.Module):
             bits=self.matmul_bits,
         )
         act = activation(spec.activation)
-        if spec.is_gated:
+        if spec.limit is not None:
+            gate = jnp.minimum(product(spec.width, name="gate")(x), spec.limit)
+            up = jnp.clip(product(spec.width, name="up")(x), -spec.limit, spec.limit)
+            inner = gate * jax.nn.sigmoid(spec.swish * gate) * (up + 1)
+        elif spec.is_gated:
             gate = act(product(spec.width, name="gate")(x))
             inner = gate * product(spec.width, name="up")(x)
         else:

@@ -219,7 +219,9 @@ class Checkpoint:
             stored, full = next((x for x in named if x[1] is not None), named[0])
             if full is None:
                 raise self._missing(key, stored.name)
-            matched[key] = replace(stored, name=full)
+            is_plain = full not in self._tensors.packed
+            stored = replace(stored, name=full, is_transposed=stored.is_transposed and is_plain)
+            matched[key] = stored
             self._check_shape(full, stored.shape(tensor))
         self._pass_over({stored.name for stored in matched.values()})
         return matched
@@ -319,7 +321,7 @@ class Checkpoint:
         whole = self._tensors.rows(stored.name)
         try:
             rows: np.ndarray = _joined(
-                [_part_of(whole, rows, stored.expert) for rows in _ranges(stored, start, stop)]
+                [_part_of(whole, rows, stored) for rows in _ranges(stored, start, stop)]
             )
         except (SafetensorError, OSError) as error:
             path = self._tensors.path(stored.name)
@@ -335,7 +337,7 @@ class Checkpoint:
             leaves = packed_rows(packed, rows, stored.expert)
             shape = (rows.stop - rows.start, packed.shape[-1])
             storage = Storage(shape, "float32", with_own_rows(packed.format))
-            pieces.append(decoded(leaves, storage).reshape(-1, *tensor.shape[1:]))
+            pieces.append(decoded(leaves, storage)[:: rows.step].reshape(-1, *tensor.shape[1:]))
         return _joined(pieces)
 
     def read_packed(self, tensor: TensorSpec, start: int, stop: int) -> list[np.ndarray]:
@@ -350,6 +352,8 @@ class Checkpoint:
                 packed.read(rows.start, rows.stop, stored.expert)
                 for rows in _ranges(stored, start, stop)
             ]
+        if stored.unit == 1:
+            pieces = [_every(leaves, stored.stride) for leaves in pieces]
         if len(pieces) == 1:
             return pieces[0]
         leaves = Storage(tensor.shape, "float32", self._format_of(tensor)).leaves
@@ -399,6 +403,9 @@ def _ranges(stored: Stored, start: int, stop: int) -> list[slice]:
     unit = stored.unit
     if unit is None:
         return [slice(start, stop)]
+    if unit == 1:
+        first, stride = stored.first, stored.stride
+        return [slice(first + start * stride, first + (stop - 1) * stride + 1, stride)]
     ranges = []
     while start < stop:  # unit by unit
         number, at = divmod(start, unit)
@@ -409,9 +416,19 @@ def _ranges(stored: Stored, start: int, stop: int) -> list[slice]:
     return ranges
 
 
-def _part_of(whole: Any, rows: slice, expert: int | None) -> np.ndarray:
-    part: np.ndarray = whole[rows] if expert is None else whole[expert, rows]
+def _part_of(whole: Any, rows: slice, stored: Stored) -> np.ndarray:
+    """Returns some rows of a stored tensor, of an expert perhaps."""
+    part: np.ndarray
+    if stored.is_transposed:
+        part = whole[stored.expert, :, rows].T
+    else:
+        part = whole[rows] if stored.expert is None else whole[stored.expert, rows]
     return part
+
+
+def _every(leaves: list[np.ndarray], stride: int) -> list[np.ndarray]:
+    """Returns every `stride`th row of leaves that have all a row of their own."""
+    return [np.ascontiguousarray(leaf[::stride]) for leaf in leaves]
 
 
 def _joined(pieces: list[np.ndarray]) -> np.ndarray:

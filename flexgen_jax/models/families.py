@@ -18,6 +18,7 @@ from flexgen_jax.models.family import (
     Family,
     Fields,
     Find,
+    alternating,
     fused,
     joined,
     pairs,
@@ -397,6 +398,51 @@ def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
     return _read_llama(raw, attention)
 
 
+YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _gpt_oss(raw: Mapping[str, Any]) -> ModelConfig:
+    raw = {"head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128, **raw}
+    raw = {"rope_theta": 150000.0, **raw}
+    if not raw.get("rope_scaling") and not raw.get("rope_parameters"):
+        raw["rope_parameters"] = YARN_OF_GPT_OSS
+    own = Fields(raw)
+    layers, bias = own.count("num_hidden_layers"), bool(raw.get("attention_bias", True))
+    types = raw.get("layer_types") or [
+        "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
+    ]
+    block = MLPSpec(
+        own.count("intermediate_size"),
+        "silu",
+        is_gated=True,
+        bias=True,
+        limit=own.number("swiglu_limit", 7.0),
+        swish=own.number("swiglu_alpha", 1.702),
+    )
+    experts = ExpertsSpec(
+        own.count("num_local_experts"),
+        own.count("num_experts_per_tok", raw.get("experts_per_token") or 4),
+        block,
+        is_normalised=True,
+        routing=Routing(has_bias=True),
+    )
+    attention = {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "has_sinks": True,
+        "windows": _windows(raw, types),
+        "blocks": [experts] * layers,
+    }
+    return _read_llama(raw, attention)
+
+
 def _minimax_m2(raw: Mapping[str, Any]) -> ModelConfig:
     raw = {"rope_theta": 5000000.0, "head_dim": 128, **raw}
     own = Fields(raw)
@@ -561,6 +607,22 @@ GLM4_MOE = Family(
     },
     _FUSED_EXPERTS,
 )
+_GPT_OSS = f"{_LAYER}.mlp.experts"
+GPT_OSS = Family(
+    "gpt_oss",
+    _gpt_oss,
+    _NAMES
+    | {
+        "decoder.{i}.attention.sinks": f"{_LAYER}.self_attn.sinks",
+        **pairs("decoder.{i}.router", f"{_LAYER}.mlp.router", LINEAR),
+        "decoder.{i}.experts.{e}.gate.kernel": alternating(f"{_GPT_OSS}.gate_up_proj", 0, True),
+        "decoder.{i}.experts.{e}.gate.bias": alternating(f"{_GPT_OSS}.gate_up_proj_bias", 0),
+        "decoder.{i}.experts.{e}.up.kernel": alternating(f"{_GPT_OSS}.gate_up_proj", 1, True),
+        "decoder.{i}.experts.{e}.up.bias": alternating(f"{_GPT_OSS}.gate_up_proj_bias", 1),
+        "decoder.{i}.experts.{e}.down.kernel": fused(f"{_GPT_OSS}.down_proj", 0, 1, True),
+        "decoder.{i}.experts.{e}.down.bias": fused(f"{_GPT_OSS}.down_proj_bias", 0, 1),
+    },
+)
 MINIMAX_M2 = Family(
     "minimax_m2",
     _minimax_m2,
@@ -650,6 +712,7 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3_MOE,
         GLM4_MOE,
         MINIMAX_M2,
+        GPT_OSS,
     )
 }
 

@@ -20,7 +20,8 @@ class Stored:
     Row r of the tensor is row `first + r // unit * stride + r % unit` of the stored one; of a whole
     tensor, `unit` is None. total: rows of the stored one, None if it is whole. expert, experts: of
     a tensor that has one more axis before these rows, for the experts of a layer: which one it is,
-    and how many there are.
+    and how many there are. is_transposed: whether the stored tensor has its rows last; one that is
+    in few bits never has.
     """
 
     name: str
@@ -30,11 +31,14 @@ class Stored:
     total: int | None = None
     expert: int | None = None
     experts: int = 0
+    is_transposed: bool = False
 
     def shape(self, tensor: TensorSpec) -> tuple[int, ...]:
         """Returns the shape of the stored tensor."""
         rows = tensor.shape[0] if self.total is None else self.total
         before = () if self.expert is None else (self.experts,)
+        if self.is_transposed:
+            return (*before, *tensor.shape[1:], rows)
         return (*before, rows, *tensor.shape[1:])
 
 
@@ -138,9 +142,10 @@ def joined(name: str, sizes: Callable[[LayerParts], Sequence[int]], index: int) 
     return find
 
 
-def fused(name: str, index: int, count: int) -> Find:
+def fused(name: str, index: int, count: int, is_transposed: bool = False) -> Find:
     """Returns how to find the part `index` of `count` equal ones by rows, in a tensor that has
-    those of all experts: [expert, part x row, column]."""
+    those of all experts: [expert, part x row, column], or transposed [expert, column, part x row].
+    """
 
     def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
         assert isinstance(parts.mlp, ExpertsSpec)
@@ -153,6 +158,27 @@ def fused(name: str, index: int, count: int) -> Find:
             total=count * rows,
             expert=tensor.expert,
             experts=parts.mlp.count,
+            is_transposed=is_transposed,
+        )
+
+    return find
+
+
+def alternating(name: str, index: int, is_transposed: bool = False) -> Find:
+    """Returns how to find the even rows (0) or the odd ones (1) in a tensor that has those of all
+    experts; see `fused`."""
+
+    def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
+        assert isinstance(parts.mlp, ExpertsSpec)
+        return Stored(
+            name,
+            first=index,
+            unit=1,
+            stride=2,
+            total=2 * tensor.shape[0],
+            expert=tensor.expert,
+            experts=parts.mlp.count,
+            is_transposed=is_transposed,
         )
 
     return find

@@ -131,7 +131,8 @@ class AttentionSpec:
     out_bias: whether the projections have biases; qk_norm: whether queries and keys are normalised,
     each head by itself or all heads together; rotary: position embeddings, None for learned ones;
     window: how many tokens a token sees, itself included, None for all; softcap: bound of the
-    scores, which become cap * tanh(score / cap).
+    scores, which become cap * tanh(score / cap); has_sinks: whether each head has a learned score
+    that takes part in the softmax and has no value (gpt-oss).
     """
 
     num_heads: int
@@ -144,6 +145,7 @@ class AttentionSpec:
     rotary: Rotary | None = None
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -191,6 +193,7 @@ class AttentionSpec:
         shapes = linear("q", self.query_size, hidden, self.qkv_bias)
         shapes += linear("k", self.kv_size, hidden, self.qkv_bias)
         shapes += linear("v", self.kv_size, hidden, self.qkv_bias)
+        shapes += [("sinks", (self.num_heads,))] if self.has_sinks else []
         return shapes + linear("out", hidden, self.query_size, self.out_bias)
 
     def query_shape(self, batch: int, tokens: int = 1) -> tuple[int, int, int, int]:
@@ -215,12 +218,18 @@ class AttentionSpec:
 @dataclass(frozen=True)
 class MLPSpec:
     """A feed-forward block: down(activation(up(x))), or with a gate down(activation(gate(x)) *
-    up(x)). width: elements between the products."""
+    up(x)).
+
+    width: elements between the products; limit: with a gate, both products are clamped to it, and
+    what goes down is gate * sigmoid(swish * gate) * (up + 1), as in gpt-oss.
+    """
 
     width: int
     activation: str = "relu"
     is_gated: bool = False
     bias: bool = True
+    limit: float | None = None
+    swish: float = 1.702
 
     def __post_init__(self) -> None:
         check_positive("the feed-forward width", self.width)
@@ -235,14 +244,16 @@ class Routing:
     """How a router chooses experts and weighs their results (DeepSeek-AI 2024, "DeepSeek-V3",
     section 2.1.2).
 
-    scores: the function of the router's products; has_correction: whether a learned number is added
-    to each expert's score, for choosing only; groups, top_groups: the experts are in so many groups
-    of equal size, and only those of the best groups are chosen, by the sum of a group's two largest
-    scores; scale: a factor of the weights; is_precise: whether the router's kernel is fp32, and
-    multiplied in fp32, whatever the run's dtype.
+    scores: the function of the router's products; has_bias: whether these have a bias;
+    has_correction: whether a learned number is added to each expert's score, for choosing only;
+    groups, top_groups: the experts are in so many groups of equal size, and only those of the best
+    groups are chosen, by the sum of a group's two largest scores; scale: a factor of the weights;
+    is_precise: whether the router's kernel is fp32, and multiplied in fp32, whatever the run's
+    dtype.
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False
     has_correction: bool = False
     groups: int = 1
     top_groups: int = 1

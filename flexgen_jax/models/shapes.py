@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.families import read_config
+from flexgen_jax.models.families import family_of, read_config
+from flexgen_jax.models.formats.expected import expected
 from flexgen_jax.models.parts import ConfigError
+from flexgen_jax.models.spec import model_spec
 
 Raw = Mapping[str, Any]
 
@@ -84,6 +87,41 @@ def _pythia(hidden: int, layers: int, heads: int, vocab: int = 50304) -> Raw:
         "max_position_embeddings": 2048,
         "dtype": "float16",
     }
+
+
+def _gpt_oss(layers: int, experts: int) -> Raw:
+    """A model of OpenAI's gpt-oss, with experts in MXFP4."""
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "embed_tokens", "lm_head"]
+    return _like(
+        "gpt_oss",
+        (2880, 2880, layers, 64, 8, 201088, _CONTEXT),
+        head_dim=64,
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        eos_token_id=200002,
+        pad_token_id=199999,
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": skipped},
+    )
+
+
+def _glm(sizes: tuple[int, ...], experts: int, width: int, dense: int, **others: Any) -> Raw:
+    """A model of GLM-4.5 to 4.7."""
+    return _like(
+        "glm4_moe",
+        sizes,
+        head_dim=128,
+        n_routed_experts=experts,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        moe_intermediate_size=width,
+        first_k_dense_replace=dense,
+        attention_bias=True,
+        rope_theta=1000000.0,
+        partial_rotary_factor=0.5,
+        eos_token_id=151329,
+        **others,
+    )
 
 
 SHAPES: Mapping[str, Raw] = {
@@ -198,6 +236,48 @@ SHAPES: Mapping[str, Raw] = {
         moe_intermediate_size=768,
         **_QWEN3_MOE,
     ),
+    "openai/gpt-oss-20b": _gpt_oss(24, 32),
+    "openai/gpt-oss-120b": _gpt_oss(36, 128),
+    "zai-org/GLM-4.5-Air": _glm(
+        (4096, 10944, 46, 96, 8, 151552, _CONTEXT), 128, 1408, 1, routed_scaling_factor=1.0
+    ),
+    "zai-org/GLM-4.6": _glm(
+        (5120, 12288, 92, 96, 8, 151552, 202752),
+        160,
+        1536,
+        3,
+        routed_scaling_factor=2.5,
+        use_qk_norm=True,
+    ),
+    "MiniMaxAI/MiniMax-M2": _like(
+        "minimax_m2",
+        (3072, 1536, 62, 48, 8, 200064, 196608),
+        head_dim=128,
+        rotary_dim=64,
+        num_local_experts=256,
+        num_experts_per_tok=8,
+        rope_theta=5000000.0,
+        quantization_config={
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+    ),
+    "HuggingFaceTB/SmolLM3-3B": _like(
+        "smollm3", (2048, 11008, 36, 16, 4, 128256, 65536), rope_theta=5000000.0, **_TIED
+    ),
+    "allenai/Olmo-3-1025-7B": _like(
+        "olmo3",
+        (4096, 11008, 32, 32, 32, 100278, 65536),
+        sliding_window=4096,
+        rope_theta=500000.0,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "attention_factor": 1.2079441541679836,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
     "Qwen/Qwen3-235B-A22B": _like(
         "qwen3_moe",
         (4096, 12288, 94, 64, 4, 151936, 40960),
@@ -223,5 +303,14 @@ def raw_shape(name: str) -> Raw:
 
 
 def known_shape(name: str) -> ModelConfig:
-    """Returns the config of a known model, without any file; see `raw_shape`."""
-    return read_config(raw_shape(name))
+    """Returns the config of a known model with the formats in which it is published, without any
+    file; see `raw_shape`."""
+    raw = raw_shape(name)
+    config = read_config(raw)
+    family = family_of(config)
+    published = expected(
+        raw.get("quantization_config") or {},
+        model_spec(config),
+        lambda tensor: family.stored(tensor, config).name,
+    )
+    return replace(config, published=published)

@@ -376,7 +376,7 @@ def _mlp(prefix: str, hidden: int, mlp: MLPSpec) -> Shapes:
 
 
 def _experts(hidden: int, experts: ExpertsSpec) -> Shapes:
-    shapes = linear("router", experts.count, hidden, False)
+    shapes = linear("router", experts.count, hidden, experts.routing.has_bias)
     if experts.routing.has_correction:
         shapes.append(("router_correction", (experts.count,)))
     if experts.shared is not None:

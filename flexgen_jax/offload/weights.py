@@ -183,7 +183,7 @@ class WeightStore:
     ) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yields (start, stop, rows) of consecutive ranges of a tensor's rows, whose starts are
         multiples of `multiple`. Some are read ahead, where the source gains from it."""
-        dtype = self._formats.dtype
+        dtype = tensor.dtype or self._formats.dtype
         count = min(self._source.reads_at_once, os.cpu_count() or 1)
         with ThreadPoolExecutor(count, "flexgen-place") as pool:
             reads: deque[tuple[int, int, Future[np.ndarray]]] = deque()

@@ -24,7 +24,7 @@ from flexgen_jax.models.loading import shape_of
 from flexgen_jax.models.spec import model_spec
 from tests.helpers.cases import covering
 from tests.helpers.models import prompts
-from tests.helpers.published import FORMATS, write_published
+from tests.helpers.published import FORMATS, write_gpt_oss, write_published
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -51,6 +51,30 @@ def test_logits_are_those_of_transformers(
         np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=1e-4)
     for tier, peak in report["peak_bytes"].items():
         assert peak <= report["computed_peak_bytes"][tier], tier
+
+
+@pytest.mark.parametrize("percent", TIERS)
+def test_gpt_oss_is_read_as_it_is_published(tmp_path: Path, percent: tuple[int, ...]) -> None:
+    """Experts together in blocks of MXFP4, gates and ups in alternating rows."""
+    reference = write_gpt_oss(tmp_path / "model")
+    policy = Policy.from_percent(*percent, batch_size=4, num_batches=2)
+    folder = tmp_path / "offload"
+    with LLM(reference.folder, dtype="float32", policy=policy, offload_dir=folder) as llm:
+        scores = llm.score(prompt_token_ids=prompts())
+    for ids, score in zip(prompts(), scores, strict=True):
+        np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=1e-4)
+    published = shape_of(str(reference.folder)).published
+    assert published is not None and published.name == "MXFP4"
+    assert len(published.formats) == 9, "gate, up and down of three layers"
+
+
+def test_the_known_shape_of_gpt_oss_has_its_published_bytes() -> None:
+    """The files of the 120B have 65 GB, those of the 20B 13.8."""
+    for name, gigabytes in (("gpt-oss-120b", 65.2), ("gpt-oss-20b", 13.8)):
+        config = shape_of(name)
+        formats = Policy(weight_bits=4).formats("bfloat16")
+        size = sum(formats.weight(t).nbytes for t in model_spec(config).tensors.values())
+        assert size / 1e9 == pytest.approx(gigabytes, rel=0.01), name
 
 
 @pytest.mark.few(1)

@@ -151,6 +151,22 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
             },
         ),
     ),
+    "gpt_oss": (
+        "GptOss",
+        (
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 7},
+            {
+                "num_local_experts": 5,
+                "num_experts_per_tok": 3,
+                "head_dim": 8,
+                "sliding_window": 4,
+                "swiglu_limit": 1.0,
+                "attention_bias": False,
+                "layer_types": MIXED_TYPES,
+                **rope("yarn", truncate=False, **LONG),
+            },
+        ),
+    ),
     "minimax_m2": (
         "MiniMaxM2",
         (

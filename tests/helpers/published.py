@@ -244,6 +244,34 @@ def write_published(folder: Path, family: str, kind: str, seed: int = 0) -> Refe
     return reference
 
 
+def write_gpt_oss(folder: Path) -> Reference:
+    """Writes a tiny gpt-oss with experts in MXFP4, as it is published; returns transformers' own,
+    with the weights that the stored ones stand for, which it has transposed."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    reference = Reference(folder, "gpt_oss", 0, hidden_size=64, intermediate_size=32)
+    rng, stored = np.random.default_rng(0), {}
+    path = folder / "model.safetensors"
+    state = reference.model.state_dict()
+    for name, tensor in load_file(path).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        parts, matrix = microscaled(rng, (experts * rows, columns))
+        blocks = parts["weight_packed"].reshape(experts, rows, columns // 32, 16)
+        stored[f"{name}_blocks"] = as_torch(blocks)
+        stored[f"{name}_scales"] = as_torch(parts["weight_scale"].reshape(blocks.shape[:3]))
+        each = np.float32(matrix).reshape(experts, rows, columns).swapaxes(1, 2)
+        state[name].copy_(torch.tensor(np.ascontiguousarray(each)))
+    save_file(stored, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return reference
+
+
 def as_torch(array: np.ndarray) -> Any:
     import torch
 

@@ -41,7 +41,8 @@ def _is_meant(skipped: str, name: str) -> bool:
     """Returns whether a name or pattern of a skip list means a tensor."""
     if skipped.startswith("re:"):
         return re.match(skipped[3:], name) is not None
-    return skipped.strip("*") in name
+    pattern = ".*".join(map(re.escape, skipped.removeprefix("model.").split("*")))
+    return re.search(pattern, name) is not None
 
 
 def _format(options: Mapping[str, Any]) -> Format | None:
