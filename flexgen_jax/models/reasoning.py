@@ -15,6 +15,12 @@ MARKS = {
 }
 """What reasoning begins with, and what it ends with."""
 
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+"""Marks of Harmony's format, which are special tokens."""
+
+FINAL = "final"
+"""Harmony's channel for the user; in the others are reasoning and calls of tools."""
+
 LOOKED_AT = 16
 """Tokens at a prompt's end among which the mark is."""
 
@@ -34,12 +40,41 @@ def opened_by(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str | None:
     return next((close for mark, close in MARKS.items() if end.endswith(mark)), None)
 
 
+def channels_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[tuple[str, str]]:
+    """Returns the messages of a text in Harmony's format, that of gpt-oss, as pairs of a channel
+    and a body: "<|channel|>analysis<|message|>It asks ...<|end|><|start|>assistant<|channel|>final
+    <|message|>Hello" has ("analysis", "It asks ...") and ("final", "Hello").
+    None are in other texts.
+    """
+    channel, message = (tokenizer.token_id(mark) for mark in ("<|channel|>", "<|message|>"))
+    if channel is None or message is None or not token_ids or token_ids[0] != channel:
+        return []
+    marks = {tokenizer.token_id(mark) for mark in HARMONY}
+    messages, name, ids = list[tuple[str, str]](), "", list[int]()
+    is_body = False
+    for token in (*token_ids, channel):
+        if token not in marks:
+            ids.append(token)
+            continue
+        if is_body:
+            messages.append((name, tokenizer.decode(ids)))
+        elif token == message:
+            name = tokenizer.decode(ids).split(" ")[0].strip()
+        is_body, ids = token == message, []
+    return messages
+
+
 def split_reasoning(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str
 ) -> Reasoning | None:
     """Returns a text's reasoning and the rest, if the prompt or the text begins with the mark; None
     without. token_ids: the text's tokens, which have marks that are special tokens, and the text
     has not."""
+    channels = channels_of(tokenizer, token_ids)
+    if channels:
+        thought = "".join(body for name, body in channels if name != FINAL)
+        answers = [body for name, body in channels if name == FINAL]
+        return Reasoning(thought, "".join(answers) if answers else None)
     close = opened_by(tokenizer, prompt_ids)
     if close is None:
         mark = next((mark for mark in MARKS if text.lstrip().startswith(mark)), None)

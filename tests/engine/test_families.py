@@ -106,3 +106,25 @@ def test_packed_weights_and_caches_give_equal_tokens_everywhere(
         found.append([result.token_ids for result in results])
     assert found[0] == found[1]
     assert len({tuple(ids) for ids in found[0]}) > 1
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "smollm3"])
+def test_prefixes_chunks_and_branches_change_nothing(
+    references: Callable[[str, int], Reference], family: str
+) -> None:
+    """Sinks take part once for each token, whatever its keys come from; layers without positions
+    have none in any of them."""
+    reference, beginning = references(family, 0), [7, 9, 11, 13, 15, 17, 19, 21, 23]
+    ends = [[*beginning, *ids[:20]] for ids in prompts()[:4]]
+    policy = Policy(batch_size=2, num_batches=2, prefill_chunk=6, kv_block_tokens=4)
+    contexts = [[*beginning, 30]] * 3
+    with LLM(reference.folder, dtype="float32", policy=policy) as llm:
+        alone, shared = (
+            llm.generate(prompt_token_ids=ends, sampling_params=PARAMS, prefix=prefix)
+            for prefix in (None, beginning)
+        )
+        pairs = llm.score_pairs(contexts, [[40], [41, 42], [43, 44, 45]])
+    assert [x.token_ids for x in shared] == [x.token_ids for x in alone]
+    for continuation, pair in zip(([40], [41, 42], [43, 44, 45]), pairs, strict=True):
+        wanted = reference.logprobs([*contexts[0], *continuation])[-len(continuation) :].sum()
+        assert sum(pair.logprobs) == pytest.approx(wanted, rel=1e-4)
