@@ -398,6 +398,36 @@ def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
     return _read_llama(raw, attention)
 
 
+def _hy_v3(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads Hunyuan 3: the first layer has no experts, unless the config says otherwise."""
+    raw = {"head_dim": 128, "rms_norm_eps": 1e-5, **raw}
+    own, bias = Fields(raw), bool(raw.get("attention_bias", False))
+    layers, mlp_bias = own.count("num_hidden_layers"), bool(raw.get("mlp_bias", False))
+    width, shared = own.count("moe_intermediate_size"), own.count("num_shared_experts", 1)
+    experts = ExpertsSpec(
+        own.count("num_experts", 192),
+        own.count("num_experts_per_tok", 8),
+        _gated(own, "moe_intermediate_size"),
+        is_normalised=True,
+        shared=replace(_gated(own, "moe_intermediate_size", bias=mlp_bias), width=width * shared),
+        routing=Routing(
+            scores="sigmoid",
+            has_correction=True,
+            scale=own.number("router_scaling_factor", 2.826),
+            is_precise=True,
+        ),
+    )
+    dense = _gated(own, "intermediate_size", bias=mlp_bias)
+    types = raw.get("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
+    attention = {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qk_norm": "head",
+        "blocks": [dense if kind == "dense" else experts for kind in types],
+    }
+    return _read_llama(raw, attention)
+
+
 YARN_OF_GPT_OSS = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -607,6 +637,25 @@ GLM4_MOE = Family(
     },
     _FUSED_EXPERTS,
 )
+HY_V3 = Family(
+    "hy_v3",
+    _hy_v3,
+    _QWEN_MOE_NAMES
+    | {
+        "decoder.{i}.router.kernel": f"{_LAYER}.mlp.router.gate.weight",
+        "decoder.{i}.router_correction": f"{_LAYER}.mlp.expert_bias",
+        **pairs("decoder.{i}.shared.gate", f"{_LAYER}.mlp.shared_mlp.gate_proj", LINEAR),
+        **pairs("decoder.{i}.shared.up", f"{_LAYER}.mlp.shared_mlp.up_proj", LINEAR),
+        **pairs("decoder.{i}.shared.down", f"{_LAYER}.mlp.shared_mlp.down_proj", LINEAR),
+    },
+    _FUSED_EXPERTS
+    | {
+        "decoder.{i}.router_correction": f"{_LAYER}.mlp.e_score_correction_bias",
+        **pairs("decoder.{i}.shared.gate", f"{_LAYER}.mlp.shared_experts.gate_proj", LINEAR),
+        **pairs("decoder.{i}.shared.up", f"{_LAYER}.mlp.shared_experts.up_proj", LINEAR),
+        **pairs("decoder.{i}.shared.down", f"{_LAYER}.mlp.shared_experts.down_proj", LINEAR),
+    },
+)
 _GPT_OSS = f"{_LAYER}.mlp.experts"
 GPT_OSS = Family(
     "gpt_oss",
@@ -712,6 +761,7 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3_MOE,
         GLM4_MOE,
         MINIMAX_M2,
+        HY_V3,
         GPT_OSS,
     )
 }

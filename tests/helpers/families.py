@@ -151,6 +151,21 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
             },
         ),
     ),
+    "hy_v3": (
+        "HYV3",
+        (
+            EXPERTS | {"head_dim": 16},
+            EXPERTS
+            | {
+                "head_dim": 8,
+                "num_shared_experts": 2,
+                "attention_bias": True,
+                "mlp_bias": True,
+                "router_scaling_factor": 1.5,
+                "mlp_layer_types": ["sparse", "dense", "sparse"],
+            },
+        ),
+    ),
     "gpt_oss": (
         "GptOss",
         (
