@@ -131,12 +131,13 @@ class DummyWeights:
         for leaf in storage.leaves:
             shape, kind = leaf.shape, numpy_dtype(leaf.kind)
             if leaf.name.startswith("packed"):
-                leaves.append(generator.integers(0, 128, shape, np.uint8))
+                leaves.append(generator.integers(0, 127, shape, np.uint8))  # 127 is an FP8's NaN
             elif leaf.name == "order":
                 leaves.append(np.arange(shape[0], dtype=kind))
             else:
                 small = {"e8m0": 119, "e4m3": 8, "uint8": 8, "int8": 0}
-                leaves.append(np.full(shape, small.get(leaf.dtype, 0.002), kind))
+                unit = 0.0002 if storage.packing.levels == "e4m3" else 0.002
+                leaves.append(np.full(shape, small.get(leaf.dtype, unit), kind))
         return leaves
 
     def fingerprint(self, dtype: str) -> str:

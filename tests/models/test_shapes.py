@@ -13,6 +13,9 @@ from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.experts import Router
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.models.checkpoint import DummyWeights
+from flexgen_jax.models.formats.decoding import decoded
+from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.shapes import SHAPES, known_shape
 from flexgen_jax.models.spec import LayerSpec, model_spec
@@ -39,6 +42,10 @@ PARAMETERS = {
     "Qwen/Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "allenai/Olmo-3-1025-7B": 7_298_011_136,
 }
 
 
@@ -78,6 +85,15 @@ def _shapes(init: object, *args: object) -> dict[str, tuple[int, ...]]:
     variables = jax.eval_shape(init, *args)
     leaves = jax.tree_util.tree_flatten_with_path(variables.get("params", {}))[0]
     return {".".join(k.key for k in path): leaf.shape for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "MiniMaxAI/MiniMax-M2"])
+def test_random_numbers_of_a_published_format_are_small(name: str) -> None:
+    config = known_shape(name)
+    tensor = next(t for t in model_spec(config).decoders[0].large if t.published is not None)
+    leaves = DummyWeights(config).read_packed(tensor, 0, 256)
+    storage = Storage((256, *tensor.shape[1:]), "float32", tensor.published)
+    assert 0.001 < float(np.std(decoded(leaves, storage))) < 0.1
 
 
 def test_a_name_without_its_owner_is_enough() -> None:

@@ -30,7 +30,8 @@ def expected(
         of_any_expert(tensor.key): packing
         for layer in spec.decoders
         for tensor in layer.large
-        if not any(_is_meant(name, name_of(tensor)) for name in skipped)
+        if not tensor.expert  # the experts of a layer are alike
+        and not any(_is_meant(name, name_of(tensor)) for name in skipped)
     }
     method = str(options.get("quant_method", "")).upper()
     bits = 4 if packing.bits <= 4 else 8
