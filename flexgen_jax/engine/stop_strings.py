@@ -11,6 +11,10 @@ EXTRA = 8
 """Tokens before those that may have a stop string, which may be decoded otherwise at a text's
 beginning."""
 
+MAX_STOP_LISTS = 256
+"""Lists of stop strings for which it is remembered which tokens may end one: a stream may have
+another list in every request."""
+
 
 class Texts:
     """Makes texts of token ids; without a tokenizer, they are empty."""
@@ -46,9 +50,11 @@ class Texts:
         return text[: min(places)] if places else None
 
     def _may_end(self, token: int, stops: Sequence[str]) -> bool:
-        """Returns whether a stop string may end within a token's text: most tokens have nothing of
-        any, and need no decoding."""
+        """Returns whether a stop string may end within a token's text. Most tokens have no part of
+        a stop string, so they need no decoding."""
         assert self._tokenizer is not None, "there is a text"
+        if len(self._ends) >= MAX_STOP_LISTS:
+            self._ends.clear()
         known = self._ends.setdefault(tuple(stops), {})
         if token not in known:
             piece = self._tokenizer.piece(token)

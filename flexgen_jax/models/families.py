@@ -186,6 +186,12 @@ def _windows(raw: Mapping[str, Any], types: list[str]) -> list[int | None]:
     return [window if t == "sliding_attention" else None for t in types]
 
 
+def _full_every(number: int, layers: int) -> list[str]:
+    """Returns the types of layers of which every `number`th one sees all tokens, the others those
+    of a window."""
+    return ["sliding_attention" if (i + 1) % number else "full_attention" for i in range(layers)]
+
+
 def _plain(raw: Mapping[str, Any]) -> ModelConfig:
     bias = bool(raw.get("attention_bias", False))
     attention = {"qkv_bias": bias, "out_bias": bias}
@@ -271,10 +277,7 @@ def _gemma(raw: Mapping[str, Any], attention: Mapping[str, Any]) -> ModelConfig:
 def _gemma2(raw: Mapping[str, Any]) -> ModelConfig:
     raw = {"head_dim": 256, "sliding_window": 4096, **raw}
     raw = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **raw}
-    types = raw.get("layer_types") or [
-        "full_attention" if i % 2 else "sliding_attention"
-        for i in range(Fields(raw).count("num_hidden_layers"))
-    ]
+    types = raw.get("layer_types") or _full_every(2, Fields(raw).count("num_hidden_layers"))
     return _gemma(raw, {"windows": _windows(raw, types)})
 
 
@@ -287,10 +290,7 @@ def _gemma3(raw: Mapping[str, Any]) -> ModelConfig:
     raw = {"head_dim": 256, "sliding_window": 4096, "max_position_embeddings": 131072, **raw}
     raw = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, **raw}
     every = raw.get("sliding_window_pattern") or 6
-    types = raw.get("layer_types") or [
-        "sliding_attention" if (i + 1) % every else "full_attention"
-        for i in range(Fields(raw).count("num_hidden_layers"))
-    ]
+    types = raw.get("layer_types") or _full_every(every, Fields(raw).count("num_hidden_layers"))
     named = raw.get("rope_parameters") or {}
     scaling = raw.pop("rope_scaling", None) or {}  # from before transformers 5
     raw["rope_parameters"] = {
@@ -328,9 +328,7 @@ def _olmo2(raw: Mapping[str, Any]) -> ModelConfig:
 def _olmo3(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads OLMo 3: only layers that see all tokens have scaled rotary embeddings."""
     layers, theta = Fields(raw).count("num_hidden_layers"), 500000.0
-    types = raw.get("layer_types") or [
-        "sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)
-    ]
+    types = raw.get("layer_types") or _full_every(4, layers)
     named = raw.get("rope_parameters") or {}
     full = {**(named.get("full_attention") or {}), **(raw.get("rope_scaling") or {})}
     rope = {
@@ -445,9 +443,7 @@ def _gpt_oss(raw: Mapping[str, Any]) -> ModelConfig:
         raw["rope_parameters"] = YARN_OF_GPT_OSS
     own = Fields(raw)
     layers, bias = own.count("num_hidden_layers"), bool(raw.get("attention_bias", True))
-    types = raw.get("layer_types") or [
-        "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
-    ]
+    types = raw.get("layer_types") or _full_every(2, layers)
     block = MLPSpec(
         own.count("intermediate_size"),
         "silu",
@@ -523,6 +519,19 @@ _ATTENTION = {
     **pairs("decoder.{i}.attention_norm", f"{_LAYER}.input_layernorm", NORM),
     **pairs("decoder.{i}.mlp_norm", f"{_LAYER}.post_attention_layernorm", NORM),
 }
+
+
+def _block(ours: str, theirs: str) -> dict[str, str]:
+    """Returns the names of a gated block's tensors."""
+    return {
+        key: name
+        for part in ("gate", "up", "down")
+        for key, name in pairs(
+            f"decoder.{{i}}.{ours}.{part}", f"{_LAYER}.mlp.{theirs}.{part}_proj", LINEAR
+        ).items()
+    }
+
+
 _MLP = {
     **pairs("decoder.{i}.mlp.gate", f"{_LAYER}.mlp.gate_proj", LINEAR),
     **pairs("decoder.{i}.mlp.up", f"{_LAYER}.mlp.up_proj", LINEAR),
@@ -591,7 +600,6 @@ STARCODER2 = Family(
 )
 
 _MIXTRAL_EXPERT = f"{_LAYER}.block_sparse_moe.experts.{{e}}"
-_EXPERT = f"{_LAYER}.mlp.experts.{{e}}"
 
 _FUSED_EXPERTS: dict[str, str | Find] = {
     "decoder.{i}.router.kernel": f"{_LAYER}.mlp.gate.weight",
@@ -617,12 +625,8 @@ MIXTRAL = Family(
 _QWEN_MOE_NAMES = _NAMES | {
     "decoder.{i}.router.kernel": f"{_LAYER}.mlp.gate.weight",
     "decoder.{i}.shared_gate.kernel": f"{_LAYER}.mlp.shared_expert_gate.weight",
-    **pairs("decoder.{i}.shared.gate", f"{_LAYER}.mlp.shared_expert.gate_proj", LINEAR),
-    **pairs("decoder.{i}.shared.up", f"{_LAYER}.mlp.shared_expert.up_proj", LINEAR),
-    **pairs("decoder.{i}.shared.down", f"{_LAYER}.mlp.shared_expert.down_proj", LINEAR),
-    **pairs("decoder.{i}.experts.{e}.gate", f"{_EXPERT}.gate_proj", LINEAR),
-    **pairs("decoder.{i}.experts.{e}.up", f"{_EXPERT}.up_proj", LINEAR),
-    **pairs("decoder.{i}.experts.{e}.down", f"{_EXPERT}.down_proj", LINEAR),
+    **_block("shared", "shared_expert"),
+    **_block("experts.{e}", "experts.{e}"),
 }
 
 GLM4_MOE = Family(
@@ -631,9 +635,7 @@ GLM4_MOE = Family(
     _QWEN_MOE_NAMES
     | {
         "decoder.{i}.router_correction": f"{_LAYER}.mlp.gate.e_score_correction_bias",
-        **pairs("decoder.{i}.shared.gate", f"{_LAYER}.mlp.shared_experts.gate_proj", LINEAR),
-        **pairs("decoder.{i}.shared.up", f"{_LAYER}.mlp.shared_experts.up_proj", LINEAR),
-        **pairs("decoder.{i}.shared.down", f"{_LAYER}.mlp.shared_experts.down_proj", LINEAR),
+        **_block("shared", "shared_experts"),
     },
     _FUSED_EXPERTS,
 )
@@ -644,16 +646,12 @@ HY_V3 = Family(
     | {
         "decoder.{i}.router.kernel": f"{_LAYER}.mlp.router.gate.weight",
         "decoder.{i}.router_correction": f"{_LAYER}.mlp.expert_bias",
-        **pairs("decoder.{i}.shared.gate", f"{_LAYER}.mlp.shared_mlp.gate_proj", LINEAR),
-        **pairs("decoder.{i}.shared.up", f"{_LAYER}.mlp.shared_mlp.up_proj", LINEAR),
-        **pairs("decoder.{i}.shared.down", f"{_LAYER}.mlp.shared_mlp.down_proj", LINEAR),
+        **_block("shared", "shared_mlp"),
     },
     _FUSED_EXPERTS
     | {
         "decoder.{i}.router_correction": f"{_LAYER}.mlp.e_score_correction_bias",
-        **pairs("decoder.{i}.shared.gate", f"{_LAYER}.mlp.shared_experts.gate_proj", LINEAR),
-        **pairs("decoder.{i}.shared.up", f"{_LAYER}.mlp.shared_experts.up_proj", LINEAR),
-        **pairs("decoder.{i}.shared.down", f"{_LAYER}.mlp.shared_experts.down_proj", LINEAR),
+        **_block("shared", "shared_experts"),
     },
 )
 _GPT_OSS = f"{_LAYER}.mlp.experts"

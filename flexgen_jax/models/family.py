@@ -20,8 +20,8 @@ class Stored:
     Row r of the tensor is row `first + r // unit * stride + r % unit` of the stored one; of a whole
     tensor, `unit` is None. total: rows of the stored one, None if it is whole. expert, experts: of
     a tensor that has one more axis before these rows, for the experts of a layer: which one it is,
-    and how many there are. is_transposed: whether the stored tensor has its rows last; one that is
-    in few bits never has.
+    and how many there are. is_transposed: whether the stored tensor has its rows last; a
+    tensor in few bits has them first in any case.
     """
 
     name: str
@@ -168,18 +168,10 @@ def alternating(name: str, index: int, is_transposed: bool = False) -> Find:
     """Returns how to find the even rows (0) or the odd ones (1) in a tensor that has those of all
     experts; see `fused`."""
 
+    both = fused(name, 0, 2, is_transposed)
+
     def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
-        assert isinstance(parts.mlp, ExpertsSpec)
-        return Stored(
-            name,
-            first=index,
-            unit=1,
-            stride=2,
-            total=2 * tensor.shape[0],
-            expert=tensor.expert,
-            experts=parts.mlp.count,
-            is_transposed=is_transposed,
-        )
+        return replace(both(tensor, parts), first=index, unit=1, stride=2)
 
     return find
 

@@ -27,13 +27,11 @@ from flexgen_jax.models.defaults import (
     SamplingDefaults,
     read_defaults,
 )
-from flexgen_jax.models.families import family_of, quantization_of
+from flexgen_jax.models.families import quantization_of
 from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, indexed_names, read_json
-from flexgen_jax.models.formats.expected import expected
 from flexgen_jax.models.gguf.config import config_of
 from flexgen_jax.models.gguf.folder import as_folder
-from flexgen_jax.models.shapes import SHAPES, known_shape
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.shapes import SHAPES, known_shape, with_formats
 from flexgen_jax.models.tokenizer import Tokenizer
 
 HUB_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -169,12 +167,8 @@ def shape_of(name: str | None) -> ModelConfig:
     has_weights = folder.is_file() or any((folder / file).is_file() for file in (SINGLE, INDEX))
     if has_weights:
         return Checkpoint(folder).config
-    config, options = read_folder_config(folder), quantization_of(read_json(folder / "config.json"))
-    family = family_of(config)
-    published = expected(
-        options, model_spec(config), lambda tensor: family.stored(tensor, config).name
-    )
-    return replace(config, published=published)
+    options = quantization_of(read_json(folder / "config.json"))
+    return with_formats(read_folder_config(folder), options)
 
 
 def _local_folder(name: str, needs_weights: bool = False) -> Path:

@@ -43,8 +43,8 @@ def opened_by(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str | None:
 def channels_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[tuple[str, str]]:
     """Returns the messages of a text in Harmony's format, that of gpt-oss, as pairs of a channel
     and a body: "<|channel|>analysis<|message|>It asks ...<|end|><|start|>assistant<|channel|>final
-    <|message|>Hello" has ("analysis", "It asks ...") and ("final", "Hello").
-    None are in other texts.
+    <|message|>Hello" has ("analysis", "It asks ...") and ("final", "Hello"). A text in another
+    format has no messages.
     """
     channel, message = (tokenizer.token_id(mark) for mark in ("<|channel|>", "<|message|>"))
     if channel is None or message is None or not token_ids or token_ids[0] != channel:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.families import family_of, read_config
+from flexgen_jax.models.families import family_of, quantization_of, read_config
 from flexgen_jax.models.formats.expected import expected
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.spec import model_spec
@@ -306,11 +306,13 @@ def known_shape(name: str) -> ModelConfig:
     """Returns the config of a known model with the formats in which it is published, without any
     file; see `raw_shape`."""
     raw = raw_shape(name)
-    config = read_config(raw)
+    return with_formats(read_config(raw), quantization_of(raw))
+
+
+def with_formats(config: ModelConfig, options: Mapping[str, Any]) -> ModelConfig:
+    """Returns a config with the formats that its "quantization_config", `options`, promises."""
     family = family_of(config)
     published = expected(
-        raw.get("quantization_config") or {},
-        model_spec(config),
-        lambda tensor: family.stored(tensor, config).name,
+        options, model_spec(config), lambda tensor: family.stored(tensor, config).name
     )
     return replace(config, published=published)

@@ -5,6 +5,7 @@ This module imports no JAX, so that policies can be computed without it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -398,9 +399,19 @@ def _decoder(config: ModelConfig, parts: LayerParts) -> Shapes:
     return shapes
 
 
-def _tensors(prefix: str, shapes: Shapes) -> tuple[TensorSpec, ...]:
+def _tensors(
+    prefix: str, shapes: Shapes, dtypes: Mapping[str, str] | None = None
+) -> tuple[TensorSpec, ...]:
+    """The tensors of some paths. dtypes: of those that have their own, by path."""
+    own = dtypes or {}
     return tuple(
-        TensorSpec(path, shape, f"{prefix}.{path}", _ROLES.get(path, "other"))
+        TensorSpec(
+            path=path,
+            shape=shape,
+            key=f"{prefix}.{path}",
+            role=_ROLES.get(path, "other"),
+            dtype=own.get(path),
+        )
         for path, shape in shapes
     )
 
@@ -429,11 +440,7 @@ def _of_experts(prefix: str, config: ModelConfig, parts: LayerParts) -> tuple[Te
 
 def _of_decoder(prefix: str, config: ModelConfig, parts: LayerParts) -> tuple[TensorSpec, ...]:
     """The tensors of a decoder layer."""
-    own = _own_dtypes(parts.mlp)
-    tensors = (
-        replace(tensor, dtype=own.get(tensor.path))
-        for tensor in _tensors(prefix, _decoder(config, parts))
-    )
+    tensors = _tensors(prefix, _decoder(config, parts), _own_dtypes(parts.mlp))
     return (*tensors, *_of_experts(prefix, config, parts))
 
 
