@@ -231,7 +231,7 @@ def _output_file(
 ) -> OutputFile | None:
     """Opens the file of finished texts, if there is one."""
     from flexgen_jax.engine.files import OutputFile
-    from flexgen_jax.models.checkpoint import digest
+    from flexgen_jax.models.weight_source import digest
 
     if output is None:
         return None

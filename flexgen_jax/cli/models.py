@@ -17,7 +17,7 @@ def models(json_file: Path | None) -> None:
     from flexgen_jax.models.config import ModelConfig
     from flexgen_jax.models.families import FAMILIES
     from flexgen_jax.models.shapes import SHAPES, known_shape
-    from flexgen_jax.models.spec import model_spec
+    from flexgen_jax.models.spec_of_config import model_spec
 
     check_json(json_file)
     found: dict[str, list[tuple[str, ModelConfig]]] = {family: [] for family in FAMILIES}

@@ -13,7 +13,7 @@ from flexgen_jax.layers.kernels import XlaKernels
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.tuning import Tuning
 from flexgen_jax.models.parts import AttentionSpec
-from flexgen_jax.models.spec import Formats
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
 
 CPU_TUNING = Tuning(

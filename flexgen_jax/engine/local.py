@@ -16,7 +16,7 @@ from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.engine.serving import Collector
 from flexgen_jax.engine.session import Session
 from flexgen_jax.errors import UserError, first_line
-from flexgen_jax.models.checkpoint import WeightSource
+from flexgen_jax.models.weight_source import WeightSource
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import Policy, Workload

@@ -11,7 +11,7 @@ from typing import Any
 
 from flexgen_jax.engine.warm_up import warm_up
 from flexgen_jax.machine.limits import storage_read_bytes
-from flexgen_jax.models.checkpoint import WeightSource
+from flexgen_jax.models.weight_source import WeightSource
 from flexgen_jax.offload.batch import BatchSource, Neighbours, OnResult
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder

@@ -22,7 +22,7 @@ from flexgen_jax.engine.serving import Collector
 from flexgen_jax.engine.stage_worker import read_plan
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.ledger import BudgetError

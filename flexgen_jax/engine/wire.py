@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from flexgen_jax.models.checkpoint import numpy_dtype
+from flexgen_jax.models.weight_source import numpy_dtype
 
 MOST = 1 << 32
 """Bytes of a message's JSON, and of its arrays, at most."""

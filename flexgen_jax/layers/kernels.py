@@ -24,7 +24,7 @@ from flexgen_jax.layers.matmul_int8 import matmul_int8
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.tuning import PLAIN, Tuning
 from flexgen_jax.models.parts import AttentionSpec
-from flexgen_jax.models.spec import Formats
+from flexgen_jax.models.tensor_spec import Formats
 
 
 class Sizes(Protocol):

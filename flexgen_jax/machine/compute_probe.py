@@ -21,9 +21,10 @@ from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.rotary import Rows
-from flexgen_jax.models.checkpoint import numpy_dtype
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.spec import Formats, TensorSpec, model_spec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats, TensorSpec
+from flexgen_jax.models.weight_source import numpy_dtype
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.policy import prompt_blocks
 

@@ -17,7 +17,7 @@ from flexgen_jax.layers.kernels import Kernels, XlaKernels
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.models.formats import known
 from flexgen_jax.models.formats.storage import Storage
-from flexgen_jax.models.spec import Formats
+from flexgen_jax.models.tensor_spec import Formats
 
 COLUMNS, DEPTH = 8192, 2048
 MATRICES = 6

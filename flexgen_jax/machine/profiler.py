@@ -19,11 +19,11 @@ from flexgen_jax.cpu import features, is_cpu, kernels_of_device
 from flexgen_jax.machine.compute_probe import PREFILLS, ROWS, ComputeProbe, rate_of, timed
 from flexgen_jax.machine.disk_probe import DiskProbe
 from flexgen_jax.machine.limits import available_memory, detect_budgets
-from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.shapes import known_shape, raw_shape
-from flexgen_jax.models.spec import Formats
+from flexgen_jax.models.tensor_spec import Formats
+from flexgen_jax.models.weight_source import DummyWeights
 from flexgen_jax.offload.allocator import release_memory
 from flexgen_jax.offload.batch import AllThere, Batch
 from flexgen_jax.offload.device import Device

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from flexgen_jax.models.checkpoint import digest
 from flexgen_jax.models.folder import CheckpointError, read_object
 from flexgen_jax.models.special_tokens import CONFIG, read_special_tokens
+from flexgen_jax.models.weight_source import digest
 
 Message = Mapping[str, Any]
 """A message: {"role": "user", "content": "..."}."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.parts import ConfigError, ExpertsSpec, LayerParts, Rotary
-from flexgen_jax.models.spec import TensorSpec
+from flexgen_jax.models.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True)

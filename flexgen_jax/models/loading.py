@@ -15,7 +15,7 @@ from flexgen_jax.errors import (
     first_line,
 )
 from flexgen_jax.models.chat import ChatTemplate
-from flexgen_jax.models.checkpoint import Checkpoint, DummyWeights, WeightSource, read_folder_config
+from flexgen_jax.models.checkpoint import Checkpoint, read_folder_config
 from flexgen_jax.models.config import (
     DTYPES,
     ModelConfig,
@@ -33,6 +33,7 @@ from flexgen_jax.models.gguf.config import config_of
 from flexgen_jax.models.gguf.folder import as_folder
 from flexgen_jax.models.shapes import SHAPES, known_shape, with_formats
 from flexgen_jax.models.tokenizer import Tokenizer
+from flexgen_jax.models.weight_source import DummyWeights, WeightSource
 
 HUB_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files of a model on the hub beside its weights."""

@@ -14,7 +14,7 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import family_of, quantization_of, read_config
 from flexgen_jax.models.formats.expected import expected
 from flexgen_jax.models.parts import ConfigError
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.spec_of_config import model_spec
 
 Raw = Mapping[str, Any]
 

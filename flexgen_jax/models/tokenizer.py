@@ -11,9 +11,9 @@ from pathlib import Path
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
-from flexgen_jax.models.checkpoint import digest
 from flexgen_jax.models.folder import CheckpointError, read_object
 from flexgen_jax.models.special_tokens import CONFIG, SpecialTokens, read_special_tokens
+from flexgen_jax.models.weight_source import digest
 
 BEFORE = "\x02"
 """What stands before a text that is encoded as if it followed on another."""

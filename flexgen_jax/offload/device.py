@@ -16,7 +16,9 @@ from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.formats.storage import Storage
-from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
+from flexgen_jax.models.spec import LayerSpec, ModelSpec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.offload.metrics import Content, Metrics
 from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offload.watcher import Watcher

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.cpu import is_cpu
-from flexgen_jax.models.checkpoint import numpy_dtype
+from flexgen_jax.models.weight_source import numpy_dtype
 from flexgen_jax.offload.disk.direct_reads import PAGE, whole_pages
 from flexgen_jax.offload.metrics import Content, Link, Metrics
 from flexgen_jax.offload.watcher import Watcher

@@ -15,11 +15,12 @@ import numpy as np
 
 from flexgen_jax.layers.encoding import encode_rows
 from flexgen_jax.layers.quantization import Kept, assemble, encode
-from flexgen_jax.models.checkpoint import WeightSource, numpy_dtype
 from flexgen_jax.models.config import DTYPES
 from flexgen_jax.models.formats.format import Leaf
 from flexgen_jax.models.formats.storage import Storage
-from flexgen_jax.models.spec import LayerSpec, TensorSpec
+from flexgen_jax.models.spec import LayerSpec
+from flexgen_jax.models.tensor_spec import TensorSpec
+from flexgen_jax.models.weight_source import WeightSource, numpy_dtype
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder, WeightFolder, row_ranges
 from flexgen_jax.offload.prefetch import Load, ended_on_error

@@ -8,7 +8,9 @@ from functools import partial
 from itertools import accumulate
 
 from flexgen_jax.models.config import DTYPES
-from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, TensorSpec, model_spec
+from flexgen_jax.models.spec import LayerSpec, ModelSpec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats, TensorSpec
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.placement import stays_on_device
 from flexgen_jax.policy.plan import BlockPlan, few_are_chosen

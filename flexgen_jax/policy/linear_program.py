@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.cache_blocks import PENDING_WRITES
 from flexgen_jax.policy.cost_model import FRACTIONS, BlockTerms, LinearTerm
 from flexgen_jax.policy.costs import Costs

@@ -8,7 +8,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from flexgen_jax.models.config import DTYPES
-from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
+from flexgen_jax.models.spec import LayerSpec, ModelSpec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.arrivals import LastOneLate
 from flexgen_jax.policy.backend import Inputs, Part

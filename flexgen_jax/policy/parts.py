@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from flexgen_jax.models.formats.format import Leaf
 from flexgen_jax.models.formats.storage import Storage
-from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, TensorSpec
+from flexgen_jax.models.spec import LayerSpec, ModelSpec
+from flexgen_jax.models.tensor_spec import Formats, TensorSpec
 from flexgen_jax.policy.policy import Tier
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 from typing import NamedTuple
 
-from flexgen_jax.models.spec import Formats, ModelSpec
+from flexgen_jax.models.spec import ModelSpec
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.policy import TIERS, Placement, Policy, Tier
 
 

@@ -15,7 +15,9 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.formats.format import Leaf
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.parts import StateLeaf
-from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
+from flexgen_jax.models.spec import LayerSpec, ModelSpec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.parts import Layout, WeightsPart, divided
 from flexgen_jax.policy.placement import Homes, Placer, place_weights
 from flexgen_jax.policy.policy import (

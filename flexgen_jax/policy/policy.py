@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.formats.known import WEIGHT_FORMATS, WeightFormat
 from flexgen_jax.models.formats.storage import BITS, MATMUL_BITS
-from flexgen_jax.models.spec import Formats
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.schedules import SCHEDULES, Schedule
 

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 
 from disk_rate import read_rate
 from flexgen_jax.machine.jax_settings import FRACTION, MOST_OF_THE_CARD, OLD_FRACTION
-from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.shapes import known_shape
+from flexgen_jax.models.weight_source import DummyWeights
 from flexgen_jax.policy.hardware import UNSTEADY, HardwareProfile, Rate
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.shapes import Setting

@@ -29,7 +29,7 @@ import numpy as np
 import device_trace
 from flexgen_jax import LLM, Policy, SamplingParams, set_up_jax
 from flexgen_jax.models.shapes import known_shape
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.offload.disk.direct_reads import PAGE
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.tiers import Memories, writable_view

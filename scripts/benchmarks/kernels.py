@@ -34,7 +34,7 @@ from flexgen_jax.layers.attention import attend
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.quantization import Kept, quantize, quantize_as
 from flexgen_jax.models.formats.storage import kv_storage
-from flexgen_jax.models.spec import Formats
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.offload.allocator import tune_allocator
 
 LAYERS = 4

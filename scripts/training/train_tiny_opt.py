@@ -38,7 +38,7 @@ from flexgen_jax.layers.kernels import XlaKernels
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import family_of, read_config
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.policy.hardware import KernelSizes
 
 KERNELS = XlaKernels(KernelSizes())

@@ -29,7 +29,8 @@ from flexgen_jax.layers.quantization import QuantizedArray, dequantize, quantize
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.formats.storage import GROUP_SIZE
-from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats
 from tests.helpers.arrays import anew, levels, numbers
 from tests.helpers.cases import covering
 from tests.helpers.kernels import CPU, XLA, XLA_ON_CPU

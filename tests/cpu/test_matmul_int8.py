@@ -33,7 +33,8 @@ from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.models.shapes import known_shape
-from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.memory import workspace_bytes
 from flexgen_jax.policy.shapes import Setting
 from tests.helpers.arrays import anew, levels, numbers

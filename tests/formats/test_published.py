@@ -21,7 +21,7 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.models.checkpoint import Checkpoint
 from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.loading import shape_of
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.spec_of_config import model_spec
 from tests.helpers.cases import covering
 from tests.helpers.models import prompts
 from tests.helpers.published import FORMATS, write_gpt_oss, write_published

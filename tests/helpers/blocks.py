@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import read_config
+from flexgen_jax.models.weight_source import DummyWeights
 from flexgen_jax.offload.batch import AllThere, Batch
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder

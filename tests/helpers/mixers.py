@@ -21,7 +21,8 @@ from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import OPT, read_config
 from flexgen_jax.models.parts import LayerParts, StateLeaf, linear
-from flexgen_jax.models.spec import TensorSpec, model_spec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import TensorSpec
 from tests.helpers.models import BASE
 from tests.helpers.numpy_opt import NumpyOpt
 

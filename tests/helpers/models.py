@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.models.families import OPT, read_config
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.spec_of_config import model_spec
 
 BASE: dict[str, Any] = {
     "model_type": "opt",

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from flexgen_jax.models.families import family_of, read_config
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.spec_of_config import model_spec
 from tests.helpers.models import byte_tokenizer
 
 Tensors = dict[str, np.ndarray]

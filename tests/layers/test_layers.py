@@ -27,7 +27,8 @@ from flexgen_jax.layers.sampling import keep_top, sample
 from flexgen_jax.layers.tuning import PLAIN, Tuning
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.shapes import known_shape
-from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
 from tests.helpers.cases import covering
 from tests.helpers.kernels import CPU, XLA, XLA_ON_CPU

@@ -15,14 +15,15 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
 
 from flexgen_jax import LLM, Policy
-from flexgen_jax.models.checkpoint import Checkpoint, DummyWeights
+from flexgen_jax.models.checkpoint import Checkpoint
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.loading import open_model
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.shapes import known_shape
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tokenizer import Tokenizer
+from flexgen_jax.models.weight_source import DummyWeights
 from flexgen_jax.policy.placement import place_weights
 from tests.helpers.models import BASE, write_checkpoint
 

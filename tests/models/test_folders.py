@@ -212,7 +212,7 @@ def test_experts_that_are_stored_together_are_read(tmp_path: Path, family: str, 
     expected = Checkpoint(tmp_path)
     reference.model.save_pretrained(tmp_path, save_original_format=False)
     fused = Checkpoint(tmp_path)
-    from flexgen_jax.models.spec import model_spec
+    from flexgen_jax.models.spec_of_config import model_spec
 
     for tensor in model_spec(fused.config).tensors.values():
         rows = tensor.shape[0]

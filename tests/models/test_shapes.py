@@ -13,12 +13,13 @@ from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.experts import Router
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.rotary import Rows
-from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.formats.decoding import decoded
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.shapes import SHAPES, known_shape
-from flexgen_jax.models.spec import LayerSpec, model_spec
+from flexgen_jax.models.spec import LayerSpec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.weight_source import DummyWeights
 from tests.helpers.kernels import XLA
 
 PARAMETERS = {

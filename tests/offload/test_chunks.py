@@ -17,9 +17,10 @@ from flexgen_jax.layers.embedding import Head
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.programs.table import apply
 from flexgen_jax.layers.rotary import Rows
-from flexgen_jax.models.checkpoint import DummyWeights
 from flexgen_jax.models.families import read_config
-from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats
+from flexgen_jax.models.weight_source import DummyWeights
 from flexgen_jax.policy.memory import workspace_bytes
 from flexgen_jax.policy.schedules import SCHEDULES
 from flexgen_jax.policy.shapes import Setting

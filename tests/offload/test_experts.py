@@ -8,7 +8,8 @@ import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.models.families import read_config
-from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.memory import peak_bytes
 from flexgen_jax.policy.plan import few_are_chosen
 from flexgen_jax.policy.shapes import BlockShape

@@ -16,7 +16,7 @@ from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.layers.quantization import dequantize, quantize
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.formats.storage import GROUP_SIZE
-from flexgen_jax.models.spec import Formats, TensorSpec
+from flexgen_jax.models.tensor_spec import Formats, TensorSpec
 from flexgen_jax.offload import weights
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk import folder

@@ -13,7 +13,7 @@ import pytest
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.shapes import known_shape
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.policy.cost_model import FRACTIONS, LinearTerm, block_terms, fractions_of
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import TRANSFERS, Rate

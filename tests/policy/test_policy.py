@@ -14,7 +14,8 @@ from flexgen_jax.layers import programs
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.shapes import known_shape
-from flexgen_jax.models.spec import Formats, model_spec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.fit import Budgets, Fitter
 from flexgen_jax.policy.loop import BlockLoop

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.shapes import raw_shape
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.policy.admission import Admission
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy

@@ -130,9 +130,9 @@ def test_old_profiles_are_measured_anew(tmp_path: Path, monkeypatch: pytest.Monk
 def test_bound_takes_the_disk_as_it_was_around_the_run(tmp_path: Path) -> None:
     """A block has 16 sequences, so 2.4 GB of weights are read in each of the 31 steps after the
     prompt's."""
-    from flexgen_jax.models.checkpoint import DummyWeights
     from flexgen_jax.models.formats.storage import FORMAT_VERSION
     from flexgen_jax.models.shapes import known_shape
+    from flexgen_jax.models.weight_source import DummyWeights
     from flexgen_jax.policy.machines import known_machine
     from flexgen_jax.policy.policy import Policy
     from suites import Case, Ours

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_jax.models.shapes import known_shape
-from flexgen_jax.models.spec import model_spec
+from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.machines import known_machine

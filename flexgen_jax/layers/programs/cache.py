@@ -24,7 +24,8 @@ from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.layers.sparse_attention import Ranked, rank
 from flexgen_jax.layers.sparse_attention import attend_ranked as attend_to_ranked
 from flexgen_jax.models.formats.storage import kv_storage
-from flexgen_jax.models.spec import Formats, LayerSpec
+from flexgen_jax.models.spec import LayerSpec
+from flexgen_jax.models.tensor_spec import Formats
 
 
 def sealed(formats: Formats, block: T) -> Any:

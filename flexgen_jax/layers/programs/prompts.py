@@ -26,7 +26,8 @@ from flexgen_jax.layers.programs.table import (
 )
 from flexgen_jax.layers.quantization import QuantizedArray, assemble, dequantize
 from flexgen_jax.layers.rotary import Branches, Rows
-from flexgen_jax.models.spec import Formats, LayerSpec
+from flexgen_jax.models.spec import LayerSpec
+from flexgen_jax.models.tensor_spec import Formats
 
 
 @program

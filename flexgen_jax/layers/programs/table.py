@@ -23,7 +23,9 @@ from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.formats.storage import Storage
-from flexgen_jax.models.spec import Formats, LayerSpec, ModelSpec, model_spec
+from flexgen_jax.models.spec import LayerSpec, ModelSpec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tensor_spec import Formats
 
 P = ParamSpec("P")
 

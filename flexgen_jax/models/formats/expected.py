@@ -8,7 +8,8 @@ from typing import Any
 
 from flexgen_jax.models.formats.format import Factor, Format, centered
 from flexgen_jax.models.formats.published import Published, of_any_expert
-from flexgen_jax.models.spec import ModelSpec, TensorSpec
+from flexgen_jax.models.spec import ModelSpec
+from flexgen_jax.models.tensor_spec import TensorSpec
 
 SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """Fields that name the layers which stay in 16 bits."""

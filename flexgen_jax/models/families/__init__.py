@@ -1,0 +1,116 @@
+"""Model families as data: the spelling of their configs, and the names of their tensors.
+
+This is the only place where Hugging Face's spelling is read. A new family is one more `Family`;
+docs/adding_a_model.md shows how.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.families.dense import MISTRAL, OLMO2, OLMO3, PHI3, SMOLLM3, STARCODER2
+from flexgen_jax.models.families.experts import GLM4_MOE, GPT_OSS, HY_V3, MINIMAX_M2, MIXTRAL
+from flexgen_jax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_SEEING
+from flexgen_jax.models.families.llama import LLAMA
+from flexgen_jax.models.families.neox import NEOX
+from flexgen_jax.models.families.opt import OPT
+from flexgen_jax.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from flexgen_jax.models.family import Family
+from flexgen_jax.models.parts import ConfigError
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        OPT,
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        PHI3,
+        GEMMA2,
+        GEMMA3,
+        GEMMA3_SEEING,
+        NEOX,
+        OLMO2,
+        OLMO3,
+        SMOLLM3,
+        STARCODER2,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        GLM4_MOE,
+        MINIMAX_M2,
+        HY_V3,
+        GPT_OSS,
+    )
+}
+
+
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (True,),
+    "use_bidirectional_attention": (False,),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+}
+"""Fields of configs that may have these values only, beside null: other models attend in another
+way."""
+
+
+QUANTIZED = "use the checkpoint in bf16, fp16 or fp32 that it was made from, and --weight-bits 4"
+
+
+METHODS = (
+    "fp8",
+    "fbgemm_fp8",
+    "mxfp4",
+    "gptq",
+    "awq",
+    "compressed-tensors",
+    "modelopt",
+    "bitsandbytes",
+)
+"""Methods of quantization whose files are read, as "quant_method" names them."""
+
+
+def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns how a config says that the weights are quantized, nothing if it does not; raises
+    `ConfigError` for a method that is not known."""
+    text = raw.get("text_config") or {}
+    stored = raw.get("quantization_config") or text.get("quantization_config") or {}
+    if not stored:
+        return {}
+    if not isinstance(stored, Mapping):
+        raise ConfigError(f"quantization_config must be an object, not {stored!r}")
+    method = str(stored.get("quant_method", "")).lower().replace("_", "-")
+    if method not in (name.replace("_", "-") for name in METHODS):
+        raise ConfigError(
+            f"the weights are quantized by {method.upper()}, which is not read: {QUANTIZED}"
+        )
+    return stored
+
+
+def family_of(config: ModelConfig) -> Family:
+    return FAMILIES[config.model_type]
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Builds the config from a Hugging Face `config.json`.
+
+    Raises `ConfigError` for a config that is incomplete or not supported.
+    """
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        close = difflib.get_close_matches(str(model_type), FAMILIES, 1, 0.4)
+        hint = f"; the closest is {close[0]}" if close else ""
+        raise ConfigError(
+            f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}{hint}"
+        )
+    quantization_of(raw)
+    for part in (raw, raw.get("text_config") or {}):
+        for name, allowed in REFUSED.items():
+            if part.get(name) not in (None, *allowed):
+                raise ConfigError(f"{name} is {part[name]!r}, which is not supported")
+    return FAMILIES[model_type].read_config(raw)

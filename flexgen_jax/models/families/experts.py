@@ -1,0 +1,234 @@
+"""Mixtures of experts of LLaMA's shape: Mixtral, GLM-4.5 to 4.7, Hunyuan 3, gpt-oss, MiniMax-M2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.families.llama import (
+    EXPERT_NAMES,
+    FUSED_EXPERTS,
+    LAYER,
+    NAMES,
+    block_names,
+    full_every,
+    gated,
+    one_window,
+    read_llama,
+    windows_of,
+)
+from flexgen_jax.models.family import LINEAR, Family, Fields, alternating, fused, pairs
+from flexgen_jax.models.parts import ExpertsSpec, MLPSpec, Routing
+
+
+def _mixtral(raw: Mapping[str, Any]) -> ModelConfig:
+    raw = {"rope_theta": 1e6, **raw}
+    attention = {"qkv_bias": False, "out_bias": False, "windows": one_window(raw)}
+    return read_llama(raw, attention, ids={"bos": 1, "eos": 2})
+
+
+def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads GLM-4.5 to 4.7: the first layers have no experts, the others a shared block, too."""
+    raw = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **raw}
+    own = Fields(raw)
+    width, shared = own.count("moe_intermediate_size"), own.count("n_shared_experts", 1)
+    experts = ExpertsSpec(
+        own.count("num_local_experts", own.count("n_routed_experts", 128)),
+        own.count("num_experts_per_tok", 8),
+        gated(own, "moe_intermediate_size"),
+        is_normalised=bool(raw.get("norm_topk_prob", True)),
+        shared=replace(gated(own, "moe_intermediate_size"), width=width * shared),
+        routing=Routing(
+            scores="sigmoid",
+            has_correction=True,
+            groups=own.count("n_group", 1),
+            top_groups=own.count("topk_group", 1),
+            scale=own.number("routed_scaling_factor", 1.0),
+            is_precise=True,
+        ),
+    )
+    dense = raw.get("first_k_dense_replace", 1)
+    layers = range(own.count("num_hidden_layers"))
+    attention = {
+        "qkv_bias": bool(raw.get("attention_bias", False)),
+        "out_bias": False,
+        "qk_norm": "head" if raw.get("use_qk_norm", False) else None,
+        "rotates_part": True,
+        "blocks": [gated(own, "intermediate_size") if i < dense else experts for i in layers],
+    }
+    return read_llama(raw, attention)
+
+
+def _hy_v3(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads Hunyuan 3: the first layer has no experts, unless the config says otherwise."""
+    raw = {"head_dim": 128, "rms_norm_eps": 1e-5, **raw}
+    own, bias = Fields(raw), bool(raw.get("attention_bias", False))
+    layers, mlp_bias = own.count("num_hidden_layers"), bool(raw.get("mlp_bias", False))
+    width, shared = own.count("moe_intermediate_size"), own.count("num_shared_experts", 1)
+    experts = ExpertsSpec(
+        own.count("num_experts", 192),
+        own.count("num_experts_per_tok", 8),
+        gated(own, "moe_intermediate_size"),
+        is_normalised=True,
+        shared=replace(gated(own, "moe_intermediate_size", bias=mlp_bias), width=width * shared),
+        routing=Routing(
+            scores="sigmoid",
+            has_correction=True,
+            scale=own.number("router_scaling_factor", 2.826),
+            is_precise=True,
+        ),
+    )
+    dense = gated(own, "intermediate_size", bias=mlp_bias)
+    types = raw.get("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
+    attention = {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qk_norm": "head",
+        "blocks": [dense if kind == "dense" else experts for kind in types],
+    }
+    return read_llama(raw, attention)
+
+
+YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _gpt_oss(raw: Mapping[str, Any]) -> ModelConfig:
+    raw = {"head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128, **raw}
+    raw = {"rope_theta": 150000.0, **raw}
+    if not raw.get("rope_scaling") and not raw.get("rope_parameters"):
+        raw["rope_parameters"] = YARN_OF_GPT_OSS
+    own = Fields(raw)
+    layers, bias = own.count("num_hidden_layers"), bool(raw.get("attention_bias", True))
+    types = raw.get("layer_types") or full_every(2, layers)
+    block = MLPSpec(
+        own.count("intermediate_size"),
+        "silu",
+        is_gated=True,
+        bias=True,
+        limit=own.number("swiglu_limit", 7.0),
+        swish=own.number("swiglu_alpha", 1.702),
+    )
+    experts = ExpertsSpec(
+        own.count("num_local_experts"),
+        own.count("num_experts_per_tok", raw.get("experts_per_token") or 4),
+        block,
+        is_normalised=True,
+        routing=Routing(has_bias=True),
+    )
+    attention = {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "has_sinks": True,
+        "windows": windows_of(raw, types),
+        "blocks": [experts] * layers,
+    }
+    return read_llama(raw, attention)
+
+
+def _minimax_m2(raw: Mapping[str, Any]) -> ModelConfig:
+    raw = {"rope_theta": 5000000.0, "head_dim": 128, **raw}
+    own = Fields(raw)
+    if raw.get("rotary_dim") is not None:
+        share = own.number("rotary_dim") / own.count("head_dim")
+        raw = {"partial_rotary_factor": share, **raw}
+    experts = ExpertsSpec(
+        own.count("num_local_experts", 256),
+        own.count("num_experts_per_tok", 8),
+        gated(own, "intermediate_size"),
+        is_normalised=True,
+        routing=Routing(scores="sigmoid", has_correction=True),
+    )
+    attention = {
+        "qkv_bias": False,
+        "out_bias": False,
+        "qk_norm": "all",
+        "rotates_part": True,
+        "blocks": [experts] * own.count("num_hidden_layers"),
+    }
+    return read_llama(raw, attention, ids={"bos": 200034, "eos": 200020})
+
+
+_MIXTRAL_EXPERT = f"{LAYER}.block_sparse_moe.experts.{{e}}"
+
+
+MIXTRAL = Family(
+    "mixtral",
+    _mixtral,
+    NAMES
+    | {
+        "decoder.{i}.router.kernel": f"{LAYER}.block_sparse_moe.gate.weight",
+        "decoder.{i}.experts.{e}.gate.kernel": f"{_MIXTRAL_EXPERT}.w1.weight",
+        "decoder.{i}.experts.{e}.up.kernel": f"{_MIXTRAL_EXPERT}.w3.weight",
+        "decoder.{i}.experts.{e}.down.kernel": f"{_MIXTRAL_EXPERT}.w2.weight",
+    },
+    FUSED_EXPERTS,
+)
+
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    _glm4_moe,
+    EXPERT_NAMES
+    | {
+        "decoder.{i}.router_correction": f"{LAYER}.mlp.gate.e_score_correction_bias",
+        **block_names("shared", "shared_experts"),
+    },
+    FUSED_EXPERTS,
+)
+
+
+HY_V3 = Family(
+    "hy_v3",
+    _hy_v3,
+    EXPERT_NAMES
+    | {
+        "decoder.{i}.router.kernel": f"{LAYER}.mlp.router.gate.weight",
+        "decoder.{i}.router_correction": f"{LAYER}.mlp.expert_bias",
+        **block_names("shared", "shared_mlp"),
+    },
+    FUSED_EXPERTS
+    | {
+        "decoder.{i}.router_correction": f"{LAYER}.mlp.e_score_correction_bias",
+        **block_names("shared", "shared_experts"),
+    },
+)
+
+
+_GPT_OSS = f"{LAYER}.mlp.experts"
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    _gpt_oss,
+    NAMES
+    | {
+        "decoder.{i}.attention.sinks": f"{LAYER}.self_attn.sinks",
+        **pairs("decoder.{i}.router", f"{LAYER}.mlp.router", LINEAR),
+        "decoder.{i}.experts.{e}.gate.kernel": alternating(f"{_GPT_OSS}.gate_up_proj", 0, True),
+        "decoder.{i}.experts.{e}.gate.bias": alternating(f"{_GPT_OSS}.gate_up_proj_bias", 0),
+        "decoder.{i}.experts.{e}.up.kernel": alternating(f"{_GPT_OSS}.gate_up_proj", 1, True),
+        "decoder.{i}.experts.{e}.up.bias": alternating(f"{_GPT_OSS}.gate_up_proj_bias", 1),
+        "decoder.{i}.experts.{e}.down.kernel": fused(f"{_GPT_OSS}.down_proj", 0, 1, True),
+        "decoder.{i}.experts.{e}.down.bias": fused(f"{_GPT_OSS}.down_proj_bias", 0, 1),
+    },
+)
+
+
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    _minimax_m2,
+    {
+        **MIXTRAL.names,
+        "decoder.{i}.router_correction": f"{LAYER}.block_sparse_moe.e_score_correction_bias",
+    },
+    FUSED_EXPERTS | {"decoder.{i}.router_correction": f"{LAYER}.mlp.e_score_correction_bias"},
+)

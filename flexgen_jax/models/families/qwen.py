@@ -1,0 +1,61 @@
+"""Qwen 2 and 3, with and without experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.families.llama import (
+    EXPERT_NAMES,
+    FUSED_EXPERTS,
+    NAMES,
+    read_llama,
+    windows_of,
+)
+from flexgen_jax.models.family import Family, Fields
+
+
+def _qwen_types(raw: Mapping[str, Any]) -> list[str]:
+    """Returns which layers of Qwen2 and 3 have windows, where the config does not say: those from
+    the one that `max_window_layers` names on; in Qwen2-MoE every other one before it; in Qwen3-MoE
+    all."""
+    most, kind = raw.get("max_window_layers", 28), raw["model_type"]
+    layers = range(Fields(raw).count("num_hidden_layers"))
+    if kind == "qwen2_moe":
+        slide = [i % 2 == 0 and i < most for i in layers]
+    else:
+        slide = [kind == "qwen3_moe" or i >= most for i in layers]
+    return ["sliding_attention" if each else "full_attention" for each in slide]
+
+
+def _qwen(raw: Mapping[str, Any], has_bias: bool, norm: str | None = None) -> ModelConfig:
+    layers = Fields(raw).count("num_hidden_layers")
+    types = raw.get("layer_types") or _qwen_types(raw)
+    if not raw.get("use_sliding_window", False):
+        types = ["full_attention"] * layers
+    attention = {"qkv_bias": has_bias, "out_bias": False, "windows": windows_of(raw, types)}
+    if norm is not None:
+        is_biased = bool(raw.get("attention_bias", False))
+        attention |= {"qk_norm": norm, "qkv_bias": is_biased, "out_bias": is_biased}
+    return read_llama(raw, attention)
+
+
+def _qwen2(raw: Mapping[str, Any]) -> ModelConfig:
+    return _qwen(raw, has_bias=bool(raw.get("qkv_bias", True)))
+
+
+def _qwen3(raw: Mapping[str, Any]) -> ModelConfig:
+    return _qwen({"head_dim": 128, **raw}, has_bias=False, norm="head")
+
+
+QWEN2 = Family("qwen2", _qwen2, NAMES)
+
+
+QWEN3 = Family("qwen3", _qwen3, NAMES)
+
+
+QWEN2_MOE = Family("qwen2_moe", _qwen2, EXPERT_NAMES, FUSED_EXPERTS)
+
+
+QWEN3_MOE = Family("qwen3_moe", _qwen3, EXPERT_NAMES, FUSED_EXPERTS)

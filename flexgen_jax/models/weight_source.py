@@ -1,0 +1,115 @@
+"""Sources of weights: what each of them gives, and seeded random numbers as one.
+
+A source returns ranges of a tensor's rows, so that no tensor has to be in RAM whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.formats.storage import Storage
+from flexgen_jax.models.tensor_spec import TensorSpec
+
+FORMAT_VERSION = 1
+"""Version of the bytes in offload folders, part of every fingerprint; raise it on a change."""
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+class WeightSource(Protocol):
+    """Anything that can fill a model's tensors."""
+
+    config: ModelConfig
+
+    def read(self, tensor: TensorSpec, start: int, stop: int, dtype: str) -> np.ndarray:
+        """Returns rows [start, stop) of the tensor's first axis, in `dtype`."""
+        ...
+
+    def read_packed(self, tensor: TensorSpec, start: int, stop: int) -> list[np.ndarray]:
+        """Returns the leaves of rows [start, stop) of a tensor that is published in few bits; start
+        is a multiple of its format's rows."""
+        ...
+
+    def fingerprint(self, dtype: str) -> str:
+        """Returns a name for these weights in `dtype`, by which later runs find stored copies.
+
+        It changes when the files are modified or replaced, even by equal ones.
+        """
+        ...
+
+    def content(self, dtype: str) -> str:
+        """Returns a name for the content of these weights in `dtype`, equal for copied files."""
+        ...
+
+    @property
+    def reads_at_once(self) -> int:
+        """How many threads may read, and gain from it."""
+
+
+class DummyWeights:
+    """Random weights of the right shapes. A tensor's numbers depend on seed and key alone."""
+
+    ROWS = 256  # numbers are drawn in pieces of this many rows, whatever range is read
+    reads_at_once = 8
+
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        self.config = config
+        self._seed = seed
+
+    def read(self, tensor: TensorSpec, start: int, stop: int, dtype: str) -> np.ndarray:
+        target = numpy_dtype(dtype)
+        if len(tensor.shape) == 1:
+            fill = 1.0 if tensor.path.endswith("scale") else 0.0
+            return np.full(stop - start, fill, target)
+        first = start // self.ROWS
+        pieces = [
+            self._draw(tensor, piece, target) for piece in range(first, -(-stop // self.ROWS))
+        ]
+        offset = first * self.ROWS
+        return np.concatenate(pieces)[start - offset : stop - offset]
+
+    def _draw(self, tensor: TensorSpec, piece: int, dtype: np.dtype) -> np.ndarray:
+        """Draws uniform numbers with standard deviation 0.02, OPT's own initial scale."""
+        name = f"{self._seed}/{tensor.key}/{piece}".encode()
+        seed = int.from_bytes(hashlib.sha256(name).digest()[:16], "little")
+        generator = np.random.Generator(np.random.SFC64(seed))
+        rows = min(self.ROWS, tensor.shape[0] - piece * self.ROWS)
+        numbers = generator.random((rows, *tensor.shape[1:]), np.float32)
+        numbers -= np.float32(0.5)
+        numbers *= np.float32(0.02 * 12**0.5)
+        return numbers.astype(dtype)
+
+    def read_packed(self, tensor: TensorSpec, start: int, stop: int) -> list[np.ndarray]:
+        """Returns random codes, and scales that make numbers as small as those of `read`."""
+        storage = Storage((stop - start, *tensor.shape[1:]), "bfloat16", tensor.published)
+        generator = np.random.default_rng([self._seed, start, len(tensor.key)])
+        leaves = []
+        for leaf in storage.leaves:
+            shape, kind = leaf.shape, numpy_dtype(leaf.kind)
+            if leaf.name.startswith("packed"):
+                leaves.append(generator.integers(0, 127, shape, np.uint8))  # 127 is an FP8's NaN
+            elif leaf.name == "order":
+                leaves.append(np.arange(shape[0], dtype=kind))
+            else:
+                small = {"e8m0": 119, "e4m3": 8, "uint8": 8, "int8": 0}
+                unit = 0.0002 if storage.packing.levels == "e4m3" else 0.002
+                leaves.append(np.full(shape, small.get(leaf.dtype, unit), kind))
+        return leaves
+
+    def fingerprint(self, dtype: str) -> str:
+        return digest("dummy", FORMAT_VERSION, self.config, self._seed, dtype)
+
+    def content(self, dtype: str) -> str:
+        return self.fingerprint(dtype)
+
+
+def digest(*parts: Any) -> str:
+    """Returns a short name for some values: 24 hex digits of the SHA-256 of their `repr`."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
