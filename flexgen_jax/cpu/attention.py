@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.cpu.targets import register
-from flexgen_jax.layers.attention import KVPair, Partial, plain
-from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers.attention import KVBlock, KVPair, Partial, plain
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.models.parts import AttentionSpec
 

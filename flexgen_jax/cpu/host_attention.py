@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexgen_jax.cpu.processor import core_count
-from flexgen_jax.layers.attention import MASKED
-from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers.attention import MASKED, Block, sides
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.models.parts import AttentionSpec
 
@@ -30,7 +29,7 @@ class HostBlock(NamedTuple):
     """A KV block in host memory, and the index of its first token in the sequence."""
 
     start: int
-    arrays: KVBlock
+    arrays: Block
 
 
 class Candidates(NamedTuple):
@@ -60,7 +59,7 @@ class _Prepared(NamedTuple):
     @classmethod
     def of(cls, block: HostBlock, first_valid: np.ndarray, position: int, group: int) -> _Prepared:
         """Prepares a block for a query at `position`; first_valid: int64 [row]."""
-        key, value = block.arrays
+        key, value = sides(block.arrays)
         bits = key.storage.bits if isinstance(key, QuantizedArray) else 16
         return cls(
             kind=(key.shape[3], str(key.dtype) == "float16", bits),
@@ -166,7 +165,7 @@ class HostAttention:
     def prepare(
         self,
         query: np.ndarray,
-        blocks: Sequence[KVBlock],
+        blocks: Sequence[Block],
         spec: AttentionSpec,
         is_sparse: bool,
         is_ranked: bool,

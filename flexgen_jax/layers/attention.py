@@ -8,6 +8,7 @@ log-sum-exp, so that blocks can be attended to anywhere, in any order, and merge
 from __future__ import annotations
 
 from functools import reduce
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 from flexgen_jax.layers.matmul import precision_for
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, dequantize, parts_of
 from flexgen_jax.layers.tuning import PLAIN, Tuning
+
+X = TypeVar("X")
 
 MASKED = -1e30
 """Score of a masked key: finite, so that a block with no valid key stays free of NaN."""
@@ -24,8 +27,20 @@ Partial = tuple[jax.Array, jax.Array]
 head_dim], and the log-sum-exp of the scores, fp32 [batch, head, token]. When decoding, there is one
 token."""
 
+Block = tuple[Kept, ...]
+"""What a layer keeps of some consecutive tokens, each [batch, ..., token, element]."""
+
+KVBlock = tuple[Kept, Kept]
+"""Keys and values of some consecutive tokens, each [batch, KV head, token, head_dim]."""
+
 KVPair = tuple[jax.Array, jax.Array]
 """Keys and values, each [batch, head, token, head_dim]."""
+
+
+def sides(block: tuple[X, ...]) -> tuple[X, X]:
+    """Returns the keys and values of a block of a layer that attends; of latent attention's one
+    array, it is both."""
+    return block[0], block[-1]
 
 
 def attend(

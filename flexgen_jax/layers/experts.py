@@ -18,7 +18,7 @@ from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.norm import Norm
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.parts import ExpertsSpec
+from flexgen_jax.models.parts import ExpertsSpec, Routing
 
 TINY = 1e-20
 """Added to the sum by which weights are divided."""
@@ -44,7 +44,8 @@ class Router(nn.Module):
         spec = self.spec
         x, share, chosen = self._choose(hidden)
         if spec.is_normalised:
-            share = share / (share.sum(-1, keepdims=True) + TINY)
+            total = share.sum(-1, keepdims=True) + TINY
+            share = share / jnp.maximum(total, spec.routing.least_sum)
         share = share * spec.routing.scale
         out = jnp.zeros(x.shape, jnp.float32)
         if spec.shared is not None:
@@ -75,18 +76,17 @@ class Router(nn.Module):
             zeros = nn.initializers.zeros
             wanted = scores + self.param("router_correction", zeros, (spec.count,), jnp.float32)
         if routing.groups > 1:
-            wanted = of_best_groups(wanted, routing.groups, routing.top_groups)
+            wanted = of_best_groups(wanted, routing)
         _, chosen = jax.lax.top_k(wanted, spec.top)
         return x, jnp.take_along_axis(scores, chosen, axis=-1), chosen.astype(jnp.int32)
 
 
-def of_best_groups(scores: jax.Array, groups: int, top_groups: int) -> jax.Array:
-    """Returns scores, [token, expert], with -inf for the experts outside of the `top_groups` best
-    of so many groups; a group is as good as its two largest scores together."""
-    grouped = scores.reshape(scores.shape[0], groups, -1)
-    best_two = jax.lax.top_k(grouped, min(2, grouped.shape[2]))[0].sum(-1)
-    _, best = jax.lax.top_k(best_two, top_groups)
-    is_best = jax.nn.one_hot(best, groups, dtype=bool).any(1)
+def of_best_groups(scores: jax.Array, routing: Routing) -> jax.Array:
+    """Returns scores, [token, expert], with -inf for the experts outside of the best groups."""
+    grouped = scores.reshape(scores.shape[0], routing.groups, -1)
+    largest, _ = jax.lax.top_k(grouped, min(routing.group_best, grouped.shape[2]))
+    _, best = jax.lax.top_k(largest.sum(-1), routing.top_groups)
+    is_best = jax.nn.one_hot(best, routing.groups, dtype=bool).any(1)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 

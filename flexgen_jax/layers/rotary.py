@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.models.parts import Rotary
+from flexgen_jax.models.parts import AttentionSpec, Rotary
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,27 @@ def angles(rotary: Rotary, start: jax.Array, tokens: int, rows: Rows) -> Angles:
     return jnp.cos(turned) * rotary.scale, jnp.sin(turned) * rotary.scale
 
 
-def rotate(x: jax.Array, found: Angles) -> jax.Array:
-    """Rotates x, [batch, token, head, head_dim], by angles; the two halves of the rotated elements
-    are the coordinates of each pair. Elements beyond these stay."""
-    cos, sin = (side[:, :, None, :] for side in found)
+def rotate(x: jax.Array, turned: Angles, is_interleaved: bool = False) -> jax.Array:
+    """Rotates x, [batch, token, head, head_dim], by angles; elements beyond the rotated ones stay.
+
+    The two halves of the rotated elements are the coordinates of each pair. is_interleaved: they
+    are neighbours in x, and in halves in the result: scores are the same in either order.
+    """
+    cos, sin = (side[:, :, None, :] for side in turned)
     half = cos.shape[-1]
     first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin, rest)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    if is_interleaved:
+        both = jnp.concatenate([first, second], axis=-1)
+        first, second = both[..., 0::2], both[..., 1::2]
+    pairs = (first * cos - second * sin, second * cos + first * sin, rest)
+    return jnp.concatenate(pairs, axis=-1).astype(x.dtype)
+
+
+def position_factors(spec: AttentionSpec, start: jax.Array, tokens: int, rows: Rows) -> jax.Array:
+    """Returns the factors of queries, fp32 [batch, token, 1, 1]; see
+    `AttentionSpec.position_scale`."""
+    assert spec.position_scale is not None, "not every model has them"
+    weight, original = spec.position_scale
+    positions = jnp.maximum(rows.positions(start, tokens), 0)
+    factors = 1 + weight * jnp.log1p((positions // original).astype(jnp.float32))
+    return factors[..., None, None]

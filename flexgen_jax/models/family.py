@@ -164,6 +164,15 @@ def fused(name: str, index: int, count: int, is_transposed: bool = False) -> Fin
     return find
 
 
+def in_one_row(name: str) -> Find:
+    """Returns how to find a tensor that is stored as the one row of a matrix."""
+
+    def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
+        return Stored(name, expert=0, experts=1)
+
+    return find
+
+
 def alternating(name: str, index: int, is_transposed: bool = False) -> Find:
     """Returns how to find the even rows (0) or the odd ones (1) in a tensor that has those of all
     experts; see `fused`."""
@@ -184,6 +193,14 @@ def woven(name: str, index: int) -> Find:
         return Stored(name, index * size, size, 3 * size, 3 * tensor.shape[0])
 
     return find
+
+
+def with_text(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config of the part for text of a model that sees, too, with the whole model's
+    type, special tokens and tied head."""
+    names = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    whole = {name: raw[name] for name in names if raw.get(name) is not None}
+    return {**raw, **(raw.get("text_config") or {}), **whole}
 
 
 class Fields:
@@ -270,6 +287,7 @@ class Fields:
         head_dim: int,
         layer_type: str | None = None,
         rotates_part: bool = False,
+        is_interleaved: bool = False,
         **defaults: Any,
     ) -> Rotary:
         """Returns the rotary embeddings of a config, of a kind of layer if there are several;
@@ -291,8 +309,31 @@ class Fields:
         longest = self.count("max_position_embeddings")
         original = int(self.raw.get("original_max_position_embeddings") or 0)
         original = original or int(rope.get("original_max_position_embeddings") or longest)
-        args = (own, kind, int(head_dim * share), original, longest)
-        return _scaled_rotary(*args)
+        size = int(head_dim * share)
+        rotary = _scaled_rotary(own, kind, size=size, original=original, longest=longest)
+        return replace(rotary, is_interleaved=is_interleaved)
+
+    @property
+    def position_scale(self) -> tuple[float, int] | None:
+        """The factors of queries by position; see `AttentionSpec.position_scale`."""
+        rope = self._rope
+        weight = rope.get("llama_4_scaling_beta")
+        if not weight:
+            return None
+        original = Fields(rope).count("original_max_position_embeddings")
+        return Fields(rope).number("llama_4_scaling_beta"), original
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of attention's scores that goes with yarn in DeepSeek's models, the square of
+        0.1 m ln(factor) + 1."""
+        rope = Fields(self._rope)
+        kind = rope.maybe("rope_type") or rope.maybe("type") or "default"
+        weight = rope.maybe("mscale_all_dim")
+        if kind == "default" or not weight:
+            return 1.0
+        factor = rope.number("factor")
+        return 1.0 if factor <= 1 else float(0.1 * weight * log(factor) + 1.0) ** 2
 
 
 def _scaled_rotary(own: Fields, kind: str, size: int, original: int, longest: int) -> Rotary:

@@ -83,6 +83,21 @@ class Mixer(Protocol):
 
 
 @dataclass(frozen=True)
+class NormSpec:
+    """A model's norms: layer norm, or RMS norm (Zhang and Sennrich 2019), which has no mean and no
+    bias. is_affine: whether there are learned scales, and biases; offset: what is added to scales.
+    """
+
+    is_rms: bool = False
+    eps: float = 1e-5
+    is_affine: bool = True
+    offset: float = 0.0
+
+
+LAYER_NORM = NormSpec()
+
+
+@dataclass(frozen=True)
 class Rotary:
     """Rotary position embeddings (Su et al. 2021, "RoFormer", section 3.2) and their scaling.
 
@@ -91,7 +106,8 @@ class Rotary:
     slow, fast: turns over the original context below which frequencies are divided by the factor,
     and above which they stay (llama3, yarn); truncates: whether yarn rounds the borders between
     these; scale: factor of the cosines and sines; short, long: divisors of each frequency for
-    sequences of up to `original` tokens and for longer ones (longrope).
+    sequences of up to `original` tokens and for longer ones (longrope); is_interleaved: whether the
+    coordinates of a pair are neighbours, and not in the two halves of the rotated elements.
     """
 
     size: int
@@ -105,6 +121,7 @@ class Rotary:
     scale: float = 1.0
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
+    is_interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ROTARY_KINDS:
@@ -132,7 +149,9 @@ class AttentionSpec:
     each head by itself or all heads together; rotary: position embeddings, None for learned ones;
     window: how many tokens a token sees, itself included, None for all; softcap: bound of the
     scores, which become cap * tanh(score / cap); has_sinks: whether each head has a learned score
-    that takes part in the softmax and has no value (gpt-oss).
+    that takes part in the softmax and has no value (gpt-oss); position_scale: numbers b and n with
+    which the query of the token at position p is multiplied by 1 + b log(1 + floor(p / n)), None
+    for none (Llama 4, Ministral 3).
     """
 
     num_heads: int
@@ -146,6 +165,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    position_scale: tuple[float, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -180,6 +200,11 @@ class AttentionSpec:
     def inner_size(self) -> int:
         """Elements of a token's query, key, value and result."""
         return 2 * self.query_size + 2 * self.kv_size
+
+    @property
+    def prompt_size(self) -> int:
+        """Elements of a token's attention result within a prompt."""
+        return self.query_size
 
     @cached_property
     def leaves(self) -> tuple[StateLeaf, ...]:
@@ -216,6 +241,72 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class LatentAttentionSpec(AttentionSpec):
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+
+    What is kept of a token is one array: a vector of `kv_rank` elements, from which every head's
+    key and value are made by one product, and `rotated` elements of a key that all heads share.
+    With that product moved to the queries and the results, a token attends to this array as to one
+    head of keys, whose first `kv_rank` elements are the values, too; so `num_kv_heads` is 1 and
+    `head_dim` is `kv_rank + rotated`. Within a prompt every head has its own keys and values.
+
+    q_rank: elements of the vector that queries are made from, None if they are made at once;
+    plain: elements of a head's key that are not rotated; value: elements of a head's value;
+    rank_norm: of both vectors; qkv_bias: of the products that make these.
+    """
+
+    q_rank: int | None = None
+    kv_rank: int = 0
+    plain: int = 0
+    rotated: int = 0
+    value: int = 0
+    rank_norm: NormSpec = NormSpec(is_rms=True, eps=1e-6)
+
+    @property
+    def key_size(self) -> int:
+        """Elements of one head's key within a prompt."""
+        return self.plain + self.rotated
+
+    @property
+    def wide(self) -> int:
+        """Elements of one head within a prompt: keys and values are padded to the longer ones."""
+        return max(self.key_size, self.value)
+
+    @property
+    def inner_size(self) -> int:
+        """Elements of a token's query, key, value and result within a prompt, and of the vectors
+        that these are made from."""
+        return 4 * self.num_heads * self.wide + self.head_dim + (self.q_rank or 0)
+
+    @property
+    def prompt_size(self) -> int:
+        return self.num_heads * self.wide
+
+    @cached_property
+    def leaves(self) -> tuple[StateLeaf, ...]:
+        """The one array that is both key and value."""
+        return (StateLeaf("latent", (1, self.head_dim)),)
+
+    def tensors(self, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
+        queries = self.num_heads * self.key_size
+        if self.q_rank is None:
+            shapes = linear("q", queries, hidden, False)
+        else:
+            shapes = linear("q_down", self.q_rank, hidden, self.qkv_bias)
+            shapes += [("q_norm.scale", (self.q_rank,))]
+            shapes += linear("q_up", queries, self.q_rank, False)
+        shapes += linear("kv_down", self.head_dim, hidden, self.qkv_bias)
+        shapes += [("kv_norm.scale", (self.kv_rank,))]
+        both = self.num_heads * (self.plain + self.value)
+        shapes += linear("kv_up", both, self.kv_rank, False)
+        return shapes + linear("out", hidden, self.num_heads * self.value, self.out_bias)
+
+    def prefill_flops(self, batch: int, tokens: int, before: int = 0) -> float:
+        within = 2.0 * tokens * self.num_heads * (self.key_size + self.value)
+        return batch * tokens * (within + 8.0 * before * self.query_size)
+
+
+@dataclass(frozen=True)
 class MLPSpec:
     """A feed-forward block: down(activation(up(x))), or with a gate down(activation(gate(x)) *
     up(x)).
@@ -247,7 +338,8 @@ class Routing:
     scores: the function of the router's products; has_bias: whether these have a bias;
     has_correction: whether a learned number is added to each expert's score, for choosing only;
     groups, top_groups: the experts are in so many groups of equal size, and only those of the best
-    groups are chosen, by the sum of a group's two largest scores; scale: a factor of the weights;
+    groups are chosen, by the sum of a group's `group_best` largest scores; scale: a factor of the
+    weights; least_sum: weights are divided by their sum, but at least by this (ERNIE 4.5);
     is_precise: whether the router's kernel is fp32, and multiplied in fp32, whatever the run's
     dtype.
     """
@@ -257,7 +349,9 @@ class Routing:
     has_correction: bool = False
     groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     scale: float = 1.0
+    least_sum: float = 0.0
     is_precise: bool = False
 
     def __post_init__(self) -> None:
@@ -313,21 +407,6 @@ class LayerParts:
         """The attention of a layer that attends."""
         assert isinstance(self.mixer, AttentionSpec), "this kind of layer does not attend"
         return self.mixer
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """A model's norms: layer norm, or RMS norm (Zhang and Sennrich 2019), which has no mean and no
-    bias. is_affine: whether there are learned scales, and biases; offset: what is added to scales.
-    """
-
-    is_rms: bool = False
-    eps: float = 1e-5
-    is_affine: bool = True
-    offset: float = 0.0
-
-
-LAYER_NORM = NormSpec()
 
 
 def linear(path: str, out: int, into: int, bias: bool) -> list[tuple[str, tuple[int, ...]]]:

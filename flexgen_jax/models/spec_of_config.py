@@ -35,6 +35,9 @@ _ROLES: dict[str, Role] = {
     "attention.q.kernel": "query",
     "attention.k.kernel": "key",
     "attention.v.kernel": "value",
+    "attention.q_down.kernel": "query",
+    "attention.q_up.kernel": "query",
+    "attention.kv_down.kernel": "key",
     "router.kernel": "router",
     "shared_gate.kernel": "router",
 }

@@ -80,11 +80,10 @@ class Device:
                 self._prepare_host(layer, is_sparse, keys_move)
 
     def _prepare_host(self, layer: LayerSpec, is_sparse: bool, keys_move: bool) -> None:
-        key, value = layer.growing
-        blocks = [(_zeros(self.formats.plain(key, 1)), _zeros(self.formats.plain(value, 1)))]
+        blocks = [tuple(_zeros(self.formats.plain(leaf, 1)) for leaf in layer.growing)]
         if self.formats.cache_bits < 16:
-            sealed = [_zeros(self.formats.sealed(leaf, 1, 1)) for leaf in layer.growing]
-            blocks.append((sealed[0], sealed[1]))
+            sealed = (_zeros(self.formats.sealed(leaf, 1, 1)) for leaf in layer.growing)
+            blocks.append(tuple(sealed))
         attention = layer.attention
         query = np.asarray(jnp.zeros(attention.query_shape(1), self.formats.dtype))
         self.host_attention.prepare(query, blocks, attention, is_sparse, keys_move)

@@ -18,7 +18,7 @@ import numpy as np
 
 from flexgen_jax.cpu import HostBlock
 from flexgen_jax.layers import programs
-from flexgen_jax.layers.decoder import Block
+from flexgen_jax.layers.attention import Block
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, assemble
 from flexgen_jax.offload.batch import arrays_of
 from flexgen_jax.offload.device import Device

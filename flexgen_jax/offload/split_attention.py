@@ -10,7 +10,7 @@ import numpy as np
 
 from flexgen_jax.cpu import Candidates
 from flexgen_jax.layers import programs
-from flexgen_jax.layers.decoder import Block
+from flexgen_jax.layers.attention import Block, sides
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.sparse_attention import Ranked
 from flexgen_jax.models.spec import LayerSpec
@@ -86,7 +86,7 @@ def attend_split(
     ranked = [
         question.rank(keys, place) if keys else None
         for keys, place in (
-            (tuple(key for key, _ in cache.blocks), cache.here),
+            (tuple(sides(block)[0] for block in cache.blocks), cache.here),
             (cache.keys, cache.there),
         )
     ]
@@ -100,7 +100,7 @@ def attend_split(
     there, left = device.on_host(attend_top, question.query, *where, counts, *known)
     if ranked[0] is None:
         return [there]
-    values = tuple(value for _, value in cache.blocks)
+    values = tuple(sides(block)[1] for block in cache.blocks)
     return [there, question.attend_ranked(values, cache.here, ranked[0], left)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from flexgen_jax.layers import programs
-from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers.attention import Block
 from flexgen_jax.offload.batch import Computed, arrays_of
 from flexgen_jax.offload.dispatch import Dispatch, hidden_of
 from flexgen_jax.offload.kv_cache import LayerCache
@@ -26,7 +26,7 @@ class TokenSteps:
         self._dispatch, self._device, self._plan = dispatch, dispatch.device, dispatch.plan
         self._layers = self._device.spec.layers
         # A step whose query and new KV are computed already, and these.
-        self._projected: tuple[Step, tuple[jax.Array, KVBlock]] | None = None
+        self._projected: tuple[Step, tuple[jax.Array, Block]] | None = None
 
     def forget(self, running: Running) -> None:
         """Forgets a batch that ends."""
@@ -82,14 +82,14 @@ class TokenSteps:
 
     def _project(
         self, step: Step, weights: Any, loads: Sequence[Load[Any]], hidden: jax.Array
-    ) -> tuple[jax.Array, KVBlock]:
+    ) -> tuple[jax.Array, Block]:
         """Returns the step's query and new KV, which may have been computed already while the CPU
         attended for the step before."""
         known, self._projected = self._projected, None
         if known is not None and known[0] == step:
             return known[1]
         where = arrays_of(step.batch).moments[step.token].where
-        projected: tuple[jax.Array, KVBlock]
+        projected: tuple[jax.Array, Block]
         projected = self._dispatch.get(programs.project, step)(weights, hidden, *where)
         self._device.memories.ask(projected[0], "attention", "queries")
         self._dispatch.watch(step, loads, projected[0], " (projection)")

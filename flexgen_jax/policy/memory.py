@@ -308,7 +308,7 @@ def _prefill_bytes(
     if layer.attends:
         attention = layer.attention
         heads = max(sizes.scored_heads(group * attention.num_heads, tokens), attention.group)
-        mixing += count * attention.query_size * 4 + 2 * heads * tokens * tokens * 4
+        mixing += count * attention.prompt_size * 4 + 2 * heads * tokens * tokens * 4
     else:
         mixing += count * layer.mixer.inner_size * 4 + 2 * rows * layer.state_size * 4
     kept = spec.hidden_size * (4 + 3 * item) + layer.row_size * item

@@ -49,6 +49,24 @@ LONGROPE = rope(
 )
 MIXED_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 GLM = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+MISTRAL4_ROPE = rope(
+    "yarn",
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    factor=4.0,
+    original_max_position_embeddings=8,
+)
 OLMO3_ROPE = {
     "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, **LONG},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -187,6 +205,74 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
         (
             {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
             {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 8},
+        ),
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        (
+            GLM | LATENT | {"n_shared_experts": 1, "first_k_dense_replace": 1},
+            GLM
+            | LATENT
+            | {
+                "q_lora_rank": None,
+                "topk_method": "group_limited_greedy",
+                "n_group": 3,
+                "topk_group": 2,
+                "attention_bias": True,
+                "routed_scaling_factor": 2.0,
+                **rope("yarn", mscale=1.0, mscale_all_dim=0.7, **LONG),
+            },
+        ),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        (
+            GLM | LATENT | {"n_group": 3, "topk_group": 2, "first_k_dense_replace": 1},
+            GLM
+            | LATENT
+            | {
+                "q_lora_rank": None,
+                "n_group": 1,
+                "topk_group": 1,
+                "rope_interleave": False,
+                "attention_bias": True,
+                "norm_topk_prob": False,
+                "n_shared_experts": 2,
+                "first_k_dense_replace": 0,
+                "v_head_dim": 20,
+                **rope("yarn", mscale=1.0, mscale_all_dim=1.0, **LONG),
+            },
+        ),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        (
+            GLM | LATENT | {"v_head_dim": 24},
+            GLM | LATENT | {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_group": 2},
+        ),
+    ),
+    "mistral4": (
+        "Mistral4",
+        (
+            GLM | LATENT | MISTRAL4_ROPE,
+            GLM | LATENT | {"q_lora_rank": None, "n_group": 2, "topk_group": 1},
+        ),
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        (
+            {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16},
+            {
+                "moe_num_experts": 5,
+                "moe_k": 3,
+                "moe_intermediate_size": 8,
+                "moe_num_shared_experts": 0,
+                "moe_layer_start_index": 0,
+                "moe_layer_interval": 2,
+                "moe_norm_min": 0.9,
+                "use_bias": True,
+                "tie_word_embeddings": False,
+            },
         ),
     ),
     "qwen3_moe": (

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.attention import Partial, first_seen, merge
-from flexgen_jax.layers.decoder import KVBlock, T
+from flexgen_jax.layers.attention import Block, Partial, first_seen, merge, sides
+from flexgen_jax.layers.decoder import T
 from flexgen_jax.layers.decoder import append as append_token
 from flexgen_jax.layers.groups import in_groups
 from flexgen_jax.layers.programs.table import (
@@ -68,13 +68,14 @@ def attend(
 
     def run(
         query: jax.Array,
-        blocks: tuple[KVBlock, ...],
+        blocks: tuple[Block, ...],
         starts: jax.Array,
         position: jax.Array,
         rows: Rows,
     ) -> Partial:
         first = first_seen(position, rows.first_valid, attention.window)
-        return kernels.decode_attention(query, blocks, starts, position, first, attention)
+        cache = tuple(map(sides, blocks))
+        return kernels.decode_attention(query, cache, starts, position, first, attention)
 
     cache = model.blocks(layer, rows, blocks, tail)
     placed = (ints(len(cache)), ints(), rows_of(rows))
@@ -92,13 +93,13 @@ def attend_chunk(model: Traceable, layer: LayerSpec, rows: int, asked: int, toke
     def run(
         partial: Partial,
         query: jax.Array,
-        block: KVBlock,
+        block: Block,
         start: jax.Array,
         at: jax.Array,
         rows: Rows,
     ) -> Partial:
         first = jnp.maximum(rows.first_valid - start, 0)
-        own = kernels.chunk_attention(query, *block, first, at - start, attention)
+        own = kernels.chunk_attention(query, *sides(block), first, at - start, attention)
         return merge([partial, own])
 
     arguments = (
@@ -120,7 +121,7 @@ def attend_prefix(
     share: (query, blocks) -> partial result."""
     kernels, formats, attention = model.kernels, model.formats, layer.attention
 
-    def run(query: jax.Array, blocks: tuple[KVBlock, ...]) -> Partial:
+    def run(query: jax.Array, blocks: tuple[Block, ...]) -> Partial:
         batch, heads, tokens, size = query.shape
         none = jnp.zeros(1, jnp.int32)
 
@@ -131,7 +132,7 @@ def attend_prefix(
             asked = query.swapaxes(0, 1).reshape(1, heads, rows * tokens, size)
             partials = [
                 kernels.chunk_attention(
-                    asked, *block, none, jnp.int32(block[0].shape[2]), attention
+                    asked, *sides(block), none, jnp.int32(block[0].shape[2]), attention
                 )
                 for block in blocks
             ]
@@ -169,7 +170,7 @@ def rank_tokens(
         first = first_seen(position, rows.first_valid, attention.window)
         return rank(query, keys, starts, position, first, room, tuning, attention.softcap)
 
-    keys = tuple(key for key, _ in model.blocks(layer, rows, blocks, tail))
+    keys = tuple(sides(block)[0] for block in model.blocks(layer, rows, blocks, tail))
     placed = (ints(len(keys)), ints(), rows_of(rows))
     return Traced(run, (model.query(layer, rows), keys, *placed))
 
@@ -189,7 +190,7 @@ def attend_ranked(
     def run(values: tuple[Kept, ...], ranked: Ranked, counts: jax.Array) -> Any:
         return attend_to_ranked(values, ranked, counts, tuning=model.kernels.tuning)
 
-    values = tuple(value for _, value in model.blocks(layer, rows, blocks, tail))
+    values = tuple(sides(block)[1] for block in model.blocks(layer, rows, blocks, tail))
     room = min(room, sum(value.shape[2] for value in values))
     heads = layer.attention.query_shape(rows)[:2]
     ranked: Any = (floats(*heads, room), ints(*heads, room), floats(*heads, 1))

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.attention import Partial, merge
-from flexgen_jax.layers.decoder import Block
+from flexgen_jax.layers.attention import Block, Partial, merge
 from flexgen_jax.layers.groups import Segment, in_groups, in_segments
 from flexgen_jax.layers.programs.cache import sealed
 from flexgen_jax.layers.programs.table import (

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.attention import KVPair
-from flexgen_jax.layers.decoder import KVBlock
+from flexgen_jax.layers.attention import Block
 from flexgen_jax.layers.programs.table import (
     CHECKS,
     Traceable,
@@ -21,6 +20,7 @@ from flexgen_jax.layers.programs.table import (
     rows_of,
 )
 from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.layers.self_attention import Arrays
 from flexgen_jax.models.spec import LayerSpec
 
 
@@ -46,8 +46,8 @@ def decode(
     def run(
         weights: Weights,
         hidden: jax.Array,
-        blocks: tuple[KVBlock, ...],
-        tail: KVPair,
+        blocks: tuple[Block, ...],
+        tail: Arrays,
         checks: jax.Array,
         position: jax.Array,
         *where: Any,

@@ -12,8 +12,23 @@ from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families.dense import MISTRAL, OLMO2, OLMO3, PHI3, SMOLLM3, STARCODER2
-from flexgen_jax.models.families.experts import GLM4_MOE, GPT_OSS, HY_V3, MINIMAX_M2, MIXTRAL
+from flexgen_jax.models.families.experts import (
+    ERNIE4_5_MOE,
+    GLM4_MOE,
+    GPT_OSS,
+    HY_V3,
+    MINIMAX_M2,
+    MIXTRAL,
+)
 from flexgen_jax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_SEEING
+from flexgen_jax.models.families.latent import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+    KIMI_K2,
+    KIMI_K25,
+    MISTRAL4,
+)
 from flexgen_jax.models.families.llama import LLAMA
 from flexgen_jax.models.families.neox import NEOX
 from flexgen_jax.models.families.opt import OPT
@@ -45,6 +60,13 @@ FAMILIES: Mapping[str, Family] = {
         MINIMAX_M2,
         HY_V3,
         GPT_OSS,
+        ERNIE4_5_MOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        KIMI_K2,
+        KIMI_K25,
+        GLM4_MOE_LITE,
+        MISTRAL4,
     )
 }
 

@@ -19,7 +19,7 @@ from flexgen_jax.models.families.llama import (
     read_llama,
     windows_of,
 )
-from flexgen_jax.models.family import LINEAR, Family, Fields, alternating, fused, pairs
+from flexgen_jax.models.family import LINEAR, Family, Fields, alternating, fused, in_one_row, pairs
 from flexgen_jax.models.parts import ExpertsSpec, MLPSpec, Routing
 
 
@@ -33,22 +33,7 @@ def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads GLM-4.5 to 4.7: the first layers have no experts, the others a shared block, too."""
     raw = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **raw}
     own = Fields(raw)
-    width, shared = own.count("moe_intermediate_size"), own.count("n_shared_experts", 1)
-    experts = ExpertsSpec(
-        own.count("num_local_experts", own.count("n_routed_experts", 128)),
-        own.count("num_experts_per_tok", 8),
-        gated(own, "moe_intermediate_size"),
-        is_normalised=bool(raw.get("norm_topk_prob", True)),
-        shared=replace(gated(own, "moe_intermediate_size"), width=width * shared),
-        routing=Routing(
-            scores="sigmoid",
-            has_correction=True,
-            groups=own.count("n_group", 1),
-            top_groups=own.count("topk_group", 1),
-            scale=own.number("routed_scaling_factor", 1.0),
-            is_precise=True,
-        ),
-    )
+    experts = shared_experts(raw, corrected(own, scale=1.0))
     dense = raw.get("first_k_dense_replace", 1)
     layers = range(own.count("num_hidden_layers"))
     attention = {
@@ -59,6 +44,69 @@ def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
         "blocks": [gated(own, "intermediate_size") if i < dense else experts for i in layers],
     }
     return read_llama(raw, attention)
+
+
+def shared_experts(
+    raw: Mapping[str, Any], routing: Routing, is_normalised: bool | None = None
+) -> ExpertsSpec:
+    """Returns the experts of DeepSeek and models like it, beside a block that all tokens go
+    through; is_normalised: by default as the config says."""
+    own = Fields({"norm_topk_prob": True, **raw})
+    count = own.maybe("num_local_experts") or own.maybe("num_experts")
+    each, shared = gated(own, "moe_intermediate_size"), own.get("n_shared_experts", 1)
+    return ExpertsSpec(
+        own.count("n_routed_experts", count or 128),
+        own.count("num_experts_per_tok", 8),
+        each,
+        is_normalised=bool(own.maybe("norm_topk_prob")) if is_normalised is None else is_normalised,
+        shared=replace(each, width=each.width * shared) if shared else None,
+        routing=routing,
+    )
+
+
+def corrected(own: Fields, scale: float, groups: int = 1, top_groups: int = 1) -> Routing:
+    """Returns DeepSeek-V3's routing; the other arguments are a family's defaults."""
+    return Routing(
+        scores="sigmoid",
+        has_correction=True,
+        groups=own.count("n_group", groups),
+        top_groups=own.count("topk_group", top_groups),
+        scale=own.number("routed_scaling_factor", scale),
+        is_precise=True,
+    )
+
+
+def _ernie4_5_moe(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads ERNIE 4.5, whose rotary embeddings turn neighbours."""
+    raw = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, **raw}
+    own, bias = Fields(raw), bool(raw.get("use_bias", False))
+    layers = own.count("num_hidden_layers")
+    each = gated(own, "moe_intermediate_size", bias=bias)
+    shared = own.get("moe_num_shared_experts", 2)
+    experts = ExpertsSpec(
+        own.count("moe_num_experts", own.maybe("num_experts") or 64),
+        own.count("moe_k", own.maybe("num_experts_per_tok") or 6),
+        gated(own, "moe_intermediate_size"),
+        is_normalised=True,
+        shared=replace(each, width=each.width * shared) if shared else None,
+        routing=Routing(
+            has_correction=True,
+            least_sum=own.number("moe_norm_min", 1e-12),
+            is_precise=True,
+        ),
+    )
+    dense, every = gated(own, "intermediate_size", bias=bias), own.count("moe_layer_interval", 1)
+    first, last = own.get("moe_layer_start_index", 1), own.get("moe_layer_end_index", -1)
+    last = layers - 1 if last == -1 else last
+    attention = {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "is_interleaved": True,
+        "blocks": [
+            experts if first <= i <= last and (i + 1) % every == 0 else dense for i in range(layers)
+        ],
+    }
+    return read_llama(raw, attention, ids={"bos": 1, "eos": 2})
 
 
 def _hy_v3(raw: Mapping[str, Any]) -> ModelConfig:
@@ -183,6 +231,25 @@ GLM4_MOE = Family(
         **block_names("shared", "shared_experts"),
     },
     FUSED_EXPERTS,
+)
+
+
+ERNIE4_5_MOE = Family(
+    "ernie4_5_moe",
+    _ernie4_5_moe,
+    EXPERT_NAMES
+    | {
+        "decoder.{i}.router_correction": in_one_row(
+            f"{LAYER}.mlp.moe_statics.e_score_correction_bias"
+        ),
+        **block_names("shared", "shared_experts"),
+    },
+    FUSED_EXPERTS
+    | {
+        "decoder.{i}.router_correction": in_one_row(
+            f"{LAYER}.mlp.gate.moe_statics.e_score_correction_bias"
+        ),
+    },
 )
 
 

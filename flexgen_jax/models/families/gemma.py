@@ -7,7 +7,7 @@ from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families.llama import LAYER, NAMES, full_every, read_llama, windows_of
-from flexgen_jax.models.family import NORM, Family, Fields, pairs
+from flexgen_jax.models.family import NORM, Family, Fields, pairs, with_text
 from flexgen_jax.models.parts import NormSpec
 
 
@@ -41,10 +41,7 @@ def _gemma2(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _gemma3(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads Gemma 3, of models that see, too, the part for text."""
-    whole, kind = raw, raw["model_type"]
-    raw = {**raw, **raw.get("text_config", {})}
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    raw |= {name: whole[name] for name in ids if whole.get(name) is not None}
+    kind, raw = raw["model_type"], with_text(raw)
     raw = {"head_dim": 256, "sliding_window": 4096, "max_position_embeddings": 131072, **raw}
     raw = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, **raw}
     every = raw.get("sliding_window_pattern") or 6

@@ -35,6 +35,7 @@ def read_llama(
     types = chosen.pop("layer_types", [None] * layers)
     rotates_part = chosen.pop("rotates_part", False)
     rotates = chosen.pop("rotates", [True] * layers)
+    is_interleaved = chosen.pop("is_interleaved", False)
     own_blocks = chosen.pop("blocks", None) or _experts(own, layers)
     blocks = own_blocks or [gated(own, "intermediate_size", **(mlp or {}))] * layers
     kinds = [
@@ -44,7 +45,9 @@ def read_llama(
                 own.count("num_key_value_heads", heads),
                 head_dim,
                 window=window,
-                rotary=own.rotary(head_dim, layer_type, rotates_part) if is_rotated else None,
+                rotary=own.rotary(head_dim, layer_type, rotates_part, is_interleaved=is_interleaved)
+                if is_rotated
+                else None,
                 **chosen,
             ),
             block,
@@ -53,6 +56,19 @@ def read_llama(
             windows, types, rotates, blocks, strict=True
         )
     ]
+    return model_of(raw, kinds, model, ids)
+
+
+def model_of(
+    raw: Mapping[str, Any],
+    kinds: list[LayerParts],
+    model: Mapping[str, Any] | None = None,
+    ids: Mapping[str, Any] | None = None,
+) -> ModelConfig:
+    """Returns the config of a model with LLaMA's embedding, norms and head, from the parts of its
+    layers; model, ids: as in `read_llama`."""
+    own = Fields(raw)
+    hidden = own.count("hidden_size")
     fields: dict[str, Any] = {
         "model_type": raw["model_type"],
         "vocab_size": own.get("vocab_size"),

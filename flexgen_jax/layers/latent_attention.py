@@ -1,0 +1,125 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flexgen_jax.layers.attention import join_heads, plain
+from flexgen_jax.layers.linear import Linear, parameter
+from flexgen_jax.layers.matmul import precision_for
+from flexgen_jax.layers.norm import Norm
+from flexgen_jax.layers.quantization import Kept
+from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.layers.self_attention import Arrays, SelfAttention
+from flexgen_jax.models.parts import LatentAttentionSpec
+
+
+class Kernel(nn.Module):
+    """A kernel, [out, in], that is multiplied from both sides."""
+
+    features: int
+    into: int
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self) -> Kept:
+        shape = (self.features, self.into)
+        return parameter(self, "kernel", nn.initializers.normal(0.02), shape, self.dtype)
+
+
+class LatentAttention(SelfAttention):
+    """Attention to one vector a token, from which the heads' keys and values are made; see
+    `LatentAttentionSpec`.
+
+    Within a prompt they are made. Attention to what is kept never makes them: with U the part of a
+    head's kernel that makes its key, and c the kept vector, q . (U c) = (q U) . c, so that U is
+    applied to the one query and not to all keys; the sum of values likewise (section 2.1.2).
+    """
+
+    spec: LatentAttentionSpec
+
+    def setup(self) -> None:
+        spec = self.spec
+        product = partial(Linear, kernels=self.kernels, dtype=self.dtype, bits=self.matmul_bits)
+        queries = spec.num_heads * spec.key_size
+        if spec.q_rank is None:
+            self.q = product(queries, use_bias=False)
+        else:
+            self.q_down = product(spec.q_rank, use_bias=spec.qkv_bias)
+            self.q_norm = Norm(spec.rank_norm, self.dtype)
+            self.q_up = product(queries, use_bias=False)
+        self.kv_down = product(spec.head_dim, use_bias=spec.qkv_bias)
+        self.kv_norm = Norm(spec.rank_norm, self.dtype)
+        features = spec.num_heads * (spec.plain + spec.value)
+        self.kv_up = Kernel(features, spec.kv_rank, self.dtype)
+        self.out = product(self.config.hidden_size, use_bias=spec.out_bias)
+
+    def _asked(self, x: jax.Array, start: jax.Array, rows: Rows) -> jax.Array:
+        plain_part, rotated = self._queries(x, start, rows)
+        keys, _ = self._parts()
+        moved = self._product("bthn,hnr->bthr", plain_part, keys)
+        heads = jnp.concatenate([moved, rotated], axis=-1)
+        return self._scaled(heads, start, rows).swapaxes(1, 2)
+
+    def _kept(self, x: jax.Array, start: jax.Array, rows: Rows) -> Arrays:
+        down = self.kv_down(x)
+        vector = self.kv_norm(down[..., : self.spec.kv_rank])
+        rotated = self._rotated(down[..., None, self.spec.kv_rank :], start, rows)
+        return (jnp.concatenate([vector, rotated[:, :, 0]], axis=-1)[:, None],)
+
+    def _result(self, attended: jax.Array) -> jax.Array:
+        _, values = self._parts()
+        vectors = attended[..., : self.spec.kv_rank].astype(self.dtype)
+        return self.out(join_heads(self._product("bhtr,hvr->bhtv", vectors, values)))
+
+    def _of_prompt(
+        self, x: jax.Array, rows: Rows
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Arrays | None]:
+        spec, start = self.spec, jnp.int32(0)
+        (kept,) = self._kept(x, start, rows)
+        vector, shared = kept[:, 0, :, : spec.kv_rank], kept[:, 0, :, None, spec.kv_rank :]
+        both = self.kernels.matmul(vector, self.kv_up(), None, self.matmul_bits)
+        both = both.reshape(*x.shape[:2], spec.num_heads, -1)
+        rotated = jnp.broadcast_to(shared, (*both.shape[:3], spec.rotated))
+        key = jnp.concatenate([both[..., : spec.plain], rotated], axis=-1)
+        query = jnp.concatenate(self._queries(x, start, rows), axis=-1)
+        sides = (self._scaled(query, start, rows), key, both[..., spec.plain :])
+        query, key, value = (_padded(side, spec.wide) for side in sides)
+        return (query, key, value), (kept,)
+
+    def _prompt_result(self, attended: jax.Array) -> jax.Array:
+        values = attended[..., : self.spec.value]
+        return self.out(values.reshape(*values.shape[:2], -1))
+
+    def _queries(self, x: jax.Array, start: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        """Returns the plain and the rotated part of the heads' queries, [batch, token, head,
+        element]."""
+        spec = self.spec
+        heads = self.q(x) if spec.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+        heads = heads.reshape(*x.shape[:2], spec.num_heads, spec.key_size)
+        return heads[..., : spec.plain], self._rotated(heads[..., spec.plain :], start, rows)
+
+    def _parts(self) -> tuple[jax.Array, jax.Array]:
+        """Returns the kernels that make the heads' keys and their values, [head, element,
+        kv_rank]."""
+        spec = self.spec
+        kernel = plain(self.kv_up()).reshape(spec.num_heads, -1, spec.kv_rank)
+        return kernel[:, : spec.plain], kernel[:, spec.plain :]
+
+    def _product(self, equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jnp.einsum(
+            equation,
+            x,
+            kernel.astype(self.dtype),
+            precision=precision_for(self.dtype),
+            preferred_element_type=jnp.float32,
+        ).astype(self.dtype)
+
+
+def _padded(x: jax.Array, size: int) -> jax.Array:
+    """Returns x with zeros after its last axis, up to a size."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])

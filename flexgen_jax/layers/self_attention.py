@@ -1,0 +1,235 @@
+"""Attention to keys and values that come in as blocks: projections, norms and rotation around the
+kernels of `layers/kernels.py`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flexgen_jax.layers.attention import (
+    KVPair,
+    Partial,
+    attend_itself,
+    first_seen,
+    join_heads,
+    merge,
+    sides,
+)
+from flexgen_jax.layers.kernels import Kernels
+from flexgen_jax.layers.linear import Linear
+from flexgen_jax.layers.norm import Norm
+from flexgen_jax.layers.rotary import Branches, Rows, angles, position_factors, rotate
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.parts import AttentionSpec
+
+Arrays = tuple[jax.Array, ...]
+"""What a layer keeps of some tokens, in full precision, each [batch, KV head, token, element]."""
+
+
+def _apart(x: jax.Array, branches: Branches) -> jax.Array:
+    """Returns the branches of each row as rows: [batch, head, branches x token, element] as
+    [batch x branches, head, token, element]."""
+    batch, heads, _, size = x.shape
+    split = x.reshape(batch, heads, branches.count, branches.tokens, size)
+    return split.swapaxes(1, 2).reshape(-1, heads, branches.tokens, size)
+
+
+class SelfAttention(nn.Module):
+    """Attention to keys and values that come in as blocks; see `AttentionSpec`.
+
+    Another kind of attention has other projections: `_asked`, `_kept` and `_result` for attention
+    to what is kept, `_of_prompt` and `_prompt_result` for that within a prompt.
+    """
+
+    config: ModelConfig
+    spec: AttentionSpec
+    kernels: Kernels
+    dtype: jnp.dtype = jnp.float32
+    matmul_bits: int = 16
+
+    def setup(self) -> None:
+        spec = self.spec
+        product = partial(Linear, kernels=self.kernels, dtype=self.dtype, bits=self.matmul_bits)
+        self.q = product(spec.query_size, use_bias=spec.qkv_bias)
+        self.k = product(spec.kv_size, use_bias=spec.qkv_bias)
+        self.v = product(spec.kv_size, use_bias=spec.qkv_bias)
+        self.out = product(self.config.hidden_size, use_bias=spec.out_bias)
+        if spec.qk_norm is not None:
+            self.q_norm = Norm(self.config.norm, self.dtype)
+            self.k_norm = Norm(self.config.norm, self.dtype)
+        if spec.has_sinks:
+            zeros = nn.initializers.zeros
+            self.sinks = self.param("sinks", zeros, (spec.num_heads,), self.dtype)
+
+    def _asked(self, x: jax.Array, start: jax.Array, rows: Rows) -> jax.Array:
+        """Returns queries to what is kept, scaled, [batch, head, token, head_dim], of tokens from
+        index `start` on."""
+        norm = self.q_norm if self.spec.qk_norm is not None else None
+        heads = self._heads(self.q(x), norm, start, rows)
+        return self._scaled(heads, start, rows).swapaxes(1, 2)
+
+    def _kept(self, x: jax.Array, start: jax.Array, rows: Rows) -> Arrays:
+        """Returns what is kept of tokens from index `start` on."""
+        norm = self.k_norm if self.spec.qk_norm is not None else None
+        key = self._heads(self.k(x), norm, start, rows)
+        value = self.v(x).reshape(*x.shape[:2], -1, self.spec.head_dim)
+        return key.swapaxes(1, 2), value.swapaxes(1, 2)
+
+    def _result(self, attended: jax.Array) -> jax.Array:
+        """Returns [batch, token, hidden] from the result of attention to what is kept, [batch,
+        head, token, head_dim]."""
+        return self.out(join_heads(attended.astype(self.dtype)))
+
+    def _of_prompt(
+        self, x: jax.Array, rows: Rows
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Arrays | None]:
+        """Returns queries (scaled), keys and values of all tokens of a prompt, each [batch, token,
+        head, element], and what is kept of them, None if that is keys and values."""
+        start = jnp.int32(0)
+        query, kept = self._asked(x, start, rows), self._kept(x, start, rows)
+        key, value = (side.swapaxes(1, 2) for side in kept)
+        return (query.swapaxes(1, 2), key, value), None
+
+    def _prompt_result(self, attended: jax.Array) -> jax.Array:
+        """Returns [batch, token, hidden] from the result of attention within a prompt, [batch,
+        token, head, element]."""
+        return self.out(attended.reshape(*attended.shape[:2], -1))
+
+    def _scaled(self, heads: jax.Array, start: jax.Array, rows: Rows) -> jax.Array:
+        """Returns queries, [batch, token, head, element], times the factors of their scores."""
+        scaled = heads * jnp.asarray(self.spec.scale, self.dtype)
+        if self.spec.position_scale is None:
+            return scaled
+        return scaled * position_factors(self.spec, start, heads.shape[1], rows).astype(self.dtype)
+
+    def _heads(self, x: jax.Array, norm: Norm | None, start: jax.Array, rows: Rows) -> jax.Array:
+        """Divides queries or keys into heads, which are normalised and rotated."""
+        if norm is not None and self.spec.qk_norm == "all":
+            x = norm(x)
+        heads = x.reshape(*x.shape[:2], -1, self.spec.head_dim)
+        if norm is not None and self.spec.qk_norm == "head":
+            heads = norm(heads)
+        return self._rotated(heads, start, rows)
+
+    def _rotated(self, heads: jax.Array, start: jax.Array, rows: Rows) -> jax.Array:
+        """Rotates [batch, token, head, element], of tokens from index `start` on."""
+        rotary = self.spec.rotary
+        if rotary is None:
+            return heads
+        turned = angles(rotary, start, heads.shape[1], rows)
+        return rotate(heads, turned, rotary.is_interleaved)
+
+    def _with_sinks(self, partial: Partial) -> Partial:
+        """Adds the heads' sinks to a partial result, once for each token."""
+        if not self.spec.has_sinks:
+            return partial
+        out, lse = partial
+        scores = jnp.broadcast_to(self.sinks.astype(jnp.float32)[None, :, None], lse.shape)
+        return merge([partial, (jnp.zeros_like(out), scores)])
+
+    def _within(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, first_valid: jax.Array
+    ) -> tuple[jax.Array, KVPair]:
+        """Attends within a prompt; see `Kernels.prefill_attention`."""
+        if not self.spec.has_sinks:
+            return self.kernels.prefill_attention(query, key, value, first_valid, self.spec)
+        q, k, v = (side.swapaxes(1, 2) for side in (query, key, value))
+        start = jnp.int32(0)
+        partial = self.kernels.chunk_attention(q, k, v, first_valid, start, self.spec)
+        out, _ = self._with_sinks(partial)
+        return out.astype(self.dtype).swapaxes(1, 2), (k, v)
+
+    def prefill(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, Arrays]:
+        """Attends within a prompt x, [batch, token, hidden].
+
+        Returns an array of x's shape, and what is kept of the prompt.
+        """
+        prompt, kept = self._of_prompt(x, rows)
+        out, pair = self._within(*prompt, rows.first_valid)
+        return self._prompt_result(out), pair if kept is None else kept
+
+    def prefill_branches(
+        self, x: jax.Array, rows: Rows, branches: Branches
+    ) -> tuple[jax.Array, Arrays]:
+        """Attends within contexts and within their branches, x: [batch, token, hidden]; each branch
+        sees its context and itself alone. The result is that of `prefill`."""
+        spec, (batch, tokens, _) = self.spec, x.shape
+        prompt, kept = self._of_prompt(x, rows)
+        own = tokens - branches.total
+        first = jnp.minimum(rows.first_valid, own - 1)  # one is computed where there is none
+        query, key, value = (side[:, :own] for side in prompt)
+        out, pair = self._within(query, key, value, first)
+        q, k, v = (side[:, own:].swapaxes(1, 2) for side in prompt)
+        # All branches attend to the context as one, each to itself as a row of its own.
+        far = self.kernels.chunk_attention(q, *pair, rows.first_valid, jnp.int32(own), spec)
+        rows_of_branches = (_apart(q, branches), _apart(k, branches), _apart(v, branches))
+        none = jnp.zeros(batch * branches.count, jnp.int32)
+        near = self.kernels.chunk_attention(*rows_of_branches, none, jnp.int32(0), spec)
+        far = (_apart(far[0], branches), _apart(far[1][..., None], branches)[..., 0])
+        merged = self._with_sinks(merge([near, far]))[0].astype(self.dtype).swapaxes(1, 2)
+        merged = merged.reshape(batch, branches.total, *out.shape[2:])
+        if kept is None:
+            both = zip(pair, (k, v), strict=True)
+            kept = tuple(jnp.concatenate(parts, axis=2) for parts in both)
+        return self._prompt_result(jnp.concatenate([out, merged], axis=1)), kept
+
+    def prefill_last(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, Arrays]:
+        """Attends with only the last token of a prompt x, [batch, token, hidden].
+
+        Returns [batch, 1, hidden], and what is kept of all tokens.
+        """
+        last = jnp.int32(x.shape[1] - 1)
+        query = self._asked(x[:, -1:], last, rows)
+        kept = self._kept(x, jnp.int32(0), rows)
+        partial = self.kernels.decode_attention(
+            query=query,
+            blocks=(sides(kept),),
+            starts=jnp.zeros(1, jnp.int32),
+            position=last + 1,
+            first_valid=first_seen(last, rows.first_valid, self.spec.window),
+            spec=self.spec,
+        )
+        return self._result(self._with_sinks(partial)[0]), kept
+
+    def join(self, query: jax.Array, new: Arrays, partials: list[Partial]) -> jax.Array:
+        """Merges the new token's attention to itself with partial results for the cache.
+
+        Returns [batch, 1, hidden].
+        """
+        itself = attend_itself(query, *sides(new), self.kernels.tuning, self.spec.softcap)
+        return self._result(self._with_sinks(merge([itself, *partials]))[0])
+
+    def project_chunk(
+        self, x: jax.Array, start: jax.Array, rows: Rows, asked: int
+    ) -> tuple[jax.Array, Partial, Arrays]:
+        """Projects a chunk of a prompt, [batch, token, hidden], and attends within it.
+
+        Returns the query (scaled) of the last `asked` tokens, their partial result, and what is
+        kept of all tokens.
+        """
+        lead = x.shape[1] - asked
+        query = self._asked(x[:, lead:], start + lead, rows)
+        kept = self._kept(x, start, rows)
+        key, value = sides(kept)
+        itself = self.kernels.chunk_attention(
+            query=query,
+            key=key,
+            value=value,
+            first_valid=jnp.maximum(rows.first_valid - start, 0),
+            lead=jnp.int32(lead),
+            spec=self.spec,
+        )
+        return query, self._with_sinks(itself), kept
+
+    def join_chunk(self, attended: jax.Array) -> jax.Array:
+        """Returns [batch, token, hidden] from the result of attention, [batch, head, token,
+        head_dim]."""
+        return self._result(attended)
+
+    def project(self, x: jax.Array, position: jax.Array, rows: Rows) -> tuple[jax.Array, Arrays]:
+        """Projects x, [batch, 1, hidden], to a query (scaled), [batch, head, 1, head_dim], and what
+        is kept of the token."""
+        return self._asked(x, position, rows), self._kept(x, position, rows)
