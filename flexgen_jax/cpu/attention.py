@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flexgen_jax.cpu.host_attention import MANY_HEADS, heads_together
 from flexgen_jax.cpu.targets import register
-from flexgen_jax.layers.attention import KVBlock, KVPair, Partial, plain
+from flexgen_jax.layers.attention import KVBlock, KVPair, Partial, merge, plain
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.models.parts import AttentionSpec
 
@@ -41,6 +42,8 @@ def decode_attention(
     rows = batch * heads
     if 2 * rows * size * sum(key.shape[2] for key, _ in blocks) < FEW_ELEMENTS:
         return None
+    if spec.group >= MANY_HEADS:
+        return _attend_as_rows(query, blocks, starts, position, first_valid, spec)
     bits = next((key.storage.bits for key, _ in blocks if isinstance(key, QuantizedArray)), 16)
     target = _target(size, str(query.dtype), bits)
     if target is None:
@@ -97,19 +100,72 @@ def chunk_attention(
     target = _chunk_target(size, str(query.dtype))
     if target is None:
         return None
-    block = (plain(x).reshape(batch * kv_heads, tokens, size) for x in (key, value))
-    shapes = [
-        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, asked, size), (rows, asked))
-    ]
-    call = jax.ffi.ffi_call(target, shapes)
-    where = (first_valid.astype(jnp.int32), lead.astype(jnp.int32).reshape(1), _limits(spec))
-    out, lse = call(query.reshape(rows, asked, size), *block, *where)
+    keys, values = (plain(x).reshape(batch * kv_heads, tokens, size) for x in (key, value))
+    asked_rows = query.reshape(rows, asked, size)
+    out, lse = _call_chunk(
+        target=target,
+        query=asked_rows,
+        block=(keys, values),
+        first_valid=first_valid,
+        lead=lead,
+        limits=_limits(spec, step=1),
+    )
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 
-def _limits(spec: AttentionSpec) -> jax.Array:
-    """Returns window and softcap, each 0 for none, as the compute kernels take them."""
-    return jnp.array([spec.window or 0, spec.softcap or 0], jnp.float32)
+def _call_chunk(
+    target: str,
+    query: jax.Array,
+    block: tuple[jax.Array, jax.Array],
+    first_valid: jax.Array,
+    lead: jax.Array,
+    limits: jax.Array,
+) -> Partial:
+    """Calls a handler that `chunk_handler` made."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (query.shape, query.shape[:2])]
+    where = (first_valid.astype(jnp.int32), lead.astype(jnp.int32).reshape(1), limits)
+    out, lse = jax.ffi.ffi_call(target, shapes)(query, *block, *where)
+    return out, lse
+
+
+def _attend_as_rows(
+    query: jax.Array,
+    blocks: tuple[KVBlock, ...],
+    starts: jax.Array,
+    position: jax.Array,
+    first_valid: jax.Array,
+    spec: AttentionSpec,
+) -> Partial | None:
+    """Computes `decode_attention` where so many heads share keys and values that computing binds,
+    and not reading: a head's queries are to the chunk's handler as tokens are, of one index."""
+    batch, _, _, size = query.shape
+    target = _chunk_target(size, str(query.dtype))
+    if target is None:
+        return None
+    asked = query.reshape(-1, heads_together(spec, batch), size)
+    partials = []
+    for start, (key, value) in zip(starts, blocks, strict=True):
+        tokens = key.shape[2]
+        keys, values = (plain(x).reshape(-1, tokens, size) for x in (key, value))
+        attended = _call_chunk(
+            target=target,
+            query=asked,
+            block=(keys, values),
+            first_valid=jnp.maximum(first_valid - start, 0),
+            lead=position - start - 1,
+            limits=_limits(spec, step=0),
+        )
+        partials.append(attended)
+    out, lse = merge(partials)
+    return out.reshape(query.shape), lse.reshape(query.shape[:3])
+
+
+def _limits(spec: AttentionSpec, *, step: int | None = None) -> jax.Array:
+    """Returns window and softcap, each 0 for none, as the compute kernels take them; step: for
+    chunks, 0 if all queries are of one token, of which `first_valid` says what it sees, else 1."""
+    window = 0 if step == 0 else spec.window or 0
+    limits = [window, spec.softcap or 0] + ([] if step is None else [step])
+    return jnp.array(limits, jnp.float32)
 
 
 # Numba is slow to import, and not every run attends here.

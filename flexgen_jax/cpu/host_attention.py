@@ -18,6 +18,10 @@ from flexgen_jax.layers.attention import MASKED, Block, sides
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.models.parts import AttentionSpec
 
+MANY_HEADS, LINES = 32, 16
+"""From so many query heads on that share keys and values, attention is computed as products of so
+many rows, which are divided among the threads until there are so many."""
+
 COPYING_CORES = 2
 """Cores for the threads with which XLA copies between host and GPU."""
 
@@ -98,6 +102,8 @@ class HostAttention:
         # Numba is slow to import, and not every run attends here.
         from flexgen_jax.cpu.jit.decode_attention import fold_for
 
+        if spec.group >= MANY_HEADS and not any(_is_packed(block) for block in blocks):
+            return self._attend_together(query, blocks, position, first_valid, spec)
         queries, first = _rows(query), np.repeat(first_valid.astype(np.int64), query.shape[1])
         prepared = [_Prepared.of(block, first, position, spec.group) for block in blocks]
         how = (spec.group, np.float32(spec.softcap or 0))
@@ -109,6 +115,48 @@ class HostAttention:
                 fold(queries, keys, values, begin, stop, peak, total, out, *how, start, end)
 
         self._on_all_cores(work, len(queries))
+        out /= np.where(total == 0, 1, total)[:, None]
+        return out.reshape(query.shape), _lse(peak, total).reshape(query.shape[:3])
+
+    def _attend_together(
+        self,
+        query: np.ndarray,
+        blocks: Sequence[HostBlock],
+        position: int,
+        first_valid: np.ndarray,
+        spec: AttentionSpec,
+    ) -> HostPartial:
+        """Computes `attend` where so many heads share keys and values that computing binds: as
+        products of some heads, a line, with the tokens of a block."""
+        from flexgen_jax.cpu.jit.prefill_attention import fold_together_for
+
+        together = heads_together(spec, len(query))
+        queries, softcap = _rows(query), np.float32(spec.softcap or 0)
+        lines, share = len(queries) // together, spec.group // together
+        peak, total, out = _nothing(queries)
+        first = np.repeat(first_valid.astype(np.int64), lines // len(query))
+        prepared = [_Prepared.of(block, first, position, share) for block in blocks]
+        folds = [fold_together_for(*block.kind[:2]) for block in prepared]
+
+        def work(start: int, end: int) -> None:
+            for fold, block in zip(folds, prepared, strict=True):
+                (key,), (value,) = block.keys, block.values
+                fold(
+                    queries.reshape(-1),
+                    key.reshape(-1),
+                    value.reshape(-1),
+                    block.first,
+                    block.stop,
+                    peak,
+                    total,
+                    out.reshape(-1),
+                    (together, key.shape[1], share),
+                    softcap,
+                    start,
+                    end,
+                )
+
+        self._on_all_cores(work, lines)
         out /= np.where(total == 0, 1, total)[:, None]
         return out.reshape(query.shape), _lse(peak, total).reshape(query.shape[:3])
 
@@ -192,6 +240,19 @@ class HostAttention:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+def heads_together(spec: AttentionSpec, batch: int) -> int:
+    """Returns how many query heads that share keys and values are computed together, so that all
+    threads have some."""
+    together, lines = spec.group, batch * spec.num_kv_heads
+    while together % 2 == 0 and together > MANY_HEADS and lines * spec.group // together < LINES:
+        together //= 2
+    return together
+
+
+def _is_packed(block: HostBlock) -> bool:
+    return isinstance(block.arrays[0], QuantizedArray)
 
 
 def attending_cores(cores: int, is_beside_gpu: bool) -> int:

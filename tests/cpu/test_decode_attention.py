@@ -77,8 +77,9 @@ def test_attention_is_the_formula(kind: tuple[str, int], head_dim: int, variant:
     expected, expected_lse = numpy_attention(asked, key, value, valid, spec.softcap)
     for kernels in (CPU, XLA):
         out, lse = jax.jit(partial(kernels.decode_attention, spec=spec))(query, blocks, *where)
-        # XLA's code rounds what it unpacks.
-        close = 2e-2 if kernels is XLA and bits < 16 and dtype != "float32" else 1e-5
+        # XLA's code rounds what it unpacks, which serves many heads, too.
+        unpacks = kernels is XLA or variant == "many heads"
+        close = 2e-2 if unpacks and bits < 16 and dtype != "float32" else 1e-5
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=2 * close)
         np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=close)
 

@@ -21,6 +21,7 @@ SPECS = {
     "plain": AttentionSpec(KV_HEADS, KV_HEADS, 1),
     "groups": AttentionSpec(4 * KV_HEADS, KV_HEADS, 1),
     "softcap": AttentionSpec(2 * KV_HEADS, KV_HEADS, 1, softcap=0.7),
+    "many heads": AttentionSpec(64 * KV_HEADS, KV_HEADS, 1, softcap=0.9),
 }
 """Variants of attention, but for the elements of a head."""
 

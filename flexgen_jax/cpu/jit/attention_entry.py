@@ -162,8 +162,8 @@ def chunk_handler(name: str, size: int, dtype: str) -> tuple[Any, ...]:
     of `size` elements, and the functions that its threads run.
 
     Its arguments: query, [row, asked token, head_dim]; key, value, [KV row, token, head_dim];
-    first, int32 [batch]; lead, int32 [1]; limits as above. Results: fp32 [row, asked token,
-    head_dim], log-sum-exp [row, asked token].
+    first, int32 [batch]; lead, int32 [1]; limits, fp32 [3], with the step from one query's token to
+    the next. Results: fp32 [row, asked token, head_dim], log-sum-exp [row, asked token].
     """
     return handler(name, _chunk_part(size, dtype))
 
@@ -356,7 +356,7 @@ def _chunk_part(size: int, dtype: str) -> Callable[..., int]:
         value = array_in(words(arguments[2]), (kept[0] * kept[1] * size,), stored)
         first = array_in(words(arguments[3]), (batch,), np.int32)
         lead = np.int64(array_in(words(arguments[4]), (1,), np.int32)[0])
-        limits = array_in(words(arguments[5]), (2,), np.float32)
+        limits = array_in(words(arguments[5]), (3,), np.float32)
         out = array_in(words(results[0]), (rows * asked[1] * size,), np.float32)
         lse = array_in(words(results[1]), (rows * asked[1],), np.float32)
         start, end = rows * part // parts, rows * (part + 1) // parts

@@ -8,11 +8,14 @@ in the processor's first cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import numpy as np
 from numba import njit
 
 from flexgen_jax.cpu.jit import prefill_attention_ir
-from flexgen_jax.cpu.jit.code_cache import source_of
+from flexgen_jax.cpu.jit.code_cache import compiled, source_of
 from flexgen_jax.cpu.jit.decode_attention import SOURCE as DECODE_SOURCE
 from flexgen_jax.cpu.jit.decode_attention import cap
 from flexgen_jax.cpu.jit.prefill_attention_ir import COLUMNS, ROWS, keep, multiply, widen
@@ -96,12 +99,22 @@ def attend_rows(query, key, value, first, keys, values, out, shape, limits, wher
                     out[to + k] = mixed[i * wide + k] * share
 
 
+def tokens_at_once(size):
+    """Returns how many tokens' keys and values stay in the second cache in fp32, for heads of
+    `size` elements: a multiple of `COLUMNS`."""
+    return max(4, (1 << 15) // size // COLUMNS) * COLUMNS
+
+
+at_once = njit(tokens_at_once)
+
+
 @njit(inline="always")
-def take_in_block(key, value, turned, plain, tokens, row, size, is_half):
-    """Copies a KV head's keys and values in the cache's layout to fp32; see `take_in`."""
-    wide, lone = plain.size // tokens, np.empty(size, np.float32)
-    for token in range(tokens):
-        at = (row * tokens + token) * size
+def take_in_block(key, value, turned, plain, base, count, size, is_half):
+    """Copies `count` tokens' keys and values, from token `base` of all rows' on, to fp32; see
+    `take_in`."""
+    wide, lone = -(-size // COLUMNS) * COLUMNS, np.empty(size, np.float32)
+    for token in range(count):
+        at = (base + token) * size
         widen(value, at, plain, token * wide, size, is_half)
         widen(key, at, lone, 0, size, is_half)
         panel = token // COLUMNS * size * COLUMNS + token % COLUMNS
@@ -119,43 +132,112 @@ def attend_block_rows(
     query (scaled): [row, asked token, head_dim] as stored; key, value: [KV row, token, head_dim];
     first: int32 [batch], each sequence's first token in the block that is not padding; shape:
     (asked, tokens, heads, query heads of a KV head); lead: the index of the first query's token,
-    counted from the block's first one, none of which sees later ones; limits: as in `attend_rows`.
+    counted from the block's first one, none of which sees later ones; limits: window and softcap as
+    in `attend_rows`, and the step from one query's token to the next, 0 if all are of one token.
     Written are out, fp32, shaped like query, and lse, the log-sum-exp of the scores, fp32 [row,
     asked token].
+
+    The rows of a KV row go through some of its tokens after the other, as in FlashAttention (Dao
+    2023, section 3.1): `out` and `lse` hold the sums and the largest score of the tokens so far.
+    """
+    asked, (start, end) = shape[0], where
+    out[start * asked * size : end * asked * size] = np.float32(0)
+    lse[start * asked : end * asked] = np.float32(MASKED)
+    totals = np.zeros((end - start) * asked, np.float32)
+    sums = (out, lse, totals, start)
+    fold_block(query, key, value, first, sums, shape, lead, limits, where, size, is_half)
+    for i in range(start * asked, end * asked):
+        total = totals[i - start * asked]
+        if total != 0:
+            share = np.float32(1) / total
+            lse[i] += np.log(total)
+            for k in range(size):
+                out[i * size + k] *= share
+
+
+@njit(inline="always")
+def fold_block(query, key, value, first, sums, shape, lead, limits, where, size, is_half):
+    """Adds a block to the sums of the rows of a range, `where`; see `attend_block_rows`.
+
+    sums: the weighted sums of values, the largest scores, the sums of weights, and the row with
+    which the latter begin.
     """
     (asked, tokens, heads, group), (start, end) = shape, where
-    window, softcap, taken = np.int64(limits[0]), limits[1], np.int64(-1)
-    room, wide = -(-tokens // COLUMNS) * COLUMNS, -(-size // COLUMNS) * COLUMNS
-    turned, plain = np.zeros(size * room, np.float32), np.zeros(tokens * wide, np.float32)
+    wide, room = -(-size // COLUMNS) * COLUMNS, at_once(size)
+    turned, plain = np.zeros(size * room, np.float32), np.zeros(room * wide, np.float32)
+    for kept in range(start // group, -(-end // group)):
+        mine = (max(start, kept * group), min(end, (kept + 1) * group))
+        for base in range(0, tokens, room):
+            count = min(room, tokens - base)
+            take_in_block(key, value, turned, plain, kept * tokens + base, count, size, is_half)
+            sides, span, each = (turned, plain), (base, count, lead), (asked, heads)
+            fold_rows_in(query, sides, first, sums, span, each, limits, mine, size, is_half)
+
+
+@njit(inline="always")
+def fold_rows_in(query, sides, first, sums, span, shape, limits, mine, size, is_half):
+    """Adds some tokens of a KV row to the sums of its rows, `mine`; see `attend_block_rows`.
+
+    sides: the tokens' keys and values; span: the first of them, their number, and the index of the
+    first query's token.
+    """
+    (turned, plain), (out, lse, totals, start) = sides, sums
+    (base, count, lead), (asked, heads) = span, shape
+    window, softcap, step = np.int64(limits[0]), limits[1], np.int64(limits[2])
+    room, wide = at_once(size), -(-size // COLUMNS) * COLUMNS
     rows, mixed = np.zeros(ROWS * size, np.float32), np.empty(ROWS * wide, np.float32)
-    scores, totals = np.empty(ROWS * room, np.float32), np.empty(ROWS, np.float32)
-    peaks = np.empty(ROWS, np.float32)
-    for row in range(start, end):
-        if row // group != taken:
-            taken = row // group
-            take_in_block(key, value, turned, plain, tokens, taken, size, is_half)
-        begin = np.int64(first[row // heads])
+    scores = np.empty(ROWS * room, np.float32)
+    for row in range(mine[0], mine[1]):
+        begin = np.int64(first[row // heads]) - base
         for top in range(0, asked, ROWS):
-            count, base = min(ROWS, asked - top), row * asked + top
-            stop = min(tokens, lead + top + count)
-            after = -(-stop // COLUMNS) * COLUMNS
-            for i in range(count):
-                widen(query, (base + i) * size, rows, i * size, size, is_half)
-            lowest = min(first_in(begin, lead + top, window), stop) // COLUMNS * COLUMNS
+            height, at = min(ROWS, asked - top), row * asked + top
+            latest = lead + (top + height - 1) * step - base
+            stop = min(count, latest + 1)
+            lowest = max(first_in(begin, lead + top * step - base, window), 0)
+            if lowest >= stop:
+                continue
+            lowest, after = lowest // COLUMNS * COLUMNS, -(-stop // COLUMNS) * COLUMNS
+            for i in range(height):
+                widen(query, (at + i) * size, rows, i * size, size, is_half)
             for column in range(lowest, stop, COLUMNS):
                 multiply(rows, size, turned, column * size, COLUMNS, scores, column, room, size)
-            for i in range(count):
-                last, at = lead + top + i, i * room
-                low, until = first_in(begin, last, window), min(tokens, last + 1)
-                cap(scores, at + low, at + until, softcap)
-                peaks[i], totals[i] = weigh(scores, at, low, until, after, np.float32(MASKED))
+            for i in range(height):
+                last, line = lead + (top + i) * step - base, i * room
+                low, until = max(first_in(begin, last, window), 0), min(count, last + 1)
+                cap(scores, line + low, line + until, softcap)
+                peak = lse[at + i]
+                highest, summed = weigh(scores, line, low, until, after, peak)
+                share, each = np.exp(peak - highest), at + i - start * asked
+                lse[at + i] = highest
+                totals[each] = totals[each] * share + summed
+                if share != 1:
+                    for k in range((at + i) * size, (at + i + 1) * size):
+                        out[k] *= share
             for column in range(0, size, COLUMNS):
                 multiply(scores, room, plain, column, wide, mixed, column, wide, stop)
-            for i in range(count):
-                to, share = (base + i) * size, np.float32(0)
-                lse[base + i] = np.float32(MASKED)
-                if totals[i] != 0:
-                    share = np.float32(1) / totals[i]
-                    lse[base + i] = peaks[i] + np.log(totals[i])
+            for i in range(height):
+                to, taken = (at + i) * size, i * wide
                 for k in range(size):
-                    out[to + k] = mixed[i * wide + k] * share
+                    out[to + k] += mixed[taken + k]
+
+
+@lru_cache
+def fold_together_for(size: int, is_half: bool) -> Callable[..., None]:
+    """Returns the compute kernel `fold_together` of decode attention in which many heads share keys
+    and values; see `decode_attention.fold_for`.
+
+    fold_together(query, key, value, first, stop, peak, total, out, shape, softcap, start, end)
+    folds a block into a running result. All arrays are flat; shape: heads in a line, tokens of the
+    block, lines that share keys and values; first, start, end: of lines.
+    """
+    source = SOURCE
+
+    def fold_together(query, key, value, first, stop, peak, total, out, shape, softcap, start, end):
+        assert source
+        together, tokens, lines = shape
+        sums, limits = (out, peak, total, 0), (np.float32(0), softcap, np.float32(0))
+        shape = (together, tokens, 1, lines)
+        where, last = (start, end), stop - 1
+        fold_block(query, key, value, first, sums, shape, last, limits, where, size, is_half)
+
+    return compiled(fold_together)

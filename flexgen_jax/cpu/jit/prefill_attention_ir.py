@@ -24,12 +24,13 @@ from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit.decode_attention_ir import Emitter
 from flexgen_jax.cpu.jit.llvm import FLOAT, LANES, Vectors, arrays_of, filled
+from flexgen_jax.cpu.processor import has_wide_vectors
 
 cgutils: Any = untyped
 
 ROWS, COLUMNS = 8, 2 * LANES
-"""Rows and columns of the part of a product that is summed in registers: 16 vectors of the 32 that
-AVX-512 has."""
+"""Rows and columns of a part of a product. All of it is summed in registers where these are
+AVX-512's: 16 vectors of 32; elsewhere a quarter of it at a time: 8 half vectors of 16."""
 
 
 def _multiply(_context, left, width, right, begin, step, out, at, pitch, count):
@@ -54,10 +55,34 @@ def _emit_product(
     pitch: Any,
     count: Any,
 ) -> None:
+    high, wide = (ROWS, COLUMNS) if has_wide_vectors() else (ROWS // 2, LANES)
+    for top in range(0, ROWS, high):
+        for left_most in range(0, COLUMNS, wide):
+            rows, columns = range(top, top + high), range(left_most, left_most + wide, LANES)
+            _emit_tile(
+                builder, left, width, right, begin, step, out, at, pitch, count, rows, columns
+            )
+
+
+def _emit_tile(
+    builder: Any,
+    left: Any,
+    width: Any,
+    right: Any,
+    begin: Any,
+    step: Any,
+    out: Any,
+    at: Any,
+    pitch: Any,
+    count: Any,
+    tile_rows: range,
+    columns: range,
+) -> None:
+    """Writes the loop for the sums that are in registers together."""
     vector, index = ir.VectorType(FLOAT, LANES), count.type
     zero, one = ir.Constant(index, 0), ir.Constant(index, 1)
-    starts = [ir.Constant(index, start) for start in range(0, COLUMNS, LANES)]
-    rows = [ir.Constant(index, row) for row in range(ROWS)]
+    starts = [ir.Constant(index, start) for start in columns]
+    rows = [ir.Constant(index, row) for row in tile_rows]
     emit = Vectors(builder)
 
     def vectors(array: Any, first: Any, row: Any, apart: Any) -> list[Any]:
