@@ -218,7 +218,8 @@ def check_lengths(rows: Sequence[Sequence[int]], new: int, config: ModelConfig) 
     if bad:
         others = f"; {len(bad) - 1} more prompts do not fit" if len(bad) > 1 else ""
         raise PromptError(
-            f"prompt {bad[0]} has {len(rows[bad[0]])} tokens; the model takes 1 to {most}{others}",
+            f"prompt {bad[0]} has {len(rows[bad[0]])} tokens; the model takes 1 to {most}"
+            f"{config.context_limit}{others}",
             bad,
         )
 
@@ -264,6 +265,7 @@ class Encoder:
         if not 1 <= len(ids) < config.max_positions:
             raise UserError(
                 f"the prompt has {len(ids)} tokens; the model takes 1 to {config.max_positions - 1}"
+                f"{config.context_limit}"
             )
         check_params(request.sampling_params, config, self._grammars)
         params = self._resolve(request.sampling_params, len(ids))

@@ -123,7 +123,7 @@ class Checkpoint:
             layouts = family.layouts(tensor, self.config)
             named = [(stored, self._full_name(stored.name)) for stored in layouts]
             named.append((layouts[0], self._head_as_table(key)))
-            stored, full = next((x for x in named if x[1] is not None), named[0])
+            stored, full = self._as_shaped(named, tensor)
             if full is None:
                 raise self._missing(key, stored.name)
             is_plain = full not in self._tensors.packed
@@ -132,6 +132,19 @@ class Checkpoint:
             self._check_shape(full, stored.shape(tensor))
         self._pass_over({stored.name for stored in matched.values()})
         return matched
+
+    def _as_shaped(
+        self, named: list[tuple[Stored, str | None]], tensor: TensorSpec
+    ) -> tuple[Stored, str | None]:
+        """Returns the first layout whose name is stored, one with the stored shape before others:
+        the same experts are stored transposed and not."""
+        there = [(stored, full) for stored, full in named if full is not None]
+        fitting = (
+            (stored, full)
+            for stored, full in there
+            if full in self._tensors and self._tensors.shape(full) == stored.shape(tensor)
+        )
+        return next(fitting, there[0] if there else named[0])
 
     def _head_as_table(self, key: str) -> str | None:
         """Returns the head's stored name where it is tied, and the only one of both that is

@@ -36,6 +36,8 @@ class ModelConfig:
     multiplies them (Gemma). With `is_parallel`, attention and feed-forward block have one input and
     are added to it together (GPT-NeoX). logit_softcap: as in `AttentionSpec`.
 
+    context_limit: why `max_positions` is less than the model's own context, "" if it is not.
+
     published: the formats of the tensors that the model's files have in few bits, if there are
     some.
 
@@ -57,6 +59,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     final_norm: bool = True
     logit_softcap: float | None = None
+    context_limit: str = ""
     tied_head: bool = True
     bos_id: int | None = 2
     eos_ids: tuple[int, ...] = (2,)

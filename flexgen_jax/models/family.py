@@ -47,6 +47,9 @@ Find = Callable[[TensorSpec, LayerParts], Stored]
 layer's index."""
 
 
+SEEING = ("language_model.model.", "model.language_model.", "language_model.", "model.", "")
+"""Prefixes of the tensors of a model's part for text, where it sees, too."""
+
 USELESS = (
     r"(.*\.)?rotary_emb\.inv_freq",
     r"(.*\.)?(attn|attention|self_attn)\.(bias|masked_bias)",
@@ -197,8 +200,8 @@ def woven(name: str, index: int) -> Find:
 
 def with_text(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of the part for text of a model that sees, too, with the whole model's
-    type, special tokens and tied head."""
-    names = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    type and special tokens, and with what it says of the head."""
+    names = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
     whole = {name: raw[name] for name in names if raw.get(name) is not None}
     return {**raw, **(raw.get("text_config") or {}), **whole}
 

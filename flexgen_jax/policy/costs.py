@@ -17,6 +17,9 @@ from flexgen_jax.policy.plan import BlockPlan, few_are_chosen
 from flexgen_jax.policy.policy import Policy, prompt_chunks
 from flexgen_jax.policy.shapes import BlockShape, Setting
 
+READ_HEADS = 16
+"""Query heads that share keys and values, up to which attention takes as long as reading these."""
+
 UNPACK_ROWS = 16
 """Rows of the products whose times, with packed and with plain weights, tell that of unpacking."""
 
@@ -51,6 +54,14 @@ class ModelBytes:
     def kv_elements(self, layer: LayerSpec, rows: int, tokens: float) -> float:
         """Elements that a layer keeps of some tokens: of keys and values."""
         return float(rows * tokens * layer.row_size)
+
+    def attended_elements(self, layer: LayerSpec, rows: int, tokens: float) -> float:
+        """Elements that reading takes as long as a token's attention to some tokens does: more than
+        are kept where so many heads share them that computing binds."""
+        elements = self.kv_elements(layer, rows, tokens)
+        return (
+            elements * max(1.0, layer.attention.group / READ_HEADS) if layer.attends else elements
+        )
 
     def kv_bytes(self, layer: LayerSpec, rows: int, tokens: int) -> int:
         """Bytes of what a layer keeps of some tokens, in sealed blocks: keys and values."""
@@ -220,7 +231,7 @@ class Costs(ModelBytes):
     def device_attention_s(self, layer: LayerSpec, rows: int, tokens: float) -> float:
         """Seconds of a layer's decode attention on the device (att^g on bmm_flops), or of what it
         does instead: it goes over what it keeps, and reads and writes what it replaces."""
-        elements = self.kv_elements(layer, rows, tokens) + 2 * rows * layer.state_size
+        elements = self.attended_elements(layer, rows, tokens) + 2 * rows * layer.state_size
         seconds = self._device.seconds(elements)
         if self.policy.is_sparse and layer.attends:
             ranking = self._rank_s(layer, rows, tokens, on_host=False)
@@ -232,7 +243,7 @@ class Costs(ModelBytes):
         attend."""
         if not layer.attends:
             return 0.0
-        seconds = self._host.seconds(self.kv_elements(layer, rows, tokens))
+        seconds = self._host.seconds(self.attended_elements(layer, rows, tokens))
         if self.policy.is_sparse:
             ranking = self._rank_s(layer, rows, tokens, on_host=True)
             seconds = seconds * self._read_share + ranking
@@ -249,7 +260,7 @@ class Costs(ModelBytes):
         device = self.device_attention_s(layer, rows, here) if here else 0.0
         if self.policy.attends_on_host:
             return device, self.host_attention_s(layer, rows, there)
-        elements = self.kv_elements(layer, rows, there)
+        elements = self.attended_elements(layer, rows, there)
         keys = self._device.seconds(elements) / 2 + self._rank_s(layer, rows, there, on_host=False)
         values = self._host.seconds(elements) * self.policy.attention_sparsity / 2
         return device + keys, values

@@ -57,6 +57,7 @@ LATENT = {
     "v_head_dim": 12,
     "num_key_value_heads": 4,
 }
+INDEXER = {"index_topk": 96, "index_head_dim": 16, "index_n_heads": 2}
 MISTRAL4_ROPE = rope(
     "yarn",
     mscale=1.0,
@@ -258,6 +259,75 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
             GLM | LATENT | {"q_lora_rank": None, "n_group": 2, "topk_group": 1},
         ),
     ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        (
+            GLM | LATENT | INDEXER | {"n_group": 3, "topk_group": 2, "first_k_dense_replace": 1},
+            GLM
+            | LATENT
+            | INDEXER
+            | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        ),
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        (
+            GLM | LATENT | INDEXER | {"first_k_dense_replace": 1},
+            GLM | LATENT | INDEXER | {"first_k_dense_replace": 0, "v_head_dim": 24},
+        ),
+    ),
+    "kimi_k25": (
+        "Kimi_K25",
+        (
+            {
+                "model_type": "deepseek_v3",
+                **GLM,
+                **LATENT,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+            },
+            {
+                "model_type": "deepseek_v3",
+                **GLM,
+                **LATENT,
+                "n_group": 2,
+                "topk_group": 1,
+                "first_k_dense_replace": 0,
+            },
+        ),
+    ),
+    "ministral3": (
+        "Ministral3",
+        (
+            {"head_dim": 16, **MISTRAL4_ROPE},
+            {"head_dim": 8, "sliding_window": 7, "tie_word_embeddings": True},
+        ),
+    ),
+    "mistral3": (
+        "Mistral3",
+        (
+            {"model_type": "ministral3", "head_dim": 8, **MISTRAL4_ROPE},
+            {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+        ),
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        ({"head_dim": 16}, {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        (
+            EXPERTS | {"head_dim": 16, "moe_intermediate_size": 12, "tie_word_embeddings": False},
+            EXPERTS
+            | {
+                "head_dim": 8,
+                "moe_intermediate_size": 20,
+                "mlp_only_layers": [1],
+                "tie_word_embeddings": True,
+            },
+        ),
+    ),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         (
@@ -286,6 +356,38 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
 """The names of transformers' classes, and two variants of a config."""
 
 
+QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+TOWERS: dict[str, dict[str, Any]] = {
+    "Qwen3VL": QWEN_TOWER,
+    "Qwen3VLMoe": QWEN_TOWER,
+    "Mistral3": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 16,
+        "image_size": 32,
+        "patch_size": 16,
+    },
+    "Kimi_K25": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    },
+}
+"""The towers for pictures of the models that see, by the names of their classes."""
+
+
 class Reference:
     """A tiny random model that transformers itself saved. more: fields of its config."""
 
@@ -298,9 +400,17 @@ class Reference:
         name, variants = VARIANTS[family]
         text = "Text" if name == "Gemma3" else ""
         fields = BASE | variants[variant] if family != "opt" else variants[variant]
-        config = getattr(transformers, f"{name}{text}Config")(**fields | more)
+        make = getattr(transformers, f"{name}{text}Config")
+        task = "CausalLM"
+        if name in TOWERS:
+            ids = {key: fields[key] for key in fields if key.endswith("token_id")}
+            config = make(text_config=fields | more, vision_config=TOWERS[name], **ids)
+            config.tie_word_embeddings = bool(fields.get("tie_word_embeddings"))
+            task = "ConditionalGeneration"
+        else:
+            config = make(**fields | more)
         config._attn_implementation = "eager"
-        self.model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        self.model = getattr(transformers, f"{name}For{task}")(config).eval()
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         for name, buffer in self.model.named_buffers():

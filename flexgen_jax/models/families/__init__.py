@@ -24,15 +24,25 @@ from flexgen_jax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_SEEING
 from flexgen_jax.models.families.latent import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     GLM4_MOE_LITE,
+    GLM_MOE_DSA,
     KIMI_K2,
     KIMI_K25,
     MISTRAL4,
 )
 from flexgen_jax.models.families.llama import LLAMA
+from flexgen_jax.models.families.mistral3 import MINISTRAL3, MISTRAL3
 from flexgen_jax.models.families.neox import NEOX
 from flexgen_jax.models.families.opt import OPT
-from flexgen_jax.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from flexgen_jax.models.families.qwen import (
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+)
 from flexgen_jax.models.family import Family
 from flexgen_jax.models.parts import ConfigError
 
@@ -67,6 +77,12 @@ FAMILIES: Mapping[str, Family] = {
         KIMI_K25,
         GLM4_MOE_LITE,
         MISTRAL4,
+        DEEPSEEK_V32,
+        GLM_MOE_DSA,
+        MINISTRAL3,
+        MISTRAL3,
+        QWEN3_VL,
+        QWEN3_VL_MOE,
     )
 }
 

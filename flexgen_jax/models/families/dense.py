@@ -19,7 +19,7 @@ from flexgen_jax.models.family import LINEAR, NORM, Family, Fields, Find, joined
 from flexgen_jax.models.parts import LayerParts, MLPSpec, NormSpec
 
 
-def _mistral(raw: Mapping[str, Any]) -> ModelConfig:
+def mistral(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads Mistral; with `layer_types`, as in Ministral, some layers have windows."""
     raw = {"sliding_window": DEFAULT_WINDOW, **raw}
     types = raw.get("layer_types")
@@ -94,7 +94,7 @@ def _starcoder2(raw: Mapping[str, Any]) -> ModelConfig:
     return read_llama(raw, attention, mlp, model, ids={"bos": 50256, "eos": 50256})
 
 
-MISTRAL = Family("mistral", _mistral, NAMES)
+MISTRAL = Family("mistral", mistral, NAMES)
 
 
 def _phi3_names() -> dict[str, str | Find]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families.llama import LAYER, NAMES, full_every, read_llama, windows_of
-from flexgen_jax.models.family import NORM, Family, Fields, pairs, with_text
+from flexgen_jax.models.family import NORM, SEEING, Family, Fields, pairs, with_text
 from flexgen_jax.models.parts import NormSpec
 
 
@@ -80,5 +80,5 @@ GEMMA3_SEEING = Family(
     "gemma3",
     _gemma3,
     _GEMMA_NAMES,
-    prefixes=("language_model.model.", "model.language_model.", "language_model.", "model.", ""),
+    prefixes=SEEING,
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families.experts import GLM4_MOE, corrected, shared_experts
 from flexgen_jax.models.families.llama import LAYER, gated, model_of
-from flexgen_jax.models.family import LINEAR, NORM, Family, Fields, pairs, with_text
+from flexgen_jax.models.family import LINEAR, NORM, SEEING, Family, Fields, pairs, with_text
 from flexgen_jax.models.parts import (
     ConfigError,
     ExpertsSpec,
@@ -98,10 +99,29 @@ def _deepseek_v3(raw: Mapping[str, Any]) -> ModelConfig:
     _must_be(raw, "topk_method", "noaux_tc")
     _must_be(raw, "scoring_func", "sigmoid")
     _must_be(raw, "moe_layer_freq", 1)
-    routing = corrected(own, scale=2.5, groups=8, top_groups=4)
+    is_glm = raw["model_type"] == "glm_moe_dsa"
+    groups, top_groups = (1, 1) if is_glm else (8, 4)
+    routing = corrected(own, scale=2.5, groups=groups, top_groups=top_groups)
     experts = shared_experts(raw, routing)
     dense, types = own.get("first_k_dense_replace", 3), raw.get("mlp_layer_types")
     return _read_latent(raw, experts, dense, {"bos": 0, "eos": 1}, types)
+
+
+def _indexed(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads DeepSeek-V3.2 and GLM-5: an indexer chooses the `index_topk` tokens that a token sees,
+    which are all of them in a context that is no longer."""
+    if raw["model_type"] == "glm_moe_dsa":
+        raw = {"rms_norm_eps": 1e-5, "q_lora_rank": 2048, **raw}
+        raw = {"qk_nope_head_dim": 192, "v_head_dim": 256, **raw}
+    config = _deepseek_v3(raw)
+    most = Fields(raw).count("index_topk", 2048)
+    if config.max_positions <= most:
+        return config
+    limit = (
+        f", index_topk: of longer contexts {raw['model_type']} sees a choice of tokens, and the "
+        "indexer that chooses them is not computed"
+    )
+    return replace(config, max_positions=most, context_limit=limit)
 
 
 def _glm4_moe_lite(raw: Mapping[str, Any]) -> ModelConfig:
@@ -163,6 +183,8 @@ LATENT_NAMES = {
     **pairs("decoder.{i}.attention.kv_norm", f"{LAYER}.self_attn.kv_a_layernorm", NORM),
 }
 
+_INDEXER = r"layers\.\d+\.self_attn\.indexer\..*"
+
 DEEPSEEK_V2 = Family("deepseek_v2", _deepseek_v2, LATENT_NAMES, GLM4_MOE.other_names)
 DEEPSEEK_V3 = Family("deepseek_v3", _deepseek_v3, LATENT_NAMES, GLM4_MOE.other_names)
 KIMI_K2 = Family("kimi_k2", _deepseek_v3, LATENT_NAMES, GLM4_MOE.other_names)
@@ -170,8 +192,18 @@ KIMI_K25 = Family(
     "kimi_k25",
     _deepseek_v3,
     LATENT_NAMES,
-    GLM4_MOE.other_names,
-    prefixes=("language_model.model.", "model.language_model.", "language_model.", "model.", ""),
+    {
+        key: name.replace("layers.", "blocks.")
+        for key, name in LATENT_NAMES.items()
+        if isinstance(name, str)
+    },  # as transformers saves them
+    prefixes=SEEING,
+)
+DEEPSEEK_V32 = Family(
+    "deepseek_v32", _indexed, LATENT_NAMES, GLM4_MOE.other_names, ignored=(_INDEXER,)
+)
+GLM_MOE_DSA = Family(
+    "glm_moe_dsa", _indexed, LATENT_NAMES, GLM4_MOE.other_names, ignored=(_INDEXER,)
 )
 GLM4_MOE_LITE = Family("glm4_moe_lite", _glm4_moe_lite, LATENT_NAMES, GLM4_MOE.other_names)
 MISTRAL4 = Family("mistral4", mistral4, LATENT_NAMES, GLM4_MOE.other_names)

@@ -9,11 +9,12 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families.llama import (
     EXPERT_NAMES,
     FUSED_EXPERTS,
+    LAYER,
     NAMES,
     read_llama,
     windows_of,
 )
-from flexgen_jax.models.family import Family, Fields
+from flexgen_jax.models.family import SEEING, Family, Fields, fused, with_text
 
 
 def _qwen_types(raw: Mapping[str, Any]) -> list[str]:
@@ -49,6 +50,12 @@ def _qwen3(raw: Mapping[str, Any]) -> ModelConfig:
     return _qwen({"head_dim": 128, **raw}, has_bias=False, norm="head")
 
 
+def _qwen3_vl(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads the part for text of Qwen3-VL: for text, its rotary embeddings are ordinary ones."""
+    raw = {"rope_theta": 500000.0, **with_text(raw), "use_sliding_window": False}
+    return _qwen({"norm_topk_prob": True, **raw}, has_bias=False, norm="head")
+
+
 QWEN2 = Family("qwen2", _qwen2, NAMES)
 
 
@@ -59,3 +66,18 @@ QWEN2_MOE = Family("qwen2_moe", _qwen2, EXPERT_NAMES, FUSED_EXPERTS)
 
 
 QWEN3_MOE = Family("qwen3_moe", _qwen3, EXPERT_NAMES, FUSED_EXPERTS)
+_FUSED = f"{LAYER}.mlp.experts"
+
+QWEN3_VL = Family("qwen3_vl", _qwen3_vl, NAMES, prefixes=SEEING)
+QWEN3_VL_MOE = Family(
+    "qwen3_vl_moe",
+    _qwen3_vl,
+    EXPERT_NAMES
+    | {
+        "decoder.{i}.experts.{e}.gate.kernel": fused(f"{_FUSED}.gate_up_proj", 0, 2, True),
+        "decoder.{i}.experts.{e}.up.kernel": fused(f"{_FUSED}.gate_up_proj", 1, 2, True),
+        "decoder.{i}.experts.{e}.down.kernel": fused(f"{_FUSED}.down_proj", 0, 1, True),
+    },
+    FUSED_EXPERTS,
+    prefixes=SEEING,
+)
