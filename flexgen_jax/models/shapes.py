@@ -124,6 +124,54 @@ def _glm(sizes: tuple[int, ...], experts: int, width: int, dense: int, **others:
     )
 
 
+_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+_YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
+
+
+def _deepseek_v3(model_type: str = "deepseek_v3", quantization: Raw = _FP8, **others: Any) -> Raw:
+    """DeepSeek-V3, whose experts' router and head stay in 16 bits, or a model like it."""
+    scaling = {**_YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    return _like(
+        model_type,
+        (7168, 18432, 61, 128, 128, 129280, 163840),
+        moe_intermediate_size=2048,
+        rope_scaling=scaling,
+        quantization_config=quantization,
+        **others,
+    )
+
+
+def _kimi_k2(quantization: Raw, positions: int) -> Raw:
+    """Kimi K2: DeepSeek-V3 with more experts, fewer heads and no groups."""
+    scaling = {**_YARN, "factor": positions / 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+    sizes = {"num_attention_heads": 64, "vocab_size": 163840, "max_position_embeddings": positions}
+    return {
+        **_deepseek_v3("kimi_k2", quantization),
+        **sizes,
+        "n_routed_experts": 384,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "rope_theta": 50000.0,
+        "rope_scaling": scaling,
+        "bos_token_id": 163584,
+        "eos_token_id": 163586,
+    }
+
+
+_KIMI_INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "group_size": 32, "type": "int", "symmetric": True},
+        }
+    },
+    "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*"],
+}
+
 SHAPES: Mapping[str, Raw] = {
     "facebook/opt-125m": _opt(768, 12, 12),
     "facebook/opt-350m": _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
@@ -262,6 +310,79 @@ SHAPES: Mapping[str, Raw] = {
             "weight_block_size": [128, 128],
             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
         },
+    ),
+    "deepseek-ai/DeepSeek-V2-Lite": _like(
+        "deepseek_v2",
+        (2048, 10944, 27, 16, 16, 102400, 163840),
+        q_lora_rank=None,
+        moe_intermediate_size=1408,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        rope_scaling={**_YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek-ai/DeepSeek-V2": _like(
+        "deepseek_v2",
+        (5120, 12288, 60, 128, 128, 102400, 163840),
+        moe_intermediate_size=1536,
+        n_routed_experts=160,
+        num_experts_per_tok=6,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        topk_method="group_limited_greedy",
+        n_group=8,
+        topk_group=3,
+        routed_scaling_factor=16.0,
+        rope_scaling={**_YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek-ai/DeepSeek-V3": _deepseek_v3(),
+    "deepseek-ai/DeepSeek-R1": _deepseek_v3(),
+    "deepseek-ai/DeepSeek-V3.2": _deepseek_v3("deepseek_v32", index_topk=2048),
+    "moonshotai/Kimi-K2-Instruct": _kimi_k2(_FP8, 131072),
+    "moonshotai/Kimi-K2-Thinking": _kimi_k2(_KIMI_INT4, 262144),
+    "zai-org/GLM-4.7-Flash": _like(
+        "glm4_moe_lite",
+        (2048, 10240, 47, 20, 20, 154880, 202752),
+        moe_intermediate_size=1536,
+        rope_theta=1000000.0,
+    ),
+    "zai-org/GLM-5": _like(
+        "glm_moe_dsa",
+        (6144, 12288, 78, 64, 64, 154880, 202752),
+        moe_intermediate_size=2048,
+        rope_theta=1000000.0,
+        index_topk=2048,
+    ),
+    "mistralai/Mistral-Small-4-119B-2603": _like(
+        "mistral4", (4096, 12288, 36, 32, 32, 131072, 1048576), moe_intermediate_size=2048
+    ),
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": _like(
+        "mistral3",
+        (5120, 32768, 40, 32, 8, 131072, 131072),
+        head_dim=128,
+        rope_theta=1000000000.0,
+    ),
+    "mistralai/Ministral-3-8B-Instruct-2512": _like(
+        "ministral3", (4096, 14336, 34, 32, 8, 131072, 262144)
+    ),
+    "baidu/ERNIE-4.5-21B-A3B-PT": _like(
+        "ernie4_5_moe",
+        (2560, 12288, 28, 20, 4, 103424, _CONTEXT),
+        moe_intermediate_size=1536,
+        moe_num_experts=64,
+        moe_k=6,
+        moe_num_shared_experts=2,
+        **_TIED,
+    ),
+    "Qwen/Qwen3-VL-8B-Instruct": _like(
+        "qwen3_vl", (4096, 12288, 36, 32, 8, 151936, 262144), **_QWEN3
+    ),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": _like(
+        "qwen3_vl_moe",
+        (2048, 6144, 48, 32, 4, 151936, 262144),
+        moe_intermediate_size=768,
+        **_QWEN3_MOE,
     ),
     "HuggingFaceTB/SmolLM3-3B": _like(
         "smollm3", (2048, 11008, 36, 16, 4, 128256, 65536), rope_theta=5000000.0, **_TIED

@@ -46,6 +46,9 @@ PARAMETERS = {
     "openai/gpt-oss-20b": 20_914_757_184,
     "openai/gpt-oss-120b": 116_829_156_672,
     "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
+    "deepseek-ai/DeepSeek-V2": 235_741_434_880,
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200,
     "allenai/Olmo-3-1025-7B": 7_298_011_136,
 }
 

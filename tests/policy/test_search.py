@@ -49,7 +49,11 @@ def test_profiles_survive_json(name: str, tmp_path: Path) -> None:
 SHEETS = {
     "t4-16gb": (65e12, 320e9, 15.8e9),
     "rtx3090-24gb": (142e12, 936e9, 31.5e9),
+    "rtx4090-24gb": (165e12, 1008e9, 31.5e9),
+    "a5000-24gb": (111e12, 768e9, 31.5e9),
+    "l4-24gb": (121e12, 300e9, 31.5e9),
     "a100-80gb": (312e12, 2039e9, 31.5e9),
+    "h100-80gb": (989e12, 3350e9, 63e9),
     "h200-141gb": (990e12, 4800e9, 63e9),
 }
 """FLOP/s of dense fp16 products, byte/s of the memory and of the bus, from NVIDIA's data sheets."""

@@ -141,14 +141,59 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        close = difflib.get_close_matches(str(model_type), FAMILIES, 1, 0.4)
-        hint = f"; the closest is {close[0]}" if close else ""
-        raise ConfigError(
-            f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}{hint}"
-        )
+        raise ConfigError(_unsupported(str(model_type)))
     quantization_of(raw)
     for part in (raw, raw.get("text_config") or {}):
         for name, allowed in REFUSED.items():
             if part.get(name) not in (None, *allowed):
                 raise ConfigError(f"{name} is {part[name]!r}, which is not supported")
     return FAMILIES[model_type].read_config(raw)
+
+
+STATE = "layers with a recurrent state"
+MISSING: Mapping[str, tuple[str, str]] = {
+    "qwen3_next": ("qwen3_moe", STATE),
+    "qwen3_5": ("qwen3_vl", STATE),
+    "qwen3_5_moe": ("qwen3_vl_moe", STATE),
+    "kimi_linear": ("kimi_k2", STATE),
+    "mamba": ("llama", STATE),
+    "mamba2": ("llama", STATE),
+    "falcon_mamba": ("llama", STATE),
+    "falcon_h1": ("llama", STATE),
+    "jamba": ("mixtral", STATE),
+    "nemotron_h": ("llama", STATE),
+    "granitemoehybrid": ("mixtral", STATE),
+    "lfm2": ("llama", "layers of short convolutions"),
+    "minimax": ("minimax_m2", "layers of linear attention"),
+    "gemma4": ("gemma3", "experts beside a dense block, and values that are the keys"),
+    "gemma3n": ("gemma3_text", "embeddings of each layer, and layers that share keys and values"),
+    "llama4": ("llama", "attention in chunks, and experts whose input is weighted"),
+    "deepseek_v4": ("deepseek_v32", "compressed and hyper-connected attention"),
+    "qwen2_vl": ("qwen2", "its prefixes and rotary sections"),
+    "qwen2_5_vl": ("qwen2", "its prefixes and rotary sections"),
+    "glm4": ("llama", "interleaved rotary embeddings with norms on the results"),
+    "glm4v_moe": ("glm4_moe", "its prefixes and rotary sections"),
+    "cohere2": ("llama", "a parallel block with interleaved rotary embeddings"),
+    "gpt2": ("opt", "kernels that are stored transposed and joined"),
+    "falcon": ("gpt_neox", "one head of keys and values joined with the queries"),
+    "bloom": ("opt", "ALiBi"),
+    "mpt": ("opt", "ALiBi"),
+    "phi": ("gpt_neox", "rotary embeddings of a part in a parallel block with own names"),
+    "phimoe": ("mixtral", "sparsemixer's routing"),
+    "t5": ("llama", "an encoder and cross-attention"),
+    "bert": ("llama", "generation: it is an encoder"),
+}
+"""Known types that are not supported: the closest family, and what it does not have."""
+
+
+def _unsupported(model_type: str) -> str:
+    """Returns what is said of a type that is not supported."""
+    kind = model_type.removesuffix("_text")
+    said = f"model_type {model_type!r} is not supported"
+    if kind in MISSING:
+        closest, missing = MISSING[kind]
+        said += f": the closest family, {closest}, lacks {missing}"
+    else:
+        close = difflib.get_close_matches(model_type, FAMILIES, 1, 0.4)
+        said += f"; the closest is {close[0]}" if close else ""
+    return f"{said}; supported: {', '.join(FAMILIES)}"
