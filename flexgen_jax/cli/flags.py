@@ -234,8 +234,8 @@ def _placement_flags(command: Function) -> Function:
                 show_default=True,
                 metavar="auto|FILE",
                 help="A policy as JSON, or what `plan --json` wrote; auto searches for the fastest "
-                "one, unless a flag from --percent to --schedule, or --no-overlap, fixes it: then "
-                "what no flag places is all on the GPU, in batches of 8 or fewer.",
+                "one, unless a flag from --percent to --schedule, --no-overlap or --no-copy-ahead "
+                "fixes it: then what no flag places is all on the GPU, in batches of 8 or fewer.",
             ),
             click.option(
                 "--percent",
@@ -263,6 +263,12 @@ def _placement_flags(command: Function) -> Function:
                 "default), one a pass (diagonal), when all have left (zigzag), one by one (row).",
             ),
             click.option("--no-overlap", is_flag=True, help="Do not prefetch."),
+            click.option(
+                "--no-copy-ahead",
+                is_flag=True,
+                help="Copy a layer's weights to the GPU only when the one before is computed: it "
+                "has room for one of hundreds of experts.",
+            ),
         ],
     )
 
@@ -359,6 +365,8 @@ def build_policy(
     changes = {name: value for name, value in shape.items() if value is not None}
     if changes.pop("no_overlap", False):
         changes["overlap"] = False
+    if changes.pop("no_copy_ahead", False):
+        changes["copies_ahead"] = False
     if policy_file != "auto":
         if percent or given:
             raise PolicyError("--policy FILE and placement flags exclude each other")

@@ -106,6 +106,7 @@ def flags_of(policy: Policy) -> str:
     for name in (*names, "attention_sparsity"):
         if getattr(policy, name) != getattr(default, name):
             flags += f" --{name.replace('_', '-')} {getattr(policy, name)}"
+    flags += "" if policy.copies_ahead else " --no-copy-ahead"
     return flags + ("" if policy.overlap else " --no-overlap")
 
 

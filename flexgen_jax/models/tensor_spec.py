@@ -6,6 +6,7 @@ This module imports no JAX, so that policies can be computed without it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
@@ -17,6 +18,11 @@ from flexgen_jax.models.parts import StateLeaf
 Role = Literal["query", "key", "value", "router", "expert", "other"]
 """Result of a decoder layer's matrix: attention's queries, keys or values, the choice of experts,
 one expert's, or anything else."""
+
+
+@lru_cache(maxsize=4096)  # of a model's thousands of tensors few have different shapes
+def _storage(shape: tuple[int, ...], dtype: str, packing: Format | None) -> Storage:
+    return Storage(shape, dtype, packing)
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,10 @@ class TensorSpec:
         format; of other models the large tensors are quantized. is_papers: in the paper's format.
         """
         if bits == 16 or self.is_small:
-            return Storage(self.shape, self.dtype or dtype)
+            return _storage(self.shape, self.dtype or dtype, None)
         if not self.can_pack:
-            return Storage(self.shape, dtype, self.published)
-        return Storage(self.shape, dtype, paper(bits) if is_papers else own(bits, self.is_table))
+            return _storage(self.shape, dtype, self.published)
+        return _storage(self.shape, dtype, paper(bits) if is_papers else own(bits, self.is_table))
 
     @property
     def is_table(self) -> bool:

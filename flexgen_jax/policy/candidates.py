@@ -22,6 +22,9 @@ GAIN = 1.01
 """Factor of throughput that smaller KV blocks must exceed to be chosen, since the linear program
 does not know what their additional reads and programs cost."""
 
+LARGE_LAYERS = 0.3
+"""The share of the device's memory from which two layers' weights count as much of it."""
+
 LEAN = 0.9
 """The share of a limit of written bytes that the linear program may use, since the simulator may
 find less time for them."""
@@ -41,7 +44,13 @@ def policies(problem: Problem) -> Iterator[Policy]:
     """Yields the policies for which a linear program has to choose the fractions."""
     choices, wanted = problem.choices, problem.workload.num_sequences
     variants = list(
-        product(choices.weight_bits, choices.cache_bits, choices.attentions, choices.sparsities)
+        product(
+            choices.weight_bits,
+            choices.cache_bits,
+            choices.attentions,
+            choices.sparsities,
+            _copies(problem),
+        )
     )
     sizes = set(BATCH_SIZES)
     if wanted:
@@ -50,7 +59,7 @@ def policies(problem: Problem) -> Iterator[Policy]:
     for size, batches in product(sorted(sizes), NUM_BATCHES):
         if wanted and size * (batches - 1) >= wanted:
             continue
-        for weight_bits, cache_bits, attention, sparsity in variants:
+        for weight_bits, cache_bits, attention, sparsity, copies in variants:
             yield replace(
                 problem.base,
                 batch_size=size,
@@ -59,7 +68,19 @@ def policies(problem: Problem) -> Iterator[Policy]:
                 cache_bits=cache_bits,
                 attention=attention,
                 attention_sparsity=sparsity,
+                copies_ahead=copies,
             )
+
+
+def _copies(problem: Problem) -> tuple[bool, ...]:
+    """Returns whether weights may be copied to the device ahead, and whether plans without that are
+    tried: where two layers take much of the device."""
+    ahead, device = problem.base.copies_ahead, problem.budgets.device
+    if problem.setting.unified or device is None or not ahead:
+        return (ahead,)
+    costs = problem.costs(problem.base)
+    largest = max(costs.layer_bytes(layer) for layer, _ in costs.spec.decoder_kinds)
+    return (True, False) if 2 * largest > LARGE_LAYERS * device else (True,)
 
 
 def solution_of(problem: Problem, policy: Policy, budgets: Budgets) -> Solution | None:
@@ -148,7 +169,10 @@ def _answer(problem: Problem, policy: Policy) -> Candidate | None:
 
 def _is_no_larger(first: Policy, second: Policy) -> bool:
     """Returns whether `first` has no larger or more batches, and attends in the way of `second`."""
-    alike = (first.attention, first.is_sparse) == (second.attention, second.is_sparse)
+    alike = all(
+        getattr(first, name) == getattr(second, name)
+        for name in ("attention", "is_sparse", "copies_ahead")
+    )
     fewer = first.batch_size <= second.batch_size and first.num_batches <= second.num_batches
     return alike and fewer
 

@@ -247,4 +247,7 @@ def _combine(costs: Costs, work: Work, is_prefill: bool) -> dict[str, LinearTerm
     is_serial = unified or not policy.order.shares_weights or not policy.overlap
     exposed = 1.0 if is_serial else 1 / policy.num_batches
     together = work.host + work.device * exposed + lost
-    return seconds | {"compute": work.device + lost, "host_compute": together}
+    alone = work.device + lost
+    if not policy.copies_ahead:  # nothing is computed while a layer's weights are copied
+        alone = alone + seconds["host_to_device"]
+    return seconds | {"compute": alone, "host_compute": together}

@@ -41,7 +41,9 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
     ahead = Ahead.of(policy)
     prompt, cached = workload.prompt_len, workload.prompt_len + max(workload.gen_len - 1, 0)
     weights, small = _weight_bytes(costs.setting.config, costs.formats)
-    layer, ends = costs.mean(costs.layer_bytes), costs.end_bytes()
+    # Of the largest layers, if not of all: those with experts among dense ones.
+    layer = max(costs.layer_bytes(layer) for layer, _ in costs.spec.decoder_kinds)
+    ends = costs.end_bytes()
     chunk, *others = sorted(costs.chunks(prompt, workload.scores_prompts), reverse=True)
     kv_chunk = costs.mean(lambda layer: costs.kv_bytes(layer, rows, chunk))
     kv_layer = 0.0

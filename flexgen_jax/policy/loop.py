@@ -143,8 +143,10 @@ class BlockLoop:
                 return
         elif not step.batch.is_going:
             self._enter(step)
-        inputs = self._inputs(step)
         moves = not self._plan.is_resident
+        if moves and self._waits(step):
+            self._retire_latest(step)
+        inputs = self._inputs(step)
         if moves:
             self._prefetch.copy_ahead()
             self._visits.copy_ahead(step)
@@ -158,6 +160,11 @@ class BlockLoop:
         if moves:
             self._visits.read_ahead(step.visit)
             self._prefetch.read_ahead()
+
+    def _waits(self, step: Step) -> bool:
+        """Returns whether a step's weights are copied only when the layer before is computed."""
+        is_next = self._latest is not None and self._latest.step.visit != step.visit
+        return is_next and not self._plan.policy.copies_ahead
 
     def _enter(self, step: Step) -> None:
         """Takes in the batch of a step, its first one."""

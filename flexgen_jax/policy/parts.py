@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 from flexgen_jax.models.formats.format import Leaf
 from flexgen_jax.models.formats.storage import Storage
-from flexgen_jax.models.spec import LayerSpec, ModelSpec
+from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.models.tensor_spec import Formats, TensorSpec
 from flexgen_jax.policy.policy import Tier
+
+BUNDLES = 32
+"""Parts of a layer's experts where all of them are loaded: a plan of a model with hundreds of
+experts a layer would take long to compute with a part for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +28,7 @@ class Layout:
 class WeightsPart:
     """The tensors of a layer that are moved together, and what moving them takes.
 
-    Of a decoder layer, each tensor that is copied to the device is a part, or those of an expert
+    Of a decoder layer, each tensor that is copied to the device is a part, or those of some experts
     together, because the parts travel beside one step each, and the others are one part. Each
     tensor of the embedding and the head is a part of its own, because both may have the same table.
     """
@@ -39,50 +43,61 @@ class WeightsPart:
     layouts: tuple[Layout, ...]
     # Bytes of the device that a copy of it takes.
     copied: int
-    # The number of the expert that the part is, which need not be loaded if nobody chooses it.
+    # The number of the first expert of the part, if it is of experts.
     expert: int | None = None
 
 
-def divided(
-    spec: ModelSpec,
-    formats: Formats,
-    tiers: Mapping[str, Tier],
-    unified: bool,
-    layout: Callable[[Sequence[Storage]], Layout],
-) -> tuple[tuple[WeightsPart, ...], ...]:
-    """Returns the parts of every layer's weights.
+class Divider:
+    """Divides layers into parts.
 
-    tiers: the home of every tensor, by key; layout: that of a buffer for some arrays. Layers that
-    have the same tensors have the same parts.
+    tiers: the home of every tensor, by key; layout: that of a buffer for some arrays.
     """
-    known: dict[tuple[str, ...], WeightsPart] = {}
 
-    def part(layer: LayerSpec, tensors: tuple[TensorSpec, ...]) -> WeightsPart:
+    def __init__(
+        self,
+        formats: Formats,
+        tiers: Mapping[str, Tier],
+        unified: bool,
+        layout: Callable[[Sequence[Storage]], Layout],
+    ) -> None:
+        self._formats, self._tiers, self._unified = formats, tiers, unified
+        self._layout = layout
+        self._known: dict[tuple[str, ...], WeightsPart] = {}
+
+    def parts(self, layer: LayerSpec) -> tuple[WeightsPart, ...]:
+        """Returns the parts of all of a layer's weights. Layers that have the same tensors have the
+        same parts."""
+        size = max(1, layer.experts.count // BUNDLES) if layer.experts else 1
+        groups = _grouped(layer, self._tiers, self._unified, size)
+        return tuple(self._part(layer, tensors) for tensors in groups)
+
+    def experts(self, layer: LayerSpec) -> dict[int, WeightsPart]:
+        """Returns the experts of a layer that have to be loaded, each as a part, by number."""
+        groups = _grouped(layer, self._tiers, self._unified, 1)
+        parts = (self._part(layer, group) for group in groups if group[0].expert is not None)
+        return {part.expert: part for part in parts if part.expert is not None}
+
+    def _part(self, layer: LayerSpec, tensors: tuple[TensorSpec, ...]) -> WeightsPart:
         keys = tuple(tensor.key for tensor in tensors)
-        if keys not in known:
-            away = [tensor for tensor in tensors if tiers[tensor.key] != "device"]
-            on_disk = [tensor for tensor in away if tiers[tensor.key] == "disk"]
-            nbytes = sum(formats.weight(tensor).nbytes for tensor in away)
-            known[keys] = WeightsPart(
+        if keys not in self._known:
+            away = [tensor for tensor in tensors if self._tiers[tensor.key] != "device"]
+            on_disk = [tensor for tensor in away if self._tiers[tensor.key] == "disk"]
+            nbytes = sum(self._formats.weight(tensor).nbytes for tensor in away)
+            self._known[keys] = WeightsPart(
                 layer=layer.index,
                 keys=keys,
                 is_kept=layer.kind != "decoder",
-                layouts=tuple(layout([formats.weight(tensor)]) for tensor in on_disk),
-                copied=0 if unified else nbytes,
+                layouts=tuple(self._layout([self._formats.weight(t)]) for t in on_disk),
+                copied=0 if self._unified else nbytes,
                 expert=tensors[0].expert,
             )
-        return known[keys]
-
-    return tuple(
-        tuple(part(layer, tensors) for tensors in _grouped(layer, tiers, unified))
-        for layer in spec.layers
-    )
+        return self._known[keys]
 
 
 def _grouped(
-    layer: LayerSpec, tiers: Mapping[str, Tier], unified: bool
+    layer: LayerSpec, tiers: Mapping[str, Tier], unified: bool, size: int
 ) -> Iterable[tuple[TensorSpec, ...]]:
-    """Yields the tensors of each part of a layer."""
+    """Yields the tensors of each part of a layer; size: experts in a part."""
     away = {tensor.key for tensor in layer.tensors if tiers[tensor.key] != "device"}
     moves = set() if unified else away
     experts: dict[int, list[TensorSpec]] = {}
@@ -90,7 +105,7 @@ def _grouped(
     others: list[TensorSpec] = []
     for tensor in layer.tensors:
         if tensor.expert is not None and tensor.key in away:
-            experts.setdefault(tensor.expert, []).append(tensor)
+            experts.setdefault(tensor.expert // size, []).append(tensor)
         elif layer.kind == "decoder" and tensor.key not in moves:
             together.append(tensor)
         else:

@@ -18,7 +18,7 @@ from flexgen_jax.models.parts import StateLeaf
 from flexgen_jax.models.spec import LayerSpec, ModelSpec
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats
-from flexgen_jax.policy.parts import Layout, WeightsPart, divided
+from flexgen_jax.policy.parts import Divider, Layout, WeightsPart
 from flexgen_jax.policy.placement import Homes, Placer, place_weights
 from flexgen_jax.policy.policy import (
     TIERS,
@@ -170,7 +170,15 @@ class BlockPlan:
     @cached_property
     def parts(self) -> tuple[tuple[WeightsPart, ...], ...]:
         """The parts of every layer's weights."""
-        return divided(self.spec, self.formats, self.tiers, self.unified, self.layouts.buffer)
+        return tuple(self._divider.parts(layer) for layer in self.spec.layers)
+
+    def experts(self, layer: int) -> dict[int, WeightsPart]:
+        """Returns the experts of a layer that have to be loaded, each as a part, by number."""
+        return self._divider.experts(self.spec.layers[layer])
+
+    @cached_property
+    def _divider(self) -> Divider:
+        return Divider(self.formats, self.tiers, self.unified, self.layouts.buffer)
 
     @cached_property
     def layouts(self) -> Layouts:
@@ -207,7 +215,7 @@ class Layouts:
         if not layer.attends:
             return True
         policy = self._plan.policy
-        return not (policy.attends_on_host if leaf.name == "key" else policy.values_stay)
+        return not (policy.values_stay if leaf.name == "value" else policy.attends_on_host)
 
     def of_block(self, layer: LayerSpec, rows: int, tokens: int) -> BlockSizes:
         """Returns what a KV block of a layer takes; layers of equal shapes share it."""

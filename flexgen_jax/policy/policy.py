@@ -122,7 +122,9 @@ class Policy:
     A block is `num_batches` batches of `batch_size` sequences, the most that are there together; a
     layer's weights serve all of them. `schedule` says when others enter: "continuous" as soon as
     rows are free, "diagonal" one batch a wave, "zigzag" when all have left, "row" one by one.
-    Without `overlap`, nothing is loaded ahead of its use.
+    Without `overlap`, nothing is loaded ahead of its use; without `copies_ahead`, a layer's weights
+    are read ahead, but copied to the device only when the layer before is computed, so that the
+    device has room for one of them: layers with hundreds of experts are that large.
 
     A prompt of more than `prefill_chunk` tokens is prefilled in chunks of so many, one a wave.
 
@@ -153,6 +155,7 @@ class Policy:
     num_batches: int = 1
     schedule: str = "continuous"
     overlap: bool = True
+    copies_ahead: bool = True
     kv_block_tokens: int = 32
     prefill_chunk: int = 2048
     attention: Attention = "auto"
@@ -322,7 +325,9 @@ class Ahead:
 
     @classmethod
     def of(cls, policy: Policy) -> Ahead:
-        return cls() if policy.overlap else cls(0, 0, 0, 0, 0)
+        if not policy.overlap:
+            return cls(0, 0, 0, 0, 0)
+        return cls() if policy.copies_ahead else cls(weight_copies=0)
 
 
 def cut(tokens: int, size: int) -> tuple[int, ...]:

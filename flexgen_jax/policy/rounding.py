@@ -23,10 +23,12 @@ TRIES = 8
 
 
 class Placed(NamedTuple):
-    """The plan of a policy's largest block, and its exact peaks."""
+    """The plan of a policy's largest block, its exact peaks, and the budgets with which the linear
+    program found it."""
 
     plan: BlockPlan
     needed: dict[Tier, int]
+    budgets: Budgets
 
 
 Peaks = dict[Policy, dict[Tier, int]]
@@ -39,14 +41,17 @@ def fitted(
     solve_within: Callable[[Budgets], Solution | None],
     known: Peaks | None = None,
     first: Solution | None = None,
+    start: Budgets | None = None,
 ) -> Placed | None:
     """Returns the plan of a policy with rounded fractions and exact peaks within the budgets.
 
     If the peaks exceed the budgets, the linear program is solved again with smaller ones. Returns
     None if that finds no policy. solve_within: solves it; first: its solution within all of the
-    budgets, if that is known; known: peaks that were computed before; others are added.
+    budgets, if that is known; known: peaks that were computed before; others are added; start:
+    smaller budgets with which to begin, in place of `first`.
     """
-    budgets, known = problem.budgets, {} if known is None else known
+    first = first if start is None else None
+    budgets, known = start or problem.budgets, {} if known is None else known
     for _ in range(TRIES):
         solution, first = first or solve_within(budgets), None
         if solution is None:
@@ -56,7 +61,7 @@ def fitted(
             known[plan.policy] = peak_bytes(plan, problem.budgets.shortfalls)
         needed = known[plan.policy]
         if not problem.budgets.shortfalls(needed):
-            return Placed(plan, needed)
+            return Placed(plan, needed, budgets)
         budgets = reduced(budgets, problem.budgets, needed)
     return None
 

@@ -11,8 +11,10 @@ from dataclasses import replace
 from functools import partial
 from statistics import geometric_mean
 
+from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.policy.candidates import Candidate, candidates, solution_of
 from flexgen_jax.policy.cost_model import block_terms
+from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.memory import peak_bytes
 from flexgen_jax.policy.placement import page_cached
 from flexgen_jax.policy.policy import Policy, Tier
@@ -27,6 +29,10 @@ CHECKED = 3
 SAMPLED_STEPS = 1_500
 """Approximate number of steps to simulate; a longer run is simulated for a sample of its tokens."""
 
+MANY_TENSORS = 10_000
+"""Of a model with more tensors, exact peaks take seconds: what the first candidate exceeded by is
+taken from the budgets of the others at once."""
+
 SLACK = 0.05
 """Loss of throughput for which a smaller block is preferred, if the number of sequences is free."""
 
@@ -40,11 +46,11 @@ FASTER = 4.0
 def evaluate(problem: Problem, policy: Policy) -> Plan:
     """Returns the simulator's prediction for a policy and the problem's workload."""
     plan = problem.plan(policy)
-    return _evaluated(problem, Placed(plan, peak_bytes(plan)))
+    return _evaluated(problem, Placed(plan, peak_bytes(plan), problem.budgets))
 
 
 def _evaluated(problem: Problem, placed: Placed) -> Plan:
-    plan, needed = placed
+    plan, needed = placed.plan, placed.needed
     policy, costs = plan.policy, problem.costs(plan.policy)
     batches, layers = plan.shape.batch_sizes, len(plan.spec.decoders)
     sample = max(1, SAMPLED_STEPS // (layers * len(batches)))
@@ -147,6 +153,8 @@ def _search_once(problem: Problem) -> list[Plan]:
     plans: list[Plan] = []
     looked_at: set[Policy] = set()
     known: Peaks = {}
+    is_large = len(model_spec(problem.setting.config).tensors) > MANY_TENSORS
+    start: Budgets | None = None
     for candidate in _shortlist(problem, candidates(problem)):
         placed = fitted(
             problem=problem,
@@ -154,7 +162,10 @@ def _search_once(problem: Problem) -> list[Plan]:
             solve_within=partial(solution_of, problem, candidate.policy),
             known=known,
             first=candidate.solution,
+            start=start,
         )
+        if placed is not None and is_large and placed.budgets != problem.budgets:
+            start = placed.budgets
         if placed is None or placed.plan.policy in looked_at:
             continue
         looked_at.add(placed.plan.policy)

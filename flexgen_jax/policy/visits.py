@@ -55,6 +55,11 @@ class Visits:
         self._rows: int | None = None
         # A visit, and the rows that have chosen experts in it.
         self._routed = (-1, 0)
+        # The experts of each layer that have to be loaded, by number.
+        self._experts: dict[int, dict[int, WeightsPart]] = {}
+        # Those that the steps of the visit have taken, and the visit and the experts of a guess.
+        self._chosen: dict[int, Handle] = {}
+        self._guessed: tuple[int, set[int]] = (-1, set())
         self.guessed_right = self.guessed_wrong = 0
 
     def _start(self, key: VisitPart) -> PartLoad:
@@ -134,9 +139,11 @@ class Visits:
             self._stream.release(key, dispatched)
         self._taken.clear()
         self._held.clear()
+        self._chosen.clear()
         if self._has_experts[step.layer]:
-            keys: list[VisitPart] = [(step.visit, part) for part in self._plan.parts[step.layer]]
-            unchosen = {key for key in keys if key in self._stream}
+            alone = self._experts[step.layer].values() if step.layer in self._experts else ()
+            parts = (*self._plan.parts[step.layer], *alone)
+            unchosen = {(step.visit, part) for part in parts if (step.visit, part) in self._stream}
             self.guessed_wrong += len(unchosen)
             self._stream.keep_only(lambda key: key not in unchosen, dispatched)
 
@@ -150,6 +157,8 @@ class Visits:
         self._stream.keep_only(lambda key: key[0] in visits, dispatched)
         self._taken = {key: None for key in self._taken if key in self._stream}
         self._held.clear()
+        self._chosen.clear()
+        self._guessed = (-1, set())
         self._read_for = self._copied_for = None  # other visits come next
         self._read_until = -1
 
@@ -183,15 +192,19 @@ class Visits:
         guesses = later is not None and self._loads_chosen(later)
 
         def load(numbers: Collection[int], guessed: Collection[int]) -> list[Handle]:
-            keys = self._expert_keys(step, numbers)
-            self.guessed_right += sum(key in self._stream for key in keys if key not in self._taken)
+            parts = self._experts_of(step)
+            away = [number for number in numbers if number in parts]
+            new = [number for number in away if number not in self._chosen]
+            keys: list[VisitPart] = [(step.visit, parts[number]) for number in new]
+            self.guessed_right += sum(key in self._stream for key in keys)
             for key in keys:  # all reads begin before any is waited for
                 self._stream.prefetch(key)
             if guesses and later is not None:
-                for key in self._expert_keys(later, guessed):
-                    self._stream.prefetch(key)
+                self._guess(later, guessed)
             self._taken |= dict.fromkeys(keys)
-            return [self._stream.take(key) for key in keys]
+            for number, key in zip(new, keys, strict=True):
+                self._chosen[number] = self._stream.take(key)
+            return [self._chosen[number] for number in away]
 
         expected = self._plan.spec.layers[step.layer].chosen_experts(rows)
         return ChosenExperts(
@@ -202,10 +215,21 @@ class Visits:
             total=experts.count,
         )
 
-    def _expert_keys(self, step: Step, numbers: Collection[int]) -> list[VisitPart]:
-        """Returns the experts with these numbers, of a step's layer, that are not on the device."""
-        parts = self._plan.parts[step.layer]
-        return [(step.visit, part) for part in parts if part.expert in numbers]
+    def _guess(self, step: Step, numbers: Collection[int]) -> None:
+        """Starts to load the experts that a later step is guessed to choose."""
+        visit, before = self._guessed
+        known = before if visit == step.visit else set[int]()
+        parts = self._experts_of(step)
+        for number in [n for n in numbers if n not in known and n in parts]:
+            self._stream.prefetch((step.visit, parts[number]))
+        self._guessed = (step.visit, known.union(numbers))
+
+    def _experts_of(self, step: Step) -> dict[int, WeightsPart]:
+        """Returns the experts of a step's layer that are not on the device, by number."""
+        layer = step.layer
+        if layer not in self._experts:
+            self._experts[layer] = self._plan.experts(layer)
+        return self._experts[layer]
 
     def close(self) -> None:
         """Ends all loads."""

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.memory import peak_bytes
-from flexgen_jax.policy.plan import few_are_chosen
-from flexgen_jax.policy.shapes import BlockShape
+from flexgen_jax.policy.plan import BlockPlan, few_are_chosen
+from flexgen_jax.policy.shapes import BlockShape, Setting
 from flexgen_jax.policy.simulate import simulate
 from flexgen_jax.policy.simulated_steps import GUESSED
 from tests.helpers.models import prompts
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 RAW = MIXTRAL | {"num_local_experts": 8}
 NEW = 9
+MANY = MIXTRAL | {"num_local_experts": 70, "intermediate_size": 16}
+LONGEST = 24
 
 
 def expert_bytes() -> int:
@@ -111,3 +114,42 @@ def test_expected_experts() -> None:
     assert layer.chosen_experts(2) == pytest.approx(8 * (1 - 0.75**2))
     assert layer.chosen_experts(200) == pytest.approx(8)
     assert layer.active_size == layer.large_size - 6 * layer.expert_size
+
+
+def peaks(config: ModelConfig, copies_ahead: bool) -> int:
+    """Bytes of the device with weights on the host."""
+    policy = Policy.from_percent(0, 100, 100, 0, 100, 0, batch_size=2, copies_ahead=copies_ahead)
+    shape = BlockShape((2,), (LONGEST,), NEW)
+    plan = BlockPlan(Setting(config, "float32", unified=False), policy, shape)
+    return peak_bytes(plan)["device"]
+
+
+@pytest.mark.parametrize("copies_ahead", [True, False])
+def test_many_experts_are_loaded_together_or_alone(tmp_path: Path, copies_ahead: bool) -> None:
+    """Of 70 experts, prompts load bundles of two, and a few tokens the chosen ones; without copies
+    ahead there is one layer on the device."""
+    model = write(tmp_path / "m", MANY)
+    asked = prompts()[1:3]
+    policy = Policy.from_percent(0, 0, 0, 100, 0, 100, batch_size=2, copies_ahead=copies_ahead)
+    params = SamplingParams(max_tokens=NEW, ignore_eos=True)
+    with LLM(
+        tmp_path / "m",
+        dtype="float32",
+        policy=policy,
+        offload_dir=tmp_path / "o",
+        unified=False,
+    ) as llm:
+        found = llm.generate(prompt_token_ids=asked, sampling_params=params)
+        report = llm.report()
+    for ids, result in zip(asked, found, strict=True):
+        assert result.token_ids == model.greedy(ids, NEW)
+    assert report["guessed_experts"]["right"] > 0
+
+
+def test_without_copies_ahead_a_layer_less_is_on_the_device() -> None:
+    config = read_config(MANY)
+    layer = model_spec(config).decoders[0]
+    formats = Formats("float32")
+    nbytes = sum(formats.weight(tensor).nbytes for tensor in layer.large)
+    # At the peak without them, the embedding's table may be there beside the layer.
+    assert 0.9 * nbytes < peaks(config, True) - peaks(config, False) <= nbytes

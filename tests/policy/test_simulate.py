@@ -28,6 +28,7 @@ OPTIONS = (
     {"attention": "device"},
     {"schedule": "row"},
     {"overlap": False},
+    {"copies_ahead": False},
     {"weight_bits": 4, "cache_bits": 4},
 )
 

@@ -15,8 +15,8 @@ contiguous part of the array. Codes of 6, 5 and 3 bits are kept in two parts, of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
@@ -106,6 +106,14 @@ class Format:
     center: int = 0
     subtracts: bool = False
     has_order: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash of the fields, once: plans look up tens of thousands of tensors by it."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @property
     def widths(self) -> tuple[int, ...]:

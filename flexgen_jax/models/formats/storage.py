@@ -104,7 +104,7 @@ class Storage:
             for number, (_, length) in enumerate(self.parts(count, factor))
         ]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves)
 
