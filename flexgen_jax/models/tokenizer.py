@@ -13,6 +13,12 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from flexgen_jax.models.folder import CheckpointError, read_object
 from flexgen_jax.models.special_tokens import CONFIG, SpecialTokens, read_special_tokens
+from flexgen_jax.models.tokenizer_models import (
+    SENTENCEPIECE,
+    TIKTOKEN,
+    bytes_of_characters,
+    folder_json,
+)
 from flexgen_jax.models.weight_source import digest
 
 BEFORE = "\x02"
@@ -124,15 +130,7 @@ class Tokenizer:
         return str(token).replace("\u2581", " ").encode()
 
 
-def _bytes_of_gpt2() -> dict[str, int]:
-    """Returns the byte for which each character stands in vocabularies of bytes: printable ones
-    for themselves, the others for characters from 256 on, as GPT-2 has it."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
-_BYTES = _bytes_of_gpt2()
+_BYTES = bytes_of_characters()
 
 
 def _load(folder: Path) -> FastTokenizer:
@@ -153,17 +151,27 @@ def _load(folder: Path) -> FastTokenizer:
                 add_prefix_space=bool(config.get("add_prefix_space", False)),
             )._tokenizer
             return pair
+        made = folder_json(folder)
+        if made is not None:
+            return FastTokenizer.from_str(json.dumps(made))
+    except CheckpointError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from None
-    raise CheckpointError(f"{folder} has neither tokenizer.json nor vocab.json with merges.txt")
+    raise CheckpointError(
+        f"{folder} has none of tokenizer.json, vocab.json with merges.txt, {TIKTOKEN} and "
+        f"{SENTENCEPIECE}"
+    )
 
 
 def _wants_bos(folder: Path) -> bool:
-    """Returns whether a beginning token goes before prompts of GPT-2's two files, as by default.
-    A tokenizer.json says so itself; there transformers 5 ignores `add_bos_token`, too."""
+    """Returns whether a beginning token goes before prompts, where no tokenizer.json says so: it
+    does by default, but with tiktoken's vocabularies. There transformers 5 ignores `add_bos_token`,
+    too."""
     if (folder / "tokenizer.json").is_file():
         return False
-    return bool(read_object(folder / CONFIG).get("add_bos_token", True))
+    is_usual = not (folder / TIKTOKEN).is_file()
+    return bool(read_object(folder / CONFIG).get("add_bos_token", is_usual))
 
 
 def _add(tokenizer: FastTokenizer, special: SpecialTokens) -> None:

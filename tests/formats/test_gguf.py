@@ -74,9 +74,9 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
 
 def tokens() -> tuple[list[str], list[int]]:
     """A vocabulary of bytes, as GPT-2 names them, and some special tokens."""
-    from flexgen_jax.models.tokenizer import _bytes_of_gpt2
+    from flexgen_jax.models.tokenizer_models import bytes_of_characters
 
-    names = ["<unk>", "<pad>", "</s>", *_bytes_of_gpt2()]
+    names = ["<unk>", "<pad>", "</s>", *bytes_of_characters()]
     names += [f"<extra{n}>" for n in range(SIZES["vocab_size"] - len(names))]
     return names, [3, 3, 3, *[1] * 256, *[3] * (len(names) - 259)]
 

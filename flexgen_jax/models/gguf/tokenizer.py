@@ -6,16 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flexgen_jax.models import tokenizer_json
 from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.gguf.container import GgufFile
+from flexgen_jax.models.tokenizer_json import LLAMA3, NORMAL
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-"""Types of tokens."""
-
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -65,31 +60,10 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     tokens = file.metadata["tokenizer.ggml.tokens"]
     types = [int(kind) for kind in file.metadata.get("tokenizer.ggml.token_type", ())]
     types = types or [NORMAL] * len(tokens)
-    whole = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added(tokens, types),
-        **makers[kind](file, tokens, types),
-    }
+    parts = makers[kind](file, tokens, types)
+    whole = tokenizer_json.whole(parts, tokenizer_json.added_by_type(tokens, types))
     _add_ends(file, tokens, whole)
     return {"tokenizer.json": whole, "tokenizer_config.json": _config(file, tokens)}
-
-
-def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": number,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind != USER_DEFINED,
-        }
-        for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and token)
-    ]
 
 
 def _bpe(file: GgufFile, tokens: Sequence[str], _types: Sequence[int]) -> dict[str, Any]:
@@ -100,77 +74,17 @@ def _bpe(file: GgufFile, tokens: Sequence[str], _types: Sequence[int]) -> dict[s
             f"{file.path}: its tokenizer splits text as {pre!r}, which is not known; get the model "
             "as safetensors, or add the pattern to `SPLITS`"
         )
+    merges = [merge.split(" ", 1) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
     pattern = SPLITS[pre]
-    merges = file.metadata.get("tokenizer.ggml.merges", [])
-    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps: list[dict[str, Any]] = [{**by_bytes, "use_regex": not pattern}]
-    if pattern == "":
-        steps.insert(0, {"type": "Digits", "individual_digits": True})
-    elif pattern is not None:
-        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-        steps.insert(0, {**split, "invert": False})
-    return {
-        "normalizer": {"type": "NFC"} if pattern == QWEN2 else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": {**by_bytes, "use_regex": True},
-        "decoder": {**by_bytes, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre in REPEATS,
-            "vocab": {token: number for number, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in merges],
-        },
-    }
+    return tokenizer_json.of_bytes(
+        tokens, merges, pattern, repeats=pre in REPEATS, is_composed=pattern == QWEN2
+    )
 
 
 def _pieces(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-    """SentencePiece's vocabulary, as pairs that are joined: those first whose result is likelier,
-    which is what its scores say."""
     scores = file.metadata.get("tokenizer.ggml.scores", [0.0] * len(tokens))
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    merges = []
-    for token, kind in zip(tokens, types, strict=True):
-        if kind not in (NORMAL, USER_DEFINED):
-            continue
-        pairs = [(token[:n], token[n:]) for n in range(1, len(token))]
-        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
-        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += [(float(scores[vocabulary[token]]), pair) for pair in known]
-    merges.sort(key=lambda merge: -merge[0])
     begins = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    steps = [{"type": "Prepend", "prepend": "▁"}, space] if begins else [space]
-    back = [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    back += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if begins else []
-    unknown = [token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN]
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": steps},
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": back},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": unknown[0] if unknown else None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": [list(pair) for _, pair in merges],
-        },
-    }
+    return tokenizer_json.of_pieces(tokens, types, scores, begins)
 
 
 def _special(file: GgufFile, name: str, tokens: Sequence[str]) -> tuple[int, str] | None:
