@@ -4,8 +4,11 @@
     sudo .venv/bin/python scripts/benchmarks/llama_reference.py --folder /ssd/b --json r.json
     sudo .venv/bin/python scripts/benchmarks/llama_reference.py --folder /ssd/bench --batches 32 \
         --model meta-llama/Llama-2-7b-hf --limit 3GB --gen-len 8
+    sudo .venv/bin/python scripts/benchmarks/llama_reference.py --folder /ssd/bench \
+        --batches 1 32 --model openai/gpt-oss-20b --limit 6GB
 
-llama.cpp runs a model of the same shape with random weights (Q4_0, written into the folder), by the
+llama.cpp runs a model of the same shape with random weights, written into the folder: a LLaMA in
+Q4_0, or gpt-oss as it is published, with experts in MXFP4 and all else in bfloat16, by the
 functions of its library: prompts in batches as large as it likes them, then one token of every
 sequence at a time, greedily. It maps its file into memory, as it does by default. Loading, placing
 and compiling are not counted. Ours multiplies 8-bit integers where the processor has a unit for
@@ -20,7 +23,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,68 +32,12 @@ from flexgen_jax.cpu import features
 from flexgen_jax.models.shapes import known_shape, raw_shape
 from flexgen_jax.units import parse_bytes
 from limits import run_limited
+from llama_files import write_gguf
 
-BLOCK, BLOCK_BYTES = 32, 18
-"""Elements of a block of Q4_0, and its bytes: a scale, fp16, and codes."""
-SCALE = 0.004
-"""Of random blocks: weights between -0.032 and 0.028."""
 KEPT = ("generation_throughput", "prefill_s", "decode_s", "policy")
 """Fields of a run's report that are kept."""
 TOGETHER = 2048
 """Most tokens that llama.cpp is given at a time; it takes them in parts of its own choice."""
-
-
-def tensors(raw: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields names and shapes of a LLaMA's tensors; those with one dimension are plain."""
-    hidden, inner = raw["hidden_size"], raw["intermediate_size"]
-    kv = raw["num_key_value_heads"] * hidden // raw["num_attention_heads"]
-    for name in ("token_embd", "output"):
-        yield f"{name}.weight", (raw["vocab_size"], hidden)
-    yield "output_norm.weight", (hidden,)
-    shapes = {
-        **{"attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)},
-        **{"attn_output": (hidden, hidden), "ffn_gate": (inner, hidden)},
-        **{"ffn_up": (inner, hidden), "ffn_down": (hidden, inner)},
-        **{"attn_norm": (hidden,), "ffn_norm": (hidden,)},
-    }
-    for layer in range(raw["num_hidden_layers"]):
-        yield from ((f"blk.{layer}.{name}.weight", shape) for name, shape in shapes.items())
-
-
-def write_gguf(file: Path, raw: dict[str, Any]) -> None:
-    """Writes a LLaMA with random weights, without a vocabulary."""
-    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
-
-    writer, rng = GGUFWriter(file, "llama"), np.random.default_rng(0)
-    heads = raw["num_attention_heads"]
-    writer.add_context_length(raw["max_position_embeddings"])
-    writer.add_embedding_length(raw["hidden_size"])
-    writer.add_block_count(raw["num_hidden_layers"])
-    writer.add_feed_forward_length(raw["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(raw["num_key_value_heads"])
-    writer.add_rope_dimension_count(raw["hidden_size"] // heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(raw["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_file_type(LlamaFileType.MOSTLY_Q4_0)
-    kept: dict[tuple[int, ...], np.ndarray] = {}
-    for name, shape in tensors(raw):
-        if shape not in kept:
-            kept[shape] = np.ones(shape, np.float32) if len(shape) == 1 else _blocks(rng, shape)
-        dtype = None if len(shape) == 1 else GGMLQuantizationType.Q4_0
-        writer.add_tensor(name, kept[shape], raw_dtype=dtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _blocks(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    rows, columns = shape
-    blocks = rng.integers(0, 256, (rows, columns // BLOCK, BLOCK_BYTES), np.uint8)
-    blocks[..., :2] = np.frombuffer(np.float16(SCALE).tobytes(), np.uint8)
-    return blocks.reshape(rows, -1)
 
 
 class Peer:
@@ -168,14 +114,17 @@ def commands(args: argparse.Namespace, file: Path, batch: int) -> dict[str, list
     lengths = ["--model", args.model, "--prompt-len", str(args.prompt_len)]
     lengths += ["--gen-len", str(args.gen_len)]
     ours = [sys.executable, "-m", "flexgen_jax", "bench", *lengths, "--dummy-weights"]
-    ours += ["--dtype", "bfloat16", "--weight-bits", "4"]
-    if features().int8:
+    ours += ["--dtype", "bfloat16"]
+    is_published = known_shape(args.model).published is not None
+    if not is_published:
+        ours += ["--weight-bits", "4"]
+    if features().int8 and not is_published:
         ours += ["--weight-format", "paper", "--matmul-bits", "8"]
     ours += ["--offload-dir", str(args.folder / "offload"), "--num-sequences", str(batch)]
     if args.limit is None:
         ours += ["--percent", "100", "0", "100", "0", "100", "0", "--warm-up"]
         ours += ["--batch-size", str(batch), "--num-batches", "1"]
-    else:
+    elif not is_published:
         ours += ["--cache-bits", "4"]
     peer = [sys.executable, __file__, "--folder", str(args.folder), *lengths]
     return {"ours": ours, "llama.cpp": [*peer, "--batches", str(batch), "--peer", str(file)]}
@@ -216,7 +165,7 @@ def main() -> None:
         args.json.write_text(json.dumps(run_peer(args)))
         return
     args.folder.mkdir(parents=True, exist_ok=True)
-    file = args.folder / f"{args.model.replace('/', '--')}-q4_0.gguf"
+    file = args.folder / f"{args.model.replace('/', '--')}.gguf"
     if not file.exists():
         write_gguf(file, raw_shape(args.model))
     rows = [
