@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from flexgen_jax import LLM, Policy
+from flexgen_jax.engine.requests import PromptError, check_lengths
 from flexgen_jax.layers.rotary import frequencies
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.parts import ConfigError
+from flexgen_jax.models.shapes import known_shape
 from tests.helpers.families import EXPERTS
 from tests.helpers.models import byte_tokenizer
 
@@ -118,6 +120,26 @@ def test_attention_of_another_kind_is_refused(field: dict[str, Any]) -> None:
         read_config(raw)
     with pytest.raises(ConfigError, match="beta_slow"):
         read_config(SIZES | {"model_type": "llama", "rope_scaling": YARN | {"beta_slow": 0}})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("qwen3_next", "the closest family, qwen3_moe, lacks layers with a recurrent state"),
+        ("bloom", "the closest family, opt, lacks ALiBi"),
+        ("qwen9", "the closest is qwen"),
+    ],
+)
+def test_unsupported_types_are_refused_with_what_is_missing(model_type: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_config(SIZES | {"model_type": model_type})
+
+
+def test_contexts_beyond_an_index_are_refused_with_the_reason() -> None:
+    config = known_shape("deepseek-ai/DeepSeek-V3.2")
+    assert config.max_positions == 2048
+    with pytest.raises(PromptError, match=r"takes 1 to 2000, index_topk: .* indexer"):
+        check_lengths([[5] * 2001], 48, config)
 
 
 def test_a_model_that_sees_generates_text(tmp_path: Path) -> None:
