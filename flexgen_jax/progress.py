@@ -63,11 +63,13 @@ class Progress:
         self._shown = shown
 
     @contextmanager
-    def placing(self, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    def placing(
+        self, total_bytes: int, what: str = "placing weights"
+    ) -> Iterator[Callable[[int], object]]:
         """Shows a bar of placed weights; yields a function to call with the bytes just placed."""
         bar: Any = tqdm(
             total=total_bytes,
-            desc="placing weights",
+            desc=what,
             unit="B",
             unit_scale=True,
             disable=not self._shown,

@@ -1,7 +1,8 @@
-"""`flexgen-jax convert`: a .bin checkpoint to safetensors."""
+"""`flexgen-jax convert`: a .bin checkpoint to safetensors, or one in safetensors to fewer bits."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -10,12 +11,47 @@ import click
 @click.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("destination", type=click.Path(path_type=Path))
-def convert(source: Path, destination: Path) -> None:
-    """Convert the .bin checkpoint in folder SOURCE to safetensors in folder DESTINATION.
+@click.option(
+    "--weight-bits",
+    type=click.Choice(["8", "4"]),
+    help="Write weights in this many bits, once for all later runs, from safetensors.",
+)
+@click.option(
+    "--calibrate",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="TEXT",
+    help="With 4 bits: a file of text like that of later runs. Errors count by how large the "
+    "inputs are that meet a weight there.",
+)
+@click.option("--progress/--no-progress", default=None, help="Show a progress bar.")
+def convert(
+    source: Path,
+    destination: Path,
+    weight_bits: str | None,
+    calibrate: Path | None,
+    progress: bool | None,
+) -> None:
+    """Convert the .bin checkpoint in folder SOURCE to safetensors in folder DESTINATION, or with
+    --weight-bits the safetensors in SOURCE to fewer bits.
 
-    Needs PyTorch, whose restricted loader refuses anything but tensors.
+    The former needs PyTorch, whose restricted loader refuses anything but tensors.
     """
-    from flexgen_jax.models.convert import convert_folder
+    if weight_bits is None:
+        if calibrate is not None:
+            raise click.UsageError("--calibrate goes with --weight-bits 4")
+        from flexgen_jax.models.convert import convert_folder
 
-    written = convert_folder(source, destination)
-    click.echo(f"wrote {len(written)} file(s) to {destination}")
+        written = convert_folder(source, destination)
+        click.echo(f"wrote {len(written)} file(s) to {destination}")
+        return
+    from flexgen_jax.engine.quantized_copy import quantize_folder
+    from flexgen_jax.progress import Progress
+
+    if calibrate is not None and weight_bits != "4":
+        raise click.UsageError("--calibrate goes with --weight-bits 4: 8 bits lose next to nothing")
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    text = None if calibrate is None else calibrate.read_text(encoding="utf-8")
+    bits_each = quantize_folder(
+        source, destination, bits=int(weight_bits), text=text, progress=Progress(is_shown)
+    )
+    click.echo(f"wrote {destination}: {bits_each:.2f} bits a weight")

@@ -133,6 +133,13 @@ class Checkpoint:
         self._pass_over({stored.name for stored in matched.values()})
         return matched
 
+    def first_keys(self) -> dict[str, str]:
+        """Returns the key of the first tensor that is in each stored one, by its full name."""
+        keys: dict[str, str] = {}
+        for key, stored in self._where.items():
+            keys.setdefault(stored.name, key)
+        return keys
+
     def _as_shaped(
         self, named: list[tuple[Stored, str | None]], tensor: TensorSpec
     ) -> tuple[Stored, str | None]:

@@ -65,16 +65,17 @@ def convert_folder(source: Path, destination: Path) -> list[Path]:
         part.write_text(json.dumps(index, indent=2))
         part.replace(destination / INDEX)
     if source.resolve() != destination.resolve():
-        _copy_others(source, destination)
+        copy_others(source, destination)
     return written
 
 
-def _copy_others(source: Path, destination: Path) -> None:
-    """Copies all that is not weights, config.json last."""
+def copy_others(source: Path, destination: Path, but: tuple[str, ...] = ()) -> None:
+    """Copies all that is not weights, config.json last; but: names that are left out."""
     others = [path for path in source.iterdir() if path.is_file()]
     others += (source / "additional_chat_templates").glob("*.jinja")
     for path in sorted(others, key=lambda path: path.name == "config.json"):
-        if path.name.startswith(".") or path.name.endswith((*WEIGHTS, ".index.json")):
+        is_hidden = path.name.startswith(".") or path.name in but
+        if is_hidden or path.name.endswith((*WEIGHTS, ".index.json")):
             continue
         target = destination / path.relative_to(source)
         target.parent.mkdir(exist_ok=True)

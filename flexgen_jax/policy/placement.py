@@ -52,13 +52,41 @@ def realised(sizes: Sequence[int], tiers: Sequence[Tier]) -> dict[Tier, float]:
 
 
 def place_weights(spec: ModelSpec, dtype: str, policy: Policy) -> dict[str, Tier]:
-    """Returns a tier for every tensor, by key. Biases and norms stay on the device."""
+    """Returns a tier for every tensor, by key. Biases and norms stay on the device.
+
+    Of a model with experts, what every token is multiplied with goes to the fast tiers first: a
+    token chooses few of the experts.
+    """
+    formats = policy.formats(dtype)
+    tiers: dict[str, Tier] = {key: "device" for key, t in spec.tensors.items() if t.is_small}
     large = [tensor for tensor in spec.tensors.values() if not tensor.is_small]
-    tiers = split([policy.formats(dtype).weight(tensor).nbytes for tensor in large], policy.weights)
-    small: dict[str, Tier] = {
-        key: "device" for key, tensor in spec.tensors.items() if tensor.is_small
-    }
-    return small | {tensor.key: tier for tensor, tier in zip(large, tiers, strict=True)}
+    groups = [[t for t in large if t.expert is None], [t for t in large if t.expert is not None]]
+    sizes = [[formats.weight(tensor).nbytes for tensor in group] for group in groups]
+    placements = in_order(policy.weights, [sum(each) for each in sizes])
+    for group, each, placement in zip(groups, sizes, placements, strict=True):
+        for tensor, tier in zip(group, split(each, placement), strict=True):
+            tiers[tensor.key] = tier
+    return tiers
+
+
+def in_order(placement: Placement, sizes: Sequence[int]) -> list[Placement]:
+    """Returns placements of groups of so many bytes that have the bytes of `placement` in all, the
+    first groups in the fastest tiers.
+
+    With 30 % on the device and 50 % on the host, of groups of 400 and 600 bytes the first has 300
+    bytes on the device and 100 on the host, the second 400 on the host and 200 on disk.
+    """
+    left = {tier: placement.fraction(tier) * sum(sizes) for tier in ("device", "host")}
+    placements = []
+    for size in sizes:
+        device = min(left["device"], size)
+        host = min(left["host"], size - device)
+        left["device"], left["host"] = left["device"] - device, left["host"] - host
+        whole = size or 1
+        placements.append(
+            Placement(min(1.0, device / whole), min(1.0 - device / whole, host / whole))
+        )
+    return placements
 
 
 PROGRAM_PAGES = 100_000_000

@@ -41,14 +41,18 @@ TOGETHER = 2048
 
 
 class Peer:
-    """A model in llama.cpp, and one context for `batch` sequences."""
+    """A model in llama.cpp, and one context for `batch` sequences; is_mapped: whether weights stay
+    where the file is mapped, and get no other layout in memory, which holds all of them."""
 
-    def __init__(self, file: Path, batch: int, tokens: int, vocabulary: int) -> None:
+    def __init__(
+        self, file: Path, batch: int, tokens: int, vocabulary: int, is_mapped: bool
+    ) -> None:
         import llama_cpp
 
         self.api, self.vocabulary = llama_cpp, vocabulary
         self.api.llama_backend_init()
         settings = self.api.llama_model_default_params()
+        settings.use_extra_bufts = not is_mapped
         self.model = self.api.llama_model_load_from_file(str(file).encode(), settings)
         if not self.model:
             raise SystemExit(f"llama.cpp cannot load {file}")
@@ -98,7 +102,14 @@ class Peer:
 def run_peer(args: argparse.Namespace) -> dict[str, Any]:
     """Runs llama.cpp once, after a run with two tokens; returns a report like that of `bench`."""
     vocabulary = known_shape(args.model).vocab_size
-    peer = Peer(args.peer, args.batches[0], args.prompt_len + args.gen_len, vocabulary)
+    room = args.prompt_len + args.gen_len
+    peer = Peer(
+        file=args.peer,
+        batch=args.batches[0],
+        tokens=room,
+        vocabulary=vocabulary,
+        is_mapped=args.is_mapped,
+    )
     shape = (args.batches[0], args.prompt_len)
     prompts = np.random.default_rng(1).integers(0, vocabulary, shape, np.int32)
     peer.generate(prompts[:1, :2], 2)
@@ -127,7 +138,8 @@ def commands(args: argparse.Namespace, file: Path, batch: int) -> dict[str, list
     elif not is_published:
         ours += ["--cache-bits", "4"]
     peer = [sys.executable, __file__, "--folder", str(args.folder), *lengths]
-    return {"ours": ours, "llama.cpp": [*peer, "--batches", str(batch), "--peer", str(file)]}
+    peer += ["--batches", str(batch), "--peer", str(file)]
+    return {"ours": ours, "llama.cpp": peer + ([] if args.limit is None else ["--is-mapped"])}
 
 
 def measured(args: argparse.Namespace, name: str, command: list[str]) -> dict[str, Any]:
@@ -160,6 +172,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=3600)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peer", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--is-mapped", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
         args.json.write_text(json.dumps(run_peer(args)))

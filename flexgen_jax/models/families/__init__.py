@@ -109,6 +109,7 @@ METHODS = (
     "compressed-tensors",
     "modelopt",
     "bitsandbytes",
+    "flexgen-jax",
 )
 """Methods of quantization whose files are read, as "quant_method" names them."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flexgen_jax.models.formats.format import Factor, Format, centered
+from flexgen_jax.models.formats.known import own
 from flexgen_jax.models.formats.published import Published, of_any_expert
 from flexgen_jax.models.spec import ModelSpec
 from flexgen_jax.models.tensor_spec import TensorSpec
@@ -63,6 +64,8 @@ def _format(options: Mapping[str, Any]) -> Format | None:
         is_nf4 = options.get("load_in_4bit") or options.get("_load_in_4bit")
         nf4 = Format(4, Factor("float32", 64), levels="nf4")
         return nf4 if is_nf4 else centered(8, 0, "float32")
+    if method == "flexgen-jax":
+        return own(int(options.get("bits", 4)))
     if method == "mxfp4":
         return Format(4, Factor("e8m0", 32), levels="e2m1")
     if method in ("fp8", "fbgemm_fp8"):

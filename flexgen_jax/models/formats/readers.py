@@ -7,6 +7,8 @@ from typing import Any
 
 from flexgen_jax.models.formats.float_readers import Float8, Mxfp4, MxfpBlocks, NormalFloat, Nvfp4
 from flexgen_jax.models.formats.integer_readers import Awq, Gptq, Integers8, PackQuantized
+from flexgen_jax.models.formats.own_reader import METHOD as OWN
+from flexgen_jax.models.formats.own_reader import Own
 from flexgen_jax.models.formats.packed import PackedTensor, Parts, StoredArrays
 
 ALWAYS_BESIDE = (
@@ -42,9 +44,11 @@ def packed_tensors(
             reader = _of_weight(arrays, base)
         elif name.endswith("_blocks"):
             base, reader = name.removesuffix("_blocks"), MxfpBlocks
+        elif end == "packed" and method == OWN:
+            reader = Own
         if reader is None:
             continue
-        plain = base if reader is MxfpBlocks else f"{base}.weight"
+        plain = base if reader in (MxfpBlocks, Own) else f"{base}.weight"
         packed[plain] = reader(Parts(arrays, base, reader.METHOD, options))
     return packed
 
