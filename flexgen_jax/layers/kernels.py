@@ -34,6 +34,10 @@ class Sizes(Protocol):
     def scored_rows(self) -> int:
         """Number of positions whose logits are computed together when texts are scored."""
 
+    @property
+    def expert_rows(self) -> int:
+        """The fewest tokens that an expert computes at once."""
+
     def prefill_sequences(self, batch: int, tokens: int, weight_bits: int) -> int:
         """Returns the number of a batch's sequences that prefill takes through a layer together."""
 

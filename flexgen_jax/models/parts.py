@@ -18,8 +18,8 @@ ROTARY_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Kinds of `Rotary`, in Hugging Face's words. Dynamic scaling (NTK) begins beyond the context that
 a config names, which no request exceeds, so that within it it is the default."""
 
-FEWEST, MOST = 16, 256
-"""The fewest and the most tokens that an expert computes at once."""
+MOST_OF_AN_EXPERT = 256
+"""The most tokens that an expert computes at once."""
 
 NormPlace = Literal["before", "after", "around", "result"]
 """Where a layer's norms are: before each block (OPT, LLaMA), after each residual sum (OPT-350m),
@@ -388,11 +388,12 @@ class ExpertsSpec:
         if self.top > self.count:
             raise ConfigError(f"{self.top} of {self.count} experts cannot be chosen")
 
-    def rows_at_once(self, tokens: int) -> int:
+    def rows_at_once(self, tokens: int, fewest: int) -> int:
         """Returns how many tokens an expert computes at once, of a step that has so many: about as
-        many as are expected to choose it."""
+        many as are expected to choose it, but no fewer than `fewest`."""
         expected = max(1, tokens * self.top // self.count)
-        return min(tokens, max(FEWEST, min(MOST, 1 << (expected - 1).bit_length())))
+        together = min(MOST_OF_AN_EXPERT, 1 << (expected - 1).bit_length())
+        return min(tokens, max(fewest, together))
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class KernelSizes:
         batches of a visit, if there are several.
     worth_compiling: multiplications with padding that take longer than it takes to compile the
         program without them.
+    expert_rows: the fewest tokens that an expert computes at once.
     """
 
     prefill_rows: int = 1024
@@ -104,11 +105,21 @@ class KernelSizes:
     part_bytes: int = 16 << 20
     unpacks_layers: bool = False
     worth_compiling: int = 100 * 10**9
+    expert_rows: int = 4
 
     @classmethod
     def of_gpu(cls) -> KernelSizes:
         """Returns amounts that keep a GPU's multiprocessors busy."""
-        return cls(4096, 4096, 4096, 256 << 20, 1 << 40, True, worth_compiling=200 * 10**12)
+        return cls(
+            prefill_rows=4096,
+            packed_prefill_rows=4096,
+            scored_rows=4096,
+            score_bytes=256 << 20,
+            part_bytes=1 << 40,
+            unpacks_layers=True,
+            worth_compiling=200 * 10**12,
+            expert_rows=16,
+        )
 
     def prefill_sequences(self, batch: int, tokens: int, weight_bits: int) -> int:
         """Returns the number of a batch's sequences that prefill takes through a layer together."""

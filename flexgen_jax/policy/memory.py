@@ -263,7 +263,7 @@ def workspace_bytes(
         _unpacked_bytes(layer, formats, sizes, group * tokens, unpacks)
         + max(_prefill_bytes(layer, spec, plain, sizes, rows, tokens), logits)
         + (_chunk_bytes(layer, formats, rows, tokens, prefix) if is_chunked or prefix else 0)
-        + _expert_bytes(layer, formats, rows, tokens)
+        + _expert_bytes(layer, formats, sizes, rows, tokens)
         for layer, _ in spec.decoder_kinds
     )
 
@@ -282,7 +282,9 @@ def _chunk_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int, pre
     return rows * tokens * each + prefix * kept
 
 
-def _expert_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int) -> int:
+def _expert_bytes(
+    layer: LayerSpec, formats: Formats, sizes: KernelSizes, rows: int, tokens: int
+) -> int:
     """Returns the bytes that experts take besides those of the layer's attention: hidden states
     before and after, their input, routing and result for all tokens, and what an expert computes at
     once."""
@@ -292,7 +294,7 @@ def _expert_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int) ->
     count, hidden = rows * tokens, layer.hidden_size
     routed = count * (hidden * (3 * item + 2 * 4) + experts.top * 16 + 16 + experts.count * 8)
     width = experts.expert.width * (1 + experts.expert.is_gated)
-    at_once = experts.rows_at_once(count)
+    at_once = experts.rows_at_once(count, sizes.expert_rows)
     return routed + at_once * (width * (4 + item) + hidden * (8 + 2 * item))
 
 

@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import grouped_factors, matmul_packed
 from flexgen_jax.cpu.jit.code_cache import source_of
-from flexgen_jax.cpu.jit.llvm import INT, LANES, SECOND_CACHE, arrays_of, filled
+from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, arrays_of, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
 from flexgen_jax.cpu.jit.matmul_inner import added, multiplied
 from flexgen_jax.cpu.jit.matmul_packed import codes_in, levels_in, middle_of
@@ -82,14 +82,26 @@ def _level(tiles: Tiles, code: Any, bits: int, kind: int) -> Any:
 
 
 def _chosen(tiles: Tiles, codes: Any, numbers: Sequence[float]) -> Any:
-    """Returns a number of a table for each code, bit by bit."""
-    if len(numbers) == 1:
-        return filled(FLOATS, float(numbers[0]))
-    half, builder = len(numbers) // 2, tiles.builder
-    bit = builder.and_(codes, filled(WORDS, half))
-    is_upper = builder.icmp_signed("!=", bit, filled(WORDS, 0))
-    upper, lower = (_chosen(tiles, codes, part) for part in (numbers[half:], numbers[:half]))
-    return builder.select(is_upper, upper, lower)
+    """Returns a number of a table of 16 for each code. A register holds the table, or half of it:
+    then the lowest three bits of a code choose in both halves, and the fourth one between them."""
+    builder, table = tiles.builder, [float(number) for number in numbers]
+    if has_wide_vectors():
+        name = "llvm.x86.avx512.permvar.sf.512"
+        return tiles.call(name, FLOATS, ir.Constant(FLOATS, table), codes)
+    words, floats = ir.VectorType(INT, 8), ir.VectorType(FLOAT, 8)
+    low, high = (ir.Constant(floats, part) for part in (table[:8], table[8:]))
+    chosen = []
+    for first in (0, 8):
+        lanes = ir.Constant(words, list(range(first, first + 8)))
+        code = builder.shuffle_vector(codes, codes, lanes)
+        lower, upper = (
+            tiles.call("llvm.x86.avx2.permps", floats, half, code) for half in (low, high)
+        )
+        bit = builder.and_(code, filled(words, 8))
+        chosen.append(
+            builder.select(builder.icmp_signed("!=", bit, filled(words, 0)), upper, lower)
+        )
+    return builder.shuffle_vector(*chosen, ir.Constant(WORDS, list(range(16))))
 
 
 def _dots(

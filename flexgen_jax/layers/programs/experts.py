@@ -72,7 +72,7 @@ def expert(model: Traceable, layer: LayerSpec, tokens: int) -> Traced:
     expert, result so far, which is donated) -> result."""
     experts, hidden = _experts(layer), model.spec.hidden_size
     block = MLP(experts.expert, model.kernels, model.dtype, model.formats.matmul_bits)
-    size = experts.rows_at_once(tokens)
+    size = experts.rows_at_once(tokens, model.kernels.sizes.expert_rows)
 
     def run(weights: Weights, *routed: jax.Array) -> jax.Array:
         return add_expert(partial(apply, block, weights), size, *routed)
