@@ -11,8 +11,8 @@ llama.cpp runs a model of the same shape with random weights, written into the f
 Q4_0, or gpt-oss as it is published, with experts in MXFP4 and all else in bfloat16, by the
 functions of its library: prompts in batches as large as it likes them, then one token of every
 sequence at a time, greedily. It maps its file into memory, as it does by default. Loading, placing
-and compiling are not counted. Ours multiplies 8-bit integers where the processor has a unit for
-them, as llama.cpp always does. Every run is a process of its own, with --limit in a memory cgroup,
+and compiling are not counted. With --weight-format paper, ours multiplies 8-bit integers where the
+processor has a unit for them, as llama.cpp always does. Every run is a process of its own, with --limit in a memory cgroup,
 which takes root.
 """
 
@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from flexgen_jax.cpu import features
+from flexgen_jax.models.formats.known import WEIGHT_FORMATS
 from flexgen_jax.models.shapes import known_shape, raw_shape
 from flexgen_jax.units import parse_bytes
 from limits import run_limited
@@ -129,7 +130,7 @@ def commands(args: argparse.Namespace, file: Path, batch: int) -> dict[str, list
     is_published = known_shape(args.model).published is not None
     if not is_published:
         ours += ["--weight-bits", "4"]
-    if features().int8 and not is_published:
+    if args.weight_format == "paper" and features().int8 and not is_published:
         ours += ["--weight-format", "paper", "--matmul-bits", "8"]
     ours += ["--offload-dir", str(args.folder / "offload"), "--num-sequences", str(batch)]
     if args.limit is None:
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--gen-len", type=int, default=32)
     parser.add_argument("--limit", type=parse_bytes, help="Of a memory cgroup, e.g. 3GB.")
+    parser.add_argument("--weight-format", choices=WEIGHT_FORMATS, default="own")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=3600)
     parser.add_argument("--json", type=Path)
