@@ -12,8 +12,8 @@ Q4_0, or gpt-oss as it is published, with experts in MXFP4 and all else in bfloa
 functions of its library: prompts in batches as large as it likes them, then one token of every
 sequence at a time, greedily. It maps its file into memory, as it does by default. Loading, placing
 and compiling are not counted. With --weight-format paper, ours multiplies 8-bit integers where the
-processor has a unit for them, as llama.cpp always does. Every run is a process of its own, with --limit in a memory cgroup,
-which takes root.
+processor has a unit for them, as llama.cpp always does. Every run is a process of its own, with
+--limit in a memory cgroup, which takes root.
 """
 
 from __future__ import annotations
