@@ -76,7 +76,7 @@ def test_sizes_of_inputs_are_those_that_transformers_sees(tmp_path: Path) -> Non
 
 
 def test_calibrating_makes_the_weighted_error_smaller(tmp_path: Path) -> None:
-    """By the formula: the squares of errors times the inputs' sizes."""
+    """By the formula: the squares of errors times the root mean squares of the inputs."""
     source = Checkpoint(Reference(tmp_path / "source", "llama", 0).folder)
     rng, sizes = np.random.default_rng(0), {}
     for key in ("decoder.0.mlp.gate.kernel", "decoder.2.attention.q.kernel"):
@@ -93,7 +93,7 @@ def test_calibrating_makes_the_weighted_error_smaller(tmp_path: Path) -> None:
             copy = Checkpoint(tmp_path / name)
             tensor = model_spec(copy.config).tensors[key]
             away = copy.read(tensor, 0, tensor.shape[0], "float32") - whole
-            errors.append(float((away.astype(np.float64) ** 2 * each).sum()))
+            errors.append(float((away.astype(np.float64) ** 2 * np.sqrt(each)).sum()))
         assert errors[1] < 0.95 * errors[0]
 
 
