@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -399,7 +400,8 @@ class Reference:
         torch.set_num_threads(1)  # for tiny models more of them only get into each other's way
         name, variants = VARIANTS[family]
         text = "Text" if name == "Gemma3" else ""
-        fields = BASE | variants[variant] if family != "opt" else variants[variant]
+        own = deepcopy(variants[variant])  # transformers writes into what it is given
+        fields = BASE | own if family != "opt" else own
         make = getattr(transformers, f"{name}{text}Config")
         task = "CausalLM"
         if name in TOWERS:

@@ -16,6 +16,7 @@ MODULES = {
     "device_trace",
     "disk_rate",
     "limits",
+    "llama_files",
     "roofline",
 }
 """Those that others import."""
