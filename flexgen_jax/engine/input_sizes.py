@@ -27,7 +27,7 @@ WINDOW, WINDOWS = 512, 16
 """Tokens that are computed together, and the most such windows of a text."""
 
 
-def windows_of(ids: list[int], most: int) -> np.ndarray:
+def windows_of_text(ids: list[int], most: int) -> np.ndarray:
     """Returns a text's tokens in windows, int32 [window, token]; raises `UserError` for a text of
     fewer tokens than a few. most: the model's context."""
     length = min(WINDOW, most, len(ids))

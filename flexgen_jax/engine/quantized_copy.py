@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.engine.input_sizes import input_sizes, windows_of
+from flexgen_jax.engine.input_sizes import input_sizes, windows_of_text
 from flexgen_jax.layers.encoding import encode_rows
 from flexgen_jax.models.checkpoint import Checkpoint
 from flexgen_jax.models.convert import copy_others
+from flexgen_jax.models.file_writing import Entry, write_json, write_safetensors
 from flexgen_jax.models.folder import INDEX, CheckpointError, read_object, weight_files
 from flexgen_jax.models.formats.known import own
 from flexgen_jax.models.formats.own_reader import DTYPES, METHOD
@@ -27,9 +25,6 @@ from flexgen_jax.progress import Progress
 
 PIECE = 1 << 22
 """Elements that are encoded at once."""
-
-NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"} | DTYPES
-"""Safetensors' names of dtypes."""
 
 
 class QuantizedCopy:
@@ -72,41 +67,15 @@ class QuantizedCopy:
         files = weight_files(folder)
         for path in files:
             names = [name for name in self._tensors if self._tensors.path(name) == path]
-            where.update(dict.fromkeys(self._write(target / path.name, names, progress), path.name))
+            entries = [entry for name in names for entry in self._entries(name)]
+            write_safetensors(target / path.name, entries, self._content(names, progress))
+            where.update(dict.fromkeys((entry.name for entry in entries), path.name))
         if len(files) > 1:
-            self._put(target / INDEX, {"metadata": {}, "weight_map": where})
+            write_json(target / INDEX, {"metadata": {}, "weight_map": where})
         copy_others(folder, target, but=("config.json",))
         quantization = {"quant_method": METHOD, "version": 1, "bits": self._bits}
         config = read_object(folder / "config.json") | {"quantization_config": quantization}
-        self._put(target / "config.json", config)
-
-    def _put(self, path: Path, content: Mapping[str, Any]) -> None:
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps(content, indent=2))
-        part.replace(path)
-
-    def _write(
-        self, path: Path, names: list[str], progress: Callable[[int], object]
-    ) -> dict[str, Any]:
-        """Writes a file with some stored tensors; returns its header."""
-        header: dict[str, Any] = {}
-        at = 0
-        for name in names:
-            for own_name, shape, dtype in self._described(name):
-                end = at + int(np.prod(shape)) * np.dtype(dtype).itemsize
-                kind = NAMES[np.dtype(dtype).name]
-                header[own_name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, end]}
-                at = end
-        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-        text += b" " * (-len(text) % 8)  # so that tensors are aligned
-        part = path.with_suffix(".part")
-        with open(part, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for name in names:
-                self._write_tensor(file, name)
-                progress(self._tensors.array(name).nbytes)
-        part.replace(path)
-        return header
+        write_json(target / "config.json", config)
 
     def _is_packed(self, name: str) -> bool:
         return name in self._large and len(self._tensors.shape(name)) == 2
@@ -115,20 +84,25 @@ class QuantizedCopy:
         shape, tensor = self._tensors.shape(name), self._large[name]
         return Storage(shape, "bfloat16", own(self._bits, tensor.is_table))
 
-    def _described(self, name: str) -> Iterator[tuple[str, tuple[int, ...], np.dtype]]:
-        """Yields the names, shapes and dtypes of what a stored tensor becomes."""
+    def _entries(self, name: str) -> Iterator[Entry]:
+        """Yields what a stored tensor becomes."""
         if not self._is_packed(name):
-            array = self._tensors.array(name)
-            yield name, array.shape, array.dtype
+            yield Entry(name, self._tensors.dtype(name), self._tensors.shape(name))
             return
         for leaf in self._storage(name).leaves:
-            yield f"{name}.{leaf.name}", leaf.shape, jnp.dtype(leaf.kind)
-        yield f"{name}.shape", (2,), np.dtype(np.int64)
+            yield Entry(f"{name}.{leaf.name}", DTYPES[leaf.kind], leaf.shape)
+        yield Entry(f"{name}.shape", "I64", (2,))
 
-    def _write_tensor(self, file: BinaryIO, name: str) -> None:
+    def _content(self, names: Iterable[str], progress: Callable[[int], object]) -> Iterator[bytes]:
+        """Yields the bytes of what stored tensors become."""
+        for name in names:
+            yield from self._bytes(name)
+            progress(self._tensors.array(name).nbytes)
+
+    def _bytes(self, name: str) -> Iterator[bytes]:
         array = self._tensors.array(name)
         if not self._is_packed(name):
-            file.write(np.ascontiguousarray(array).view(np.uint8).tobytes())
+            yield array.tobytes()
             return
         weights = self._sizes.get(self._large[name].key)
         # The root, by measurement: with the mean squares themselves, perplexity on other text than
@@ -141,8 +115,8 @@ class QuantizedCopy:
             leaves = encode_rows(rows, replace(storage, shape=rows.shape), asked)
             pieces.append([np.asarray(leaf) for leaf in leaves])
         for parts in zip(*pieces, strict=True):
-            file.write(np.ascontiguousarray(np.concatenate(parts)).view(np.uint8).tobytes())
-        file.write(np.array(array.shape, np.int64).tobytes())
+            yield np.concatenate(parts).tobytes()
+        yield np.array(array.shape, np.int64).tobytes()
 
 
 def quantize_folder(
@@ -157,7 +131,7 @@ def quantize_folder(
     sizes = None
     if text is not None:
         tokenizer = Tokenizer(source, checkpoint.config.bos_id)
-        ids = windows_of(tokenizer.encode(text), checkpoint.config.max_positions)
+        ids = windows_of_text(tokenizer.encode(text), checkpoint.config.max_positions)
         with progress.counting("calibrating", checkpoint.config.num_layers) as begin:
             sizes = input_sizes(checkpoint, ids, begin)
     copy = QuantizedCopy(checkpoint, bits, sizes)

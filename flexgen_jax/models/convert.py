@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
-import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flexgen_jax.models.checkpoint import read_folder_config
+from flexgen_jax.models.file_writing import Entry, write_json, write_safetensors
 from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, read_object, safe_member
 
 WEIGHTS = (".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
@@ -32,9 +31,6 @@ DTYPES = {
     "bool": "BOOL",
 }
 """Safetensors' names of PyTorch's dtypes."""
-
-SIZES = {"F32": 4}
-"""Bytes of elements that may be narrower than they were."""
 
 PIECE_BYTES = 16 << 20
 """Bytes that are written at once."""
@@ -61,9 +57,7 @@ def convert_folder(source: Path, destination: Path) -> list[Path]:
         written.append(destination / name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        part = destination / f"{INDEX}.part"
-        part.write_text(json.dumps(index, indent=2))
-        part.replace(destination / INDEX)
+        write_json(destination / INDEX, index)
     if source.resolve() != destination.resolve():
         copy_others(source, destination)
     return written
@@ -129,30 +123,20 @@ def _save(tensors: dict[str, Any], path: Path) -> int:
     are written each."""
     import torch
 
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    entries = []
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_meta:
             raise CheckpointError(f"{path}: {name!r} is a sparse tensor, or one without numbers")
         dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
         if dtype is None:
             raise CheckpointError(f"{path}: {name!r} is {tensor.dtype}, which safetensors has not")
-        end = at + tensor.numel() * SIZES.get(dtype, tensor.element_size())
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
-    part = path.with_suffix(".part")
-    with open(part, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            _write(tensor, file)
-    part.replace(path)
-    return at
+        entries.append(Entry(name, dtype, tuple(tensor.shape)))
+    pieces = (piece for tensor in tensors.values() for piece in _pieces(tensor))
+    return write_safetensors(path, entries, pieces)
 
 
-def _write(tensor: Any, file: Any) -> None:
-    """Writes a tensor's bytes; only one whose elements are not in order is copied first. Numbers of
+def _pieces(tensor: Any) -> Iterator[memoryview]:
+    """Yields a tensor's bytes; only one whose elements are not in order is copied first. Numbers of
     64 bits, which no run reads, get 32."""
     import torch
 
@@ -160,4 +144,4 @@ def _write(tensor: Any, file: Any) -> None:
     tensor = tensor.float() if tensor.dtype == torch.float64 else tensor
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     for begin in range(0, flat.numel(), PIECE_BYTES):
-        file.write(memoryview(flat[begin : begin + PIECE_BYTES].numpy()))
+        yield memoryview(flat[begin : begin + PIECE_BYTES].numpy())

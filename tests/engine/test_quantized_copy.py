@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.engine.input_sizes import input_sizes, windows_of
+from flexgen_jax.engine.input_sizes import input_sizes, windows_of_text
 from flexgen_jax.engine.quantized_copy import QuantizedCopy, quantize_folder
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.checkpoint import Checkpoint
@@ -111,9 +111,27 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         quantize_folder(experts, tmp_path / "x", bits=4, text="a b c d" * 9, progress=QUIET)
 
 
+def test_buffers_of_other_dtypes_are_copied(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    source = Reference(tmp_path / "source", "llama", 0).folder
+    file = source / "model.safetensors"
+    buffers = {
+        "model.layers.0.self_attn.masked_bias": np.array(True),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float64),
+        "model.position_ids": np.arange(4, dtype=np.int32)[None],
+    }
+    save_file(load_file(file) | buffers, file)
+    quantize_folder(source, tmp_path / "copy", bits=8, text=None, progress=QUIET)
+    copied = load_file(tmp_path / "copy" / "model.safetensors")
+    for name, buffer in buffers.items():
+        np.testing.assert_array_equal(copied[name], buffer)
+        assert copied[name].dtype == buffer.dtype
+
+
 def test_windows_of_a_text() -> None:
-    assert windows_of(list(range(1300)), 4096).shape == (2, 512)
-    assert windows_of(list(range(100)), 32).shape == (3, 32)
+    assert windows_of_text(list(range(1300)), 4096).shape == (2, 512)
+    assert windows_of_text(list(range(100)), 32).shape == (3, 32)
 
 
 def test_broken_copies_are_refused_by_name(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -249,17 +250,17 @@ def test_convert_has_one_tensor_in_memory(
     tensors = {f"model.layers.{n}.x": torch.ones(4 << 20).T for n in range(16)}  # 16 MiB each
     torch.save(tensors, source / "pytorch_model.bin")
     tensors.clear()
-    held, write = [], convert._write
+    held, pieces = [], convert._pieces
 
     def anonymous() -> int:
         status = Path("/proc/self/status").read_text()
         return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) << 10
 
-    def watched(tensor: Any, file: Any) -> None:
-        write(tensor, file)
+    def watched(tensor: Any) -> Iterator[memoryview]:
+        yield from pieces(tensor)
         held.append(anonymous())
 
-    monkeypatch.setattr(convert, "_write", watched)
+    monkeypatch.setattr(convert, "_pieces", watched)
     before = anonymous()
     convert_folder(source, tmp_path / "out")
     assert len(held) == 16
