@@ -115,8 +115,7 @@ class HostAttention:
                 fold(queries, keys, values, begin, stop, peak, total, out, *how, start, end)
 
         self._on_all_cores(work, len(queries))
-        out /= np.where(total == 0, 1, total)[:, None]
-        return out.reshape(query.shape), _lse(peak, total).reshape(query.shape[:3])
+        return _partial(query, peak, total, out)
 
     def _attend_together(
         self,
@@ -157,8 +156,7 @@ class HostAttention:
                 )
 
         self._on_all_cores(work, lines)
-        out /= np.where(total == 0, 1, total)[:, None]
-        return out.reshape(query.shape), _lse(peak, total).reshape(query.shape[:3])
+        return _partial(query, peak, total, out)
 
     def attend_top(
         self,
@@ -270,6 +268,14 @@ def _nothing(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the initial peak, total and out, before any block is folded in."""
     rows = len(queries)
     return np.full(rows, MASKED, np.float32), np.zeros(rows, np.float32), np.zeros_like(queries)
+
+
+def _partial(
+    query: np.ndarray, peak: np.ndarray, total: np.ndarray, out: np.ndarray
+) -> HostPartial:
+    """Returns the result of all blocks that were folded in."""
+    out /= np.where(total == 0, 1, total)[:, None]
+    return out.reshape(query.shape), _lse(peak, total).reshape(query.shape[:3])
 
 
 def _lse(peak: np.ndarray, total: np.ndarray) -> np.ndarray:

@@ -58,10 +58,8 @@ class ModelBytes:
     def attended_elements(self, layer: LayerSpec, rows: int, tokens: float) -> float:
         """Elements that reading takes as long as a token's attention to some tokens does: more than
         are kept where so many heads share them that computing binds."""
-        elements = self.kv_elements(layer, rows, tokens)
-        return (
-            elements * max(1.0, layer.attention.group / READ_HEADS) if layer.attends else elements
-        )
+        heads = layer.attention.group if layer.attends else 1
+        return self.kv_elements(layer, rows, tokens) * max(1.0, heads / READ_HEADS)
 
     def kv_bytes(self, layer: LayerSpec, rows: int, tokens: int) -> int:
         """Bytes of what a layer keeps of some tokens, in sealed blocks: keys and values."""

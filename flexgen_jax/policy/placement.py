@@ -82,10 +82,8 @@ def in_order(placement: Placement, sizes: Sequence[int]) -> list[Placement]:
         device = min(left["device"], size)
         host = min(left["host"], size - device)
         left["device"], left["host"] = left["device"] - device, left["host"] - host
-        whole = size or 1
-        placements.append(
-            Placement(min(1.0, device / whole), min(1.0 - device / whole, host / whole))
-        )
+        on_device = min(1.0, device / (size or 1))
+        placements.append(Placement(on_device, min(1.0 - on_device, host / (size or 1))))
     return placements
 
 

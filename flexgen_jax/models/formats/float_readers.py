@@ -11,7 +11,7 @@ import numpy as np
 
 from flexgen_jax.models.formats.expected import of_group
 from flexgen_jax.models.formats.format import Factor, Format
-from flexgen_jax.models.formats.integer_readers import _leaves
+from flexgen_jax.models.formats.integer_readers import leaves_of
 from flexgen_jax.models.formats.packed import Parts, factor_rows
 from flexgen_jax.models.formats.packing import unpack_nibbles
 
@@ -68,7 +68,7 @@ class Mxfp4:
     def read(self, start: int, stop: int, expert: int | None = None) -> list[np.ndarray]:
         assert expert is None
         codes = unpack_nibbles(self._codes[start:stop])
-        return _leaves(self.format, codes, self._scale[start:stop], None, None)
+        return leaves_of(self.format, codes, self._scale[start:stop], None, None)
 
 
 class MxfpBlocks:
@@ -90,7 +90,7 @@ class MxfpBlocks:
         assert expert is not None
         bytes_ = self._codes[expert, start:stop]
         codes = unpack_nibbles(bytes_.reshape(bytes_.shape[0], -1))
-        return _leaves(self.format, codes, self._scale[expert, start:stop], None, None)
+        return leaves_of(self.format, codes, self._scale[expert, start:stop], None, None)
 
 
 class Nvfp4:
@@ -118,7 +118,7 @@ class Nvfp4:
     def read(self, start: int, stop: int, expert: int | None = None) -> list[np.ndarray]:
         assert expert is None
         codes = unpack_nibbles(self._codes[start:stop])
-        leaves = _leaves(self.format, codes, self._scale[start:stop], None, None)
+        leaves = leaves_of(self.format, codes, self._scale[start:stop], None, None)
         return [*leaves, self._overall]
 
 
@@ -166,4 +166,4 @@ class NormalFloat:
     def read(self, start: int, stop: int, expert: int | None = None) -> list[np.ndarray]:
         assert expert is None
         codes = unpack_nibbles(self._codes[start:stop], high_first=True)
-        return _leaves(self.format, codes, self._largest[start:stop], None, None)
+        return leaves_of(self.format, codes, self._largest[start:stop], None, None)

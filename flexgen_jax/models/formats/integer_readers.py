@@ -104,7 +104,7 @@ class PackQuantized:
         codes = unpack_words(self._words[start:stop], self._bits, axis=1)[:, : self.shape[1]]
         scale = factor_rows(self._scale, self.format.scale, start, stop)
         zero = None if self._zero is None else self._zero[start:stop]
-        return _leaves(self.format, codes, scale, zero, self._order)
+        return leaves_of(self.format, codes, scale, zero, self._order)
 
 
 def _order(parts: Parts, end: str, group: int) -> np.ndarray | None:
@@ -114,7 +114,7 @@ def _order(parts: Parts, end: str, group: int) -> np.ndarray | None:
         raise parts.refused(end, str(error)) from None
 
 
-def _leaves(
+def leaves_of(
     packing: Format,
     codes: np.ndarray,
     scale: np.ndarray,
@@ -210,7 +210,7 @@ class Gptq(_Transposed):
         assert expert is None
         codes = unpack_words(self._words[:, start:stop], self._bits, axis=0).T
         zeros = None if self._zeros is None else self._zeros[start:stop]
-        return _leaves(self.format, codes, self._scale[:, start:stop].T, zeros, self._order)
+        return leaves_of(self.format, codes, self._scale[:, start:stop].T, zeros, self._order)
 
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -243,4 +243,4 @@ class Awq(_Transposed):
         inside = slice(start - 8 * first, stop - 8 * first)
         codes = self._columns(self._words[:, first:last])[:, inside].T
         zeros = None if self._zeros is None else self._zeros[start:stop]
-        return _leaves(self.format, codes, self._scale[:, start:stop].T, zeros, None)
+        return leaves_of(self.format, codes, self._scale[:, start:stop].T, zeros, None)
