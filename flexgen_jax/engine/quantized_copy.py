@@ -105,8 +105,8 @@ class QuantizedCopy:
             yield array.tobytes()
             return
         weights = self._sizes.get(self._large[name].key)
-        # The root, by measurement: with the mean squares themselves, perplexity on other text than
-        # that of the calibration is no better than without any (docs/accuracy.md).
+        # The root of the mean square: the mean square itself fits the text of the calibration too
+        # closely to help on others.
         asked = None if weights is None else jnp.sqrt(jnp.asarray(weights))
         storage, count = self._storage(name), max(1, PIECE // array.shape[1])
         pieces: list[list[np.ndarray]] = []

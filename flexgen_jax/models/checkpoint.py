@@ -34,13 +34,10 @@ from flexgen_jax.models.weight_source import FORMAT_VERSION, digest, numpy_dtype
 READ = ("F32", "F16", "BF16")
 """Names of dtypes in safetensors that are read."""
 
-
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
 
 PIECE_BYTES = 16 << 20
 """Bytes that are compared at once."""
-
 
 BUFFERS = (
     "inv_freq",

@@ -46,7 +46,6 @@ Find = Callable[[TensorSpec, LayerParts], Stored]
 """Finds a decoder layer's tensor that is stored with others in one; "{i}" in the name is the
 layer's index."""
 
-
 SEEING = ("language_model.model.", "model.language_model.", "language_model.", "model.", "")
 """Prefixes of the tensors of a model's part for text, where it sees, too."""
 

@@ -33,7 +33,6 @@ SOURCE = matmul_packed.SOURCE + source_of(
 )
 """A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
 
-
 ONE, TWO, MORE = (4, 1), (2, 2), (1, 4)
 """Rows of bytes, and rows of x, that are multiplied at a time, where x has one row, two, and more:
 their sums take half of the registers."""

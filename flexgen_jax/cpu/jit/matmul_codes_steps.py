@@ -19,30 +19,23 @@ from flexgen_jax.models.formats.storage import GROUP_SIZE
 
 cgutils: Any = untyped
 
-
 BLOCK = 128
 """Elements of x times scale that are rounded with one scale; sums of so many products, two in a
 lane, fit into 16 bits."""
-
 
 DEPTH, ROWS = 2048, 64
 """Elements of some rows that stay in the first cache as integers, and rows that stay in the second
 one while all codes pass by."""
 
-
 APART = GROUP_SIZE * PAIR
 """Sums of `PAIR` rows and the columns of a group, in the form that `give_rows` takes."""
 
-
 NIBBLE = 4
-
 
 WIDE_MAGNITUDE = 0x7FFFFFFF
 """Bits of an fp32 that hold its magnitude, without the sign."""
 
-
 BYTES, SHORTS = ir.VectorType(BYTE, STEP), ir.VectorType(ir.IntType(16), STEP // 2)
-
 
 INTS, SUMS = ir.VectorType(INT, STEP // 4), ir.VectorType(FLOAT, STEP // 4)
 
@@ -274,7 +267,6 @@ this is one plane, from `at` on; their scales go to steps, fp32, from `to` on. W
 all codes, the elements times `others` less the middle code times the integers, is added to rests,
 fp32, from `panel` on. bits and many are compile-time constants.
 """
-
 
 dots: Any = intrinsic(prefer_literal=True)(_dots)
 """Intrinsic: adds the products of `many` rows and the codes in `wide` rows of bytes to sums, or

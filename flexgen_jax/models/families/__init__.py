@@ -86,7 +86,6 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "use_bidirectional_attention": (False,),
@@ -96,9 +95,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 """Fields of configs that may have these values only, beside null: other models attend in another
 way."""
 
-
 QUANTIZED = "use the checkpoint in bf16, fp16 or fp32 that it was made from, and --weight-bits 4"
-
 
 METHODS = (
     "fp8",

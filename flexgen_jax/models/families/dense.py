@@ -118,7 +118,6 @@ def _phi3_names() -> dict[str, str | Find]:
 
 PHI3 = Family("phi3", _phi3, _phi3_names())
 
-
 OLMO2 = Family(
     "olmo2",
     _olmo2,
@@ -129,12 +128,9 @@ OLMO2 = Family(
     },
 )
 
-
 OLMO3 = Family("olmo3", _olmo3, OLMO2.names)
 
-
 SMOLLM3 = Family("smollm3", _smollm3, NAMES)
-
 
 STARCODER2 = Family(
     "starcoder2",

@@ -207,7 +207,6 @@ def _minimax_m2(raw: Mapping[str, Any]) -> ModelConfig:
 
 _MIXTRAL_EXPERT = f"{LAYER}.block_sparse_moe.experts.{{e}}"
 
-
 MIXTRAL = Family(
     "mixtral",
     _mixtral,
@@ -221,7 +220,6 @@ MIXTRAL = Family(
     FUSED_EXPERTS,
 )
 
-
 GLM4_MOE = Family(
     "glm4_moe",
     _glm4_moe,
@@ -232,7 +230,6 @@ GLM4_MOE = Family(
     },
     FUSED_EXPERTS,
 )
-
 
 ERNIE4_5_MOE = Family(
     "ernie4_5_moe",
@@ -252,7 +249,6 @@ ERNIE4_5_MOE = Family(
     },
 )
 
-
 HY_V3 = Family(
     "hy_v3",
     _hy_v3,
@@ -269,9 +265,7 @@ HY_V3 = Family(
     },
 )
 
-
 _GPT_OSS = f"{LAYER}.mlp.experts"
-
 
 GPT_OSS = Family(
     "gpt_oss",
@@ -288,7 +282,6 @@ GPT_OSS = Family(
         "decoder.{i}.experts.{e}.down.bias": fused(f"{_GPT_OSS}.down_proj_bias", 0, 1),
     },
 )
-
 
 MINIMAX_M2 = Family(
     "minimax_m2",

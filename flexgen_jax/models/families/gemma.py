@@ -69,12 +69,9 @@ _GEMMA_NAMES = NAMES | {
     **pairs("decoder.{i}.mlp_result_norm", f"{LAYER}.post_feedforward_layernorm", NORM),
 }
 
-
 GEMMA2 = Family("gemma2", _gemma2, _GEMMA_NAMES)
 
-
 GEMMA3 = Family("gemma3_text", _gemma3, _GEMMA_NAMES)
-
 
 GEMMA3_SEEING = Family(
     "gemma3",

@@ -141,13 +141,11 @@ def one_window(raw: Mapping[str, Any]) -> list[int | None]:
 
 LAYER = "layers.{i}"
 
-
 ENDS = {
     "embedding.tokens": "embed_tokens.weight",
     "head.tokens": "lm_head.weight",
     **pairs("head.norm", "norm", NORM),
 }
-
 
 ATTENTION = {
     **pairs("decoder.{i}.attention.q", f"{LAYER}.self_attn.q_proj", LINEAR),
@@ -178,12 +176,9 @@ MLP = {
     **pairs("decoder.{i}.mlp.down", f"{LAYER}.mlp.down_proj", LINEAR),
 }
 
-
 NAMES: dict[str, str | Find] = {**ENDS, **ATTENTION, **MLP}
 
-
 LLAMA = Family("llama", _plain, NAMES)
-
 
 FUSED_EXPERTS: dict[str, str | Find] = {
     "decoder.{i}.router.kernel": f"{LAYER}.mlp.gate.weight",
@@ -192,7 +187,6 @@ FUSED_EXPERTS: dict[str, str | Find] = {
     "decoder.{i}.experts.{e}.down.kernel": fused(f"{LAYER}.mlp.experts.down_proj", 0, 1),
 }
 """Experts that are stored together, as transformers 5 has them."""
-
 
 EXPERT_NAMES = NAMES | {
     "decoder.{i}.router.kernel": f"{LAYER}.mlp.gate.weight",

@@ -39,7 +39,6 @@ def _read_neox(raw: Mapping[str, Any]) -> ModelConfig:
 
 _QKV = f"{LAYER}.attention.query_key_value"
 
-
 NEOX = Family(
     model_type="gpt_neox",
     read_config=_read_neox,

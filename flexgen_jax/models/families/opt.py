@@ -38,7 +38,6 @@ def _read_opt(raw: Mapping[str, Any]) -> ModelConfig:
 
 _OPT_LAYER = "decoder.layers.{i}"
 
-
 OPT = Family(
     model_type="opt",
     read_config=_read_opt,

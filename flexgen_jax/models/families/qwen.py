@@ -58,12 +58,9 @@ def _qwen3_vl(raw: Mapping[str, Any]) -> ModelConfig:
 
 QWEN2 = Family("qwen2", _qwen2, NAMES)
 
-
 QWEN3 = Family("qwen3", _qwen3, NAMES)
 
-
 QWEN2_MOE = Family("qwen2_moe", _qwen2, EXPERT_NAMES, FUSED_EXPERTS)
-
 
 QWEN3_MOE = Family("qwen3_moe", _qwen3, EXPERT_NAMES, FUSED_EXPERTS)
 _FUSED = f"{LAYER}.mlp.experts"
