@@ -4,21 +4,23 @@
 # Prints a table at the end; the exit code is 0 if every part has passed. Without a GPU, a CPU copies
 # between two memories, and the tests use the kernels of a GPU.
 #
-#   scripts/gpu_check.sh [--quick] [--only NAME] [python]
+#   scripts/gpu_check.sh [--quick] [--only NAME] [--logs FOLDER] [python]
 #
 #   --quick      fewer placements, small measurements, and the tests of what a GPU does differently
-#   --only NAME  the parts whose name contains NAME: placements, measure, tests
+#   --only NAME  the parts whose name contains NAME: placements, layers, measure, families, tests
+#   --logs FOLDER  keep what each part prints in a file there too
 set -uo pipefail
 script=$(realpath "$0")
 cd "$(dirname "$script")/.."
 
-seconds=480 quick="" only="" python=python
+seconds=480 quick="" only="" logs="" python=python
 while (($#)); do
   case $1 in
     --quick) quick=--quick ;;
     --only) only=${2:?"--only needs a name"} && shift ;;
+    --logs) logs=$(realpath -m "${2:?"--logs needs a folder"}") && mkdir -p "$logs" && shift ;;
     -h | --help)
-      sed -n '2,11s/^# \{0,1\}//p' "$script"
+      sed -n '2,12s/^# \{0,1\}//p' "$script"
       exit
       ;;
     -*) echo "gpu_check.sh: no option $1 (see --help)" >&2 && exit 2 ;;
@@ -47,8 +49,13 @@ part() {
   shift 2
   [[ $name == *"$only"* ]] || return 0
   echo "== $name: $what"
-  timeout --kill-after=10 "$seconds" "$@"
-  code=$?
+  if [[ $logs ]]; then
+    timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee "$logs/$name.log"
+    code=${PIPESTATUS[0]}
+  else
+    timeout --kill-after=10 "$seconds" "$@"
+    code=$?
+  fi
   if ((code)); then
     failed=1 outcome="failed, exit code $code"
     ((code == 124)) && outcome="stopped after $seconds s"
@@ -59,13 +66,26 @@ part() {
 
 formats="16 8 4 sparse-16 sparse-4"
 [[ $quick ]] && formats="16 4 sparse-4"
+# What is compared is tokens: XLA need not try which formulation of a product is fastest, which on a
+# GPU takes most of the time of compiling.
+untried="${XLA_FLAGS:-} --xla_gpu_autotune_level=0"
 for format in $formats; do
   part "placements-$format" "fp32 tokens of every placement are the resident run's" \
-    "$python" scripts/checks/check_placements.py --formats "$format" $copies $quick
+    env XLA_FLAGS="$untried" "$python" scripts/checks/check_placements.py --formats "$format" $copies $quick
 done
+layers=()
+[[ $copies ]] && layers=(--model facebook/opt-125m --context 32 --layers 1 --bits 16 --rows 1)
+part layers "a resident layer's token, by XLA's code and by kernels" \
+  "$python" scripts/benchmarks/gpu_layers.py ${layers[@]+"${layers[@]}"}
 part measure "links, overlap, alignment, memory, tokens in 16 bits" \
   "$python" scripts/benchmarks/gpu_measure.py $quick
-pytest=("$python" -m pytest -n 2 -p no:cacheprovider)
+if [[ ! $quick ]] && "$python" -c 'import torch, transformers' 2>/dev/null; then
+  for family in llama gemma2 gpt_oss deepseek_v3; do
+    part "families-$family" "everywhere the tokens of transformers" \
+      env XLA_FLAGS="$untried" "$python" scripts/checks/check_families.py "$family"
+  done
+fi
+pytest=(env XLA_FLAGS="$untried" "$python" -m pytest -n 2 -p no:cacheprovider)
 if [[ $quick ]]; then
   part tests-copying "what a GPU does differently" "${pytest[@]}" \
     tests/offload/test_copying.py tests/policy/test_loop.py tests/machine/test_jax_settings.py

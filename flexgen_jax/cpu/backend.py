@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.cpu import attention, matmul
+from flexgen_jax.gpu import DeviceKernels, kernels_of_gpu
 from flexgen_jax.layers.attention import KVPair, Partial
-from flexgen_jax.layers.kernels import XlaKernels
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.tuning import Tuning
 from flexgen_jax.models.parts import AttentionSpec
@@ -21,13 +21,6 @@ CPU_TUNING = Tuning(
 )
 """Settings for XLA's CPU backend: it adds one element after the other, copies a product's right
 operand, is slow with a lone 16-bit row, and unpacks inside loops."""
-
-
-@dataclass(frozen=True)
-class DeviceKernels(XlaKernels):
-    """XLA's own code, with sizes that a plan can count with."""
-
-    sizes: KernelSizes
 
 
 @dataclass(frozen=True)
@@ -110,5 +103,5 @@ def is_cpu() -> bool:
 
 
 def kernels_of_device() -> DeviceKernels:
-    """Returns the kernels with generated code on a CPU, and XLA's own elsewhere."""
-    return CpuKernels(KernelSizes()) if is_cpu() else DeviceKernels(KernelSizes.of_gpu())
+    """Returns the kernels for the device on which JAX computes."""
+    return CpuKernels(KernelSizes()) if is_cpu() else kernels_of_gpu(jax.devices()[0])

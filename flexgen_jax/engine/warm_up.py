@@ -148,6 +148,7 @@ class WarmUp:
             self._split(state, sealed)
         else:
             appends = state.appends(sealed)
+            self._joined(state, sealed)
             self._get(
                 programs.decode,
                 layer,
@@ -161,6 +162,20 @@ class WarmUp:
                 return
         if here.tail and not self._plan.unified and layer.growing:
             self._programs.get(programs.append, layer=layer, rows=rows, tail=here.tail)
+
+    def _joined(self, state: LayerState, sealed: int) -> None:
+        """The program of a layer with those after it."""
+        layers = self._plan.joined.get(state.layer.index)
+        if layers is None or state.running.prefix is not None:
+            return
+        here, _ = state.places(sealed)
+        self._of_layers.get(
+            programs.decode_joined,
+            layers=tuple(self._spec.alike[layer] for layer in layers),
+            rows=state.running.rows,
+            blocks=here.lengths,
+            tail=here.tail,
+        )
 
     def _room(self, running: Running, sealed: int) -> int:
         """Returns how many tokens sparse attention attends to at most, 0 if it is dense."""

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.cpu import features, is_cpu, kernels_of_device
-from flexgen_jax.machine.compute_probe import PREFILLS, ROWS, ComputeProbe, rate_of, timed
+from flexgen_jax.machine.compute_probe import (
+    GPU_ROWS,
+    PREFILLS,
+    ROWS,
+    ComputeProbe,
+    rate_of,
+    timed,
+)
 from flexgen_jax.machine.disk_probe import DiskProbe
 from flexgen_jax.machine.limits import available_memory, detect_budgets
 from flexgen_jax.models.config import ModelConfig
@@ -85,8 +92,7 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
         linear = {}
         for bits in (16, 8, 4):
             next_(f"products with {bits}-bit weights")
-            # A program for few rows takes as long to compile as one for many.
-            rows, prefills = (ROWS, PREFILLS) if bits != 8 else (ROWS[::2], PREFILLS[1:2])
+            rows, prefills = _measured_rows(bits, on_cpu)
             linear[bits] = probe.linear(bits, rows, prefills[:2] if is_small else prefills)
         linear_int8 = {}
         if multiplies_integers(dtype):
@@ -150,6 +156,17 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
             **machine_key(dtype),
         },
     )
+
+
+def _measured_rows(bits: int, on_cpu: bool) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Returns the rows of decode steps, and the prefills, whose products are measured.
+
+    A program for few rows takes as long to compile as one for many, and on a GPU, where XLA tries
+    formulations of every product, much longer than it takes to measure.
+    """
+    if not on_cpu:
+        return GPU_ROWS, PREFILLS[1:2]
+    return (ROWS, PREFILLS) if bits != 8 else (ROWS[::2], PREFILLS[1:2])
 
 
 def machine_key(dtype: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ A source returns ranges of a tensor's rows, so that no tensor has to be in RAM w
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -17,6 +18,10 @@ from flexgen_jax.models.tensor_spec import TensorSpec
 
 FORMAT_VERSION = 1
 """Version of the bytes in offload folders, part of every fingerprint; raise it on a change."""
+
+
+FLOATS = {"float16": (15, 10), "bfloat16": (127, 7), "float32": (127, 23)}
+"""The exponent's bias and the mantissa's bits of each dtype."""
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -76,15 +81,21 @@ class DummyWeights:
         return np.concatenate(pieces)[start - offset : stop - offset]
 
     def _draw(self, tensor: TensorSpec, piece: int, dtype: np.dtype) -> np.ndarray:
-        """Draws uniform numbers with standard deviation 0.02, OPT's own initial scale."""
+        """Draws numbers of either sign with a magnitude from 2^-7 to 2^-5, so that their standard
+        deviation is 0.019, about OPT's own initial scale: random bits for the sign, the lowest bit
+        of the exponent and the mantissa, which take a tenth of the time of numbers that are drawn
+        in fp32 and rounded."""
         name = f"{self._seed}/{tensor.key}/{piece}".encode()
         seed = int.from_bytes(hashlib.sha256(name).digest()[:16], "little")
         generator = np.random.Generator(np.random.SFC64(seed))
         rows = min(self.ROWS, tensor.shape[0] - piece * self.ROWS)
-        numbers = generator.random((rows, *tensor.shape[1:]), np.float32)
-        numbers -= np.float32(0.5)
-        numbers *= np.float32(0.02 * 12**0.5)
-        return numbers.astype(dtype)
+        count, (bias, mantissa) = rows * math.prod(tensor.shape[1:]), FLOATS[dtype.name]
+        kind = np.dtype(f"u{dtype.itemsize}")
+        words = generator.integers(0, 1 << 64, -(-count * dtype.itemsize // 8), np.uint64)
+        bits = words.view(kind)[:count]
+        bits &= kind.type((1 << (8 * dtype.itemsize - 1)) | ((2 << mantissa) - 1))
+        bits |= kind.type((bias - 7) << mantissa)
+        return bits.view(dtype).reshape(rows, *tensor.shape[1:])
 
     def read_packed(self, tensor: TensorSpec, start: int, stop: int) -> list[np.ndarray]:
         """Returns random codes, and scales that make numbers as small as those of `read`."""
@@ -104,7 +115,7 @@ class DummyWeights:
         return leaves
 
     def fingerprint(self, dtype: str) -> str:
-        return digest("dummy", FORMAT_VERSION, self.config, self._seed, dtype)
+        return digest("dummy bits", FORMAT_VERSION, self.config, self._seed, dtype)
 
     def content(self, dtype: str) -> str:
         return self.fingerprint(dtype)

@@ -14,6 +14,7 @@ from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.dispatch import Dispatch, hidden_of
 from flexgen_jax.offload.end_steps import EndSteps
 from flexgen_jax.offload.expert_steps import ExpertSteps, of_experts
+from flexgen_jax.offload.joined_steps import JoinedSteps
 from flexgen_jax.offload.kv_cache import KVCache, LayerCache
 from flexgen_jax.offload.token_steps import TokenSteps
 from flexgen_jax.offload.weights import WeightStore
@@ -39,7 +40,7 @@ class Computing:
         self._layers = device.spec.layers
         self._dispatch = Dispatch(device, plan, cache)
         self.ends = EndSteps(device, plan, source, neighbours)
-        self._tokens = TokenSteps(self._dispatch)
+        self._tokens = TokenSteps(self._dispatch, JoinedSteps(self._dispatch, weights, cache))
         self._experts = ExpertSteps(device, weights, plan)
         # The visit whose weights are unpacked, and these.
         self._unpacked: tuple[int, Any] = (-1, None)

@@ -32,6 +32,12 @@ class Dispatch:
         rows = arrays_of(step.batch).given.size
         return self._programs.get(kind, layer=self._layers[step.layer], rows=rows, **shape)
 
+    def get_joined(self, kind: Program[Any], step: Step, layers: range, **shape: Any) -> Any:
+        """Returns a program of several decoder layers, for the rows of a step's batch."""
+        alike = tuple(self.device.spec.alike[layer] for layer in layers)
+        rows = arrays_of(step.batch).given.size
+        return self._programs.get(kind, layers=alike, rows=rows, **shape)
+
     def watch(self, step: Step, loads: Sequence[Load[Any]], result: Any, part: str = "") -> None:
         """Counts the device as busy from when what it waits for has arrived until the result."""
         if self.device.metrics.is_timed:

@@ -197,6 +197,11 @@ class KVCache:
             files[rows, number] = Records.create(self._folder, name, len(running.layers), largest)
         return files[rows, number]
 
+    def resident(self, state: LayerState) -> list[Block]:
+        """Returns a layer's blocks, all of which are in memory, the open one last."""
+        blocks: dict[int, BlockArrays] = state.payload.blocks
+        return [blocks[number].arrays for number in range(state.sealed + 1)]
+
     def shrink(self, state: LayerState, load: Load[LayerCache], rows: np.ndarray) -> None:
         """Leaves these rows in a layer's blocks, and in a load of them that has been copied; blocks
         of the disk are then in memory."""

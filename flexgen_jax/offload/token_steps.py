@@ -11,6 +11,7 @@ from flexgen_jax.layers import programs
 from flexgen_jax.layers.attention import Block
 from flexgen_jax.offload.batch import Computed, arrays_of
 from flexgen_jax.offload.dispatch import Dispatch, hidden_of
+from flexgen_jax.offload.joined_steps import JoinedSteps
 from flexgen_jax.offload.kv_cache import LayerCache
 from flexgen_jax.offload.prefetch import Load
 from flexgen_jax.offload.split_attention import Question, attend_split
@@ -22,20 +23,25 @@ from flexgen_jax.policy.waves import Step
 class TokenSteps:
     """Dispatches decode steps."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: Dispatch, joined: JoinedSteps) -> None:
         self._dispatch, self._device, self._plan = dispatch, dispatch.device, dispatch.plan
+        self._joined = joined
         self._layers = self._device.spec.layers
         # A step whose query and new KV are computed already, and these.
         self._projected: tuple[Step, tuple[jax.Array, Block]] | None = None
 
     def forget(self, running: Running) -> None:
         """Forgets a batch that ends."""
+        self._joined.forget(running)
         if self._projected is not None and self._projected[0].batch is running:
             self._projected = None
 
     def decode(
         self, step: Step, weights: Any, inputs: Inputs, shared: LayerCache | None
     ) -> Computed:
+        known = self._joined.take(step, inputs)
+        if known is not None:
+            return known
         cache: LayerCache = inputs.cache.arriving
         running, policy, room = step.batch, self._plan.policy, 0
         if policy.is_sparse:

@@ -201,6 +201,10 @@ class WeightStore:
         """Returns the tensors by which a layer's experts are chosen, by path."""
         return {tensor.path: self._arrays[tensor.key] for tensor in layer.routing}
 
+    def resident(self, layer: LayerSpec) -> dict[str, Kept]:
+        """Returns a layer's tensors, all of which are in memory, by path."""
+        return {tensor.path: self._arrays[tensor.key] for tensor in layer.tensors}
+
     def fetch(self, part: WeightsPart, buffers: Sequence[HostBuffer]) -> Load[dict[str, Kept]]:
         """Starts gathering a part's tensors, by path; those on disk are read into the buffers."""
         name = f"weights of {self._spec.layers[part.layer].name}"

@@ -96,6 +96,8 @@ class KernelSizes:
     worth_compiling: multiplications with padding that take longer than it takes to compile the
         program without them.
     expert_rows: the fewest tokens that an expert computes at once.
+    joined_layers: the most decoder layers that one program decodes a token in, where all that they
+        need is on the device.
     """
 
     prefill_rows: int = 1024
@@ -106,6 +108,7 @@ class KernelSizes:
     unpacks_layers: bool = False
     worth_compiling: int = 100 * 10**9
     expert_rows: int = 4
+    joined_layers: int = 1
 
     @classmethod
     def of_gpu(cls) -> KernelSizes:
@@ -119,6 +122,7 @@ class KernelSizes:
             unpacks_layers=True,
             worth_compiling=200 * 10**12,
             expert_rows=16,
+            joined_layers=8,
         )
 
     def prefill_sequences(self, batch: int, tokens: int, weight_bits: int) -> int:

@@ -152,6 +152,24 @@ class BlockPlan:
             return not policy.uses_disk
         return all(p.device == 1 for p in (policy.weights, policy.cache, policy.activations))
 
+    @cached_property
+    def joined(self) -> dict[int, range]:
+        """The decoder layers in which one program decodes a token, by the first of them.
+
+        On the device nothing is loaded between them. Layers with experts, and those that do not
+        attend, have programs of their own.
+        """
+        if self.unified or not self.is_resident or self.unpacks or self.policy.is_sparse:
+            return {}
+        runs: list[list[int]] = [[]]
+        for number, layer in enumerate(self.spec.layers):
+            can_join = layer.attends and layer.experts is None
+            if not can_join or len(runs[-1]) == self.setting.sizes.joined_layers:
+                runs.append([])
+            if can_join:
+                runs[-1].append(number)
+        return {run[0]: range(run[0], run[-1] + 1) for run in runs if len(run) > 1}
+
     # Weights
 
     @cached_property

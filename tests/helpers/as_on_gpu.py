@@ -16,8 +16,8 @@ def is_asked() -> bool:
 def pretend() -> None:
     """Changes the defaults of `LLM`; called before the rooms that use them are imported."""
     from flexgen_jax import cpu
-    from flexgen_jax.cpu.backend import DeviceKernels
     from flexgen_jax.engine.options import EngineOptions
+    from flexgen_jax.gpu import DeviceKernels
     from flexgen_jax.policy.hardware import KernelSizes
 
     kernels, real = DeviceKernels(KernelSizes.of_gpu()), EngineOptions.__post_init__

@@ -218,7 +218,7 @@ def test_dummy_weights_depend_on_seed_and_key_alone() -> None:
     bias, scale = (tensors[f"decoder.0.mlp_norm.{name}"] for name in ("bias", "scale"))
     np.testing.assert_array_equal(source.read(bias, 3, 8, "float32"), np.zeros(5))
     np.testing.assert_array_equal(source.read(scale, 3, 8, "float32"), np.ones(5))
-    assert whole.std() == pytest.approx(0.02, rel=0.05)
+    assert whole.std() == pytest.approx(0.019, rel=0.03)
     assert not np.array_equal(whole, DummyWeights(config, seed=2).read(table, 0, 600, "float32"))
     kernels = [tensors[f"decoder.{i}.mlp.up.kernel"] for i in range(2)]
     first, second = (source.read(t, 0, 64, "float32") for t in kernels)

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import numpy as np
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.cpu.backend import DeviceKernels
 from flexgen_jax.engine import starting
+from flexgen_jax.gpu import DeviceKernels
 from flexgen_jax.layers.programs import Program, table
 from flexgen_jax.offload import device, watcher
 from flexgen_jax.offload.disk.direct_reads import PAGE
@@ -41,9 +42,11 @@ def tokens(llm: LLM, count: int = 6) -> list[list[int]]:
     return [r.token_ids for r in llm.generate(prompt_token_ids=ids, sampling_params=GREEDY)]
 
 
+TEXTS = ["The people of the", "In the beginning", "We hold these truths", "Once", "It was", "A"]
+
+
 def texts(llm: LLM) -> list[str]:
-    asked = ["The people of the", "In the beginning", "We hold these truths", "Once", "It was", "A"]
-    return [result.text for result in llm.generate(asked, SamplingParams(max_tokens=16))]
+    return [result.text for result in llm.generate(TEXTS, SamplingParams(max_tokens=16))]
 
 
 @pytest.mark.parametrize(("num_batches", "breakdown"), [(1, True), (3, False)])
@@ -178,6 +181,44 @@ def test_a_gpu_unpacks_a_layer_once_a_visit(
         assert report["peak_bytes"] == report["computed_peak_bytes"]
     assert found[0] == found[1]
     assert calls == [(0, layers), (layers * GREEDY.max_tokens, 3 * layers)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths"),
+    [
+        ({"batch_size": 3}, (12, 12, 12)),
+        ({"batch_size": 2, "num_batches": 2, "schedule": "zigzag"}, (12, 12, 12, 12)),
+        ({"batch_size": 3, "cache_bits": 4}, (12, 12, 12)),
+        ({"batch_size": 6, "overlap": False}, (3, 12, 3, 3, 3, 12)),
+        ({"batch_size": 1, "weight_bits": 4}, (12,)),
+    ],
+    ids=["one batch", "two batches", "packed cache", "fewer rows later", "packed weights"],
+)
+def test_resident_layers_are_decoded_by_one_program(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
+    """And give the tokens that they give one by one."""
+    found, calls, counted = [], [], Counted(monkeypatch)
+    policy = Policy(kv_block_tokens=4, **changes)
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+    for joined in (3, 1):
+        kernels = DeviceKernels(replace(KernelSizes.of_gpu(), joined_layers=joined))
+        for module in (device, starting):
+            monkeypatch.setattr(module, "kernels_of_device", lambda kernels=kernels: kernels)
+        with LLM(policy=policy, dtype="float32", unified=False) as llm:
+            results = llm.generate(TEXTS[: len(lengths)], params)
+            layers = llm.config.num_layers
+        found.append([result.token_ids for result in results])
+        calls.append((counted.calls["decode_joined"], counted.calls["decode"]))
+        counted.calls.clear()
+    assert found[0] == found[1]
+    (joined_calls, left), (none, single) = calls
+    assert (none, single % layers) == (0, 0)
+    assert layers == 5
+    tokens, shrunk = single // layers, left // layers
+    assert joined_calls == 2 * (tokens - shrunk)  # three layers, then two
+    # A layer's cache loses rows in its own step.
+    assert shrunk == (min(lengths) < max(lengths))
 
 
 @pytest.mark.parametrize("size", [32, 4])

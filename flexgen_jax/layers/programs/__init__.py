@@ -17,7 +17,7 @@ from flexgen_jax.layers.programs.ends import embed, head, score
 from flexgen_jax.layers.programs.experts import combine, expert, guess, route
 from flexgen_jax.layers.programs.prompts import finish_chunk, mix, prefill, project_chunk, unpack
 from flexgen_jax.layers.programs.table import Program, Programs
-from flexgen_jax.layers.programs.tokens import decode, finish, project
+from flexgen_jax.layers.programs.tokens import decode, decode_joined, finish, project
 
 TABLE: tuple[Program[Any], ...] = (
     embed,
@@ -27,6 +27,7 @@ TABLE: tuple[Program[Any], ...] = (
     attend_prefix,
     finish_chunk,
     decode,
+    decode_joined,
     project,
     attend,
     rank_tokens,
@@ -56,6 +57,7 @@ __all__ = [
     "attend_ranked",
     "combine",
     "decode",
+    "decode_joined",
     "embed",
     "expert",
     "finish",

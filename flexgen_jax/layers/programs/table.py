@@ -212,6 +212,11 @@ class Programs:
         self._needed: dict[Any, int] = {}
         self._compile_s = 0.0
 
+    @property
+    def traceable(self) -> Traceable:
+        """What the programs are traced with."""
+        return self._model
+
     @cached_property
     def plain(self) -> Programs:
         """The programs for decoder layers whose weights `unpack` has unpacked; these, if none are

@@ -70,6 +70,55 @@ def decode(
 
 
 @program_of_one_token
+def decode_joined(
+    model: Traceable,
+    layers: tuple[int, ...],
+    rows: int,
+    blocks: tuple[int, ...],
+    tail: int,
+) -> Traced:
+    """Decodes one token in several layers, whose indices are given, as `decode` does with `appends`
+    in each: (a list of weights, hidden, a list of blocks, a list of tails, checks, position, rows)
+    -> hidden, a list of tails, checks. The tails are donated.
+
+    A GPU computes a layer's token in less time than it takes to dispatch a program for it.
+    """
+    specs = [model.spec.layers[index] for index in layers]
+    modules = [model.decoder(spec) for spec in specs]
+
+    def run(
+        weights: list[Weights],
+        hidden: jax.Array,
+        blocks: list[tuple[Block, ...]],
+        tails: list[Arrays],
+        checks: jax.Array,
+        position: jax.Array,
+        rows: Rows,
+    ) -> Any:
+        appended = []
+        for module, own, sealed, opened in zip(modules, weights, blocks, tails, strict=True):
+            if model.formats.weight_bits < 16:  # else XLA would unpack many layers' weights at once
+                hidden, own = jax.lax.optimization_barrier((hidden, own))
+            hidden, opened = apply(
+                module, own, hidden, sealed, opened, position, rows, appends=True, method="decode"
+            )
+            checks = checked(checks, jnp.isfinite(hidden).all())
+            appended.append(opened)
+        return hidden, appended, checks
+
+    arguments = (
+        [model.weights(spec) for spec in specs],
+        model.hidden(rows, 1),
+        [model.blocks(spec, rows, blocks) for spec in specs],
+        [model.tail(spec, rows, tail) for spec in specs],
+        CHECKS,
+        ints(),
+        rows_of(rows),
+    )
+    return Traced(run, arguments, donated=(3,))
+
+
+@program_of_one_token
 def project(model: Traceable, layer: LayerSpec, rows: int) -> Traced:
     """Computes `decode` up to attention: (weights, hidden, position, rows) -> query, new key and
     value."""

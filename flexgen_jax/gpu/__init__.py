@@ -1,0 +1,5 @@
+"""Compute kernels for an NVIDIA GPU, in Pallas. Other packages use only what is imported here."""
+
+from flexgen_jax.gpu.backend import DeviceKernels, GpuKernels, kernels_of_gpu
+
+__all__ = ["DeviceKernels", "GpuKernels", "kernels_of_gpu"]

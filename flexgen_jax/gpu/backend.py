@@ -1,0 +1,94 @@
+"""Chooses the compute kernels of a GPU's programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+
+from flexgen_jax.gpu import decode_attention, lone_row, packed_product
+from flexgen_jax.gpu.triton import LEAST_CAPABILITY
+from flexgen_jax.layers.attention import KVPair, Partial
+from flexgen_jax.layers.kernels import XlaKernels
+from flexgen_jax.layers.quantization import Kept, QuantizedArray
+from flexgen_jax.models.parts import AttentionSpec
+from flexgen_jax.policy.hardware import KernelSizes
+
+
+@dataclass(frozen=True)
+class DeviceKernels(XlaKernels):
+    """XLA's own code, with sizes that a plan can count with."""
+
+    sizes: KernelSizes
+
+
+@dataclass(frozen=True)
+class GpuKernels(DeviceKernels):
+    """Kernels that Triton compiles, where XLA's own code moves more bytes or takes more launches;
+    see `layers.kernels.Kernels`.
+
+    interprets: whether JAX interprets them, which is how they run without a GPU.
+    """
+
+    interprets: bool = False
+
+    def decode_attention(
+        self,
+        query: jax.Array,
+        blocks: tuple[tuple[Kept, Kept], ...],
+        starts: jax.Array,
+        position: jax.Array,
+        first_valid: jax.Array,
+        spec: AttentionSpec,
+    ) -> Partial:
+        if not decode_attention.can_attend(query, blocks):
+            return super().decode_attention(query, blocks, starts, position, first_valid, spec)
+        return decode_attention.attend(
+            query=query,
+            blocks=cast(Sequence[KVPair], blocks),
+            starts=starts,
+            position=position,
+            first_valid=first_valid,
+            softcap=spec.softcap,
+            interprets=self.interprets,
+        )
+
+    def matmul(
+        self, x: jax.Array, kernel: Kept, bias: jax.Array | None, bits: int = 16
+    ) -> jax.Array:
+        out = None if bits == 8 else self._product(x, kernel)
+        if out is None:
+            return super().matmul(x, kernel, bias, bits)
+        if bias is not None:
+            out = out + bias.astype(jnp.float32)
+        return out.astype(x.dtype)
+
+    def logits(self, x: jax.Array, table: Kept) -> jax.Array:
+        out = self._product(x, table)
+        return super().logits(x, table) if out is None else out
+
+    def _product(self, x: jax.Array, kernel: Kept) -> jax.Array | None:
+        """Returns `x @ kernel.T`, fp32 [..., out], of few rows; None if XLA's code is to do it."""
+        rows = x.reshape(-1, x.shape[-1])
+        if isinstance(kernel, QuantizedArray):
+            if not packed_product.can_multiply(rows, kernel):
+                return None
+            out = packed_product.multiply(rows, kernel, self.interprets)
+        elif lone_row.can_multiply(rows, kernel):
+            out = lone_row.multiply(rows, kernel, self.interprets)
+        else:
+            return None
+        return out.reshape(*x.shape[:-1], -1)
+
+
+def kernels_of_gpu(device: jax.Device) -> DeviceKernels:
+    """Returns the kernels for a GPU: Triton's where it compiles for the GPU, else XLA's own."""
+    sizes, said = KernelSizes.of_gpu(), str(getattr(device, "compute_capability", ""))
+    is_nvidia = device.device_kind.startswith(("NVIDIA", "Tesla", "GeForce", "Quadro"))
+    numbers = tuple(int(part) for part in said.split(".") if part.isdecimal())
+    if is_nvidia and numbers >= LEAST_CAPABILITY:
+        return GpuKernels(sizes)
+    return DeviceKernels(sizes)

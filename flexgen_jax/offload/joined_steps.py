@@ -1,0 +1,67 @@
+"""Decodes a token in several layers by one program, where all that they need is on the device.
+
+The first layer's step dispatches the program and computes for all of them; the steps of the others
+find their results here.
+"""
+
+from __future__ import annotations
+
+from flexgen_jax.layers import programs
+from flexgen_jax.offload.batch import Computed, arrays_of
+from flexgen_jax.offload.dispatch import Dispatch, hidden_of
+from flexgen_jax.offload.kv_cache import KVCache
+from flexgen_jax.offload.weights import WeightStore
+from flexgen_jax.policy.backend import Inputs
+from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.waves import Step
+
+
+class JoinedSteps:
+    """The results of layers that were computed together."""
+
+    def __init__(self, dispatch: Dispatch, weights: WeightStore, cache: KVCache) -> None:
+        self._dispatch, self._weights, self._cache = dispatch, weights, cache
+        self._joined = dispatch.plan.joined
+        self._spec = dispatch.device.spec
+        self._computed: dict[Running, dict[int, Computed]] = {}
+
+    def forget(self, running: Running) -> None:
+        """Forgets a batch that ends."""
+        self._computed.pop(running, None)
+
+    def take(self, step: Step, inputs: Inputs) -> Computed | None:
+        """Returns what a step computes; None if its layer is not joined with others."""
+        running = step.batch
+        layers = self._joined.get(step.layer)
+        if layers is not None and self._can_join(step):
+            self._computed[running] = self._compute(step, inputs, layers)
+        return self._computed.get(running, {}).pop(step.layer, None)
+
+    def _can_join(self, step: Step) -> bool:
+        """Returns whether no layer's cache changes before its own step, and none is to be asked
+        for."""
+        running = step.batch
+        return running.prefix is None and not running.shrinks_at(step.token)
+
+    def _compute(self, step: Step, inputs: Inputs, layers: range) -> dict[int, Computed]:
+        running, arrays = step.batch, arrays_of(step.batch)
+        states = [running.layers[layer - 1] for layer in layers]
+        blocks = [self._cache.resident(state) for state in states]
+        here, _ = states[0].places(states[0].sealed)
+        program = self._dispatch.get_joined(
+            programs.decode_joined, step, layers, blocks=here.lengths, tail=here.tail
+        )
+        before = arrays.checks
+        hidden, tails, checks = program(
+            [self._weights.resident(self._spec.layers[layer]) for layer in layers],
+            hidden_of(inputs),
+            [tuple(sealed) for *sealed, _ in blocks],
+            [opened for *_, opened in blocks],
+            before,
+            *arrays.moments[step.token].where,
+        )
+        # Whoever waits for a layer before the last one is not to wait for this program: the device
+        # would have nothing to do before the next one is dispatched.
+        computed = [Computed(before, hidden, tail, is_appended=True) for tail in tails]
+        computed[-1].checks = checks
+        return dict(zip(layers, computed, strict=True))

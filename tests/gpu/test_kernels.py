@@ -1,0 +1,194 @@
+"""Tests the GPU's kernels, interpreted by JAX, against formulas in NumPy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_jax.gpu import DeviceKernels, GpuKernels, kernels_of_gpu, packed_product
+from flexgen_jax.layers.encoding import encoded
+from flexgen_jax.layers.quantization import QuantizedArray
+from flexgen_jax.models.formats.format import Factor, Format
+from flexgen_jax.models.formats.known import own, paper
+from flexgen_jax.models.formats.storage import Storage, kv_storage
+from flexgen_jax.models.parts import AttentionSpec
+from flexgen_jax.policy.hardware import KernelSizes
+from tests.helpers.attention import numpy_attention
+
+KERNELS = GpuKernels(KernelSizes.of_gpu(), interprets=True)
+DTYPES = st.sampled_from(("float16", "bfloat16"))
+EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Half the distance of a dtype's numbers from 1."""
+
+
+def wide(array: jax.Array) -> np.ndarray:
+    return np.asarray(array.astype(jnp.float32)).astype(np.float64)
+
+
+@settings(max_examples=12)
+@given(
+    dtype=DTYPES,
+    lengths=st.lists(st.sampled_from((1, 37, 64, 600)), min_size=1, max_size=2),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from((1, 3, 8, 17)),
+    head_dim=st.sampled_from((16, 40, 64)),
+    softcap=st.sampled_from((None, 2.0)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_attention_to_blocks(
+    dtype: str,
+    lengths: list[int],
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    softcap: float | None,
+    seed: int,
+) -> None:
+    """Of any lengths, with padding before the tokens and room after them."""
+    rng, batch, total = np.random.default_rng(seed), 2, sum(lengths)
+
+    def array(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    query = array(batch, kv_heads * group, 1, head_dim)
+    shapes = [(batch, kv_heads, length, head_dim) for length in lengths]
+    cache = tuple((array(*shape), array(*shape)) for shape in shapes)
+    position = int(rng.integers(1, total + 1))
+    first = rng.integers(0, position, batch).astype(np.int32)
+    out, lse = KERNELS.decode_attention(
+        query=query,
+        blocks=cache,
+        starts=jnp.asarray(np.cumsum([0, *lengths])[:-1], jnp.int32),
+        position=jnp.int32(position),
+        first_valid=jnp.asarray(first),
+        spec=AttentionSpec(kv_heads * group, kv_heads, head_dim, softcap=softcap),
+    )
+    keys, values = (
+        np.concatenate([wide(side) for side in sides], 2) for sides in zip(*cache, strict=True)
+    )
+    at = np.arange(total)
+    valid = (at >= first[:, None]) & (at < position)
+    expected, expected_lse = numpy_attention(wide(query), keys, values, valid, softcap)
+    # Weights are rounded to the dtype before they multiply the values.
+    np.testing.assert_allclose(out, expected, atol=16 * EPSILON[dtype])
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+GPTQ = Format(4, Factor("float16", 64), zero=Factor("uint8", 64))
+"""The format of GPTQ folders that have zeros."""
+
+
+def random_kernel(rng: np.random.Generator, storage: Storage) -> tuple[QuantizedArray, np.ndarray]:
+    """A kernel of random codes and factors, and the numbers that it stands for, fp64."""
+    packing, named = storage.packing, {}
+    for leaf in storage.leaves:
+        if np.issubdtype(np.dtype(leaf.kind), np.integer):
+            limits = np.iinfo(leaf.kind)
+            array = rng.integers(limits.min, limits.max, leaf.shape, leaf.kind, endpoint=True)
+        else:
+            array = rng.uniform(0.001, 0.01, leaf.shape).astype(leaf.kind)
+        named[leaf.name] = np.asarray(array)
+
+    def of_elements(name: str) -> np.ndarray:
+        each = np.repeat(named[name].astype(np.float64), packing.group, 1)
+        return each * named.get(f"{name}_of", np.ones(1)).astype(np.float64)
+
+    mask = (1 << packing.bits) - 1
+    planes = [(named["packed"] >> (packing.bits * n)) & mask for n in range(packing.planes)]
+    numbers = np.concatenate(planes, 1).astype(np.float64) - packing.center
+    if packing.zero is not None:
+        numbers -= of_elements("zero")
+    numbers *= of_elements("scale")
+    if packing.minimum is not None:
+        numbers += of_elements("minimum")
+    return QuantizedArray(storage, tuple(map(jnp.asarray, named.values()))), numbers
+
+
+@settings(max_examples=12)
+@given(
+    dtype=DTYPES,
+    rows=st.integers(1, packed_product.MOST_ROWS),
+    outputs=st.sampled_from((4, 12)),
+    length=st.sampled_from((128, 384, 2048)),
+    packing=st.sampled_from((own(4), own(8), GPTQ)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_products_with_packed_weights(
+    dtype: str, rows: int, outputs: int, length: int, packing: Format, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((rows, length)), dtype)
+    kernel, numbers = random_kernel(rng, Storage((outputs, length), dtype, packing))
+    assert packed_product.can_multiply(x, kernel)
+    bias = jnp.asarray(rng.standard_normal(outputs), dtype)
+    out = KERNELS.matmul(x, kernel, bias)
+    expected = wide(x) @ numbers.T + wide(bias)
+    assert out.dtype == x.dtype
+    error = np.abs(wide(out) - expected)
+    assert (
+        error <= 1e-4 * (np.abs(wide(x)) @ np.abs(numbers).T) + EPSILON[dtype] * np.abs(expected)
+    ).all()
+
+
+@settings(max_examples=12)
+@given(
+    dtype=DTYPES,
+    outputs=st.sampled_from((4, 12)),
+    length=st.sampled_from((64, 192, 1024)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_lone_row(dtype: str, outputs: int, length: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((1, 1, length)), dtype)
+    table = jnp.asarray(rng.standard_normal((outputs, length)), dtype)
+    out = KERNELS.logits(x, table)
+    assert (out.shape, out.dtype) == ((1, 1, outputs), jnp.float32)
+    np.testing.assert_allclose(out[0], wide(x)[0] @ wide(table).T, atol=1e-4, rtol=1e-5)
+
+
+def test_other_formats_are_left_to_xla() -> None:
+    x = jnp.zeros((1, 128), "float16")
+    for packing in (paper(4), Format(4, Factor("e8m0", 32), levels="e2m1")):
+        storage = Storage((8, 128), "float16", packing)
+        leaves = tuple(jnp.zeros(leaf.shape, leaf.kind) for leaf in storage.leaves)
+        assert not packed_product.can_multiply(x, QuantizedArray(storage, leaves))
+    five = encoded(jnp.ones((8, 128), "float16"), Storage((8, 128), "float16", own(4)))
+    assert not packed_product.can_multiply(jnp.zeros((5, 128), "float16"), five)
+    assert not packed_product.can_multiply(jnp.zeros((1, 128), "float32"), five)
+
+
+def test_quantized_blocks_are_left_to_xla() -> None:
+    rng = np.random.default_rng(0)
+    array = jnp.asarray(rng.standard_normal((1, 2, 32, 64)), "float16")
+    block = encoded(array, kv_storage(array.shape, "float16", 4))
+    arguments = {
+        "query": array[:, :, :1],
+        "blocks": ((block, block),),
+        "starts": jnp.zeros(1, jnp.int32),
+        "position": jnp.int32(32),
+        "first_valid": jnp.zeros(1, jnp.int32),
+        "spec": AttentionSpec(2, 2, 64),
+    }
+    out, _ = KERNELS.decode_attention(**arguments)
+    expected, _ = DeviceKernels(KernelSizes.of_gpu()).decode_attention(**arguments)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "kernels"),
+    [
+        ("NVIDIA H200", "9.0", GpuKernels),
+        ("NVIDIA A100-SXM4-80GB", "8.0", GpuKernels),
+        ("Tesla T4", "7.5", DeviceKernels),
+        ("gfx942", "", DeviceKernels),
+    ],
+)
+def test_kernels_by_the_card(kind: str, capability: str, kernels: type) -> None:
+    device = SimpleNamespace(device_kind=kind, compute_capability=capability)
+    assert type(kernels_of_gpu(device)) is kernels
