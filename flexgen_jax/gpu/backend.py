@@ -9,13 +9,20 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.gpu import decode_attention, lone_row, packed_product
+from flexgen_jax.gpu import decode_attention, lone_row, packed_product, prompt_attention
 from flexgen_jax.gpu.triton import LEAST_CAPABILITY
 from flexgen_jax.layers.attention import KVPair, Partial
 from flexgen_jax.layers.kernels import XlaKernels
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
+from flexgen_jax.layers.tuning import Tuning
 from flexgen_jax.models.parts import AttentionSpec
+from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
+
+GPU_TUNING = Tuning(orders_parts=True)
+WITHOUT_TRITON = Tuning(orders_parts=True, doubles_lone_row=True)
+"""Settings for GPUs, and for those for which XLA's Triton does not compile: their product of a lone
+row would widen the whole kernel to fp32 first."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,14 @@ class DeviceKernels(XlaKernels):
     """XLA's own code, with sizes that a plan can count with."""
 
     sizes: KernelSizes
+    tuning: Tuning = GPU_TUNING
+
+    def compiler_options(
+        self, formats: Formats, is_lone: bool = False
+    ) -> dict[str, str | bool] | None:
+        """Returns XLA's options for a program: products that have one operand in common are not
+        made one, for which XLA would copy all of their kernels in every step."""
+        return {"xla_gpu_dot_merger_threshold_mb": "0"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,53 @@ class GpuKernels(DeviceKernels):
             starts=starts,
             position=position,
             first_valid=first_valid,
+            softcap=spec.softcap,
+            interprets=self.interprets,
+        )
+
+    def prefill_attention(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        first_valid: jax.Array,
+        spec: AttentionSpec,
+    ) -> tuple[jax.Array, KVPair]:
+        if not prompt_attention.can_attend(query, key, value):
+            return super().prefill_attention(query, key, value, first_valid, spec)
+        key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        out, _ = prompt_attention.attend(
+            query=query,
+            key=key,
+            value=value,
+            first_valid=first_valid,
+            lead=0,
+            window=spec.window,
+            softcap=spec.softcap,
+            is_token_first=True,
+            dtype=value.dtype,
+            interprets=self.interprets,
+        )
+        return out, (key, value)
+
+    def chunk_attention(
+        self,
+        query: jax.Array,
+        key: Kept,
+        value: Kept,
+        first_valid: jax.Array,
+        lead: jax.Array,
+        spec: AttentionSpec,
+    ) -> Partial:
+        if not prompt_attention.can_attend(query, key, value):
+            return super().chunk_attention(query, key, value, first_valid, lead, spec)
+        return prompt_attention.attend(
+            query=query,
+            key=cast(jax.Array, key),
+            value=cast(jax.Array, value),
+            first_valid=first_valid,
+            lead=lead,
+            window=spec.window,
             softcap=spec.softcap,
             interprets=self.interprets,
         )
@@ -91,4 +153,4 @@ def kernels_of_gpu(device: jax.Device) -> DeviceKernels:
     numbers = tuple(int(part) for part in said.split(".") if part.isdecimal())
     if is_nvidia and numbers >= LEAST_CAPABILITY:
         return GpuKernels(sizes)
-    return DeviceKernels(sizes)
+    return DeviceKernels(sizes, WITHOUT_TRITON)

@@ -66,8 +66,10 @@ def _by_planes(
     which is faster than joining the planes first."""
     if kernel.storage.packing.has_order:
         rows = jnp.take(rows, kernel.leaf("order"), axis=1)
-    outs = []
+    outs: list[jax.Array] = []
     for part in ranges_of_rows(kernel, part_bytes):
+        if tuning.orders_parts and outs:
+            outs[-1], part = _in_order(outs[-1], part)
         out, start = jnp.zeros((), jnp.float32), 0
         for plane in parts_of(part, tuning.has_barriers):
             stop = start + plane.shape[1]
@@ -75,6 +77,15 @@ def _by_planes(
             start = stop
         outs.append(out)
     return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+
+
+def _in_order(out: jax.Array, part: QuantizedArray) -> tuple[jax.Array, QuantizedArray]:
+    """Returns a product, and a part of a kernel that cannot be unpacked before the product is
+    there: its smallest leaf waits for it, which is copied for that."""
+    leaves = list(part.leaves)
+    smallest = min(range(len(leaves)), key=lambda index: leaves[index].nbytes)
+    out, leaves[smallest] = jax.lax.optimization_barrier((out, leaves[smallest]))
+    return out, QuantizedArray(part.storage, tuple(leaves))
 
 
 def _product(rows: jax.Array, kernel: jax.Array, tuning: Tuning) -> jax.Array:

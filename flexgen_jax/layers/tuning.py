@@ -17,12 +17,15 @@ class Tuning:
         slow with one.
     has_barriers: whether a barrier separates unpacked arrays from the loops of later operations,
         for a backend that would unpack repeatedly inside them.
+    orders_parts: whether a kernel's part is unpacked only when the product of the part before is
+        there, for a backend that would have several of them in memory.
     """
 
     lanes: int = 1
     kernel_first_rows: int = 0
     doubles_lone_row: bool = False
     has_barriers: bool = False
+    orders_parts: bool = False
 
 
 PLAIN = Tuning()

@@ -118,7 +118,7 @@ class KernelSizes:
             packed_prefill_rows=4096,
             scored_rows=4096,
             score_bytes=256 << 20,
-            part_bytes=1 << 40,
+            part_bytes=256 << 20,
             unpacks_layers=True,
             worth_compiling=200 * 10**12,
             expert_rows=16,

@@ -259,12 +259,26 @@ def workspace_bytes(
     group = sizes.prefill_sequences(rows, tokens, plain.weight_bits)
     formed = min(sizes.scored_rows, group * tokens) if head == SCORE else rows
     logits = head.logit_copies * formed * setting.config.vocab_size * 4
-    return max(
+    of_head = logits + _unpacked_table(spec, formats, sizes, formed)
+    of_layers = max(
         _unpacked_bytes(layer, formats, sizes, group * tokens, unpacks)
         + max(_prefill_bytes(layer, spec, plain, sizes, rows, tokens), logits)
         + (_chunk_bytes(layer, formats, rows, tokens, prefix) if is_chunked or prefix else 0)
         + _expert_bytes(layer, formats, sizes, rows, tokens)
         for layer, _ in spec.decoder_kinds
+    )
+    return max(of_layers, of_head)
+
+
+def _unpacked_table(spec: ModelSpec, formats: Formats, sizes: KernelSizes, rows: int) -> int:
+    """Returns the bytes that a GPU unpacks of the head's table at a time."""
+    tables = [tensor for tensor in spec.layers[-1].tensors if tensor.is_table]
+    if not sizes.unpacks_layers or spec.layers[-1].kind != "head":
+        return 0
+    packed = [tensor for tensor in tables if formats.weight(tensor).format is not None]
+    item = DTYPES[formats.dtype]
+    return max(
+        (min(x.size * item, sizes.unpacked_bytes(rows, x.shape[0])) for x in packed), default=0
     )
 
 
