@@ -296,11 +296,12 @@ def _precision_flags(command: Function) -> Function:
                 "--matmul-bits",
                 type=click.Choice([str(bits) for bits in MATMUL_BITS]),
                 callback=_as_int,
-                help="8: layers multiply integers of 8 bits, to which weights and hidden states "
-                "are rounded, all but the largest of the latter. Costs some quality. Made for "
-                "4-bit weights in the paper's format on CPUs that have AMX, or AVX-512 with "
-                "bfloat16 and VNNI, where "
-                "prompts and large batches then take less time; elsewhere they are slower.",
+                help="8: layers multiply integers of 8 bits, to which hidden states are rounded. "
+                "Costs a little quality. With --weight-bits 4 or 8, and with published weights of "
+                "such bits, new tokens then take two thirds of the time on CPUs without products "
+                "of bfloat16 (AVX2, or AVX-512 alone); nothing changes on others. With "
+                "--weight-format paper, prompts and large batches take less time on CPUs with AMX "
+                "or VNNI.",
             ),
             click.option(
                 "--attention",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from flexgen_jax.models.formats.format import Factor, Format
 from flexgen_jax.models.formats.storage import Storage
@@ -14,6 +15,11 @@ STEP = 32
 FLOATS = ("float32", "bfloat16", "float16")
 
 LEVELS = ("integers", "e2m1", "nf4")
+
+
+Rounding = Literal["", "pairs", "fours"]
+"""How rows are rounded to 8-bit integers: not at all, or for a processor that adds up products of
+two bytes, or of four."""
 
 
 @dataclass(frozen=True)

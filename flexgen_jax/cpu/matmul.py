@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.cpu.grouped import Grouping, grouping_of
-from flexgen_jax.cpu.processor import tile_unit
+from flexgen_jax.cpu.grouped import Grouping, Rounding, grouping_of
+from flexgen_jax.cpu.processor import has_wide_vectors, multiplies_bytes, tile_unit
 from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers.matmul_int8 import column_scale
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
@@ -47,6 +47,13 @@ FEW_ROUNDED = 8
 than the product does without. AVX2 multiplies by their codes, and rounds rows only."""
 
 
+ROUNDINGS: tuple[Rounding, Rounding] = ("pairs", "fours")
+
+MOST_ROUNDED = 16 if has_wide_vectors() else 64
+"""Up to this many rows, products of integers with the codes of weights that are grouped along their
+input take less time than those of fp32."""
+
+
 def matmul(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> jax.Array | None:
     """Computes `x @ kernel.T + bias` in `dtype`, x's own or fp32, or returns None; see
     `layers.kernels.Kernels.matmul`."""
@@ -55,9 +62,14 @@ def matmul(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> ja
 
 
 def _multiplied(
-    x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any, unit: str
+    x: jax.Array,
+    kernel: Kept,
+    bias: jax.Array | None,
+    dtype: Any,
+    unit: str,
+    rounding: Rounding = "",
 ) -> jax.Array | None:
-    target = _target_for(kernel, dtype == jnp.float32, unit)
+    target = _target_for(kernel, dtype == jnp.float32, unit, rounding)
     if target is None:
         return None
     rows, columns = x.reshape(-1, x.shape[-1]), kernel.shape[0]
@@ -73,6 +85,8 @@ def _multiplied(
 def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array | None:
     """Computes `x @ kernel.T + bias` by products of 8-bit integers, in x's dtype, or returns
     None."""
+    if _rounds_steps(kernel):
+        return _multiplied_in_steps(x, kernel, bias)
     unit = _unit_for_integers(x, kernel)
     if unit == "avx2":
         return _multiplied(x, kernel, bias, x.dtype, unit)
@@ -91,17 +105,30 @@ def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
     return product.reshape(*x.shape[:-1], columns)
 
 
+def _multiplied_in_steps(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array | None:
+    unit, rounding = _unit_for(x, kernel), ROUNDINGS[multiplies_bytes()]
+    return _multiplied(x, kernel, bias, x.dtype, unit, rounding) if unit else None
+
+
 def multiplies(x: jax.Array, kernel: Kept) -> bool:
     """Returns whether a product is computed here, and not by XLA's own code."""
     unit = _unit_for(x, kernel)
     return unit is not None and _target_for(kernel, False, unit) is not None
 
 
-def _target_for(kernel: Kept, is_wide: bool, unit: str) -> str | None:
-    """Returns the name of the code that multiplies by a kernel's format, None if there is none."""
+def _rounds_steps(kernel: Kept) -> bool:
+    """Returns whether rows are rounded step by step, for the codes of a kernel that is grouped
+    along its input."""
+    grouping = grouping_of(kernel.storage) if isinstance(kernel, QuantizedArray) else None
+    return grouping is not None and grouping.levels == "integers"
+
+
+def _target_for(kernel: Kept, is_wide: bool, unit: str, rounding: Rounding = "") -> str | None:
+    """Returns the name of the code that multiplies by a kernel's format, None if there is none;
+    rounding: how few rows are rounded to integers."""
     grouping = grouping_of(kernel.storage) if isinstance(kernel, QuantizedArray) else None
     if grouping is not None:
-        return _grouped_target(grouping, is_wide, unit)
+        return _grouped_target(grouping, is_wide, unit, rounding)
     return _target(_bits(kernel), is_wide, unit)
 
 
@@ -113,6 +140,8 @@ def gains_by_rounding(x: jax.Array, kernel: Kept) -> bool:
     """Returns whether a product of 8-bit integers takes less time than one of x's dtype."""
     few = FEW_ROWS
     if isinstance(kernel, QuantizedArray):
+        if _rounds_steps(kernel):
+            return tile_unit() == "fma" and x.size // x.shape[-1] <= MOST_ROUNDED
         if not _is_papers(kernel):
             return False
         few = 0 if tile_unit("int8") == "avx2" else FEW_ROUNDED
@@ -195,13 +224,14 @@ def _target(bits: int, is_wide: bool, unit: str) -> str | None:
 
 
 @lru_cache
-def _grouped_target(grouping: Grouping, is_wide: bool, unit: str) -> str | None:
+def _grouped_target(grouping: Grouping, is_wide: bool, unit: str, rounding: Rounding) -> str | None:
     name = f"flexgen_jax_multiply_grouped_{grouping.name}{'_wide' * is_wide}_{unit}"
+    name += f"_by_{rounding}" if rounding else ""
 
     def make() -> tuple[Any, ...]:
         from flexgen_jax.cpu.jit.matmul_entry import grouped_handler
 
-        return grouped_handler(name, grouping, is_wide, unit)
+        return grouped_handler(name, grouping, is_wide, unit, rounding)
 
     return register(name, make)
 

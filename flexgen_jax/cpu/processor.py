@@ -81,6 +81,12 @@ def multiplies_pairs() -> bool:
 
 
 @lru_cache
+def multiplies_bytes() -> bool:
+    """Returns whether vectors of 256 bits have dot products of four 8-bit integers."""
+    return _flags() >= {"avx512_vnni", "avx512vl"}
+
+
+@lru_cache
 def has_wide_vectors() -> bool:
     """Returns whether a vector has 512 bits, and there are 32 of them; else 256, and 16."""
     return "avx512f" in _flags()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 
+from flexgen_jax.errors import UserError
 from flexgen_jax.gpu import decode_attention, lone_row, packed_product, prompt_attention
 from flexgen_jax.gpu.triton import LEAST_CAPABILITY
 from flexgen_jax.layers.attention import KVPair, Partial
@@ -18,6 +20,9 @@ from flexgen_jax.layers.tuning import Tuning
 from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
+
+CHOICE = "FLEXGEN_JAX_GPU_KERNELS"
+"""The variable that leaves a GPU's products and attention to XLA."""
 
 GPU_TUNING = Tuning(orders_parts=True)
 WITHOUT_TRITON = Tuning(orders_parts=True, doubles_lone_row=True)
@@ -146,11 +151,21 @@ class GpuKernels(DeviceKernels):
         return out.reshape(*x.shape[:-1], -1)
 
 
-def kernels_of_gpu(device: jax.Device) -> DeviceKernels:
-    """Returns the kernels for a GPU: Triton's where it compiles for the GPU, else XLA's own."""
+def kernels_of_gpu(
+    device: jax.Device, environment: Mapping[str, str] | None = None
+) -> DeviceKernels:
+    """Returns the kernels for a GPU: Triton's where it compiles for the GPU, unless the variable
+    `CHOICE` says "xla"; else XLA's own. environment: of this process by default.
+
+    Raises `UserError` if the variable says anything else.
+    """
+    environment = os.environ if environment is None else environment
+    chosen = environment.get(CHOICE, "")
+    if chosen not in ("", "xla"):
+        raise UserError(f"{CHOICE}={chosen!r}: set it to xla, for XLA's own code, or unset it")
     sizes, said = KernelSizes.of_gpu(), str(getattr(device, "compute_capability", ""))
     is_nvidia = device.device_kind.startswith(("NVIDIA", "Tesla", "GeForce", "Quadro"))
     numbers = tuple(int(part) for part in said.split(".") if part.isdecimal())
-    if is_nvidia and numbers >= LEAST_CAPABILITY:
-        return GpuKernels(sizes)
-    return DeviceKernels(sizes, WITHOUT_TRITON)
+    if not is_nvidia or numbers < LEAST_CAPABILITY:
+        return DeviceKernels(sizes, WITHOUT_TRITON)
+    return DeviceKernels(sizes) if chosen else GpuKernels(sizes)

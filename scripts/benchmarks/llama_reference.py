@@ -11,8 +11,8 @@ llama.cpp runs a model of the same shape with random weights, written into the f
 Q4_0, or gpt-oss as it is published, with experts in MXFP4 and all else in bfloat16, by the
 functions of its library: prompts in batches as large as it likes them, then one token of every
 sequence at a time, greedily. It maps its file into memory, as it does by default. Loading, placing
-and compiling are not counted. With --weight-format paper, ours multiplies 8-bit integers where the
-processor has a unit for them, as llama.cpp always does. Every run is a process of its own, with
+and compiling are not counted. With weights of its own, ours multiplies 8-bit integers where that is
+faster, as llama.cpp always does. Every run is a process of its own, with
 --limit in a memory cgroup, which takes root.
 """
 
@@ -130,8 +130,8 @@ def commands(args: argparse.Namespace, file: Path, batch: int) -> dict[str, list
     is_published = known_shape(args.model).published is not None
     if not is_published:
         ours += ["--weight-bits", "4"]
-    if args.weight_format == "paper" and features().int8 and not is_published:
-        ours += ["--weight-format", "paper", "--matmul-bits", "8"]
+    if features().int8 and not is_published:
+        ours += ["--weight-format", args.weight_format, "--matmul-bits", "8"]
     ours += ["--offload-dir", str(args.folder / "offload"), "--num-sequences", str(batch)]
     if args.limit is None:
         ours += ["--percent", "100", "0", "100", "0", "100", "0", "--warm-up"]

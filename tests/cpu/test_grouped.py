@@ -3,6 +3,8 @@ that they stand for."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from flexgen_jax.models.gguf.blocks import BLOCKS
 from flexgen_jax.policy.hardware import KernelSizes
 from tests.helpers.arrays import anew, numbers
 from tests.helpers.cases import covering
+from tests.helpers.units import need
 
 TARGET = "flexgen_jax_multiply_grouped"
 
@@ -78,6 +81,57 @@ def test_product_is_the_formula(name: str, rows: int, shape: tuple[int, int]) ->
     found = np.asarray(anew(CPU.matmul)(x, kernel, bias), np.float64)
     # Results have 8 bits, and weights in tiles and quantiles have, too.
     np.testing.assert_allclose(found, right, rtol=2**-8, atol=2**-6 * np.abs(right).std())
+
+
+def rounded(x: jax.Array) -> np.ndarray:
+    """Rows with every step of 32 elements rounded to 127 levels of either sign."""
+    steps = np.asarray(x.astype(jnp.float32)).reshape(x.shape[0], -1, 32)
+    unit = np.abs(steps).max(2, keepdims=True) * np.float32(1 / 127)
+    inverse = np.float32(1) / np.where(unit == 0, np.float32(1), unit)
+    return (np.rint(steps * inverse).astype(np.float64) * unit).reshape(x.shape)
+
+
+@pytest.mark.few(3)
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("by_fours", [True, False], ids=["fours", "pairs"])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    covering([name for name, kind in FORMATS.items() if kind.levels == "integers"], [1, 2, 5, 40]),
+)
+def test_rows_are_rounded_step_by_step(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int, by_fours: bool
+) -> None:
+    """Where that is faster than products of fp32, which is patched here; sums are exact."""
+    need("avx512" if by_fours else "fma")
+    monkeypatch.setattr(matmul, "tile_unit", lambda kind="bf16": "fma")
+    monkeypatch.setattr(matmul, "multiplies_bytes", lambda: by_fours)
+    monkeypatch.setattr(matmul, "MOST_ROUNDED", 64)
+    kernel = random_kernel((96, 1024), FORMATS[name])
+    x = numbers(rows, 1024).at[0, 32:64].set(0)
+    bias = jnp.asarray(numbers(96, seed=1), jnp.float32)
+    multiply = anew(partial(CPU.matmul, bits=8))
+    kind = "_by_fours" if by_fours else "_by_pairs"
+    assert kind in multiply.lower(x, kernel, bias).as_text()
+    order = kernel.leaf("order") if kernel.storage.packing.has_order else np.arange(1024)
+    left = np.zeros((rows, 1024))
+    left[:, order] = rounded(x[:, order])
+    right = left @ wide(kernel).T + np.asarray(bias, np.float64)
+    found = np.asarray(multiply(x, kernel, bias), np.float64)
+    np.testing.assert_allclose(found, right, rtol=2**-8, atol=4e-3 * right.std())
+
+
+@pytest.mark.parametrize("by_fours", [True, False], ids=["fours", "pairs"])
+def test_a_rounded_row_that_is_not_finite_is_seen(
+    monkeypatch: pytest.MonkeyPatch, by_fours: bool
+) -> None:
+    need("avx512" if by_fours else "fma")
+    monkeypatch.setattr(matmul, "tile_unit", lambda kind="bf16": "fma")
+    monkeypatch.setattr(matmul, "multiplies_bytes", lambda: by_fours)
+    kernel = random_kernel((512, 1024), FORMATS["own"])
+    x = numbers(3, 1024).at[1, 40].set(jnp.nan).at[2, 40].set(jnp.inf)
+    found = np.asarray(jax.jit(partial(CPU.matmul, bits=8))(x, kernel, None), np.float32)
+    assert np.isfinite(found[0]).all()
+    assert not np.isfinite(found[1:]).any()
 
 
 @pytest.mark.slow

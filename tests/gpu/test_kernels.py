@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_jax.errors import UserError
 from flexgen_jax.gpu import DeviceKernels, GpuKernels, kernels_of_gpu, packed_product
+from flexgen_jax.gpu.backend import CHOICE
 from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.quantization import QuantizedArray
 from flexgen_jax.models.formats.format import Factor, Format
@@ -266,4 +268,7 @@ def test_quantized_blocks_are_left_to_xla() -> None:
 )
 def test_kernels_by_the_card(kind: str, capability: str, kernels: type) -> None:
     device = SimpleNamespace(device_kind=kind, compute_capability=capability)
-    assert type(kernels_of_gpu(device)) is kernels
+    assert type(kernels_of_gpu(device, {})) is kernels
+    assert type(kernels_of_gpu(device, {CHOICE: "xla"})) is DeviceKernels
+    with pytest.raises(UserError, match="set it to xla"):
+        kernels_of_gpu(device, {CHOICE: "triton"})

@@ -213,7 +213,7 @@ def _emit_dots(
                 ahead = tiles.at(soon, (byte, pitch), (step, STEP))
                 tiles.ask(tiles.place(codes, ahead, BYTE), SECOND_CACHE)
                 where = tiles.at(begin, (byte, pitch), (step, STEP))
-                halves.append(_halves(tiles, codes, where, min(bits, NIBBLE)))
+                halves.append(codes_of_step(tiles, codes, where, min(bits, NIBBLE)))
             for panel in range(panels):
                 place = tiles.at((step, panels * STEP), panel * STEP)
                 x = builder.load(tiles.place(left, place, BYTES), align=1)
@@ -228,7 +228,7 @@ def _emit_dots(
             at = tiles.at((block, panels), number // wide)
             scale = tiles.spread(builder.load(builder.gep(scales.data, [at])), SUMS.count)
             found = shorts[number * parts : (number + 1) * parts]
-            wide_sums = [_paired(tiles, builder.load(short)) for short in found]
+            wide_sums = [paired(tiles, builder.load(short)) for short in found]
             if parts == 2:
                 high = builder.shl(wide_sums[1], filled(INTS, NIBBLE))
                 wide_sums = [builder.add(wide_sums[0], high)]
@@ -244,7 +244,7 @@ def _emit_dots(
         builder.store(builder.fadd(before, value), place)
 
 
-def _halves(tiles: Tiles, codes: Any, at: Any, bits: int) -> list[Any]:
+def codes_of_step(tiles: Tiles, codes: Any, at: Any, bits: int) -> list[Any]:
     """Loads a step of bytes; returns the codes of `bits` bits in them, as bytes, lowest first."""
     builder = tiles.builder
     stored = builder.load(tiles.place(codes, at, SHORTS), align=1)
@@ -253,7 +253,7 @@ def _halves(tiles: Tiles, codes: Any, at: Any, bits: int) -> list[Any]:
     return [builder.bitcast(builder.and_(found, levels), BYTES) for found in shifted]
 
 
-def _paired(tiles: Tiles, shorts: Any) -> Any:
+def paired(tiles: Tiles, shorts: Any) -> Any:
     """Adds up pairs of neighbouring lanes."""
     return tiles.call("llvm.x86.avx2.pmadd.wd", INTS, shorts, filled(SHORTS, 1))
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from flexgen_jax.cpu.grouped import Grouping
+from flexgen_jax.cpu.grouped import Grouping, Rounding
 from flexgen_jax.cpu.jit import (
     matmul_codes,
     matmul_grouped,
+    matmul_grouped_int8,
     matmul_int8,
     matmul_packed,
     matmul_small_batch,
@@ -36,6 +37,10 @@ from flexgen_jax.cpu.jit.matmul_small_batch import (
 )
 from flexgen_jax.cpu.jit.packing import PAIR, STEP, take_columns
 from flexgen_jax.cpu.jit.xla_calls import words
+
+MOST_GROUPED = 15
+"""The most rows for which kernel weights that are grouped along their input stay packed: beyond,
+unpacking them into tiles takes less time."""
 
 FEWEST = 4 * PAIR
 """The least number of columns in a part of a product; with fewer, preparing the rows is not worth
@@ -152,27 +157,37 @@ def _product_part(bits: int, is_wide: bool, unit: str) -> Callable[..., int]:
 
 
 @lru_cache
-def grouped_handler(name: str, of: Grouping, is_wide: bool, unit: str) -> tuple[Any, ...]:
+def grouped_handler(
+    name: str, of: Grouping, is_wide: bool, unit: str, rounding: Rounding
+) -> tuple[Any, ...]:
     """Returns the handler of products with kernel weights that are grouped along their input, and
     the functions that its threads run.
 
     Its arguments: rows, bfloat16 [row, depth]; bias, fp32 [column]; the leaves of the kernel.
-    Result: [row, column], fp32 if `is_wide`, else bfloat16.
+    Result: [row, column], fp32 if `is_wide`, else bfloat16. rounding: how few rows are rounded to
+    8-bit integers.
     """
-    return handler(name, _grouped_part(of, is_wide, unit), axis=1, grain=FEWEST, least=LEAST)
+    part = _grouped_part(of, is_wide, unit, rounding)
+    return handler(name, part, axis=1, grain=FEWEST, least=LEAST)
 
 
-def _grouped_part(of: Grouping, is_wide: bool, unit: str) -> Callable[..., int]:
+def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) -> Callable[..., int]:
     """Returns the function that computes a part of a product's columns."""
-    source = matmul_grouped.SOURCE + CALLS
+    source = matmul_grouped.SOURCE + matmul_grouped_int8.SOURCE + CALLS
     stored = np.float32 if is_wide else np.uint16
     bits, levels, by_amx, kind = of.bits, LEVELS[of.levels], unit == "amx", stored_as(unit)
     code = np.float32(1 << (bits - 1)) if levels == matmul_grouped.INTEGERS else np.float32(0)
     middle: Any = np.float32(code - of.center)
     take = factors_of(of.factors, of.dtype, of.repeats, of.has_minimum)
-    multiply_few_rows = multiplier_of(take, middle, bits, levels, kind)
+    if rounding:
+        by_fours = rounding == "fours"
+        own: Any = np.float32(matmul_grouped_int8.middle_code(bits, by_fours) - of.center)
+        multiply_few_rows = matmul_grouped_int8.multiplier_of(take, own, bits, by_fours)
+    else:
+        multiply_few_rows = multiplier_of(take, middle, bits, levels, kind)
     take_tiles = taker_of(take, middle, bits, levels)
-    folded, leaves_in, repeats = most_folded(unit), _leaves_in(of.kinds), of.repeats
+    folded = MOST if rounding else min(most_folded(unit), MOST_GROUPED)
+    leaves_in, repeats = _leaves_in(of.kinds), of.repeats
 
     def compute(shared, part):
         assert source
