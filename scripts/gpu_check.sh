@@ -86,6 +86,7 @@ if [[ ! $quick ]] && "$python" -c 'import torch, transformers' 2>/dev/null; then
   done
 fi
 pytest=(env XLA_FLAGS="$untried" "$python" -m pytest -n 2 -p no:cacheprovider)
+part tests-kernels "the GPU's kernels against NumPy" "${pytest[@]}" tests/gpu
 if [[ $quick ]]; then
   part tests-copying "what a GPU does differently" "${pytest[@]}" \
     tests/offload/test_copying.py tests/policy/test_loop.py tests/machine/test_jax_settings.py

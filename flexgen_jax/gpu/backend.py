@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.errors import UserError
-from flexgen_jax.gpu import decode_attention, lone_row, packed_product, prompt_attention
+from flexgen_jax.gpu import decode_attention, packed_product, prompt_attention
 from flexgen_jax.gpu.triton import LEAST_CAPABILITY
 from flexgen_jax.layers.attention import KVPair, Partial
 from flexgen_jax.layers.kernels import XlaKernels
@@ -140,14 +140,9 @@ class GpuKernels(DeviceKernels):
     def _product(self, x: jax.Array, kernel: Kept) -> jax.Array | None:
         """Returns `x @ kernel.T`, fp32 [..., out], of few rows; None if XLA's code is to do it."""
         rows = x.reshape(-1, x.shape[-1])
-        if isinstance(kernel, QuantizedArray):
-            if not packed_product.can_multiply(rows, kernel):
-                return None
-            out = packed_product.multiply(rows, kernel, self.interprets)
-        elif lone_row.can_multiply(rows, kernel):
-            out = lone_row.multiply(rows, kernel, self.interprets)
-        else:
+        if not isinstance(kernel, QuantizedArray) or not packed_product.can_multiply(rows, kernel):
             return None
+        out = packed_product.multiply(rows, kernel, self.interprets)
         return out.reshape(*x.shape[:-1], -1)
 
 

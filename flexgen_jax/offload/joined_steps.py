@@ -1,12 +1,15 @@
 """Decodes a token in several layers by one program, where all that they need is on the device.
 
-The first layer's step dispatches the program and computes for all of them; the steps of the others
-find their results here.
+The first layer's step dispatches the programs of all that follow; the steps of the others find
+their results here.
 """
 
 from __future__ import annotations
 
+import jax
+
 from flexgen_jax.layers import programs
+from flexgen_jax.layers.attention import Block
 from flexgen_jax.offload.batch import Computed, arrays_of
 from flexgen_jax.offload.dispatch import Dispatch, hidden_of
 from flexgen_jax.offload.kv_cache import KVCache
@@ -31,11 +34,10 @@ class JoinedSteps:
 
     def take(self, step: Step, inputs: Inputs) -> Computed | None:
         """Returns what a step computes; None if its layer is not joined with others."""
-        running = step.batch
-        layers = self._joined.get(step.layer)
-        if layers is not None and self._can_join(step):
-            self._computed[running] = self._compute(step, inputs, layers)
-        return self._computed.get(running, {}).pop(step.layer, None)
+        computed = self._computed.setdefault(step.batch, {})
+        if step.layer not in computed and step.layer in self._joined and self._can_join(step):
+            computed.update(self._compute(step, inputs))
+        return computed.pop(step.layer, None)
 
     def _can_join(self, step: Step) -> bool:
         """Returns whether no layer's cache changes before its own step, and none is to be asked
@@ -43,7 +45,26 @@ class JoinedSteps:
         running = step.batch
         return running.prefix is None and not running.shrinks_at(step.token)
 
-    def _compute(self, step: Step, inputs: Inputs, layers: range) -> dict[int, Computed]:
+    def _compute(self, step: Step, inputs: Inputs) -> dict[int, Computed]:
+        """Dispatches the programs of this layer and all that follow, which the device computes
+        while the loop walks through their steps."""
+        computed = dict[int, Computed]()
+        hidden, before = hidden_of(inputs), arrays_of(step.batch).checks
+        layer, checks = step.layer, before
+        while layer in self._joined:
+            layers = self._joined[layer]
+            hidden, tails, checks = self._dispatched(step, layers, hidden, checks)
+            # Whoever waits for a layer is not to wait for its program: the device would have
+            # nothing to do before the next token is dispatched.
+            for number, tail in zip(layers, tails, strict=True):
+                computed[number] = Computed(before, hidden, tail, is_appended=True)
+            layer = layers.stop
+        computed[layer - 1].checks = checks
+        return computed
+
+    def _dispatched(
+        self, step: Step, layers: range, hidden: jax.Array, checks: jax.Array
+    ) -> tuple[jax.Array, list[Block], jax.Array]:
         running, arrays = step.batch, arrays_of(step.batch)
         states = [running.layers[layer - 1] for layer in layers]
         blocks = [self._cache.resident(state) for state in states]
@@ -51,17 +72,12 @@ class JoinedSteps:
         program = self._dispatch.get_joined(
             programs.decode_joined, step, layers, blocks=here.lengths, tail=here.tail
         )
-        before = arrays.checks
-        hidden, tails, checks = program(
+        found: tuple[jax.Array, list[Block], jax.Array] = program(
             [self._weights.resident(self._spec.layers[layer]) for layer in layers],
-            hidden_of(inputs),
+            hidden,
             [tuple(sealed) for *sealed, _ in blocks],
             [opened for *_, opened in blocks],
-            before,
+            checks,
             *arrays.moments[step.token].where,
         )
-        # Whoever waits for a layer before the last one is not to wait for this program: the device
-        # would have nothing to do before the next one is dispatched.
-        computed = [Computed(before, hidden, tail, is_appended=True) for tail in tails]
-        computed[-1].checks = checks
-        return dict(zip(layers, computed, strict=True))
+        return found

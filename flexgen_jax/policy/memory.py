@@ -271,15 +271,16 @@ def workspace_bytes(
 
 
 def _unpacked_table(spec: ModelSpec, formats: Formats, sizes: KernelSizes, rows: int) -> int:
-    """Returns the bytes that a GPU unpacks of the head's table at a time."""
+    """Returns the bytes that a GPU unpacks of the head's table at a time, and those of the scales,
+    two for 32 elements, that are copied to keep the parts in order."""
     tables = [tensor for tensor in spec.layers[-1].tensors if tensor.is_table]
     if not sizes.unpacks_layers or spec.layers[-1].kind != "head":
         return 0
     packed = [tensor for tensor in tables if formats.weight(tensor).format is not None]
     item = DTYPES[formats.dtype]
-    return max(
-        (min(x.size * item, sizes.unpacked_bytes(rows, x.shape[0])) for x in packed), default=0
-    )
+    unpacked = [min(x.size * item, sizes.unpacked_bytes(rows, x.shape[0])) for x in packed]
+    largest = max(unpacked, default=0)
+    return largest + largest // 32
 
 
 def _chunk_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int, prefix: int) -> int:
