@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -184,32 +185,35 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     _require_plugin()
-    found, errors = list[Weighed](), list[str]()
+    found, failed = list[Weighed](), False
     for name in args.models:
         print(f"{name}, {args.dtype}, prompts of {args.prompt}, a cache of {args.context}")
-        for card in args.cards:
-            for bits in args.bits:
-                for rows in args.rows:
-                    work = Workload(rows, args.prompt, args.context)
-                    largest = 0
-                    for item in weighed(card, name, bits, work, args.dtype):
-                        if isinstance(item, str):
-                            errors.append(item)
-                            print(f"FAILED {item}", flush=True)
-                            continue
-                        found.append(item)
-                        if not item.program.endswith(UNPACKING):
-                            largest = max(largest, item.temporaries)
-                        print(shown(item), flush=True)
-                    counted = planned(name, CARDS[card], bits, work, args.dtype)
-                    over = "MORE than" if largest > counted else "within"
-                    print(
-                        f"{card:8} {bits:2} bits {rows:3} rows  temporaries "
-                        f"{largest / 1e6:.1f} MB, {over} the {counted / 1e6:.1f} MB of a plan"
-                    )
+        for card, bits, rows in product(args.cards, args.bits, args.rows):
+            work = Workload(rows, args.prompt, args.context)
+            programs_of_batch = list(told(weighed(card, name, bits, work, args.dtype)))
+            failed |= any(isinstance(item, str) for item in programs_of_batch)
+            of_batch = [item for item in programs_of_batch if isinstance(item, Weighed)]
+            found += of_batch
+            counted = planned(name, CARDS[card], bits, work, args.dtype)
+            print(f"{card:8} {bits:2} bits {rows:3} rows  {compared(of_batch, counted)}")
     if args.json:
         args.json.write_text(json.dumps([asdict(item) for item in found], indent=1) + "\n")
-    sys.exit(bool(errors))
+    sys.exit(failed)
+
+
+def told(items: Iterator[Weighed | str]) -> Iterator[Weighed | str]:
+    """Prints each program or error, and hands it on."""
+    for item in items:
+        print(f"FAILED {item}" if isinstance(item, str) else shown(item), flush=True)
+        yield item
+
+
+def compared(items: list[Weighed], counted: int) -> str:
+    """Returns how the largest temporaries of a batch's programs compare with those of a plan."""
+    sizes = [item.temporaries for item in items if not item.program.endswith(UNPACKING)]
+    largest = max(sizes, default=0)
+    over = "MORE than" if largest > counted else "within"
+    return f"temporaries {largest / 1e6:.1f} MB, {over} the {counted / 1e6:.1f} MB of a plan"
 
 
 def _require_plugin() -> None:

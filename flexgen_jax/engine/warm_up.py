@@ -11,6 +11,7 @@ from flexgen_jax.layers.sampling import Choice
 from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.device import Device
 from flexgen_jax.policy.admission import block_of
+from flexgen_jax.policy.joined import joined_layers
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.running import BlocksAt, LayerState, Running
 
@@ -38,6 +39,7 @@ class WarmUp:
     def __init__(self, device: Device, plan: BlockPlan) -> None:
         self._plan, self._spec = plan, device.spec
         self._programs, self._of_layers = device.programs, device.layer_programs(plan)
+        self._joined_layers = joined_layers(plan)
 
     def compile(self) -> None:
         """Compiles the programs."""
@@ -165,7 +167,7 @@ class WarmUp:
 
     def _joined(self, state: LayerState, sealed: int) -> None:
         """The program of a layer with those after it."""
-        layers = self._plan.joined.get(state.layer.index)
+        layers = self._joined_layers.get(state.layer.index)
         if layers is None or state.running.prefix is not None:
             return
         here, _ = state.places(sealed)

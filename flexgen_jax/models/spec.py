@@ -195,6 +195,11 @@ class ModelSpec:
     def decoders(self) -> tuple[LayerSpec, ...]:
         return self.layers[1:-1]
 
+    @property
+    def last_decoder(self) -> int:
+        """The index of the last decoder layer."""
+        return len(self.layers) - 2
+
     @cached_property
     def all_attend(self) -> bool:
         """Whether every decoder layer attends, so that sequences can share a prefix, and padding

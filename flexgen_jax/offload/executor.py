@@ -196,7 +196,7 @@ class BlockRun:
         computed.checks.block_until_ready()
         self._on_step(step)
         self._computing.ends.check(step, computed)
-        if step.layer <= self._plan.last_decoder or not self._plan.config.has_head:
+        if step.layer <= self._plan.spec.last_decoder or not self._plan.config.has_head:
             return None
         left = self._on_result(step, jax.tree.map(np.asarray, computed.result))
         if left is None:

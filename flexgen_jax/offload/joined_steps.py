@@ -15,6 +15,7 @@ from flexgen_jax.offload.dispatch import Dispatch, hidden_of
 from flexgen_jax.offload.kv_cache import KVCache
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.backend import Inputs
+from flexgen_jax.policy.joined import joined_layers
 from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.waves import Step
 
@@ -24,7 +25,7 @@ class JoinedSteps:
 
     def __init__(self, dispatch: Dispatch, weights: WeightStore, cache: KVCache) -> None:
         self._dispatch, self._weights, self._cache = dispatch, weights, cache
-        self._joined = dispatch.plan.joined
+        self._joined = joined_layers(dispatch.plan)
         self._spec = dispatch.device.spec
         self._computed: dict[Running, dict[int, Computed]] = {}
 

@@ -92,7 +92,7 @@ class BlockLoop:
             ledger=ledger,
             cache=self._cache,
             prefetch=self._prefetch,
-            last_decoder=plan.last_decoder,
+            last_decoder=plan.spec.last_decoder,
             peaks=peaks,
         )
         self._latest: Dispatched | None = None

@@ -32,6 +32,9 @@ from flexgen_jax.policy.running import (
 from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.policy.waves import Step
 
+SCRATCH = 8 << 20
+"""Bytes that the library of a GPU's products has for a product's partial sums."""
+
 SMALL_KERNELS = 16 << 20
 """Bytes of small kernels that may be unpacked at the same time."""
 
@@ -271,8 +274,8 @@ def workspace_bytes(
 
 
 def _unpacked_table(spec: ModelSpec, formats: Formats, sizes: KernelSizes, rows: int) -> int:
-    """Returns the bytes that a GPU unpacks of the head's table at a time, and those of the scales,
-    two for 32 elements, that are copied to keep the parts in order."""
+    """Returns the bytes that a GPU unpacks of the head's table at a time, those of the scales, two
+    for 32 elements, that are copied to keep the parts in order, and the product's scratch."""
     tables = [tensor for tensor in spec.layers[-1].tensors if tensor.is_table]
     if not sizes.unpacks_layers or spec.layers[-1].kind != "head":
         return 0
@@ -280,7 +283,7 @@ def _unpacked_table(spec: ModelSpec, formats: Formats, sizes: KernelSizes, rows:
     item = DTYPES[formats.dtype]
     unpacked = [min(x.size * item, sizes.unpacked_bytes(rows, x.shape[0])) for x in packed]
     largest = max(unpacked, default=0)
-    return largest + largest // 32
+    return largest + largest // 32 + SCRATCH
 
 
 def _chunk_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int, prefix: int) -> int:

@@ -130,12 +130,7 @@ class BlockPlan:
     def only_caches(self, token: int, layer: int) -> bool:
         """Returns whether of a step only what the layer keeps is needed: in the model's last
         decoder layer, of a chunk that others follow."""
-        return token < 0 and layer == self.last_decoder and self.config.has_head
-
-    @cached_property
-    def last_decoder(self) -> int:
-        """The index of the last decoder layer, counted with the embedding as 0."""
-        return len(self.spec.layers) - 2
+        return token < 0 and layer == self.spec.last_decoder and self.config.has_head
 
     @property
     def unpacks(self) -> bool:
@@ -151,24 +146,6 @@ class BlockPlan:
         if self.unified:
             return not policy.uses_disk
         return all(p.device == 1 for p in (policy.weights, policy.cache, policy.activations))
-
-    @cached_property
-    def joined(self) -> dict[int, range]:
-        """The decoder layers in which one program decodes a token, by the first of them.
-
-        On the device nothing is loaded between them. Layers with experts, and those that do not
-        attend, have programs of their own.
-        """
-        if self.unified or not self.is_resident or self.unpacks or self.policy.is_sparse:
-            return {}
-        runs: list[list[int]] = [[]]
-        for number, layer in enumerate(self.spec.layers):
-            can_join = layer.attends and layer.experts is None
-            if not can_join or len(runs[-1]) == self.setting.sizes.joined_layers:
-                runs.append([])
-            if can_join:
-                runs[-1].append(number)
-        return {run[0]: range(run[0], run[-1] + 1) for run in runs if len(run) > 1}
 
     # Weights
 

@@ -390,7 +390,7 @@ class Running:
     def only_last(self, layer: int) -> bool:
         """Returns whether, of a prompt, a layer's output is needed for the last token only."""
         plan = self.plan
-        is_last = layer == plan.last_decoder and plan.config.has_head
+        is_last = layer == plan.spec.last_decoder and plan.config.has_head
         return is_last and not self.shape.scores_prompt
 
     def hidden_part(self, token: int, layer: int) -> ReplacedPart:
