@@ -25,7 +25,7 @@ from flexgen_jax.layers.quantization import QuantizedArray
 from flexgen_jax.models.formats.format import Factor, Format
 
 MOST_ROWS = 4
-"""Rows up to which multiplying one after the other is faster than unpacking the weights."""
+"""Rows that are multiplied one after the other; for more, XLA unpacks the weights."""
 
 OUTPUTS = 4
 """Rows of the kernel, which are outputs, of a place of the grid: one warp, which need not wait for
@@ -36,7 +36,6 @@ LARGEST_TILE = 512
 
 BASES = {4: (0x43000000, 16, 128.0), 8: (0x43800000, 15, 256.0)}
 """By bits of a code: a power of two, how far a code is shifted into its mantissa, and its value."""
-
 
 AND_OR = 0xEA
 """The table of (a & b) | c for `lop3`, PTX's operation of logic on three registers."""
@@ -78,6 +77,7 @@ def can_multiply(rows: jax.Array, kernel: QuantizedArray) -> bool:
         return False
     shape = _shape_of(kernel)
     is_whole = shape.plane * packing.planes == storage.length
+    is_whole = is_whole and "zero" not in shape.units
     return is_whole and shape.tile > 0 and all(map(_is_simple, shape.factors.values()))
 
 
