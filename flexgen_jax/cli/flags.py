@@ -298,7 +298,7 @@ def _precision_flags(command: Function) -> Function:
                 callback=_as_int,
                 help="8: layers multiply integers of 8 bits, to which hidden states are rounded. "
                 "Costs a little quality. With --weight-bits 4 or 8, and with published weights of "
-                "such bits, new tokens then take two thirds of the time on CPUs without products "
+                "such bits, new tokens then take less time on CPUs without products "
                 "of bfloat16 (AVX2, or AVX-512 alone); nothing changes on others. With "
                 "--weight-format paper, prompts and large batches take less time on CPUs with AMX "
                 "or VNNI.",

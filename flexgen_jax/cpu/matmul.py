@@ -46,8 +46,8 @@ FEW_ROUNDED = 8
 """Up to this many rows, packed kernel weights are not rounded to integers: that would take longer
 than the product does without. AVX2 multiplies by their codes, and rounds rows only."""
 
-
 ROUNDINGS: tuple[Rounding, Rounding] = ("pairs", "fours")
+"""How rows are rounded without and with products of four bytes."""
 
 MOST_ROUNDED = 16 if has_wide_vectors() else 64
 """Up to this many rows, products of integers with the codes of weights that are grouped along their

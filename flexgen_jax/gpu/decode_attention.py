@@ -16,16 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from flexgen_jax.gpu.online_softmax import State, empty, finished, folded
 from flexgen_jax.gpu.triton import (
     LEAST_ROWS,
+    NARROW,
     call,
     load,
     power_of_two,
-    rows_times_columns,
     rows_times_rows,
     store,
 )
-from flexgen_jax.layers.attention import MASKED, KVPair, Partial
+from flexgen_jax.layers.attention import KVPair, Partial
 
 TILE = 64
 """Tokens whose keys and values are multiplied together."""
@@ -56,7 +57,7 @@ class Shape(NamedTuple):
 
 def can_attend(query: jax.Array, blocks: Sequence[tuple[Any, Any]]) -> bool:
     """Returns whether the kernel takes these arguments of `attend`."""
-    is_narrow = query.dtype in (jnp.float16, jnp.bfloat16)
+    is_narrow = query.dtype in NARROW
     if not is_narrow or len(blocks) > MOST_BLOCKS or query.shape[3] > LARGEST_HEAD:
         return False
     arrays = [array for block in blocks for array in block]
@@ -143,11 +144,7 @@ def _kernel(query_ref: Any, indices_ref: Any, first_ref: Any, *refs: Any, shape:
     begin = pl.program_id(2) * shape.tokens
     first = jnp.maximum(first_ref[0], begin)
     stop = jnp.minimum(indices_ref[len(shape.lengths)], begin + shape.tokens)
-    state = (
-        jnp.zeros((rows, width), jnp.float32),
-        jnp.full((rows,), MASKED, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-    )
+    state = empty(rows, width)
     for index, length in enumerate(shape.lengths):
         start = indices_ref[index]
         fold = partial(
@@ -161,28 +158,25 @@ def _kernel(query_ref: Any, indices_ref: Any, first_ref: Any, *refs: Any, shape:
         low = jnp.clip(first - start, 0, length) // TILE
         high = pl.cdiv(jnp.clip(stop - start, 0, length), TILE)
         state = jax.lax.fori_loop(low, high, fold, state)
-    mixed, peak, total = state
-    divisor = jnp.where(total > 0, total, 1.0)
-    store(out_ref, of_group, mixed / divisor[:, None], in_group)
-    lse = jnp.where(total > 0, peak + jnp.log(divisor), MASKED)
+    out, lse = finished(state)
+    store(out_ref, of_group, out, in_group)
     store(lse_ref, (pl.ds(0, rows),), lse, is_row)
 
 
 def _fold(
     tile: jax.Array,
-    state: tuple[jax.Array, jax.Array, jax.Array],
+    state: State,
     query: jax.Array,
     block: tuple[Any, Any],
     seen: tuple[jax.Array, jax.Array],
     length: int,
     shape: Shape,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> State:
     """Adds a tile of a block to the sums over the tiles before: the values by their weights, the
     largest score, and the weights.
 
     seen: the first token of the block that is attended to, and the first one after these.
     """
-    mixed, peak, total = state
     at = tile * TILE + jnp.arange(TILE)
     of_tile, mask = (pl.ds(tile * TILE, TILE), pl.ds(0, query.shape[1])), None
     if length % TILE or query.shape[1] != shape.head_dim:
@@ -190,12 +184,5 @@ def _fold(
         mask = (at < length)[:, None] & is_element[None, :]
     key, value = (load(ref, of_tile, mask) for ref in block)
     scores = rows_times_rows(query, key)
-    if shape.softcap is not None:
-        scores = shape.softcap * jnp.tanh(scores / shape.softcap)
     is_seen = ((at >= seen[0]) & (at < seen[1]) & (at < length))[None, :]
-    scores = jnp.where(is_seen, scores, MASKED)
-    higher = jnp.maximum(peak, scores.max(1))
-    weights = jnp.where(is_seen, jnp.exp(scores - higher[:, None]), 0.0)
-    shrunk = jnp.exp(peak - higher)
-    mixed = mixed * shrunk[:, None] + rows_times_columns(weights.astype(value.dtype), value)
-    return mixed, higher, total * shrunk + weights.sum(1)
+    return folded(state, scores, is_seen, value, shape.softcap)

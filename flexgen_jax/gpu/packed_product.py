@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from flexgen_jax.gpu.triton import call
+from flexgen_jax.gpu.triton import NARROW, call
 from flexgen_jax.layers.levels import number_of
 from flexgen_jax.layers.quantization import QuantizedArray
 from flexgen_jax.models.formats.format import Factor, Format
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 def can_multiply(rows: jax.Array, kernel: QuantizedArray) -> bool:
     """Returns whether the kernel takes these rows, [n, in], and this matrix."""
     storage, packing = kernel.storage, kernel.storage.packing
-    if rows.dtype not in (jnp.float16, jnp.bfloat16) or rows.shape[0] > MOST_ROWS:
+    if rows.dtype not in NARROW or rows.shape[0] > MOST_ROWS:
         return False
     if storage.axis != 1 or packing.levels != "integers":
         return False

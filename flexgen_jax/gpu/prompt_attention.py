@@ -14,16 +14,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flexgen_jax.gpu.decode_attention import LARGEST_HEAD
+from flexgen_jax.gpu.online_softmax import State, empty, finished, folded
 from flexgen_jax.gpu.triton import (
     LEAST_ROWS,
+    NARROW,
     call,
     load,
     power_of_two,
-    rows_times_columns,
     rows_times_rows,
     store,
 )
-from flexgen_jax.layers.attention import MASKED, Partial
+from flexgen_jax.layers.attention import Partial
 
 QUERIES, KEYS = 64, 64
 """Tokens of a tile of queries, and of one of keys and values."""
@@ -52,7 +53,7 @@ class Shape(NamedTuple):
 
 def can_attend(query: jax.Array, key: Any, value: Any) -> bool:
     """Returns whether the kernel takes these arguments of `attend`."""
-    if query.dtype not in (jnp.float16, jnp.bfloat16) or query.shape[3] > LARGEST_HEAD:
+    if query.dtype not in NARROW or query.shape[3] > LARGEST_HEAD:
         return False
     is_plain = isinstance(key, jax.Array) and isinstance(value, jax.Array)
     return is_plain and key.dtype == value.dtype == query.dtype
@@ -142,11 +143,7 @@ def _kernel(
 
     query = load(query_ref, (here, pl.ds(0, key_dim)), of_queries(key_dim, shape.key_dim))
     last = lead_ref[0] + begin + jnp.arange(rows)
-    state = (
-        jnp.zeros((rows, value_dim), jnp.float32),
-        jnp.full((rows,), MASKED, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-    )
+    state = empty(rows, value_dim)
     low = first_ref[0]
     if shape.window is not None:
         low = jnp.maximum(low, lead_ref[0] + begin + 1 - shape.window)
@@ -159,28 +156,25 @@ def _kernel(
         shape=shape,
     )
     tiles = (jnp.maximum(low, 0) // KEYS, pl.cdiv(jnp.maximum(high, 0), KEYS))
-    mixed, peak, total = jax.lax.fori_loop(*tiles, fold, state)
-    divisor = jnp.where(total > 0, total, 1.0)
-    out = (mixed / divisor[:, None]).astype(out_ref.dtype)
+    out, lse = finished(jax.lax.fori_loop(*tiles, fold, state))
+    out = out.astype(out_ref.dtype)
     store(out_ref, (here, pl.ds(0, value_dim)), out, of_queries(value_dim, shape.value_dim))
-    lse = jnp.where(total > 0, peak + jnp.log(divisor), MASKED)
     store(lse_ref, (here,), lse, is_asked)
 
 
 def _fold(
     tile: jax.Array,
-    state: tuple[jax.Array, jax.Array, jax.Array],
+    state: State,
     query: jax.Array,
     block: tuple[Any, Any],
     seen: tuple[jax.Array, jax.Array],
     shape: Shape,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> State:
     """Adds a tile of keys and values to the sums over the tiles before: the values by their
     weights, the largest score, and the weights.
 
     seen: the first token that all queries see, and the last one that each of them does.
     """
-    mixed, peak, total = state
     at, here = tile * KEYS + jnp.arange(KEYS), pl.ds(tile * KEYS, KEYS)
 
     def tile_of(ref: Any, size: int) -> jax.Array:
@@ -191,14 +185,7 @@ def _fold(
 
     key, value = tile_of(block[0], shape.key_dim), tile_of(block[1], shape.value_dim)
     scores = rows_times_rows(query, key)
-    if shape.softcap is not None:
-        scores = shape.softcap * jnp.tanh(scores / shape.softcap)
     is_seen = ((at >= seen[0]) & (at < shape.tokens))[None, :] & (at[None, :] <= seen[1][:, None])
     if shape.window is not None:
         is_seen &= at[None, :] > seen[1][:, None] - shape.window
-    scores = jnp.where(is_seen, scores, MASKED)
-    higher = jnp.maximum(peak, scores.max(1))
-    weights = jnp.where(is_seen, jnp.exp(scores - higher[:, None]), 0.0)
-    shrunk = jnp.exp(peak - higher)
-    mixed = mixed * shrunk[:, None] + rows_times_columns(weights.astype(value.dtype), value)
-    return mixed, higher, total * shrunk + weights.sum(1)
+    return folded(state, scores, is_seen, value, shape.softcap)

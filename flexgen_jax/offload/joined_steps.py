@@ -35,6 +35,8 @@ class JoinedSteps:
 
     def take(self, step: Step, inputs: Inputs) -> Computed | None:
         """Returns what a step computes; None if its layer is not joined with others."""
+        if not self._joined:
+            return None
         computed = self._computed.setdefault(step.batch, {})
         if step.layer not in computed and step.layer in self._joined and self._can_join(step):
             computed.update(self._compute(step, inputs))

@@ -15,7 +15,8 @@ serves two steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -314,9 +315,13 @@ def multiplier_of(take: Any, middle: float, bits: int, levels: int, kind: Any) -
     plane; bias, out, shape, start, end. take: writes a row's scales and offsets, see
     `grouped_factors.factors_of`; levels: what codes stand for; kind: type of the rows.
     """
-    one, two, more = (
-        _streams_of(take, middle, bits, levels, kind, wide, many) for wide, many in (ONE, TWO, MORE)
-    )
+    return by_rows(partial(_streams_of, take, middle, bits, levels, kind))
+
+
+def by_rows(streams_of: Callable[[int, int], Any]) -> Any:
+    """Returns the function that multiplies one row, two, or more, each by the columns and rows at a
+    time that suit it. streams_of: makes a function for so many columns and rows."""
+    one, two, more = (streams_of(wide, many) for wide, many in (ONE, TWO, MORE))
 
     @njit(inline="always")
     def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):

@@ -12,6 +12,7 @@ The sums of products of integers are exact. A row's result depends on no other r
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from flexgen_jax.cpu.jit.matmul_codes_steps import (
     codes_of_step,
     paired,
 )
-from flexgen_jax.cpu.jit.matmul_grouped import AHEAD, MORE, ONE, TWO, padded_count
+from flexgen_jax.cpu.jit.matmul_grouped import AHEAD, by_rows, padded_count
 from flexgen_jax.cpu.jit.matmul_small_batch import give_sums
 from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, PAIR, STEP, N, Tiles, emitted
 from flexgen_jax.layers.matmul_int8 import LEVELS
@@ -229,21 +230,7 @@ compile-time constants, and `fours`: whether the processor adds up products of f
 def multiplier_of(take: Any, middle: float, bits: int, by_fours: bool) -> Any:
     """Returns the function that does what `matmul_grouped.multiplier_of` says, with rounded
     rows."""
-    one, two, more = (
-        _streams_of(take, middle, bits, int(by_fours), wide, many)
-        for wide, many in (ONE, TWO, MORE)
-    )
-
-    @njit(inline="always")
-    def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):
-        if shape[0] == 1:
-            one(rows, codes, leaves, plane, bias, out, shape, start, end)
-        elif shape[0] == 2:
-            two(rows, codes, leaves, plane, bias, out, shape, start, end)
-        else:
-            more(rows, codes, leaves, plane, bias, out, shape, start, end)
-
-    return multiply
+    return by_rows(partial(_streams_of, take, middle, bits, int(by_fours)))
 
 
 def _streams_of(take: Any, middle: float, bits: int, fours: int, wide: int, many: int) -> Any:
