@@ -38,6 +38,17 @@ class Planned:
         return False
 
 
+class Alone(Planned):
+    """The prompts of a plan's largest batch, which enters when the others have left."""
+
+    def __init__(self, plan: BlockPlan) -> None:
+        super().__init__(plan, (0,))
+        batches = [running for running in self.batches if not running.is_prefix]
+        largest = max(batches, key=lambda running: running.shape.rows * running.shape.prompt_len)
+        self._waiting = deque(running for running in self.batches if running.is_prefix)
+        self._waiting.append(largest)
+
+
 class LastOneLate(Planned):
     """The batches of a plan, of which the last one enters when the others are nearly done.
 

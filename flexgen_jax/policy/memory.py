@@ -3,7 +3,7 @@ computation needs for itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from flexgen_jax.models.spec import LayerSpec, ModelSpec
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.admission import block_of
-from flexgen_jax.policy.arrivals import LastOneLate
+from flexgen_jax.policy.arrivals import Alone, LastOneLate, Planned
 from flexgen_jax.policy.backend import Inputs, Part
 from flexgen_jax.policy.cache_blocks import PENDING_WRITES
 from flexgen_jax.policy.hardware import KernelSizes
@@ -113,23 +113,47 @@ def peak_bytes(
     for tier, nbytes in _rounding(plan, batches[0]).items() if not waits else ():
         allowed[tier] = allowed.get(tier, 0) + nbytes
     peaks: dict[Tier, int] = dict.fromkeys(TIERS, 0)
-    # Where one batch begins while others go on, buffers for prompts and for reads add up.
-    # Its last chunk comes with the others' last token but one, when they hold most.
-    is_late = not waits and len(plan.shape.batch_sizes) > 1
-    for late in (None, max(0, len(tokens) - 2)) if is_late else (None,):
-        run = dry_run(plan, dict.fromkeys(tokens, 1), late)
+    for arrivals in _orders_of_arrival(plan, tokens):
+        run = dry_run(plan, dict.fromkeys(tokens, 1), arrivals)
         peaks = {tier: max(peaks[tier], run[tier] + allowed.get(tier, 0)) for tier in TIERS}
         if is_too_much(peaks):
             break
     return peaks
 
 
+def _orders_of_arrival(plan: BlockPlan, tokens: Sequence[int]) -> Iterator[Planned]:
+    """Yields the ways in which batches may enter that take the most memory."""
+    yield Planned(plan, tokens)
+    if plan.policy.order.waits or len(plan.shape.batch_sizes) == 1:
+        return
+    # Where one batch begins while others go on, buffers for prompts and for reads add up.
+    # Its last chunk comes with the others' last token but one, when they hold most.
+    yield LastOneLate(plan, tokens, max(0, len(tokens) - 2))
+    # Where the others have left before, no step of theirs is between its own: more of what its
+    # chunks need is copied ahead.
+    yield Alone(plan)
+
+
 def _rounding(plan: BlockPlan, first: Running) -> dict[Tier, int]:
-    """Returns bytes to allow for batches that enter apart, each with rounding errors of its own."""
-    cache = plan.policy.cache
+    """Returns bytes to allow for batches that enter apart, each with rounding errors of its own.
+
+    Where a tier has a part of the cache, those are two of the largest blocks: what all batches so
+    far have there is exact to one block, and what they had when the oldest that is left entered.
+    Where it has a part of the hidden states, those of one more batch may be there.
+    """
+    cache, activations = plan.policy.cache, plan.policy.activations
     largest = max(map(_first_open, first.layers)) if first.blocks.generated else 0
-    each = largest + _hidden_bytes(plan)
-    return {"device": each, "host": each * (cache.device < 1), "disk": largest * (cache.disk > 0)}
+    sealed = max(sizes.sealed for state in first.layers for sizes in state.sizes)
+    prompt = plan.spec.hidden_bytes(first.shape.rows, max(first.chunks), plan.dtype)
+    is_used = {"device": True, "host": cache.device < 1, "disk": cache.disk > 0}
+    allowed = dict[Tier, int]()
+    for tier in TIERS:
+        has_part = 0 < cache.fraction(tier) < 1
+        has_hidden = 0 < activations.fraction(tier) < 1
+        blocks = 2 * max(largest, sealed) if has_part else largest
+        hidden = max(_hidden_bytes(plan), prompt if has_hidden else 0)
+        allowed[tier] = blocks * is_used[tier] + hidden * (tier != "disk" or has_hidden)
+    return allowed
 
 
 def _telling_tokens(
@@ -197,17 +221,13 @@ def _first_open(state: LayerState) -> int:
 
 
 def dry_run(
-    plan: BlockPlan, tokens: Mapping[int, int] | None = None, late: int | None = None
+    plan: BlockPlan, tokens: Mapping[int, int] | None = None, arrivals: Planned | None = None
 ) -> dict[Tier, int]:
     """Returns the most bytes in each tier of a run without arrays or time.
 
-    tokens: see `BlockLoop`; late: the wave with which the last batch enters, if it does not enter
-    with the others.
+    tokens, arrivals: see `BlockLoop`.
     """
     ledger = planned_ledger(plan)
-    arrivals = None
-    if late is not None:
-        arrivals = LastOneLate(plan, tuple(tokens or range(plan.shape.gen_len)), late)
     loop = BlockLoop(plan, Idle(), ledger, tokens, across_skipped=False, arrivals=arrivals)
     loop.run()
     return ledger.peak

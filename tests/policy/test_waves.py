@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax.engine.batching import Waiting, padded_length
@@ -76,6 +76,16 @@ def run_waves(plan: BlockPlan, requests: Sequence[EncodedRequest], ends: Sequenc
 
 
 @settings(max_examples=80, deadline=None)
+@example(  # one batch's chunks go on alone, after the other has left
+    seed=1730,
+    schedule="diagonal",
+    percent=(0, 100, 0, 100, 0, 100),
+    rows=1,
+    batches=2,
+    bits=16,
+    attention="host",
+    unified=False,
+)
 @given(
     seed=st.integers(0, 10_000),
     schedule=st.sampled_from(list(SCHEDULES)),
