@@ -224,8 +224,9 @@ class Session:
         weights = [self._formats.weight(tensor).nbytes for tensor in tensors]
         kept, homes = list[int](), list[Tier]()
         for state in self._states():
-            kept += [tokens * state.layer.row_size for tokens in state.running.lengths]
-            homes += state.homes
+            if state.layer.growing:
+                kept += [tokens * state.layer.row_size for tokens in state.running.lengths]
+                homes += state.homes
             if state.layer.replaced:
                 kept.append(state.layer.state_size)
                 homes.append(state.replaced_home)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.layers.attention import Block, Partial, first_seen, sides
+from flexgen_jax.layers.delta_net import GatedDeltaNet
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.latent_attention import LatentAttention
 from flexgen_jax.layers.mlp import MLP
@@ -21,6 +22,7 @@ from flexgen_jax.layers.rotary import Branches, Rows
 from flexgen_jax.layers.self_attention import Arrays, SelfAttention
 from flexgen_jax.layers.sparse_attention import attend_top
 from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.delta_net import DeltaNetSpec
 from flexgen_jax.models.parts import AttentionSpec, LatentAttentionSpec, LayerParts, MLPSpec
 
 T = TypeVar("T", bound=tuple[jax.Array, ...])
@@ -40,6 +42,7 @@ def append(tail: T, new: T, at: jax.Array) -> T:
 MIXERS: dict[type, type[nn.Module]] = {
     AttentionSpec: SelfAttention,
     LatentAttentionSpec: LatentAttention,
+    DeltaNetSpec: GatedDeltaNet,
 }
 """The module of each kind of mixer. It takes the config, the mixer, kernels, the dtype and
 `matmul_bits`. One that does not attend has a method `mix`, see `DecoderLayer.mix`."""
@@ -154,7 +157,8 @@ class DecoderLayer(nn.Module):
         self, hidden: jax.Array, query: jax.Array, new: Arrays, partials: list[Partial]
     ) -> jax.Array:
         """Computes `decode` after attention: hidden states from the partial results."""
-        return self._after_attention(hidden, self.attention.join(query, new, partials))
+        out = self.attention.join(self._attention_input(hidden), query, new, partials)
+        return self._after_attention(hidden, out)
 
     def project_chunk(
         self, hidden: jax.Array, start: jax.Array, rows: Rows, asked: int
@@ -196,7 +200,8 @@ class DecoderLayer(nn.Module):
         """Returns the hidden states of a chunk's last tokens, from the result of their
         attention."""
         hidden = hidden[:, -attended.shape[2] :]
-        return self._after_attention(hidden, self.attention.join_chunk(attended))
+        out = self.attention.join_chunk(self._attention_input(hidden), attended)
+        return self._after_attention(hidden, out)
 
     def _attention_input(self, hidden: jax.Array) -> jax.Array:
         is_before = self.config.norm_place in ("before", "around")

@@ -71,7 +71,7 @@ class LatentAttention(SelfAttention):
         rotated = self._rotated(down[..., None, self.spec.kv_rank :], start, rows)
         return (jnp.concatenate([vector, rotated[:, :, 0]], axis=-1)[:, None],)
 
-    def _result(self, attended: jax.Array) -> jax.Array:
+    def _result(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         _, values = self._parts()
         vectors = attended[..., : self.spec.kv_rank].astype(self.dtype)
         return self.out(join_heads(self._product("bhtr,hvr->bhtv", vectors, values)))
@@ -91,7 +91,7 @@ class LatentAttention(SelfAttention):
         query, key, value = (_padded(side, spec.wide) for side in sides)
         return (query, key, value), (kept,)
 
-    def _prompt_result(self, attended: jax.Array) -> jax.Array:
+    def _prompt_result(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         values = attended[..., : self.spec.value]
         return self.out(values.reshape(*values.shape[:2], -1))
 

@@ -57,6 +57,8 @@ class SelfAttention(nn.Module):
         self.k = product(spec.kv_size, use_bias=spec.qkv_bias)
         self.v = product(spec.kv_size, use_bias=spec.qkv_bias)
         self.out = product(self.config.hidden_size, use_bias=spec.out_bias)
+        if spec.is_gated:
+            self.gate = product(spec.query_size, use_bias=spec.qkv_bias)
         if spec.qk_norm is not None:
             self.q_norm = Norm(self.config.norm, self.dtype)
             self.k_norm = Norm(self.config.norm, self.dtype)
@@ -78,10 +80,14 @@ class SelfAttention(nn.Module):
         value = self.v(x).reshape(*x.shape[:2], -1, self.spec.head_dim)
         return key.swapaxes(1, 2), value.swapaxes(1, 2)
 
-    def _result(self, attended: jax.Array) -> jax.Array:
-        """Returns [batch, token, hidden] from the result of attention to what is kept, [batch,
-        head, token, head_dim]."""
-        return self.out(join_heads(attended.astype(self.dtype)))
+    def _result(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Returns [batch, token, hidden] from the tokens, x, and the result of their attention to
+        what is kept, [batch, head, token, head_dim]."""
+        return self.out(self._gated(x, join_heads(attended.astype(self.dtype))))
+
+    def _gated(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Returns attention's result, [batch, token, head x head_dim], times the tokens' gate."""
+        return attended * jax.nn.sigmoid(self.gate(x)) if self.spec.is_gated else attended
 
     def _of_prompt(
         self, x: jax.Array, rows: Rows
@@ -93,10 +99,10 @@ class SelfAttention(nn.Module):
         key, value = (side.swapaxes(1, 2) for side in kept)
         return (query.swapaxes(1, 2), key, value), None
 
-    def _prompt_result(self, attended: jax.Array) -> jax.Array:
-        """Returns [batch, token, hidden] from the result of attention within a prompt, [batch,
-        token, head, element]."""
-        return self.out(attended.reshape(*attended.shape[:2], -1))
+    def _prompt_result(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Returns [batch, token, hidden] from the tokens, x, and the result of their attention
+        within a prompt, [batch, token, head, element]."""
+        return self.out(self._gated(x, attended.reshape(*attended.shape[:2], -1)))
 
     def _scaled(self, heads: jax.Array, start: jax.Array, rows: Rows) -> jax.Array:
         """Returns queries, [batch, token, head, element], times the factors of their scores."""
@@ -149,7 +155,7 @@ class SelfAttention(nn.Module):
         """
         prompt, kept = self._of_prompt(x, rows)
         out, pair = self._within(*prompt, rows.first_valid)
-        return self._prompt_result(out), pair if kept is None else kept
+        return self._prompt_result(x, out), pair if kept is None else kept
 
     def prefill_branches(
         self, x: jax.Array, rows: Rows, branches: Branches
@@ -174,7 +180,7 @@ class SelfAttention(nn.Module):
         if kept is None:
             both = zip(pair, (k, v), strict=True)
             kept = tuple(jnp.concatenate(parts, axis=2) for parts in both)
-        return self._prompt_result(jnp.concatenate([out, merged], axis=1)), kept
+        return self._prompt_result(x, jnp.concatenate([out, merged], axis=1)), kept
 
     def prefill_last(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, Arrays]:
         """Attends with only the last token of a prompt x, [batch, token, hidden].
@@ -192,15 +198,17 @@ class SelfAttention(nn.Module):
             first_valid=first_seen(last, rows.first_valid, self.spec.window),
             spec=self.spec,
         )
-        return self._result(self._with_sinks(partial)[0]), kept
+        return self._result(x[:, -1:], self._with_sinks(partial)[0]), kept
 
-    def join(self, query: jax.Array, new: Arrays, partials: list[Partial]) -> jax.Array:
+    def join(
+        self, x: jax.Array, query: jax.Array, new: Arrays, partials: list[Partial]
+    ) -> jax.Array:
         """Merges the new token's attention to itself with partial results for the cache.
 
-        Returns [batch, 1, hidden].
+        x: the token, [batch, 1, hidden]. Returns [batch, 1, hidden].
         """
         itself = attend_itself(query, *sides(new), self.kernels.tuning, self.spec.softcap)
-        return self._result(self._with_sinks(merge([itself, *partials]))[0])
+        return self._result(x, self._with_sinks(merge([itself, *partials]))[0])
 
     def project_chunk(
         self, x: jax.Array, start: jax.Array, rows: Rows, asked: int
@@ -224,10 +232,10 @@ class SelfAttention(nn.Module):
         )
         return query, self._with_sinks(itself), kept
 
-    def join_chunk(self, attended: jax.Array) -> jax.Array:
-        """Returns [batch, token, hidden] from the result of attention, [batch, head, token,
-        head_dim]."""
-        return self._result(attended)
+    def join_chunk(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Returns [batch, token, hidden] from the tokens, x, and the result of their attention,
+        [batch, head, token, head_dim]."""
+        return self._result(x, attended)
 
     def project(self, x: jax.Array, position: jax.Array, rows: Rows) -> tuple[jax.Array, Arrays]:
         """Projects x, [batch, 1, hidden], to a query (scaled), [batch, head, 1, head_dim], and what

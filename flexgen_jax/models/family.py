@@ -187,12 +187,13 @@ def alternating(name: str, index: int, is_transposed: bool = False) -> Find:
     return find
 
 
-def woven(name: str, index: int) -> Find:
-    """Returns how to find queries (0), keys (1) or values (2) that are stored head by head."""
+def woven(name: str, index: int, count: int = 3) -> Find:
+    """Returns how to find one of `count` tensors that are stored head by head: queries (0), keys
+    (1) or values (2)."""
 
     def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
         size = parts.attention.head_dim
-        return Stored(name, index * size, size, 3 * size, 3 * tensor.shape[0])
+        return Stored(name, index * size, size, count * size, count * tensor.shape[0])
 
     return find
 

@@ -43,12 +43,13 @@ class StateLeaf:
     shape: of one sequence's array. If it `grows`, there is such an array for every token, never
     changed once it is written; with batch and tokens it is [batch, ..., token, element], such as
     the keys of a layer, [batch, head, token, head_dim]. Otherwise there is one, [batch, ...], which
-    is replaced with every token.
+    is replaced with every token. dtype: of an array that has its own, whatever the run's is.
     """
 
     name: str
     shape: tuple[int, ...]
     grows: bool = True
+    dtype: str | None = None
 
     @property
     def size(self) -> int:
@@ -149,7 +150,8 @@ class AttentionSpec:
     each head by itself or all heads together; rotary: position embeddings, None for learned ones;
     window: how many tokens a token sees, itself included, None for all; softcap: bound of the
     scores, which become cap * tanh(score / cap); has_sinks: whether each head has a learned score
-    that takes part in the softmax and has no value (gpt-oss); position_scale: numbers b and n with
+    that takes part in the softmax and has no value (gpt-oss); is_gated: whether the heads' results
+    are multiplied by the sigmoid of a product (Qwen3-Next); position_scale: numbers b and n with
     which the query of the token at position p is multiplied by 1 + b log(1 + floor(p / n)), None
     for none (Llama 4, Ministral 3).
     """
@@ -165,6 +167,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    is_gated: bool = False
     position_scale: tuple[float, int] | None = None
 
     def __post_init__(self) -> None:
@@ -219,6 +222,7 @@ class AttentionSpec:
         shapes += linear("k", self.kv_size, hidden, self.qkv_bias)
         shapes += linear("v", self.kv_size, hidden, self.qkv_bias)
         shapes += [("sinks", (self.num_heads,))] if self.has_sinks else []
+        shapes += linear("gate", self.query_size, hidden, self.qkv_bias) if self.is_gated else []
         return shapes + linear("out", hidden, self.query_size, self.out_bias)
 
     def query_shape(self, batch: int, tokens: int = 1) -> tuple[int, int, int, int]:

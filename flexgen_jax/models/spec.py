@@ -125,6 +125,10 @@ class LayerSpec(LayerTensors):
         """Elements of a sequence that a decoder layer replaces with every token."""
         return sum(leaf.size for leaf in self.replaced)
 
+    def state_bytes(self, dtype: str) -> int:
+        """Bytes of a sequence that a decoder layer replaces with every token."""
+        return sum(leaf.size * DTYPES[leaf.dtype or dtype] for leaf in self.replaced)
+
     @property
     def experts(self) -> ExpertsSpec | None:
         """The experts of a decoder layer that has some."""

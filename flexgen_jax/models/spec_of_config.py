@@ -38,9 +38,16 @@ _ROLES: dict[str, Role] = {
     "attention.q_down.kernel": "query",
     "attention.q_up.kernel": "query",
     "attention.kv_down.kernel": "key",
+    "attention.write.kernel": "state",
+    "attention.fade.kernel": "state",
+    "attention.weights": "state",
     "router.kernel": "router",
     "shared_gate.kernel": "router",
 }
+
+
+_STATE_DTYPES = {"attention.fade_log": "float32", "attention.fade_bias": "float32"}
+"""The dtypes of tensors by which a state changes: errors would add up."""
 
 
 def _mixer(hidden: int, mixer: AttentionSpec | Mixer, norm: NormSpec) -> Shapes:
@@ -119,7 +126,8 @@ def _of_experts(prefix: str, config: ModelConfig, parts: LayerParts) -> tuple[Te
 
 def _of_decoder(prefix: str, config: ModelConfig, parts: LayerParts) -> tuple[TensorSpec, ...]:
     """The tensors of a decoder layer."""
-    tensors = _tensors(prefix, _decoder(config, parts), _own_dtypes(parts.mlp))
+    own_dtypes = {**_STATE_DTYPES, **_own_dtypes(parts.mlp)}
+    tensors = _tensors(prefix, _decoder(config, parts), own_dtypes)
     return (*tensors, *_of_experts(prefix, config, parts))
 
 

@@ -15,9 +15,9 @@ from flexgen_jax.models.formats.known import WeightFormat, own, paper
 from flexgen_jax.models.formats.storage import FORMAT_VERSION, Storage, kv_storage
 from flexgen_jax.models.parts import StateLeaf
 
-Role = Literal["query", "key", "value", "router", "expert", "other"]
+Role = Literal["query", "key", "value", "router", "state", "expert", "other"]
 """Result of a decoder layer's matrix: attention's queries, keys or values, the choice of experts,
-one expert's, or anything else."""
+how a recurrent state changes, one expert's, or anything else."""
 
 
 @lru_cache(maxsize=4096)  # of a model's thousands of tensors few have different shapes
@@ -54,9 +54,9 @@ class TensorSpec:
 
     @property
     def is_small(self) -> bool:
-        """Whether this is a bias, a norm or a router; they are few bytes and always stay on the
-        device."""
-        return len(self.shape) == 1 or self.role == "router"
+        """Whether this is a bias, a norm, a router, or says how a state changes; they are few bytes
+        and always stay on the device."""
+        return len(self.shape) == 1 or self.role in ("router", "state")
 
     def storage(self, dtype: str, bits: int = 16, is_papers: bool = False) -> Storage:
         """Returns how the tensor is kept.
@@ -102,7 +102,7 @@ class Formats:
     def plain(self, leaf: StateLeaf, rows: int, tokens: int = 1) -> Storage:
         """Returns how an array is kept that is still written to: of an open block, or one that is
         replaced."""
-        return Storage(leaf.array_shape(rows, tokens), self.dtype)
+        return Storage(leaf.array_shape(rows, tokens), leaf.dtype or self.dtype)
 
     @property
     def suffix(self) -> str:

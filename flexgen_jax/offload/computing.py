@@ -174,6 +174,6 @@ class Computing:
         """Returns zeros for what a layer replaces with every token, before the first one."""
         rows, dtype = arrays_of(step.batch).given.size, self._plan.dtype
         return tuple(
-            self._device.memories.constant(np.zeros(leaf.array_shape(rows), dtype))
+            self._device.memories.constant(np.zeros(leaf.array_shape(rows), leaf.dtype or dtype))
             for leaf in state
         )

@@ -71,7 +71,7 @@ class ModelBytes:
 
     def state_bytes(self, layer: LayerSpec, rows: int) -> int:
         """Bytes of what a layer replaces with every token."""
-        return rows * layer.state_size * self._item
+        return rows * layer.state_bytes(self.formats.dtype)
 
     def moved_share(self, layer: LayerSpec) -> float:
         """Share of what a layer keeps outside of the device that moves there for every token."""
@@ -229,7 +229,8 @@ class Costs(ModelBytes):
     def device_attention_s(self, layer: LayerSpec, rows: int, tokens: float) -> float:
         """Seconds of a layer's decode attention on the device (att^g on bmm_flops), or of what it
         does instead: it goes over what it keeps, and reads and writes what it replaces."""
-        elements = self.attended_elements(layer, rows, tokens) + 2 * rows * layer.state_size
+        elements = self.attended_elements(layer, rows, tokens)
+        elements += 2 * self.state_bytes(layer, rows) / self._item
         seconds = self._device.seconds(elements)
         if self.policy.is_sparse and layer.attends:
             ranking = self._rank_s(layer, rows, tokens, on_host=False)

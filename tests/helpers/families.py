@@ -50,6 +50,14 @@ LONGROPE = rope(
 )
 MIXED_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 GLM = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 LATENT = {
     "q_lora_rank": 20,
     "kv_lora_rank": 16,
@@ -353,6 +361,47 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
             EXPERTS | {"head_dim": 8, "mlp_only_layers": [1]},
         ),
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        (
+            EXPERTS | DELTA_NET | {"shared_expert_intermediate_size": 16},
+            EXPERTS
+            | DELTA_NET
+            | {
+                "shared_expert_intermediate_size": 8,
+                "num_hidden_layers": 4,
+                "layer_types": None,
+                "mlp_only_layers": [1],
+                "attention_bias": True,
+                "norm_topk_prob": False,
+                "linear_conv_kernel_dim": 3,
+                "linear_num_value_heads": 2,
+                "tie_word_embeddings": True,
+            },
+        ),
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        (
+            DELTA_NET,
+            DELTA_NET
+            | {
+                "linear_num_value_heads": 6,
+                "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+            },
+        ),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        (
+            EXPERTS | DELTA_NET | {"shared_expert_intermediate_size": 16},
+            EXPERTS
+            | DELTA_NET
+            | {"shared_expert_intermediate_size": 8, "linear_conv_kernel_dim": 2, "head_dim": 8},
+        ),
+    ),
 }
 """The names of transformers' classes, and two variants of a config."""
 
@@ -368,6 +417,8 @@ QWEN_TOWER = {
     "deepstack_visual_indexes": [0],
 }
 TOWERS: dict[str, dict[str, Any]] = {
+    "Qwen3_5": QWEN_TOWER,
+    "Qwen3_5Moe": QWEN_TOWER,
     "Qwen3VL": QWEN_TOWER,
     "Qwen3VLMoe": QWEN_TOWER,
     "Mistral3": {

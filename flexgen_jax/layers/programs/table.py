@@ -130,7 +130,7 @@ class Traceable:
 
     def state(self, layer: LayerSpec, rows: int) -> tuple[Any, ...]:
         """What a layer replaces with every token."""
-        return tuple(self.array(*leaf.array_shape(rows)) for leaf in layer.replaced)
+        return tuple(abstract(self.formats.plain(leaf, rows)) for leaf in layer.replaced)
 
     def query(self, layer: LayerSpec, rows: int, tokens: int = 1) -> jax.ShapeDtypeStruct:
         return self.array(*layer.attention.query_shape(rows, tokens))

@@ -43,6 +43,13 @@ from flexgen_jax.models.families.qwen import (
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
+from flexgen_jax.models.families.qwen_next import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+    QWEN3_NEXT,
+)
 from flexgen_jax.models.family import Family
 from flexgen_jax.models.parts import ConfigError
 
@@ -83,6 +90,11 @@ FAMILIES: Mapping[str, Family] = {
         MISTRAL3,
         QWEN3_VL,
         QWEN3_VL_MOE,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_TEXT,
+        QWEN3_5_MOE,
+        QWEN3_5_MOE_TEXT,
     )
 }
 
@@ -150,9 +162,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 STATE = "layers with a recurrent state"
 MISSING: Mapping[str, tuple[str, str]] = {
-    "qwen3_next": ("qwen3_moe", STATE),
-    "qwen3_5": ("qwen3_vl", STATE),
-    "qwen3_5_moe": ("qwen3_vl_moe", STATE),
     "kimi_linear": ("kimi_k2", STATE),
     "mamba": ("llama", STATE),
     "mamba2": ("llama", STATE),

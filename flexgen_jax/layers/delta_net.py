@@ -1,0 +1,121 @@
+"""Gated DeltaNet as a Flax module; see `DeltaNetSpec`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flexgen_jax.layers import delta_rule
+from flexgen_jax.layers.attention import Block
+from flexgen_jax.layers.kernels import Kernels
+from flexgen_jax.layers.linear import Linear
+from flexgen_jax.layers.norm import Norm
+from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.delta_net import CHUNK, DeltaNetSpec
+from flexgen_jax.models.parts import NormSpec
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Returns vectors of length 1, in fp32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)
+
+
+def _after(columns: jax.Array, new: jax.Array, padding: jax.Array) -> jax.Array:
+    """Returns what weighted sums are made of: [batch, columns + token, channel], in which each
+    row's kept columns stand before its first real token.
+
+    padding: int32 [batch], the tokens before it. With two columns and one token of padding, a row
+    of the tokens 0, c, d becomes 0, a, b, c, d.
+    """
+    width = columns.shape[1]
+    joined = jnp.pad(new, ((0, 0), (width, 0), (0, 0)))
+
+    def place(row: jax.Array, kept: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(row, kept, start, axis=0)
+
+    return jax.vmap(place)(joined, columns.astype(new.dtype), padding)
+
+
+class GatedDeltaNet(nn.Module):
+    """A layer with a state that is replaced with every token; see `DeltaNetSpec`."""
+
+    config: ModelConfig
+    spec: DeltaNetSpec
+    kernels: Kernels
+    dtype: jnp.dtype = jnp.float32
+    matmul_bits: int = 16
+
+    def setup(self) -> None:
+        spec = self.spec
+        product = partial(
+            Linear, kernels=self.kernels, use_bias=False, dtype=self.dtype, bits=self.matmul_bits
+        )
+        self.q, self.k = product(spec.keys), product(spec.keys)
+        self.v, self.z = product(spec.values), product(spec.values)
+        self.write, self.fade = (
+            Linear(spec.value_heads, self.kernels, use_bias=False, dtype=self.dtype)
+            for _ in range(2)
+        )
+        ones = nn.initializers.ones
+        shape = (spec.channels, 1, spec.width)
+        self.weights = self.param("weights", ones, shape, self.dtype)
+        self.fade_log = self.param("fade_log", ones, (spec.value_heads,), jnp.float32)
+        self.fade_bias = self.param("fade_bias", ones, (spec.value_heads,), jnp.float32)
+        self.norm = Norm(NormSpec(is_rms=True, eps=self.config.norm.eps), self.dtype)
+        self.out = product(self.config.hidden_size)
+
+    def mix(
+        self,
+        x: jax.Array,
+        blocks: tuple[Block, ...],
+        state: tuple[jax.Array, ...],
+        start: jax.Array,
+        rows: Rows,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """Computes some tokens, x: [batch, token, hidden]; see `DecoderLayer.mix`. Padding writes
+        nothing, and nothing fades with it."""
+        (batch, tokens, _), spec = x.shape, self.spec
+        columns, matrices = state
+        padding = jnp.clip(rows.first_valid - start, 0, tokens)
+        is_real = (jnp.arange(tokens) >= padding[:, None])[..., None]
+        x = jnp.where(is_real, x, 0)
+        new = jnp.concatenate([self.q(x), self.k(x), self.v(x)], axis=-1)
+        joined = _after(columns, new, padding)
+        mixed = jnp.where(is_real, self._summed(joined, tokens), 0)
+        query, key, value = jnp.split(mixed, [spec.keys, 2 * spec.keys], axis=-1)
+        grouped = (batch, tokens, spec.key_heads, spec.group)
+        fade = jax.nn.softplus(self.fade(x).astype(jnp.float32) + self.fade_bias)
+        fade = jnp.where(is_real, -jnp.exp(self.fade_log) * fade, 0)
+        write = jax.nn.sigmoid(self.write(x)).astype(jnp.float32)
+        given = (
+            _unit(query.reshape(*grouped[:3], spec.key_size)) * spec.key_size**-0.5,
+            _unit(key.reshape(*grouped[:3], spec.key_size)),
+            value.reshape(*grouped, spec.value_size).astype(jnp.float32),
+            fade.reshape(grouped),
+            write.reshape(grouped),
+        )
+        before = matrices.reshape(batch, spec.key_heads, spec.group, *matrices.shape[2:])
+        if tokens == 1:
+            out, after = delta_rule.step(*(each[:, 0] for each in given), before)
+        else:
+            out, after = delta_rule.chunks(*given, before, CHUNK)
+        heads = self.norm(out.reshape(batch, tokens, -1, spec.value_size).astype(self.dtype))
+        gate = jax.nn.silu(self.z(x).astype(jnp.float32)).reshape(heads.shape)
+        result = (heads * gate).astype(self.dtype).reshape(batch, tokens, -1)
+        kept = joined[:, -(spec.width - 1) :].astype(jnp.float32)
+        return self.out(result), (), (kept, after.reshape(matrices.shape))
+
+    def _summed(self, joined: jax.Array, tokens: int) -> jax.Array:
+        """Returns the weighted sums of each token and those before it, with SiLU, [batch, token,
+        channel]."""
+        weights = self.weights.astype(jnp.float32)
+        total = sum(
+            joined[:, n : n + tokens].astype(jnp.float32) * weights[:, 0, n]
+            for n in range(self.spec.width)
+        )
+        return jax.nn.silu(jnp.asarray(total).astype(self.dtype))

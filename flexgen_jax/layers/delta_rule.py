@@ -1,0 +1,100 @@
+"""The gated delta rule: a state to which tokens write, one by one or a chunk at a time.
+
+Yang, Kautz and Hatamizadeh 2025, "Gated Delta Networks", section 3. With S the state of a head,
+[key element, value element], each token with query q, key k and value v, its fading a and the share
+b with which it writes, does
+
+    S = a S;  S = S + k (b (v - S' k))';  y = S' q
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def step(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_fade: jax.Array,
+    write: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes one token.
+
+    query, key: [batch, key head, key element]; value: [batch, key head, value head of its group,
+    value element]; log_fade, write: [batch, key head, value head]; state: [batch, key head, value
+    head, key element, value element]; all of them fp32. Returns the result, of value's shape, and
+    the new state.
+    """
+    fade = jnp.exp(log_fade)[..., None]
+    # One reading of the state serves key and query: what the token writes is added afterwards.
+    both = jnp.stack([key, query], axis=2)
+    seen = _product("bkid,bkgde->bkgie", both, state) * fade[..., None]
+    written = write[..., None] * (value - seen[..., 0, :])
+    state = state * fade[..., None] + key[:, :, None, :, None] * written[..., None, :]
+    return seen[..., 1, :] + (query * key).sum(-1)[..., None, None] * written, state
+
+
+def chunks(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_fade: jax.Array,
+    write: jax.Array,
+    state: jax.Array,
+    size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes some tokens, `size` at once: arguments and results as of `step`, with an axis of
+    tokens after the batch.
+
+    Within a chunk the written values W solve (I + L) W = R, a triangular system: L[i, j] is what
+    token i sees of token j's key, R its value without what the state before the chunk knows of it
+    (section 3.2, the UT transform).
+    """
+    tokens = query.shape[1]
+    size = min(size, tokens)
+    count = -(-tokens // size)
+
+    def cut(x: jax.Array) -> jax.Array:
+        """[batch, token, ...] as [chunk, batch, token, ...]; tokens that fill the last chunk write
+        nothing, and nothing fades."""
+        padded = jnp.pad(x, [(0, 0), (0, count * size - tokens)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+
+    earlier = jnp.tril(jnp.ones((size, size), bool), -1)
+    until = earlier | jnp.eye(size, dtype=bool)
+
+    def chunk(state: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, log_fade, write = given
+        total = jnp.moveaxis(log_fade.cumsum(1), 1, -1)  # [batch, key head, value head, token]
+        write = jnp.moveaxis(write, 1, -1)[..., None]
+        v = jnp.moveaxis(v, 1, 3)
+        # Masked before the exponential: what comes later would overflow.
+        between = jnp.where(until, total[..., :, None] - total[..., None, :], -jnp.inf)
+        between = jnp.exp(between)
+        since = jnp.exp(total)[..., None]
+        keys = _product("bikd,bjkd->bkij", k, k)[:, :, None] * between
+        known = _product("bikd,bkgde->bkgie", k, state) * since
+        written = jax.lax.linalg.triangular_solve(
+            jnp.where(earlier, keys * write, 0.0),
+            write * (v - known),
+            left_side=True,
+            lower=True,
+            unit_diagonal=True,
+        )
+        scores = _product("bikd,bjkd->bkij", q, k)[:, :, None] * between
+        out = _product("bikd,bkgde->bkgie", q, state) * since
+        out = out + _product("bkgij,bkgje->bkgie", scores, written)
+        left = jnp.exp(total[..., -1:] - total)[..., None]  # of what a token writes, at the end
+        state = state * since[..., -1:, :] + _product("bikd,bkgie->bkgde", k, written * left)
+        return state, jnp.moveaxis(out, 3, 1)
+
+    state, out = jax.lax.scan(chunk, state, tuple(map(cut, (query, key, value, log_fade, write))))
+    joined = jnp.moveaxis(out, 0, 1).reshape(out.shape[1], count * size, *out.shape[3:])
+    return joined[:, :tokens], state
