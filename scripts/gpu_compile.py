@@ -113,7 +113,7 @@ def _of_experts(layer: LayerSpec, name: str, work: Workload) -> Iterator[Asked]:
     routed = {"layer": layer, "rows": work.rows, "tokens": 1}
     yield f"{name}: routing", programs.route, routed, 1
     yield f"{name}: an expert", programs.expert, {"layer": layer, "tokens": work.rows}, 1
-    yield f"{name}: experts' sum", programs.combine, {"rows": work.rows, "tokens": 1}, 1
+    yield f"{name}: experts' sum", *programs.ending(layer, work.rows, 1), 1
 
 
 def weigh(card: Card, model: Traceable, kind: Program[Any], shape: dict[str, Any]) -> Any:

@@ -126,9 +126,9 @@ class LLM(TextModel):
         self._grammars: Grammars | None = None
         if tokenizer is not None:
             self._grammars = Grammars(tokenizer, self.config.vocab_size, self.config.eos_ids)
-        has_branches = self._runner.shares_rows and self.config.short_positions is None
-        is_apart = self._runner.given.is_sparse or self.config.has_windows
-        shares = has_branches and not is_apart
+        shares = self._runner.shares_rows and self.config.short_positions is None
+        has_branches = shares and self.config.all_attend
+        shares = shares and not (self._runner.given.is_sparse or self.config.has_windows)
         self._prompts = PromptReader(self, shares, self._grammars, progress)
         self._scorer = Scorer(self, self._serving, self._prompts, shares, has_branches)
         self._ready: deque[RequestOutput] = deque()

@@ -213,6 +213,7 @@ class WarmUp:
             return
         self._get(programs.route, layer, rows=rows, tokens=tokens)
         self._get(programs.expert, layer, tokens=rows * tokens)
-        self._of_layers.get(programs.combine, rows=rows, tokens=tokens)
+        program, shape = programs.ending(layer, rows, tokens)
+        self._of_layers.get(program, **shape)
         if tokens == 1:
             self._get(programs.guess, layer, rows=rows)

@@ -73,6 +73,8 @@ class DecoderLayer(nn.Module):
         )
         if isinstance(self.parts.mlp, MLPSpec):
             self.mlp = MLP(self.parts.mlp, self.kernels, self.dtype, self.matmul_bits)
+        if config.has_layer_scale and isinstance(self.parts.mlp, MLPSpec):
+            self.layer_scale = self.param("layer_scale", nn.initializers.ones, (1,), self.dtype)
         if config.norm_place != "result":
             self.attention_norm = Norm(config.norm, self.dtype)
             self.mlp_norm = Norm(config.norm, self.dtype)
@@ -222,4 +224,7 @@ class DecoderLayer(nn.Module):
         out = self.mlp(self.mlp_norm(hidden) if place in ("before", "around") else hidden)
         if place in ("around", "result"):
             out = self.mlp_result_norm(out)
-        return self.mlp_norm(hidden + out) if place == "after" else hidden + out
+        if place == "after":
+            return self.mlp_norm(hidden + out)
+        hidden = hidden + out
+        return hidden * self.layer_scale if self.config.has_layer_scale else hidden

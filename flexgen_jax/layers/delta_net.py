@@ -101,9 +101,10 @@ class GatedDeltaNet(nn.Module):
         )
         before = matrices.reshape(batch, spec.key_heads, spec.group, *matrices.shape[2:])
         if tokens == 1:
-            out, after = delta_rule.step(*(each[:, 0] for each in given), before)
+            query, key, value, fade, write = (each[:, 0] for each in given)
+            out, after = delta_rule.step(query, key, value, fade, write, before)
         else:
-            out, after = delta_rule.chunks(*given, before, CHUNK)
+            out, after = delta_rule.chunks(*given, state=before, size=CHUNK)
         heads = self.norm(out.reshape(batch, tokens, -1, spec.value_size).astype(self.dtype))
         gate = jax.nn.silu(self.z(x).astype(jnp.float32)).reshape(heads.shape)
         result = (heads * gate).astype(self.dtype).reshape(batch, tokens, -1)

@@ -8,6 +8,8 @@ nobody chose.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -39,16 +41,22 @@ class Router(nn.Module):
 
         Returns the experts' input, [token, hidden]; the numbers of the chosen experts, int32
         [token, top]; their shares, fp32 [token, top]; and the result of the shared block, fp32
-        [token, hidden], zeros if there is none.
+        [token, hidden], zeros if there is none or if it is `Beside` the experts.
         """
         spec = self.spec
         x, share, chosen = self._choose(hidden)
+        if spec.routing.is_beside:
+            x = Norm(self.config.norm, self.dtype, name="experts_norm")(hidden)
         if spec.is_normalised:
             total = share.sum(-1, keepdims=True) + TINY
             share = share / jnp.maximum(total, spec.routing.least_sum)
         share = share * spec.routing.scale
+        if spec.routing.is_beside:
+            ones, shape = nn.initializers.ones, (spec.count,)
+            each = self.param("router_expert_scale", ones, shape, self.dtype)
+            share = share * each.astype(jnp.float32)[chosen]
         out = jnp.zeros(x.shape, jnp.float32)
-        if spec.shared is not None:
+        if spec.shared is not None and not spec.routing.is_beside:
             block = MLP(spec.shared, self.kernels, self.dtype, self.matmul_bits, name="shared")
             out = block(x).astype(jnp.float32)
             if spec.is_shared_gated:
@@ -63,9 +71,16 @@ class Router(nn.Module):
         return self._choose(hidden)[2]
 
     def _choose(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the experts' input, and the shares and numbers of the chosen ones."""
+        """Returns the router's input, which is the experts' if they are not beside a dense block,
+        and the shares and numbers of the chosen ones."""
         spec, routing = self.spec, self.spec.routing
-        x = Norm(self.config.norm, self.dtype, name="mlp_norm")(hidden)
+        if routing.is_beside:
+            x = Norm(replace(self.config.norm, is_affine=False), self.dtype)(hidden)
+            ones, size = nn.initializers.ones, hidden.shape[-1]
+            scale = self.param("router_scale", ones, (size,), self.dtype)
+            x = x * scale * jnp.asarray(size**-0.5, self.dtype)
+        else:
+            x = Norm(self.config.norm, self.dtype, name="mlp_norm")(hidden)
         dtype = jnp.dtype("float32") if routing.is_precise else self.dtype
         router = Linear(spec.count, self.kernels, routing.has_bias, dtype, name="router")
         products = router(x.astype(dtype)).astype(jnp.float32)
@@ -79,6 +94,31 @@ class Router(nn.Module):
             wanted = of_best_groups(wanted, routing)
         _, chosen = jax.lax.top_k(wanted, spec.top)
         return x, jnp.take_along_axis(scores, chosen, axis=-1), chosen.astype(jnp.int32)
+
+
+class Beside(nn.Module):
+    """Ends a layer whose experts are beside a dense block: the two results have norms of their own,
+    and so has their sum (Gemma 4)."""
+
+    config: ModelConfig
+    spec: ExpertsSpec
+    kernels: Kernels
+    dtype: jnp.dtype = jnp.float32
+    matmul_bits: int = 16
+
+    @nn.compact
+    def __call__(self, hidden: jax.Array, experts: jax.Array) -> jax.Array:
+        """Returns the layer's result, [token, hidden], from hidden states after attention and the
+        sum of the experts, fp32."""
+        norm = partial(Norm, self.config.norm, self.dtype)
+        assert self.spec.shared is not None, "experts are beside a dense block"
+        block = MLP(self.spec.shared, self.kernels, self.dtype, self.matmul_bits, name="shared")
+        out = norm(name="shared_result_norm")(block(norm(name="mlp_norm")(hidden)))
+        out = out + norm(name="experts_result_norm")(experts.astype(self.dtype))
+        hidden = hidden + norm(name="mlp_result_norm")(out)
+        if not self.config.has_layer_scale:
+            return hidden
+        return hidden * self.param("layer_scale", nn.initializers.ones, (1,), self.dtype)
 
 
 def of_best_groups(scores: jax.Array, routing: Routing) -> jax.Array:

@@ -85,6 +85,10 @@ def frequencies(rotary: Rotary) -> tuple[np.ndarray, np.ndarray]:
         plain = _llama3(rotary, plain)
     elif rotary.kind == "yarn":
         plain = _yarn(rotary, plain)
+    elif rotary.kind == "proportional":
+        pairs = np.arange(rotary.size // 2)
+        plain = np.where(pairs < (rotary.turning or 0), plain / np.float32(rotary.factor), 0)
+        plain = plain.astype(np.float32)
     elif rotary.kind == "longrope":
         short, long = (plain / np.array(x, np.float32) for x in (rotary.short, rotary.long))
         return short, long

@@ -3,6 +3,7 @@ kernels of `layers/kernels.py`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import flax.linen as nn
@@ -55,7 +56,10 @@ class SelfAttention(nn.Module):
         product = partial(Linear, kernels=self.kernels, dtype=self.dtype, bits=self.matmul_bits)
         self.q = product(spec.query_size, use_bias=spec.qkv_bias)
         self.k = product(spec.kv_size, use_bias=spec.qkv_bias)
-        self.v = product(spec.kv_size, use_bias=spec.qkv_bias)
+        if not spec.values_are_keys:
+            self.v = product(spec.kv_size, use_bias=spec.qkv_bias)
+        if spec.has_value_norm:
+            self.v_norm = Norm(replace(self.config.norm, is_affine=False), self.dtype)
         self.out = product(self.config.hidden_size, use_bias=spec.out_bias)
         if spec.is_gated:
             self.gate = product(spec.query_size, use_bias=spec.qkv_bias)
@@ -76,8 +80,11 @@ class SelfAttention(nn.Module):
     def _kept(self, x: jax.Array, start: jax.Array, rows: Rows) -> Arrays:
         """Returns what is kept of tokens from index `start` on."""
         norm = self.k_norm if self.spec.qk_norm is not None else None
-        key = self._heads(self.k(x), norm, start, rows)
-        value = self.v(x).reshape(*x.shape[:2], -1, self.spec.head_dim)
+        made = self.k(x)
+        key = self._heads(made, norm, start, rows)
+        value = made if self.spec.values_are_keys else self.v(x)
+        value = value.reshape(*x.shape[:2], -1, self.spec.head_dim)
+        value = self.v_norm(value) if self.spec.has_value_norm else value
         return key.swapaxes(1, 2), value.swapaxes(1, 2)
 
     def _result(self, x: jax.Array, attended: jax.Array) -> jax.Array:

@@ -34,7 +34,8 @@ class ModelConfig:
     has `position_offset` more rows (OPT keeps two for padding); None says that there is none.
     `embed_size` differs from `hidden_size` if embeddings are projected (OPT-350m); `embed_scale`
     multiplies them (Gemma). With `is_parallel`, attention and feed-forward block have one input and
-    are added to it together (GPT-NeoX). logit_softcap: as in `AttentionSpec`.
+    are added to it together (GPT-NeoX). logit_softcap: as in `AttentionSpec`. has_layer_scale:
+    whether what each layer hands on is multiplied by a learned number (Gemma 4).
 
     context_limit: why `max_positions` is less than the model's own context, "" if it is not.
 
@@ -59,6 +60,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     final_norm: bool = True
     logit_softcap: float | None = None
+    has_layer_scale: bool = False
     context_limit: str = ""
     tied_head: bool = True
     bos_id: int | None = 2
@@ -116,6 +118,11 @@ class ModelConfig:
         """The attention of each kind of decoder layer that attends."""
         mixers = (kind.mixer for kind in self.kinds)
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+    @property
+    def all_attend(self) -> bool:
+        """Whether every decoder layer attends: of a state, a row has one and no branches."""
+        return len(self.attentions) == len(self.kinds)
 
     @property
     def has_windows(self) -> bool:

@@ -313,6 +313,9 @@ class Fields:
         original = int(self.raw.get("original_max_position_embeddings") or 0)
         original = original or int(rope.get("original_max_position_embeddings") or longest)
         size = int(head_dim * share)
+        if kind == "proportional":  # the whole head turns, most of its pairs by nothing
+            theta, factor = own.number("rope_theta", 10000.0), own.number("factor", 1.0)
+            return Rotary(head_dim, theta, kind, factor, turning=size // 2)
         rotary = _scaled_rotary(own, kind, size=size, original=original, longest=longest)
         return replace(rotary, is_interleaved=is_interleaved)
 

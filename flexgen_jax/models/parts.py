@@ -14,7 +14,7 @@ from flexgen_jax.errors import UserError
 
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu")
 
-ROTARY_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROTARY_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 """Kinds of `Rotary`, in Hugging Face's words. Dynamic scaling (NTK) begins beyond the context that
 a config names, which no request exceeds, so that within it it is the default."""
 
@@ -107,7 +107,8 @@ class Rotary:
     slow, fast: turns over the original context below which frequencies are divided by the factor,
     and above which they stay (llama3, yarn); truncates: whether yarn rounds the borders between
     these; scale: factor of the cosines and sines; short, long: divisors of each frequency for
-    sequences of up to `original` tokens and for longer ones (longrope); is_interleaved: whether the
+    sequences of up to `original` tokens and for longer ones (longrope); turning: how many of the
+    pairs turn, the first ones, None for all (proportional, Gemma 4); is_interleaved: whether the
     coordinates of a pair are neighbours, and not in the two halves of the rotated elements.
     """
 
@@ -122,6 +123,7 @@ class Rotary:
     scale: float = 1.0
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
+    turning: int | None = None
     is_interleaved: bool = False
 
     def __post_init__(self) -> None:
@@ -151,7 +153,9 @@ class AttentionSpec:
     window: how many tokens a token sees, itself included, None for all; softcap: bound of the
     scores, which become cap * tanh(score / cap); has_sinks: whether each head has a learned score
     that takes part in the softmax and has no value (gpt-oss); is_gated: whether the heads' results
-    are multiplied by the sigmoid of a product (Qwen3-Next); position_scale: numbers b and n with
+    are multiplied by the sigmoid of a product (Qwen3-Next); has_value_norm: whether values are
+    normalised, without a scale; values_are_keys: whether they are made by the product that makes
+    the keys (Gemma 4); position_scale: numbers b and n with
     which the query of the token at position p is multiplied by 1 + b log(1 + floor(p / n)), None
     for none (Llama 4, Ministral 3).
     """
@@ -168,6 +172,8 @@ class AttentionSpec:
     softcap: float | None = None
     has_sinks: bool = False
     is_gated: bool = False
+    has_value_norm: bool = False
+    values_are_keys: bool = False
     position_scale: tuple[float, int] | None = None
 
     def __post_init__(self) -> None:
@@ -220,7 +226,8 @@ class AttentionSpec:
         any."""
         shapes = linear("q", self.query_size, hidden, self.qkv_bias)
         shapes += linear("k", self.kv_size, hidden, self.qkv_bias)
-        shapes += linear("v", self.kv_size, hidden, self.qkv_bias)
+        if not self.values_are_keys:
+            shapes += linear("v", self.kv_size, hidden, self.qkv_bias)
         shapes += [("sinks", (self.num_heads,))] if self.has_sinks else []
         shapes += linear("gate", self.query_size, hidden, self.qkv_bias) if self.is_gated else []
         return shapes + linear("out", hidden, self.query_size, self.out_bias)
@@ -345,7 +352,8 @@ class Routing:
     groups are chosen, by the sum of a group's `group_best` largest scores; scale: a factor of the
     weights; least_sum: weights are divided by their sum, but at least by this (ERNIE 4.5);
     is_precise: whether the router's kernel is fp32, and multiplied in fp32, whatever the run's
-    dtype.
+    dtype; is_beside: whether the experts are beside a dense block, each with norms of its own, and
+    what comes out of attention is routed with a norm and a scale of its own (Gemma 4).
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -357,6 +365,7 @@ class Routing:
     scale: float = 1.0
     least_sum: float = 0.0
     is_precise: bool = False
+    is_beside: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("n_group", self.groups), ("topk_group", self.top_groups)):

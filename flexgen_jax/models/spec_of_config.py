@@ -67,8 +67,12 @@ def _mlp(prefix: str, hidden: int, mlp: MLPSpec) -> Shapes:
     return shapes + linear(f"{prefix}down", hidden, mlp.width, mlp.bias)
 
 
-def _experts(hidden: int, experts: ExpertsSpec) -> Shapes:
+def _experts(hidden: int, experts: ExpertsSpec, norm: NormSpec) -> Shapes:
     shapes = linear("router", experts.count, hidden, experts.routing.has_bias)
+    if experts.routing.is_beside:
+        shapes += [("router_scale", (hidden,)), ("router_expert_scale", (experts.count,))]
+        for name in ("experts_norm", "experts_result_norm", "shared_result_norm"):
+            shapes += _norm(name, norm, hidden)
     if experts.routing.has_correction:
         shapes.append(("router_correction", (experts.count,)))
     if experts.shared is not None:
@@ -83,7 +87,11 @@ def _decoder(config: ModelConfig, parts: LayerParts) -> Shapes:
     before, after = config.norm_place != "result", config.norm_place in ("around", "result")
     shapes = _mixer(hidden, parts.mixer, norm)
     mlp = parts.mlp
-    shapes += _experts(hidden, mlp) if isinstance(mlp, ExpertsSpec) else _mlp("mlp.", hidden, mlp)
+    if isinstance(mlp, ExpertsSpec):
+        shapes += _experts(hidden, mlp, norm)
+    else:
+        shapes += _mlp("mlp.", hidden, mlp)
+    shapes += [("layer_scale", (1,))] if config.has_layer_scale else []
     for block in ("attention", "mlp"):
         shapes += _norm(f"{block}_norm", norm, hidden) if before else []
         shapes += _norm(f"{block}_result_norm", norm, hidden) if after else []

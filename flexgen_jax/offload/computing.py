@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.layers import programs
@@ -171,8 +172,12 @@ class Computing:
         return Computed(checks, hidden, new, replaced=replaced)
 
     def _first_state(self, step: Step, state: Sequence[Any]) -> tuple[jax.Array, ...]:
-        """Returns zeros for what a layer replaces with every token, before the first one."""
+        """Returns what a layer goes on from that replaces it with every token, before the first
+        one: what the prefix left, or zeros."""
         rows, dtype = arrays_of(step.batch).given.size, self._plan.dtype
+        if step.batch.prefix is not None:
+            left = step.batch.prefix.layers[step.layer - 1].slot.payload.arrays
+            return tuple(jnp.broadcast_to(array, (rows, *array.shape[1:])) for array in left)
         return tuple(
             self._device.memories.constant(np.zeros(leaf.array_shape(rows), leaf.dtype or dtype))
             for leaf in state

@@ -55,8 +55,11 @@ class ExpertSteps:
         expert = self._programs.get(programs.expert, layer=layer, tokens=rows * tokens)
         for number in sorted(asked):
             out = expert(experts[number], *routed, self._device.memories.numbers(number), out)
-        combine = self._programs.get(programs.combine, rows=rows, tokens=tokens)
-        computed.hidden, computed.checks = combine(hidden, computed.checks, out)
+        program, shape = programs.ending(layer, rows, tokens)
+        combine = self._programs.get(program, **shape)
+        given = (hidden, computed.checks, out)
+        ended = combine(weights, *given) if "layer" in shape else combine(*given)
+        computed.hidden, computed.checks = ended
 
     def _guess(self, step: Step, hidden: jax.Array) -> set[int]:
         """Returns the experts that the next layer would choose for a step's hidden states: most of

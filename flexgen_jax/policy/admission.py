@@ -69,8 +69,15 @@ def running_batch(
         is_prefix=is_prefix,
     )
     each = zip(plan.spec.decoders, homes.blocks, homes.replaced, strict=True)
+    # What a prefix leaves in layers with a state is what all its rows begin with.
     running.layers = [
-        LayerState(running, layer, of_blocks, of_replaced, ReplacedSlot(running, "cache"))
+        LayerState(
+            running,
+            layer,
+            of_blocks,
+            "device" if is_prefix else of_replaced,
+            ReplacedSlot(running, "cache"),
+        )
         for layer, of_blocks, of_replaced in each
     ]
     running.left.extend(running.tokens)

@@ -383,7 +383,8 @@ class Running:
     def prefix_part(self, layer: int) -> CachedPart | None:
         """Returns the prefix's KV blocks in a layer, if the batch has a prefix: they are moved once
         for all batches of a visit."""
-        if self.prefix is None or self.plan.spec.layers[layer].kind != "decoder":
+        spec = self.plan.spec.layers[layer]
+        if self.prefix is None or spec.kind != "decoder" or not spec.growing:
             return None
         return self.prefix.layers[layer - 1].earlier(len(self.prefix.blocks.prompt))
 

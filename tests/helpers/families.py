@@ -58,6 +58,14 @@ DELTA_NET = {
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+}
 LATENT = {
     "q_lora_rank": 20,
     "kv_lora_rank": 16,
@@ -402,6 +410,21 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
             | {"shared_expert_intermediate_size": 8, "linear_conv_kernel_dim": 2, "head_dim": 8},
         ),
     ),
+    "gemma4": (
+        "Gemma4",
+        (
+            GEMMA4
+            | {
+                "enable_moe_block": True,
+                "num_experts": 6,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 16,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+            },
+            GEMMA4 | {"global_head_dim": 8, "final_logit_softcapping": 30.0, "sliding_window": 9},
+        ),
+    ),
 }
 """The names of transformers' classes, and two variants of a config."""
 
@@ -417,6 +440,16 @@ QWEN_TOWER = {
     "deepstack_visual_indexes": [0],
 }
 TOWERS: dict[str, dict[str, Any]] = {
+    "Gemma4": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "patch_size": 4,
+    },
     "Qwen3_5": QWEN_TOWER,
     "Qwen3_5Moe": QWEN_TOWER,
     "Qwen3VL": QWEN_TOWER,
@@ -469,6 +502,8 @@ class Reference:
         for name, buffer in self.model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 torch.nn.init.normal_(buffer, std=0.3)
+            if name.endswith("layer_scalar"):
+                torch.nn.init.uniform_(buffer, 0.5, 1.5)
         self.model.save_pretrained(folder)
         (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
         self.folder = folder

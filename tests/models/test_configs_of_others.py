@@ -125,7 +125,7 @@ def test_attention_of_another_kind_is_refused(field: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [
-        ("qwen3_next", "the closest family, qwen3_moe, lacks layers with a recurrent state"),
+        ("jamba", "the closest family, mixtral, lacks layers with a recurrent state"),
         ("bloom", "the closest family, opt, lacks ALiBi"),
         ("qwen9", "the closest is qwen"),
     ],

@@ -14,7 +14,14 @@ from flexgen_jax.layers.programs.cache import (
     seal,
 )
 from flexgen_jax.layers.programs.ends import embed, head, score
-from flexgen_jax.layers.programs.experts import combine, expert, guess, route
+from flexgen_jax.layers.programs.experts import (
+    combine,
+    combine_beside,
+    ending,
+    expert,
+    guess,
+    route,
+)
 from flexgen_jax.layers.programs.prompts import finish_chunk, mix, prefill, project_chunk, unpack
 from flexgen_jax.layers.programs.table import Program, Programs
 from flexgen_jax.layers.programs.tokens import decode, decode_joined, finish, project
@@ -41,6 +48,7 @@ TABLE: tuple[Program[Any], ...] = (
     guess,
     expert,
     combine,
+    combine_beside,
     head,
     score,
 )
@@ -56,9 +64,11 @@ __all__ = [
     "attend_prefix",
     "attend_ranked",
     "combine",
+    "combine_beside",
     "decode",
     "decode_joined",
     "embed",
+    "ending",
     "expert",
     "finish",
     "finish_chunk",

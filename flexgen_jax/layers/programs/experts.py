@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.experts import Router, add_expert
+from flexgen_jax.layers.experts import Beside, Router, add_expert
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.programs.table import (
     CHECKS,
+    Program,
     Traceable,
     Traced,
     Weights,
@@ -95,9 +96,44 @@ def combine(model: Traceable, rows: int, tokens: int) -> Traced:
 
     def run(hidden: jax.Array, checks: jax.Array, out: jax.Array) -> Any:
         hidden = hidden + out.reshape(hidden.shape).astype(hidden.dtype)
-        is_finite = jnp.isfinite(hidden).all()
-        first = jnp.where((checks[1] == 0) & ~is_finite, checks[0], checks[1])
-        return hidden, checks.at[1].set(first)
+        return hidden, _checked_again(checks, hidden)
 
     out = floats(rows * tokens, model.spec.hidden_size)
     return Traced(run, (model.hidden(rows, tokens), CHECKS, out))
+
+
+@program
+def combine_beside(model: Traceable, layer: LayerSpec, rows: int, tokens: int) -> Traced:
+    """Ends a layer with experts beside a dense block, which it computes: (weights without theirs,
+    and then as `combine`)."""
+    ending = Beside(
+        config=model.config,
+        spec=_experts(layer),
+        kernels=model.kernels,
+        dtype=model.dtype,
+        matmul_bits=model.formats.matmul_bits,
+    )
+
+    def run(weights: Weights, hidden: jax.Array, checks: jax.Array, out: jax.Array) -> Any:
+        ended = apply(ending, weights, hidden.reshape(out.shape), out)
+        hidden = ended.reshape(hidden.shape)
+        return hidden, _checked_again(checks, hidden)
+
+    out = floats(rows * tokens, model.spec.hidden_size)
+    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), CHECKS, out))
+
+
+def ending(layer: LayerSpec, rows: int, tokens: int) -> tuple[Program[Any], dict[str, Any]]:
+    """Returns the program that ends a layer with experts, and what it is made for."""
+    shape = {"rows": rows, "tokens": tokens}
+    if _experts(layer).routing.is_beside:
+        return combine_beside, {"layer": layer, **shape}
+    return combine, shape
+
+
+def _checked_again(checks: jax.Array, hidden: jax.Array) -> jax.Array:
+    """Returns checks with a layer, which counts already, as the first with numbers that are not
+    finite, if its hidden states have some and no layer before had."""
+    is_finite = jnp.isfinite(hidden).all()
+    first = jnp.where((checks[1] == 0) & ~is_finite, checks[0], checks[1])
+    return checks.at[1].set(first)

@@ -21,6 +21,7 @@ from flexgen_jax.models.families.experts import (
     MIXTRAL,
 )
 from flexgen_jax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_SEEING
+from flexgen_jax.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
 from flexgen_jax.models.families.latent import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -95,17 +96,19 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3_5_TEXT,
         QWEN3_5_MOE,
         QWEN3_5_MOE_TEXT,
+        GEMMA4,
+        GEMMA4_TEXT,
     )
 }
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
-    "use_bidirectional_attention": (False,),
+    "use_bidirectional_attention": (False, "vision"),
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
 }
 """Fields of configs that may have these values only, beside null: other models attend in another
-way."""
+way. Tokens of pictures that see each other ("vision") do not occur in texts."""
 
 QUANTIZED = "use the checkpoint in bf16, fp16 or fp32 that it was made from, and --weight-bits 4"
 
@@ -172,7 +175,6 @@ MISSING: Mapping[str, tuple[str, str]] = {
     "granitemoehybrid": ("mixtral", STATE),
     "lfm2": ("llama", "layers of short convolutions"),
     "minimax": ("minimax_m2", "layers of linear attention"),
-    "gemma4": ("gemma3", "experts beside a dense block, and values that are the keys"),
     "gemma3n": ("gemma3_text", "embeddings of each layer, and layers that share keys and values"),
     "llama4": ("llama", "attention in chunks, and experts whose input is weighted"),
     "deepseek_v4": ("deepseek_v32", "compressed and hyper-connected attention"),

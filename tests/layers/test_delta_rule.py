@@ -1,0 +1,73 @@
+"""The gated delta rule in chunks and token by token, against the formula in NumPy."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_jax.layers import delta_rule
+
+Arrays = tuple[np.ndarray, ...]
+
+
+def made(
+    seed: int, batch: int, tokens: int, heads: int, group: int, alike: bool
+) -> tuple[Arrays, np.ndarray]:
+    """Queries, keys of length 1, values, logarithms of the fading, shares, and a state; alike:
+    whether all keys are equal, which is what a triangular system suffers from."""
+    rng = np.random.default_rng(seed)
+    shape = (batch, tokens, heads)
+    query, key = rng.normal(size=(2, *shape, 8))
+    key = np.broadcast_to(key[:, :1], key.shape) if alike else key
+    key = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    value = rng.normal(size=(*shape, group, 6))
+    log_fade = -rng.exponential(rng.choice([0.01, 1.0, 30.0]), size=(*shape, group))
+    write = rng.uniform(size=(*shape, group))
+    return (query, key, value, log_fade, write), rng.normal(size=(batch, heads, group, 8, 6))
+
+
+def by_formula(given: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """S = a S; S = S + k (b (v - S' k))'; y = S' q, head by head, in fp64."""
+    query, key, value, log_fade, write = given
+    state, results = state.copy(), np.zeros(value.shape)
+    for where in np.ndindex(value.shape[:4]):
+        row, token, head, member = where
+        kept = state[row, head, member] * np.exp(log_fade[where])
+        k, q = key[row, token, head], query[row, token, head]
+        kept = kept + np.outer(k, write[where] * (value[where] - kept.T @ k))
+        state[row, head, member], results[where] = kept, kept.T @ q
+    return results, state
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    tokens=st.sampled_from([1, 2, 15, 16, 17, 64, 70]),
+    size=st.sampled_from([16, 64]),
+    group=st.integers(1, 3),
+    alike=st.booleans(),
+)
+def test_chunks_are_the_formula(seed: int, tokens: int, size: int, group: int, alike: bool) -> None:
+    given, state = made(seed, 2, tokens, 2, group, alike)
+    wanted, left = by_formula(given, state)
+    out, after = delta_rule.chunks(
+        *(jnp.asarray(each, jnp.float32) for each in given), jnp.asarray(state, jnp.float32), size
+    )
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(after, left, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_steps_are_the_formula(group: int) -> None:
+    given, before = made(5, 3, 9, 2, group, alike=False)
+    wanted, left = by_formula(given, before)
+    state = jnp.asarray(before, jnp.float32)
+    for token in range(9):
+        out, state = delta_rule.step(
+            *(jnp.asarray(each[:, token], jnp.float32) for each in given), state
+        )
+        np.testing.assert_allclose(out, wanted[:, token], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state, left, rtol=1e-4, atol=1e-5)

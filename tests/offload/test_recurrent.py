@@ -1,0 +1,122 @@
+"""Layers with a recurrent state in a model: long prompts, chunks, prefixes, batches that shrink."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.offload.batch import Computed
+from flexgen_jax.offload.executor import BlockRun
+from flexgen_jax.policy.backend import Inputs
+from flexgen_jax.policy.waves import Step
+from tests.helpers.families import Reference
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+LENGTHS = (3, 300, 17, 64, 65, 130)
+NEW = (9, 2, 9, 1, 9, 9)
+"""New tokens of each prompt: some rows of a batch leave before the others."""
+
+DISK = (30, 40, 20, 30, 0, 50)
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5"])
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Reference:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Reference(folder, request.param, 0, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, 96, length).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Reference, asked: list[list[int]]) -> list[list[int]]:
+    """transformers' greedy tokens: prompts in its chunked form, then its recurrent one."""
+    import torch
+
+    reference.model.generation_config.eos_token_id = None
+    found = []
+    for ids, count in zip(asked, NEW, strict=True):
+        out = reference.model.generate(
+            torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=1
+        )
+        found.append(out[0, len(ids) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("chunk", "schedule", "percent"),
+    [(16, "diagonal", DISK), (64, "zigzag", DISK), (2048, "continuous", (100, 0) * 3)],
+)
+def test_long_and_short_prompts_give_transformers_tokens(
+    reference: Reference,
+    asked: list[list[int]],
+    expected: list[list[int]],
+    tmp_path: Path,
+    chunk: int,
+    schedule: str,
+    percent: tuple[int, ...],
+) -> None:
+    policy = Policy.from_percent(
+        *percent, batch_size=6, num_batches=1, prefill_chunk=chunk, schedule=schedule
+    )
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in NEW]
+    with LLM(
+        reference.folder, dtype="float32", policy=policy, offload_dir=tmp_path, unified=False
+    ) as llm:
+        results = llm.generate(prompt_token_ids=asked, sampling_params=params)
+        report = llm.report()
+    assert [result.token_ids for result in results] == expected
+    for tier, peak in report["peak_bytes"].items():
+        assert peak <= report["computed_peak_bytes"][tier], tier
+
+
+@pytest.mark.parametrize("percent", [(100, 0) * 3, DISK])
+def test_a_shared_beginning_changes_nothing(
+    reference: Reference,
+    asked: list[list[int]],
+    tmp_path: Path,
+    percent: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows go on from the state that the prefix left, whatever padding is before their own
+    tokens."""
+    of_prefix: list[Step] = []
+    compute = BlockRun.compute
+
+    def noting(self: BlockRun, step: Step, inputs: Inputs) -> Computed:
+        of_prefix.extend([step] if step.batch.is_prefix else [])
+        return compute(self, step, inputs)
+
+    monkeypatch.setattr(BlockRun, "compute", noting)
+    beginning = asked[4][:40]
+    ends = [[*beginning, *ids[:20]] for ids in asked]
+    params = SamplingParams(max_tokens=7, ignore_eos=True)
+    policy = Policy.from_percent(*percent, batch_size=3, num_batches=2, prefill_chunk=16)
+    with LLM(reference.folder, dtype="float32", policy=policy, offload_dir=tmp_path) as llm:
+        alone, shared = (
+            llm.generate(prompt_token_ids=ends, sampling_params=params, prefix=prefix)
+            for prefix in (None, beginning)
+        )
+    assert [x.token_ids for x in shared] == [x.token_ids for x in alone]
+    assert len(of_prefix) == 3 * 4, "three chunks in the embedding and three layers"
+
+
+def test_continuations_are_scored(reference: Reference, asked: list[list[int]]) -> None:
+    context, ends = asked[4][:40], ([40], [41, 42], [43, 44, 45])
+    with LLM(reference.folder, dtype="float32", policy=Policy(batch_size=3)) as llm:
+        pairs = llm.score_pairs([context] * 3, ends)
+    for continuation, pair in zip(ends, pairs, strict=True):
+        wanted = reference.logprobs([*context, *continuation])[-len(continuation) :]
+        np.testing.assert_allclose(pair.logprobs, wanted, rtol=1e-4, atol=1e-5)
