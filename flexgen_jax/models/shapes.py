@@ -73,6 +73,19 @@ _QWEN3 = {**_QWEN, "head_dim": 128}
 _TIED = {"tie_word_embeddings": True}
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000.0}
 _QWEN3_MOE = {**_QWEN3, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+_QWEN_NEXT = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_QWEN3_5 = {"eos_token_id": 248044, "rope_theta": 10000000.0}
+_GEMMA4 = {
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+}
 _PHI3 = {"eos_token_id": 32000, "pad_token_id": 32000}
 
 
@@ -283,6 +296,38 @@ SHAPES: Mapping[str, Raw] = {
         (2048, 6144, 48, 32, 4, 151936, 40960),
         moe_intermediate_size=768,
         **_QWEN3_MOE,
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": _like(
+        "qwen3_next",
+        (2048, 5120, 48, 16, 2, 151936, 262144),
+        **_QWEN_NEXT | {"num_experts": 512, "num_experts_per_tok": 10, "rope_theta": 10000000.0},
+        bos_token_id=151643,
+        eos_token_id=151645,
+    ),
+    "Qwen/Qwen3.5-27B": _like(
+        "qwen3_5_text",
+        (5120, 17408, 64, 24, 4, 248320, 262144),
+        **_QWEN3_5,
+        linear_num_value_heads=48,
+    ),
+    "Qwen/Qwen3.6-35B-A3B": _like(
+        "qwen3_5_moe_text", (2048, 512, 40, 16, 2, 248320, 262144), **_QWEN_NEXT, **_QWEN3_5
+    ),
+    "google/gemma-4-26B-A4B-it": _like(
+        "gemma4_text",
+        (2816, 2112, 30, 16, 8, 262144, 262144),
+        **_GEMMA4,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "google/gemma-4-31B-it": _like(
+        "gemma4_text",
+        (5376, 21504, 60, 32, 16, 262144, 262144),
+        **_GEMMA4,
+        num_global_key_value_heads=4,
     ),
     "openai/gpt-oss-20b": _gpt_oss(24, 32),
     "openai/gpt-oss-120b": _gpt_oss(36, 128),

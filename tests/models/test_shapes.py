@@ -10,7 +10,7 @@ import pytest
 
 from flexgen_jax.layers.decoder import DecoderLayer
 from flexgen_jax.layers.embedding import Embedding, Head
-from flexgen_jax.layers.experts import Router
+from flexgen_jax.layers.experts import Beside, Router
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.formats.decoding import decoded
@@ -50,6 +50,11 @@ PARAMETERS = {
     "deepseek-ai/DeepSeek-V2": 235_741_434_880,
     "deepseek-ai/DeepSeek-V3": 671_026_419_200,
     "allenai/Olmo-3-1025-7B": 7_298_011_136,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
+    "Qwen/Qwen3.5-27B": 26_895_998_464,
+    "Qwen/Qwen3.6-35B-A3B": 34_660_610_688,
+    "google/gemma-4-26B-A4B-it": 25_233_141_760 + 30,  # the factors of its layers are no parameters
+    "google/gemma-4-31B-it": 30_697_345_280 + 60,
 }
 
 
@@ -69,11 +74,19 @@ def test_modules_declare_what_the_spec_says(name: str) -> None:
     _same(spec.head, lambda x: Head(config, XLA).init(key, x), hidden)
     for layer, _ in spec.decoder_kinds:
         module, x = DecoderLayer(config, layer.decoder, XLA), hidden
-        declared = _shapes(lambda x, m=module: m.init(key, x, rows, method="prefill"), x)
+        if layer.attends:
+            declared = _shapes(lambda x, m=module: m.init(key, x, rows, method="prefill"), x)
+        else:
+            state = tuple(jnp.zeros(leaf.array_shape(1)) for leaf in layer.replaced)
+            given = ((), state, jnp.int32(0), rows, 2)
+            declared = _shapes(lambda x, m=module, g=given: m.init(key, x, *g, method="mix"), x)
         if layer.experts is not None:
             router = Router(config, layer.experts, XLA)
             flat = jax.ShapeDtypeStruct((2, config.hidden_size), jnp.float32)
             declared |= _shapes(lambda x, m=router: m.init(key, x), flat)
+            if layer.experts.routing.is_beside:
+                ending = Beside(config, layer.experts, XLA)
+                declared |= _shapes(lambda x, m=ending: m.init(key, x, x), flat)
             block = MLP(layer.experts.expert, XLA)
             mine = _shapes(lambda x, m=block: m.init(key, x), flat)
             for number in range(layer.experts.count):

@@ -21,7 +21,7 @@ from flexgen_jax.models.families.experts import (
     MIXTRAL,
 )
 from flexgen_jax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_SEEING
-from flexgen_jax.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
+from flexgen_jax.models.families.gemma4 import GEMMA4, GEMMA4_TEXT, GEMMA4_UNIFIED
 from flexgen_jax.models.families.latent import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -98,6 +98,7 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3_5_MOE_TEXT,
         GEMMA4,
         GEMMA4_TEXT,
+        GEMMA4_UNIFIED,
     )
 }
 

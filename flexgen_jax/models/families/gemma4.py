@@ -40,6 +40,13 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """What configs may leave out, as transformers has it."""
 
+UNIFIED = {
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 262144,
+    "sliding_window": 1024,
+}
+"""What Gemma 4 12B may leave out and has otherwise."""
+
 SMALL = {
     "hidden_size_per_layer_input": "embeddings of each layer",
     "num_kv_shared_layers": "layers that share keys and values",
@@ -51,12 +58,13 @@ SMALL = {
 def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads Gemma 4, of models that see, too, the part for text."""
     given = {name: value for name, value in with_text(raw).items() if value is not None}
-    raw = {**DEFAULTS, **given, "model_type": raw["model_type"]}
+    own_defaults = UNIFIED if raw["model_type"].startswith("gemma4_unified") else {}
+    raw = {**DEFAULTS, **own_defaults, **given, "model_type": raw["model_type"]}
     for name, meaning in SMALL.items():
         if raw.get(name):
             raise ConfigError(
                 f"{name} is {raw[name]!r}: {meaning} (Gemma 4 E2B and E4B) are not supported; "
-                "gemma-4-26B-A4B and gemma-4-31B are"
+                "gemma-4-12B, 26B-A4B and 31B are"
             )
     own = Fields(raw)
     layers = own.count("num_hidden_layers")
@@ -154,3 +162,4 @@ GEMMA4 = Family(
     ignored=(r"embed_(vision|audio)\..*",),
 )
 GEMMA4_TEXT = replace(GEMMA4, model_type="gemma4_text")
+GEMMA4_UNIFIED = replace(GEMMA4, model_type="gemma4_unified")

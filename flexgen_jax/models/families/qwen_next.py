@@ -48,6 +48,9 @@ def _types(raw: Mapping[str, Any], layers: int) -> list[str]:
 
 def _qwen3_next(raw: Mapping[str, Any]) -> ModelConfig:
     raw = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True, **raw}
+    for name, allowed in (("attn_output_gate", True), ("output_gate_type", "swish")):
+        if raw.get(name) not in (None, allowed):
+            raise ConfigError(f"{name} is {raw[name]!r}, which is not supported")
     own, has_bias = Fields(raw), bool(raw.get("attention_bias", False))
     attention = {
         "qkv_bias": has_bias,
