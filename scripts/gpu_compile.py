@@ -86,10 +86,11 @@ def asked(model: Traceable, work: Workload) -> Iterator[Asked]:
     yield "head", programs.head, {**rows, "choice": Choice(is_greedy=True)}, 1
     for layer, count in model.spec.decoder_kinds:
         name, at = f"layer {layer.number}", {"layer": layer, **rows}
-        yield f"{name}: prompt", programs.prefill, {**at, "cuts": (work.prompt,)}, 1
         if not layer.attends:
+            yield f"{name}: prompt", programs.mix, _mixed_prompt(layer, at, work.prompt), 1
             yield f"{name}: token", programs.mix, _mixed(layer, at, blocks), 1
             continue
+        yield f"{name}: prompt", programs.prefill, {**at, "cuts": (work.prompt,)}, 1
         decode = {**at, "blocks": blocks, "tail": TAIL}
         yield f"{name}: token", programs.decode, {**decode, "appends": True}, 1
         if layer.experts is None and count > 1:
@@ -102,6 +103,11 @@ def asked(model: Traceable, work: Workload) -> Iterator[Asked]:
             yield from _of_experts(layer, name, work)
         if model.formats.weight_bits < 16:
             yield f"{name}: {UNPACKING}", programs.unpack, {"layer": layer}, 1
+
+
+def _mixed_prompt(layer: LayerSpec, at: dict[str, Any], tokens: int) -> dict[str, Any]:
+    cuts = (tokens,) if layer.growing else ()
+    return {**at, "blocks": (), "tail": 0, "tokens": tokens, "asked": tokens, "cuts": cuts}
 
 
 def _mixed(layer: LayerSpec, at: dict[str, Any], blocks: tuple[int, ...]) -> dict[str, Any]:

@@ -86,37 +86,61 @@ class GatedDeltaNet(nn.Module):
         x = jnp.where(is_real, x, 0)
         new = jnp.concatenate([self.q(x), self.k(x), self.v(x)], axis=-1)
         joined = _after(columns, new, padding)
-        mixed = jnp.where(is_real, self._summed(joined, tokens), 0)
-        query, key, value = jnp.split(mixed, [spec.keys, 2 * spec.keys], axis=-1)
-        grouped = (batch, tokens, spec.key_heads, spec.group)
         fade = jax.nn.softplus(self.fade(x).astype(jnp.float32) + self.fade_bias)
         fade = jnp.where(is_real, -jnp.exp(self.fade_log) * fade, 0)
-        write = jax.nn.sigmoid(self.write(x)).astype(jnp.float32)
-        given = (
-            _unit(query.reshape(*grouped[:3], spec.key_size)) * spec.key_size**-0.5,
-            _unit(key.reshape(*grouped[:3], spec.key_size)),
-            value.reshape(*grouped, spec.value_size).astype(jnp.float32),
-            fade.reshape(grouped),
-            write.reshape(grouped),
-        )
+        given = (joined, fade, jax.nn.sigmoid(self.write(x)), is_real)
         before = matrices.reshape(batch, spec.key_heads, spec.group, *matrices.shape[2:])
         if tokens == 1:
-            query, key, value, fade, write = (each[:, 0] for each in given)
-            out, after = delta_rule.step(query, key, value, fade, write, before)
+            query, key, value, faded, shares = (side[:, 0] for side in self._sides(*given))
+            out, after = delta_rule.step(query, key, value, faded, shares, before)
         else:
-            out, after = delta_rule.chunks(*given, state=before, size=CHUNK)
+            out, after = self._in_chunks(given, before, tokens)
         heads = self.norm(out.reshape(batch, tokens, -1, spec.value_size).astype(self.dtype))
         gate = jax.nn.silu(self.z(x).astype(jnp.float32)).reshape(heads.shape)
         result = (heads * gate).astype(self.dtype).reshape(batch, tokens, -1)
         kept = joined[:, -(spec.width - 1) :].astype(jnp.float32)
         return self.out(result), (), (kept, after.reshape(matrices.shape))
 
-    def _summed(self, joined: jax.Array, tokens: int) -> jax.Array:
-        """Returns the weighted sums of each token and those before it, with SiLU, [batch, token,
-        channel]."""
+    def _sides(
+        self, joined: jax.Array, fade: jax.Array, write: jax.Array, is_real: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys, values, fading and shares of some tokens, as `delta_rule` takes
+        them; joined: of these tokens, and of those before them that weighted sums need."""
+        spec, (batch, tokens, _) = self.spec, fade.shape
         weights = self.weights.astype(jnp.float32)
-        total = sum(
-            joined[:, n : n + tokens].astype(jnp.float32) * weights[:, 0, n]
-            for n in range(self.spec.width)
+        total = jnp.zeros((batch, tokens, spec.channels), jnp.float32)
+        for n in range(spec.width):
+            total = total + joined[:, n : n + tokens].astype(jnp.float32) * weights[:, 0, n]
+        mixed = jnp.where(is_real, jax.nn.silu(total.astype(self.dtype)), 0)
+        query, key, value = jnp.split(mixed, [spec.keys, 2 * spec.keys], axis=-1)
+        grouped = (batch, tokens, spec.key_heads, spec.group)
+        return (
+            _unit(query.reshape(*grouped[:3], spec.key_size)) * spec.key_size**-0.5,
+            _unit(key.reshape(*grouped[:3], spec.key_size)),
+            value.reshape(*grouped, spec.value_size).astype(jnp.float32),
+            fade.reshape(grouped),
+            write.reshape(grouped).astype(jnp.float32),
         )
-        return jax.nn.silu(jnp.asarray(total).astype(self.dtype))
+
+    def _in_chunks(
+        self, given: tuple[jax.Array, ...], state: jax.Array, tokens: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Computes a prompt, a chunk at a time, so that only one chunk has numbers in fp32; given:
+        the arguments of `_sides`. Tokens that fill the last chunk are no real ones."""
+        size = min(CHUNK, tokens)
+        count = -(-tokens // size)
+        filled = [jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0))) for x in given]
+
+        def one(state: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Computes a chunk; of what weighted sums are made of, it has the tokens before it."""
+            lengths = (size + self.spec.width - 1, size, size, size)
+            parts = (
+                jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
+                for x, length in zip(filled, lengths, strict=True)
+            )
+            out, state = delta_rule.chunk(*self._sides(*parts), state)
+            return state, out.astype(self.dtype)
+
+        state, out = jax.lax.scan(one, state, jnp.arange(count) * size)
+        joined = jnp.moveaxis(out, 0, 1).reshape(out.shape[1], count * size, *out.shape[3:])
+        return joined[:, :tokens], state

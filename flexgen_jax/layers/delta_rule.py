@@ -41,60 +41,42 @@ def step(
     return seen[..., 1, :] + (query * key).sum(-1)[..., None, None] * written, state
 
 
-def chunks(
+def chunk(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     log_fade: jax.Array,
     write: jax.Array,
     state: jax.Array,
-    size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes some tokens, `size` at once: arguments and results as of `step`, with an axis of
-    tokens after the batch.
+    """Computes some tokens at once: arguments and results as of `step`, with an axis of tokens
+    after the batch. What has a key of zeros and a fading of zero changes nothing.
 
-    Within a chunk the written values W solve (I + L) W = R, a triangular system: L[i, j] is what
-    token i sees of token j's key, R its value without what the state before the chunk knows of it
-    (section 3.2, the UT transform).
+    The written values W solve (I + L) W = R, a triangular system: L[i, j] is what token i sees of
+    token j's key, R its value without what the state before the chunk knows of it (section 3.2, the
+    UT transform).
     """
     tokens = query.shape[1]
-    size = min(size, tokens)
-    count = -(-tokens // size)
-
-    def cut(x: jax.Array) -> jax.Array:
-        """[batch, token, ...] as [chunk, batch, token, ...]; tokens that fill the last chunk write
-        nothing, and nothing fades."""
-        padded = jnp.pad(x, [(0, 0), (0, count * size - tokens)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(padded.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
-
-    earlier = jnp.tril(jnp.ones((size, size), bool), -1)
-    until = earlier | jnp.eye(size, dtype=bool)
-
-    def chunk(state: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, log_fade, write = given
-        total = jnp.moveaxis(log_fade.cumsum(1), 1, -1)  # [batch, key head, value head, token]
-        write = jnp.moveaxis(write, 1, -1)[..., None]
-        v = jnp.moveaxis(v, 1, 3)
-        # Masked before the exponential: what comes later would overflow.
-        between = jnp.where(until, total[..., :, None] - total[..., None, :], -jnp.inf)
-        between = jnp.exp(between)
-        since = jnp.exp(total)[..., None]
-        keys = _product("bikd,bjkd->bkij", k, k)[:, :, None] * between
-        known = _product("bikd,bkgde->bkgie", k, state) * since
-        written = jax.lax.linalg.triangular_solve(
-            jnp.where(earlier, keys * write, 0.0),
-            write * (v - known),
-            left_side=True,
-            lower=True,
-            unit_diagonal=True,
-        )
-        scores = _product("bikd,bjkd->bkij", q, k)[:, :, None] * between
-        out = _product("bikd,bkgde->bkgie", q, state) * since
-        out = out + _product("bkgij,bkgje->bkgie", scores, written)
-        left = jnp.exp(total[..., -1:] - total)[..., None]  # of what a token writes, at the end
-        state = state * since[..., -1:, :] + _product("bikd,bkgie->bkgde", k, written * left)
-        return state, jnp.moveaxis(out, 3, 1)
-
-    state, out = jax.lax.scan(chunk, state, tuple(map(cut, (query, key, value, log_fade, write))))
-    joined = jnp.moveaxis(out, 0, 1).reshape(out.shape[1], count * size, *out.shape[3:])
-    return joined[:, :tokens], state
+    earlier = jnp.tril(jnp.ones((tokens, tokens), bool), -1)
+    until = earlier | jnp.eye(tokens, dtype=bool)
+    total = jnp.moveaxis(log_fade.cumsum(1), 1, -1)  # [batch, key head, value head, token]
+    write = jnp.moveaxis(write, 1, -1)[..., None]
+    value = jnp.moveaxis(value, 1, 3)
+    # Masked before the exponential: what comes later would overflow.
+    between = jnp.exp(jnp.where(until, total[..., :, None] - total[..., None, :], -jnp.inf))
+    since = jnp.exp(total)[..., None]
+    keys = _product("bikd,bjkd->bkij", key, key)[:, :, None] * between
+    known = _product("bikd,bkgde->bkgie", key, state) * since
+    written = jax.lax.linalg.triangular_solve(
+        jnp.where(earlier, keys * write, 0.0),
+        write * (value - known),
+        left_side=True,
+        lower=True,
+        unit_diagonal=True,
+    )
+    scores = _product("bikd,bjkd->bkij", query, key)[:, :, None] * between
+    out = _product("bikd,bkgde->bkgie", query, state) * since
+    out = out + _product("bkgij,bkgje->bkgie", scores, written)
+    left = jnp.exp(total[..., -1:] - total)[..., None]  # of what a token writes, at the end
+    state = state * since[..., -1:, :] + _product("bikd,bkgie->bkgde", key, written * left)
+    return jnp.moveaxis(out, 3, 1), state

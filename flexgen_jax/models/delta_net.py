@@ -61,9 +61,9 @@ class DeltaNetSpec:
 
     @property
     def inner_size(self) -> int:
-        """Elements of a token's query, key and value before and after the weighted sums, and of its
-        result and its gate."""
-        return 2 * self.channels + 2 * self.values
+        """Elements of a token's query, key and value, as they are made, as one, and behind those of
+        earlier tokens; and of its result in two orders and its gate."""
+        return 3 * self.channels + 3 * self.values
 
     @cached_property
     def leaves(self) -> tuple[StateLeaf, ...]:

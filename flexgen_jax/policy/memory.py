@@ -350,7 +350,7 @@ def _prefill_bytes(
         heads = max(sizes.scored_heads(group * attention.num_heads, tokens), attention.group)
         mixing += count * attention.prompt_size * 4 + 2 * heads * tokens * tokens * 4
     else:
-        mixing += count * layer.mixer.inner_size * 4 + 2 * rows * layer.state_size * 4
+        mixing += 2 * rows * layer.state_bytes(formats.dtype)
     kept = spec.hidden_size * (4 + 3 * item) + layer.row_size * item
     prefill = max(mlp, mixing) + count * kept
     # Hidden states, keys and values of finished groups, twice if they have to be joined, and the

@@ -184,7 +184,9 @@ def mix(
     The open block is the last one, unless its length `tail` is 0. What the layer keeps are sealed
     blocks of `cuts` tokens, or, without these, arrays of the tokens for the open block.
     """
-    module, formats = model.decoder(layer), model.formats
+    module, formats, sizes = model.decoder(layer), model.formats, model.kernels.sizes
+    # What grows is joined with all rows' blocks.
+    at_once = rows if layer.growing else sizes.prefill_sequences(rows, tokens, formats.weight_bits)
 
     def run(
         weights: Weights,
@@ -195,9 +197,11 @@ def mix(
         checks: jax.Array,
         rows: Rows,
     ) -> Any:
-        hidden, new, state = apply(
-            module, weights, hidden, blocks, state, start, rows, asked, method="mix"
-        )
+        def some(hidden: jax.Array, first: jax.Array, most: jax.Array, *state: jax.Array) -> Any:
+            group = _rows(rows.before, (first, most))
+            return apply(module, weights, hidden, blocks, state, start, group, asked, method="mix")
+
+        hidden, new, state = in_groups(some, at_once, hidden, rows.first_valid, rows.most, *state)
         kept = _cut(formats, new, cuts) if cuts else new
         return hidden, kept, state, checked(checks, jnp.isfinite(hidden).all())
 
