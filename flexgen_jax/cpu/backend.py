@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.cpu import attention, matmul
+from flexgen_jax.cpu import attention, delta, matmul
 from flexgen_jax.gpu import DeviceKernels, kernels_of_gpu
 from flexgen_jax.layers.attention import KVPair, Partial
 from flexgen_jax.layers.quantization import Kept
@@ -81,6 +81,19 @@ class CpuKernels(DeviceKernels):
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         found = matmul.matmul(x, table, None, jnp.float32)
         return super().logits(x, table) if found is None else found
+
+    def delta_step(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        log_fade: jax.Array,
+        write: jax.Array,
+        state: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        args = (query, key, value, log_fade, write, state)
+        found = delta.delta_step(*args)
+        return super().delta_step(*args) if found is None else found
 
     def compiler_options(
         self, formats: Formats, is_lone: bool = False

@@ -74,7 +74,8 @@ class WarmUp:
             cuts = running.lengths[made.start : made.stop]
             if not layer.attends:
                 earlier = running.lengths[: made.start]
-                self._mix(running, layer, tokens, asked, earlier, tail=0, cuts=cuts)
+                state = running.layers[layer.index - 1]
+                self._mix(state, token, tokens, asked, earlier, tail=0, cuts=cuts)
             elif start or running.prefix is not None:
                 self._chunk(running, layer, tokens, asked, running.lengths[: made.start])
             else:
@@ -87,8 +88,8 @@ class WarmUp:
 
     def _mix(
         self,
-        running: Running,
-        layer: LayerSpec,
+        state: LayerState,
+        token: int,
         tokens: int,
         asked: int,
         blocks: tuple[int, ...],
@@ -96,6 +97,7 @@ class WarmUp:
         cuts: tuple[int, ...],
     ) -> None:
         """A layer that does not attend."""
+        running, layer = state.running, state.layer
         self._get(
             programs.mix,
             layer,
@@ -105,6 +107,7 @@ class WarmUp:
             blocks=blocks if layer.growing else (),
             tail=tail if layer.growing else 0,
             cuts=cuts,
+            donates=state.may_overwrite(token),
         )
 
     def _chunk(
@@ -145,7 +148,7 @@ class WarmUp:
             self._programs.get(programs.seal, layer=layer, rows=rows, tail=tail)
         self._experts(layer, rows, 1)
         if not layer.attends:
-            self._mix(running, layer, 1, 1, here.lengths, here.tail, cuts=())
+            self._mix(state, 1, 1, 1, here.lengths, here.tail, cuts=())
         elif there.starts or running.prefix is not None:
             self._split(state, sealed)
         else:

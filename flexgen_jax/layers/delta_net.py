@@ -89,17 +89,16 @@ class GatedDeltaNet(nn.Module):
         fade = jax.nn.softplus(self.fade(x).astype(jnp.float32) + self.fade_bias)
         fade = jnp.where(is_real, -jnp.exp(self.fade_log) * fade, 0)
         given = (joined, fade, jax.nn.sigmoid(self.write(x)), is_real)
-        before = matrices.reshape(batch, spec.key_heads, spec.group, *matrices.shape[2:])
         if tokens == 1:
             query, key, value, faded, shares = (side[:, 0] for side in self._sides(*given))
-            out, after = delta_rule.step(query, key, value, faded, shares, before)
+            out, after = self.kernels.delta_step(query, key, value, faded, shares, matrices)
         else:
-            out, after = self._in_chunks(given, before, tokens)
+            out, after = self._in_chunks(given, matrices, tokens)
         heads = self.norm(out.reshape(batch, tokens, -1, spec.value_size).astype(self.dtype))
         gate = jax.nn.silu(self.z(x).astype(jnp.float32)).reshape(heads.shape)
         result = (heads * gate).astype(self.dtype).reshape(batch, tokens, -1)
         kept = joined[:, -(spec.width - 1) :].astype(jnp.float32)
-        return self.out(result), (), (kept, after.reshape(matrices.shape))
+        return self.out(result), (), (kept, after)
 
     def _sides(
         self, joined: jax.Array, fade: jax.Array, write: jax.Array, is_real: jax.Array

@@ -69,10 +69,8 @@ class DeltaNetSpec:
     def leaves(self) -> tuple[StateLeaf, ...]:
         """What the weighted sums of the next token need, and the matrices, in fp32: errors of a
         state add up."""
-        columns, matrices = (
-            (self.width - 1, self.channels),
-            (self.value_heads, self.key_size, self.value_size),
-        )
+        columns = (self.width - 1, self.channels)
+        matrices = (self.key_heads, self.group, self.key_size, self.value_size)
         return (
             StateLeaf("columns", columns, grows=False, dtype="float32"),
             StateLeaf("state", matrices, grows=False, dtype="float32"),

@@ -21,6 +21,7 @@ from flexgen_jax.offload.token_steps import TokenSteps
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.backend import Inputs
 from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.prefetch import state_of
 from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.waves import Step
 
@@ -157,6 +158,7 @@ class Computing:
             blocks=() if cache is None else cache.here.lengths,
             tail=0 if cache is None else cache.here.tail,
             cuts=() if step.token > 0 else self._cuts(step),
+            donates=state_of(step).may_overwrite(step.token),
         )
         hidden, new, replaced, checks = program(
             weights,

@@ -253,6 +253,12 @@ class LayerState:
             starts=tuple(starts[block] for block in chosen),
         )
 
+    def may_overwrite(self, token: int) -> bool:
+        """Returns whether the program of a step may write to what the layer replaces: not to what a
+        prefix left or to zeros, nor to a buffer that is read from disk, which others get later."""
+        is_buffer = self.running.plan.unified and self.replaced_home == "disk"
+        return token > 0 and not is_buffer
+
     def replaced(self) -> ReplacedPart:
         """Returns what the arrays take that the layer replaces with every token."""
         plan, rows = self.running.plan, self.running.shape.rows

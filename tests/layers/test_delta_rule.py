@@ -9,37 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax.layers import delta_rule
-
-Arrays = tuple[np.ndarray, ...]
-
-
-def made(
-    seed: int, batch: int, tokens: int, heads: int, group: int, alike: bool
-) -> tuple[Arrays, np.ndarray]:
-    """Queries, keys of length 1, values, logarithms of the fading, shares, and a state; alike:
-    whether all keys are equal, which is what a triangular system suffers from."""
-    rng = np.random.default_rng(seed)
-    shape = (batch, tokens, heads)
-    query, key = rng.normal(size=(2, *shape, 8))
-    key = np.broadcast_to(key[:, :1], key.shape) if alike else key
-    key = key / np.linalg.norm(key, axis=-1, keepdims=True)
-    value = rng.normal(size=(*shape, group, 6))
-    log_fade = -rng.exponential(rng.choice([0.01, 1.0, 30.0]), size=(*shape, group))
-    write = rng.uniform(size=(*shape, group))
-    return (query, key, value, log_fade, write), rng.normal(size=(batch, heads, group, 8, 6))
-
-
-def by_formula(given: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """S = a S; S = S + k (b (v - S' k))'; y = S' q, head by head, in fp64."""
-    query, key, value, log_fade, write = given
-    state, results = state.copy(), np.zeros(value.shape)
-    for where in np.ndindex(value.shape[:4]):
-        row, token, head, member = where
-        kept = state[row, head, member] * np.exp(log_fade[where])
-        k, q = key[row, token, head], query[row, token, head]
-        kept = kept + np.outer(k, write[where] * (value[where] - kept.T @ k))
-        state[row, head, member], results[where] = kept, kept.T @ q
-    return results, state
+from tests.helpers.delta import by_formula, made
 
 
 @settings(max_examples=40, deadline=None)
@@ -53,7 +23,8 @@ def by_formula(given: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def test_chunks_are_the_formula(
     seed: int, tokens: int, filling: int, group: int, alike: bool
 ) -> None:
-    """Two chunks, one after the other; what fills the second one changes nothing."""
+    """Two chunks, one after the other; what fills them changes nothing. With 8 elements for 64 keys
+    the triangular system costs three digits of fp32."""
     given, before = made(seed, 2, 2 * tokens, 2, group, alike)
     wanted, left = by_formula(given, before)
     query, key, value, log_fade, write = (jnp.asarray(each, jnp.float32) for each in given)
@@ -65,8 +36,8 @@ def test_chunks_are_the_formula(
         shares = jnp.pad(write[:, part], [(0, 0), (0, filling), (0, 0), (0, 0)])
         out, state = delta_rule.chunk(*empty, write=shares + 0.5 * (shares == 0), state=state)
         results.append(out[:, :tokens])
-    np.testing.assert_allclose(jnp.concatenate(results, 1), wanted, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(state, left, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(jnp.concatenate(results, 1), wanted, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(state, left, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("group", [1, 3])

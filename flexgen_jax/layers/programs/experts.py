@@ -105,7 +105,7 @@ def combine(model: Traceable, rows: int, tokens: int) -> Traced:
 @program
 def combine_beside(model: Traceable, layer: LayerSpec, rows: int, tokens: int) -> Traced:
     """Ends a layer with experts beside a dense block, which it computes: (weights without theirs,
-    and then as `combine`)."""
+    hidden states after attention, checks, result of all experts) -> hidden, checks."""
     ending = Beside(
         config=model.config,
         spec=_experts(layer),

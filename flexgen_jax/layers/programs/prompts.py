@@ -176,13 +176,15 @@ def mix(
     blocks: tuple[int, ...] = (),
     tail: int = 0,
     cuts: tuple[int, ...] = (),
+    donates: bool = False,
 ) -> Traced:
     """Computes some tokens in a layer that does not attend: (weights, hidden, KV blocks of earlier
     tokens, what is replaced with every token, index of the first token, checks, rows) -> hidden
     states of the last `asked` tokens, what the layer keeps of all tokens, what is replaced, checks.
 
     The open block is the last one, unless its length `tail` is 0. What the layer keeps are sealed
-    blocks of `cuts` tokens, or, without these, arrays of the tokens for the open block.
+    blocks of `cuts` tokens, or, without these, arrays of the tokens for the open block. donates:
+    whether what is replaced may be overwritten.
     """
     module, formats, sizes = model.decoder(layer), model.formats, model.kernels.sizes
     # What grows is joined with all rows' blocks.
@@ -214,7 +216,7 @@ def mix(
         CHECKS,
         rows_of(rows),
     )
-    return Traced(run, arguments)
+    return Traced(run, arguments, donated=(3,) if donates else ())
 
 
 @program
