@@ -12,8 +12,13 @@ MARKS = {
     "[THINK]": "[/THINK]",
     "<seed:think>": "</seed:think>",
     "<reasoning>": "</reasoning>",
+    "<|channel>thought": "<channel|>",
+    "<|channel>": "<channel|>",
 }
 """What reasoning begins with, and what it ends with."""
+
+NAMES = {"<channel|>": "thought"}
+"""What stands on the first line of reasoning that ends with a mark: Gemma 4's."""
 
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 """Marks of Harmony's format, which are special tokens."""
@@ -75,7 +80,7 @@ def split_reasoning(
         thought = "".join(body for name, body in channels if name != FINAL)
         answers = [body for name, body in channels if name == FINAL]
         return Reasoning(thought, "".join(answers) if answers else None)
-    close = opened_by(tokenizer, prompt_ids)
+    close, name = opened_by(tokenizer, prompt_ids), ""
     if close is None:
         mark = next((mark for mark in MARKS if text.lstrip().startswith(mark)), None)
         hidden = next(
@@ -84,12 +89,21 @@ def split_reasoning(
         if mark is None and hidden is None:
             return None
         close = MARKS[mark or hidden or ""]
+        name = NAMES.get(close, "")
         text = text.lstrip().removeprefix(mark) if mark else text
+    reasoning, content = _divided(tokenizer, token_ids, text, close)
+    return Reasoning(reasoning.removeprefix(name).removeprefix("\n" if name else ""), content)
+
+
+def _divided(
+    tokenizer: Tokenizer, token_ids: Sequence[int], text: str, close: str
+) -> tuple[str, str | None]:
+    """Returns a text before and after the mark `close`, None for the latter without such a mark."""
     if close in text:
         reasoning, _, content = text.partition(close)
-        return Reasoning(reasoning, content)
+        return reasoning, content
     end = tokenizer.token_id(close)
     if end not in token_ids:
-        return Reasoning(text, None)
+        return text, None
     reasoning = tokenizer.decode(token_ids[: token_ids.index(end)])
-    return Reasoning(reasoning, text.removeprefix(reasoning))
+    return reasoning, text.removeprefix(reasoning)

@@ -1,4 +1,4 @@
-"""Texts of several channels, as gpt-oss writes them."""
+"""Texts of several channels, as gpt-oss and Gemma 4 write them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pytest
 from flexgen_jax.models.reasoning import HARMONY, Reasoning, split_reasoning
 from flexgen_jax.models.tokenizer import Tokenizer
 from tests.helpers.models import byte_tokenizer
+
+
+MARKS = (*HARMONY, "<|channel>", "<channel|>")
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +27,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
             "rstrip": False,
             "normalized": False,
         }
-        for number, mark in enumerate(HARMONY)
+        for number, mark in enumerate(MARKS)
     ]
-    content["model"]["vocab"] |= {mark: 1000 + n for n, mark in enumerate(HARMONY)}
+    content["model"]["vocab"] |= {mark: 1000 + n for n, mark in enumerate(MARKS)}
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "config.json").write_text("{}")
     return Tokenizer(folder, None)
@@ -48,8 +51,26 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
             Reasoning("ax", None),
         ),
         ("Hi", None),
+        ("<|channel>thought\nSo.<channel|>Hi", Reasoning("So.", "Hi")),
+        ("<|channel>thought\nSo", Reasoning("So", None)),
     ],
 )
 def test_channels_are_apart(tokenizer: Tokenizer, written: str, expected: Reasoning | None) -> None:
     ids = tokenizer.encode(written, is_whole=True)
     assert split_reasoning(tokenizer, [], ids, tokenizer.decode(ids)) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("model<|channel>thought", Reasoning("So.", "Hi")),
+        ("model<|channel>thought<channel|>", None),
+    ],
+)
+def test_a_prompt_may_begin_the_reasoning(
+    tokenizer: Tokenizer, prompt: str, expected: Reasoning | None
+) -> None:
+    """Or end it, where the user asks for none."""
+    given = tokenizer.encode(prompt, is_whole=True)
+    ids = tokenizer.encode("So.<channel|>Hi" if expected else "Hi", is_whole=True)
+    assert split_reasoning(tokenizer, given, ids, tokenizer.decode(ids)) == expected
