@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
@@ -55,12 +55,15 @@ class Amount(NamedTuple):
     requests: int
 
 
-class Progress:
-    """Progress bars, which appear only if `shown` is true, and messages, which appear as the logger
-    says."""
+Bars = bool | Literal["placing"]
+"""Which progress bars are shown: all, none, or those of what comes before tokens."""
 
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
+
+class Progress:
+    """Progress bars, as `shown` says, and messages, which appear as the logger says."""
+
+    def __init__(self, shown: Bars) -> None:
+        self._shown, self._counts = bool(shown), shown is True
 
     @contextmanager
     def placing(
@@ -117,13 +120,13 @@ class Progress:
         started = due = time.perf_counter()
         begun, compiled_s = amount().done, compiling_s()
         bar: Any = tqdm(
-            total=1, desc="generating", bar_format=_BAR, disable=not self._shown, leave=False
+            total=1, desc="generating", bar_format=_BAR, disable=not self._counts, leave=False
         )
 
         def step() -> None:
             nonlocal due
             now = time.perf_counter()
-            if not self._shown or now < due:
+            if not self._counts or now < due:
                 return
             done, total, requests = amount()
             took = time.perf_counter() - now

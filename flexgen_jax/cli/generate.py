@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -91,6 +92,13 @@ DEMO_PROMPT = "The people of the United States"
 @click.option("--top-p", type=float, help="Sample from this much probability. Default: likewise.")
 @click.option("--stop", multiple=True, help="End a text at this string; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")
+@click.option(
+    "--echo/--no-echo",
+    "echoes",
+    default=None,
+    help="Print the prompt before its text; default: without --chat. With --chat it is the whole "
+    "conversation, as the template writes it.",
+)
 @json_option
 @model_options
 @policy_options
@@ -108,6 +116,7 @@ def generate(
     top_p: float | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
+    echoes: bool | None,
     json_file: Path | None,
     **flags: Any,
 ) -> None:
@@ -141,14 +150,20 @@ def generate(
     if chat is None and (chat_options or now is not None):
         raise UserError("--chat-option and --now are for --chat, which is not given")
     options = engine_options(flags, default_batches=len(given))
-    results, report = run_prompts(given, prefix, params, output, options, chat)
+    echoes = not is_chat if echoes is None else echoes
+    streams = output is None and len(given) == 1 and sys.stdout.isatty()
+    if streams and options.progress:
+        options = replace(options, progress="placing")
+    shows = echoes if streams else None
+    results, report = run_prompts(given, prefix, params, output, options, chat, shows)
     errors = {r["index"]: r["error"] for r in results if "error" in r}
     try:  # neither a full disk nor a reader that goes away may cost the other
         write_json(json_file, {"results": results, "report": report})
     finally:
         good = [result for result in results if "error" not in result]
-        for result in good if output is None else ():
-            click.echo(result["text"] if is_chat else f"{result['prompt']}{result['text']}")
+        for result in good if output is None and not streams else ():
+            text = result.get("content", result["text"])
+            click.echo(f"{result['prompt']}{result['text']}" if echoes else text)
             if len(results) > 1:
                 click.echo("---")
     if report:
@@ -194,11 +209,13 @@ def run_prompts(
     output: Path | None,
     options: EngineOptions,
     chat: Chat | None = None,
+    shows: bool | None = None,
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
     """Returns the results of all prompts, which begin with `prefix`, and the report of the run. A
     prompt that could not be continued has an "error", and its "index".
 
-    Some prompts may be finished in `output` already; if all are, there is no run and the report is
+    shows: whether the one text is shown as its tokens come, true with the prompt before it. Some
+    prompts may be finished in `output` already; if all are, there is no run and the report is
     empty. Raises `UserError` if no prompt can be continued.
     """
     from flexgen_jax.engine.files import as_json
@@ -217,13 +234,24 @@ def run_prompts(
             if len(file.finished) == len(texts):
                 return file.results(), {}
         try:
-            results = _continued(llm, texts, prefix, params, chat, file)
+            results = _continued(llm, texts, prefix, params, chat, file, shows)
         except PromptError as error:
             raise _impossible(given, error) from None
         failed = [{**as_json(r), "index": int(r.id)} for r in results if r.error is not None]
-        good = [as_json(r) for r in results if r.error is None]
+        good = [_with_reasoning(llm, r, chat) for r in results if r.error is None]
         report = llm.report() if good else {}
         return [*(good if file is None else file.results()), *failed], report
+
+
+def _with_reasoning(llm: LLM, result: RequestOutput, chat: Chat | None) -> dict[str, Any]:
+    """Returns a result as JSON; of a conversation, with the answer apart from its reasoning."""
+    from flexgen_jax.engine.files import as_json
+
+    parts = None if chat is None else llm.reasoning(result)
+    if parts is None:
+        return as_json(result)
+    content = {"reasoning_content": parts.reasoning, "content": parts.content or ""}
+    return {**as_json(result), **content}
 
 
 def _output_file(
@@ -255,8 +283,11 @@ def _continued(
     params: SamplingParams,
     chat: Chat | None,
     file: OutputFile | None,
+    shows: bool | None,
 ) -> list[RequestOutput]:
     """Continues the texts that are not in the file, or answers them."""
+    if shows is not None:
+        return [_shown(llm, texts[0], params, chat, shows)]
     more: dict[str, Any] = {}
     if file is not None:
         more = {"skip": frozenset(file.finished), "on_output": file.write}
@@ -267,6 +298,32 @@ def _continued(
         now = datetime.fromisoformat(file.now)
     asked = [[{"role": "user", "content": text}] for text in texts]
     return llm.chat(asked, params, chat_template_kwargs=chat.variables, now=now, **more)
+
+
+def _shown(
+    llm: LLM, text: str, params: SamplingParams, chat: Chat | None, echoes: bool
+) -> RequestOutput:
+    """Continues or answers one text, which is shown as its tokens come."""
+    from flexgen_jax.cli.showing import Shown
+    from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
+    from flexgen_jax.models.chat import ChatOptions
+
+    tokenizer, ids = llm.tokenizer, llm.encode(text) if chat is None else None
+    if chat is not None:
+        options = ChatOptions(variables=chat.variables, now=chat.now or datetime.now())
+        text, ids = llm.chat_prompt([{"role": "user", "content": text}], options)
+    assert tokenizer is not None and ids is not None, "the text was encoded"
+    stops = llm.resolved(params, len(ids)).stop
+    stream = AnswerStream(tokenizer, ids, stops) if chat else PlainStream(tokenizer, stops)
+    shown = Shown(stream, text if echoes else "")
+    (result,) = llm.generate(
+        prompt_token_ids=[ids],
+        sampling_params=params,
+        on_token=lambda _, token: shown.add(token),
+        on_error="raise",
+    )
+    shown.end()
+    return replace(result, prompt=text)
 
 
 def _impossible(given: Sequence[Prompt], error: PromptError) -> UserError:

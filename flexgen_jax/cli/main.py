@@ -10,6 +10,7 @@ import click
 
 from flexgen_jax.cli.batch import batch
 from flexgen_jax.cli.bench import bench
+from flexgen_jax.cli.chat import chat
 from flexgen_jax.cli.commands import Commands, read_flag_defaults, set_loudness
 from flexgen_jax.cli.convert import convert
 from flexgen_jax.cli.eval import evaluate
@@ -46,5 +47,5 @@ def main(context: click.Context, quiet: bool, verbose: bool) -> None:
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
 
 
-for command in (batch, bench, convert, evaluate, generate, models, plan, profile, stage):
+for command in (batch, bench, chat, convert, evaluate, generate, models, plan, profile, stage):
     main.add_command(command)

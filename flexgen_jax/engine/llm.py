@@ -38,7 +38,7 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions, Message
 from flexgen_jax.models.formats.known import WeightFormat
 from flexgen_jax.policy.policy import Attention, Policy, Workload
-from flexgen_jax.progress import Progress
+from flexgen_jax.progress import Bars, Progress
 
 OnError = Literal["return", "raise"]
 """What comes of prompts that cannot be continued."""
@@ -74,7 +74,7 @@ class LLM(TextModel):
         offload_dir: str | Path | None = None,
         dummy_weights: bool = False,
         seed: int = EngineOptions.seed,
-        progress: bool = False,
+        progress: Bars = False,
         unified: bool | None = None,
         hardware: str | Path | None = None,
         breakdown: bool = False,

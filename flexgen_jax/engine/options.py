@@ -11,6 +11,7 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.formats.known import WeightFormat
 from flexgen_jax.models.loading import Model, open_model
 from flexgen_jax.policy.policy import Attention, Policy
+from flexgen_jax.progress import Bars
 from flexgen_jax.units import parse_bytes
 
 
@@ -39,7 +40,7 @@ class EngineOptions:
     offload_dir: where the disk tier lies, and what later runs use again; None is the user's cache.
     dummy_weights: random weights of a known shape, in place of a checkpoint's.
     seed: of random weights; sampling has the seeds of `SamplingParams`.
-    progress: whether progress bars are shown.
+    progress: whether progress bars are shown; "placing" leaves out that of tokens.
     unified: whether host and device are one RAM; None is so on a CPU.
     hardware: the profile to plan with: a file or a known machine's name; None is this machine's.
     breakdown: whether the report has the busy time of the device and of its links, which costs some
@@ -70,7 +71,7 @@ class EngineOptions:
     offload_dir: str | Path | None = None
     dummy_weights: bool = False
     seed: int = 0
-    progress: bool = False
+    progress: Bars = False
     unified: bool | None = None
     hardware: str | Path | None = None
     breakdown: bool = False

@@ -17,8 +17,8 @@ class Loading:
 
     read: the queue entry of its disk read, see `Clock.read`; copied: bytes to copy to the device;
     size: bytes of one operation, which decide the rate, or None for those of the whole load;
-    passes_by: whether its copy is small and does not wait for large ones; ready: the time at which
-    it is on the device, once its copy is queued.
+    passes_by: whether its copy is small and does not wait for large ones; ready: the time from
+    which on it can be copied, and once its copy is queued, that at which it is on the device.
     """
 
     read: list[float] | None = None

@@ -127,7 +127,10 @@ class Simulation:
             return load
         if isinstance(part, WeightsPart):
             return self._read_weights(part)
-        load = Loading(None, part.copied, passes_by=True)
+        is_state = isinstance(part, ReplacedPart) and part.slot.content == "cache"
+        load = Loading(None, part.copied, passes_by=not is_state)
+        if is_state:
+            load.ready = part.slot.payload or 0.0
         if buffers:
             seconds = self._hw.page_cache.seconds(part.nbytes)
             load.read = self._clock.read(part.nbytes, True, "page_cache", seconds)
@@ -160,7 +163,7 @@ class Simulation:
         if load.passes_by:
             load.ready = clock.pass_by("host_to_device", load.copied)
         else:
-            load.ready = clock.move("host_to_device", load.copied, 0.0, load.size)
+            load.ready = clock.move("host_to_device", load.copied, load.ready, load.size)
 
     def drop(self, load: Loading, is_used: bool) -> None:
         pass
@@ -176,7 +179,8 @@ class Simulation:
         match made:
             case ReplacedPart():
                 if made.home != "device":
-                    self._clock.move("device_to_host", made.nbytes, computed)
+                    # A state is as large as many tokens' keys: what loads it waits for it.
+                    made.slot.payload = self._clock.move("device_to_host", made.nbytes, computed)
             case PromptPart():
                 for block in made.blocks:
                     self._to_home(made.state, block)

@@ -10,7 +10,6 @@ from flexgen_jax.models.reasoning import HARMONY, Reasoning, split_reasoning
 from flexgen_jax.models.tokenizer import Tokenizer
 from tests.helpers.models import byte_tokenizer
 
-
 MARKS = (*HARMONY, "<|channel>", "<channel|>")
 
 

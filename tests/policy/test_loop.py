@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.shapes import known_shape
+from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.ledger import BudgetError, Ledger
 from flexgen_jax.policy.loop import BlockLoop
@@ -339,3 +340,20 @@ def test_an_error_of_the_backend_leaves_nothing_reserved(failing: str) -> None:
     with pytest.raises(OSError, match="No space"):
         BlockLoop(plan_of(of(0, 0, 0, 0, 0, 0), SHAPE), Full(), ledger).run()
     assert ledger.used == {"device": 0, "host": 0, "disk": 0}
+
+
+def test_a_state_takes_no_more_memory_for_a_longer_prompt() -> None:
+    """Of a prompt of 32,768 tokens only the layers that attend keep more than of one of 4,096, and
+    chunks take as much."""
+    config = known_shape("Qwen/Qwen3.6-35B-A3B")
+    policy = Policy.from_percent(
+        *(100, 0) * 3, batch_size=1, num_batches=1, prefill_chunk=2048, kv_block_tokens=2048
+    )
+    short, long = (
+        peak_bytes(plan_of(policy, BlockShape((1,), (tokens,), 8), config=config))
+        for tokens in (4096, 32768)
+    )
+    attending = [layer for layer in model_spec(config).decoders if layer.attends]
+    assert len(attending) == 10
+    kept = sum(layer.row_size for layer in attending) * 4
+    assert long["device"] - short["device"] == (32768 - 4096) * kept

@@ -1,0 +1,260 @@
+"""`flexgen-jax chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flexgen_jax.cli.commands import Command, now_option
+from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
+from flexgen_jax.cli.generate import parse_variables
+from flexgen_jax.errors import PromptError, UserError
+
+if TYPE_CHECKING:
+    from flexgen_jax.engine.llm import LLM
+    from flexgen_jax.engine.sampling import SamplingParams
+
+MAX_TOKENS = 1024
+"""New tokens of an answer where neither the command nor the model's folder says how many."""
+
+ANSWER = "0"
+"""The id of the one request that runs."""
+
+HELP = """\
+/system TEXT   say what the model is to be; without TEXT, take that back
+/reset         begin a new conversation
+/save FILE     write the conversation to FILE, for --load
+/help          this list
+/exit          end, as Ctrl-D does
+A line that ends with \\ goes on in the next one; lines between two of \"\"\" are one message.
+Ctrl-C stops an answer."""
+
+
+@dataclass
+class Conversation:
+    """What was said so far, and how it is rendered and answered."""
+
+    llm: LLM
+    params: SamplingParams
+    variables: dict[str, Any]
+    now: datetime | None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def ask(self, text: str) -> None:
+        """Shows the answer to a message; what cannot be answered is as if it were not said."""
+        from flexgen_jax.cli.showing import Shown, interrupting
+        from flexgen_jax.models.answer_stream import AnswerStream
+        from flexgen_jax.models.chat import ChatOptions
+
+        asked = [*self.messages, {"role": "user", "content": text}]
+        options = ChatOptions(variables=self.variables, now=self.now or datetime.now())
+        _, ids = self.llm.chat_prompt(asked, options)
+        tokenizer = self.llm.tokenizer
+        assert tokenizer is not None, "there is a chat template"
+        stops = self.llm.resolved(self.params, len(ids)).stop
+        shown = Shown(AnswerStream(tokenizer, ids, stops))
+        began, first = time.perf_counter(), float("nan")
+
+        def on_token(_request: str, token: int) -> None:
+            nonlocal first
+            first = time.perf_counter() if shown.tokens == 0 else first
+            shown.add(token)
+
+        with interrupting(lambda: self.llm.cancel(ANSWER)):
+            try:
+                self.llm.generate(
+                    prompt_token_ids=[ids],
+                    sampling_params=self.params,
+                    on_token=on_token,
+                    on_error="raise",
+                )
+            except PromptError:
+                most = self.llm.config.max_positions - 1
+                raise UserError(
+                    f"the conversation has {len(ids)} tokens, and the model's context has room for "
+                    f"{most}: /reset begins a new one"
+                ) from None
+        shown.end()
+        answer = {"role": "assistant", "content": shown.content}
+        if shown.reasoning:
+            answer["reasoning_content"] = shown.reasoning
+        self.messages = [*asked, answer]
+        if sys.stderr.isatty() and shown.tokens:
+            seconds = time.perf_counter() - first
+            speed = f", {(shown.tokens - 1) / seconds:.1f} token/s" if shown.tokens > 1 else ""
+            said = f"{shown.tokens} tokens, the first after {first - began:.1f} s{speed}"
+            click.echo(click.style(said, dim=True), err=True)
+
+    def tell(self, system: str) -> None:
+        """Sets the system message, or takes it back."""
+        rest = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": system}, *rest] if system else rest
+
+    def save(self, name: str) -> None:
+        if not name:
+            raise UserError("/save needs a file's name")
+        path = Path(name).expanduser()
+        path.write_text(json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n")
+        click.echo(f"flexgen-jax: {len(self.messages)} messages are in {path}", err=True)
+
+    def command(self, line: str) -> bool:
+        """Does what a line with a slash says; returns whether the conversation goes on."""
+        name, _, rest = line[1:].partition(" ")
+        match name:
+            case "exit" | "quit" | "bye":
+                return False
+            case "system":
+                self.tell(rest.strip())
+            case "reset":
+                self.messages = [m for m in self.messages if m["role"] == "system"]
+            case "save":
+                self.save(rest.strip())
+            case _:
+                click.echo(HELP, err=True)
+        return True
+
+
+@click.command(cls=Command)
+@click.option("--system", default="", help="What the model is to be, in every conversation.")
+@click.option(
+    "--load",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Go on with a conversation that /save wrote: messages with a role and a content, as JSON.",
+)
+@click.option(
+    "--chat-option",
+    "chat_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Tell the template a variable, such as enable_thinking=false; VALUE is JSON, or else a "
+    "text. May be repeated.",
+)
+@now_option
+@click.option(
+    "--max-tokens",
+    type=int,
+    help=f"Most tokens of an answer. Default: as the model's folder says, else {MAX_TOKENS}.",
+)
+@click.option(
+    "--temperature",
+    type=float,
+    help="0 takes the likeliest token. Default: as the model's folder asks for, else 0.",
+)
+@click.option("--top-k", type=int, help="Sample from the K likeliest; 0: all. Default: likewise.")
+@click.option("--top-p", type=float, help="Sample from this much probability. Default: likewise.")
+@model_options
+@policy_options
+def chat(
+    system: str,
+    load: Path | None,
+    chat_options: tuple[str, ...],
+    now: datetime | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    **flags: Any,
+) -> None:
+    """Talk to a model, which answers token by token.
+
+    The model needs a chat template, which the toy that comes with this package has not: give
+    --model, for example HuggingFaceTB/SmolLM2-135M-Instruct. /help lists what can be typed.
+    """
+    from flexgen_jax.engine.sampling import SamplingParams
+
+    variables = parse_variables(chat_options)
+    messages = [] if load is None else _loaded(load)
+    try:
+        params = SamplingParams(max_tokens, temperature, top_k, top_p, seed=flags["seed"])
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    options = engine_options(flags, default_batches=1)
+    if options.progress:
+        options = replace(options, progress="placing")
+    with open_llm(options) as llm:
+        try:
+            llm.chat_prompt([{"role": "user", "content": "Hello"}])
+        except UserError as error:
+            raise UserError(f"{error}; --model names another one") from None
+        if params.max_tokens is None and llm.sampling_defaults.max_tokens is None:
+            params = replace(params, max_tokens=MAX_TOKENS)
+        conversation = Conversation(llm, params, variables, now, messages)
+        if system:
+            conversation.tell(system)
+        _talk(conversation)
+
+
+def _talk(conversation: Conversation) -> None:
+    """Reads messages and commands, and answers, until there are no more."""
+    while True:
+        try:
+            text = _read_message()
+        except KeyboardInterrupt:  # ends what was being typed
+            click.echo(err=True)
+            continue
+        if text is None:
+            return
+        try:
+            if text.startswith("/"):
+                if not conversation.command(text):
+                    return
+            elif text.strip():
+                conversation.ask(text)
+        except (UserError, OSError) as error:
+            click.echo(f"flexgen-jax: {error}", err=True)
+
+
+def _read_message() -> str | None:
+    """Reads a message, which may have several lines; None at the end of the input."""
+    line = _read_line("> ")
+    if line is None:
+        return None
+    if line.strip() == '"""':
+        lines = list[str]()
+        while (line := _read_line(". ")) is not None and line.strip() != '"""':
+            lines.append(line)
+        return "\n".join(lines)
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        more = _read_line(". ")
+        lines[-1] = lines[-1][:-1]
+        if more is None:
+            break
+        lines.append(more)
+    return "\n".join(lines)
+
+
+def _read_line(mark: str) -> str | None:
+    """Reads a line, with a mark before it in a terminal; None at the end of the input."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+    import readline  # noqa: F401  (gives `input` a history, and keys to edit with)
+
+    try:
+        return input(mark)
+    except EOFError:
+        click.echo(err=True)
+        return None
+
+
+def _loaded(path: Path) -> list[dict[str, Any]]:
+    """Reads a conversation's messages."""
+    try:
+        messages = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--load {path}: {error}") from None
+    is_good = isinstance(messages, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+    )
+    if not is_good:
+        raise UserError(f"--load {path}: it must be a list of messages with a role and a content")
+    return list(messages)

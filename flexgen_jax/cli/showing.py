@@ -1,0 +1,69 @@
+"""Answers in a terminal, as their tokens come."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import click
+
+from flexgen_jax.models.answer_stream import AnswerStream, Piece
+
+
+class Shown:
+    """Writes an answer's pieces to stdout, reasoning dimmed where that is a terminal, and left out
+    elsewhere. begin: what is shown first; reasoning, content: what has come."""
+
+    def __init__(self, stream: AnswerStream, begin: str = "") -> None:
+        self._stream = stream
+        click.echo(begin, nl=False)
+        self._is_terminal = sys.stdout.isatty()
+        self.tokens = 0
+        self.reasoning = self.content = ""
+
+    def add(self, token: int) -> None:
+        """Shows what a token adds."""
+        self.tokens += 1
+        self._show(self._stream.add(token))
+
+    def end(self) -> None:
+        """Shows what was held back, and ends the line."""
+        self._show(self._stream.end())
+        click.echo()
+
+    def _show(self, pieces: list[Piece]) -> None:
+        for kind, text in pieces:
+            if kind == "content":
+                text = text if self.content or not self.reasoning else text.lstrip("\n")
+                if not self.content and self.reasoning and text and self._is_terminal:
+                    click.echo("\n")
+                self.content += text
+                click.echo(text, nl=False)
+            else:
+                self.reasoning += text
+                if self._is_terminal:
+                    click.echo(click.style(text, dim=True), nl=False)
+        sys.stdout.flush()
+
+
+@contextmanager
+def interrupting(stop: Callable[[], object]) -> Iterator[None]:
+    """Calls `stop` at the first Ctrl-C; the second one ends the program as usual."""
+    is_stopping = False
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_stopping
+        if is_stopping:
+            raise KeyboardInterrupt
+        is_stopping = True
+        stop()
+
+    before: Any = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,115 @@
+"""Texts in pieces: joined, they are what the whole text has, and no piece is half a character."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_jax.models.answer_stream import AnswerStream, Piece
+from flexgen_jax.models.loading import shipped_model
+from flexgen_jax.models.reasoning import HARMONY, split_reasoning
+from flexgen_jax.models.tokenizer import Tokenizer
+from tests.helpers.models import byte_tokenizer
+
+SPECIAL = (*HARMONY, "<think>", "</think>", "<|channel>", "<channel|>")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One of bytes, some of whose marks are special tokens and others plain ones."""
+    folder, content = tmp_path_factory.mktemp("marks"), byte_tokenizer()
+    content["added_tokens"] += [
+        {
+            "id": 1000 + number,
+            "content": mark,
+            "special": "think" not in mark,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for number, mark in enumerate(SPECIAL)
+    ]
+    content["model"]["vocab"] |= {mark: 1000 + n for n, mark in enumerate(SPECIAL)}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text("{}")
+    return Tokenizer(folder, None)
+
+
+def joined(pieces: Sequence[Piece]) -> tuple[str, str]:
+    """The reasoning and the answer."""
+    both = {"reasoning": "", "content": ""}
+    for piece in pieces:
+        assert piece.text
+        assert "\N{REPLACEMENT CHARACTER}" not in piece.text
+        both[piece.kind] += piece.text
+    return both["reasoning"], both["content"]
+
+
+def streamed(
+    tokenizer: Tokenizer, ids: Sequence[int], prompt: str = "", stops: Sequence[str] = ()
+) -> tuple[str, str]:
+    stream = AnswerStream(tokenizer, tokenizer.encode(prompt, is_whole=True), stops)
+    return joined([*(piece for token in ids for piece in stream.add(token)), *stream.end()])
+
+
+PARTS = ["So", " it", "<think>", "</think>", "<thi", "</", "[THINK]", "[/THINK]", "[", "é", "Hi"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=8), begun=st.booleans())
+def test_pieces_are_what_the_whole_text_has(
+    tokenizer: Tokenizer, parts: list[str], begun: bool
+) -> None:
+    prompt = "ask<think>" if begun else "ask"
+    ids = tokenizer.encode("".join(parts), is_whole=True)
+    text = tokenizer.decode(ids)
+    whole = split_reasoning(tokenizer, tokenizer.encode(prompt, is_whole=True), ids, text)
+    wanted = ("", text) if whole is None else (whole.reasoning, whole.content or "")
+    assert streamed(tokenizer, ids, prompt) == wanted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Hi",
+        "<|channel|>final<|message|>Hi<|return|>",
+        "<|channel|>analysis<|message|>So",
+        "<|channel>thought\nSo.<channel|>Hi",
+        "<|channel>thought\nSo",
+    ],
+)
+def test_channels_are_apart(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, is_whole=True)
+    whole = split_reasoning(tokenizer, [], ids, tokenizer.decode(ids))
+    assert whole is not None
+    assert streamed(tokenizer, ids) == (whole.reasoning, whole.content or "")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_characters_come_whole(text: str) -> None:
+    """Of a vocabulary of bytes, where most characters take several tokens."""
+    tokenizer = Tokenizer(shipped_model(), None)
+    ids = tokenizer.encode(text, is_whole=True)
+    wanted = tokenizer.decode(ids)
+    if "\N{REPLACEMENT CHARACTER}" not in wanted and not wanted.lstrip().startswith(("<", "[")):
+        assert streamed(tokenizer, ids) == ("", wanted)
+
+
+def test_what_may_be_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+    stream = AnswerStream(tokenizer, stops=["END"])
+    made = []
+    for token in tokenizer.encode("aEbENx", is_whole=True):
+        made.append("".join(piece.text for piece in stream.add(token)))
+    assert made == ["a", "", "Eb", "", "", "ENx"]
+
+
+def test_nothing_comes_after_a_stop_string(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a END b", is_whole=True)
+    assert streamed(tokenizer, ids, stops=["END"]) == ("", "a ")
+    assert streamed(tokenizer, ids, "<think>", stops=["END"]) == ("a ", "")
