@@ -210,6 +210,8 @@ def _talk(conversation: Conversation) -> None:
                 conversation.ask(text)
         except (UserError, OSError) as error:
             click.echo(f"flexgen-jax: {error}", err=True)
+        except KeyboardInterrupt:  # what was asked is as if it were not
+            click.echo(err=True)
 
 
 def _read_message() -> str | None:

@@ -52,7 +52,7 @@ class Shown:
 
 @contextmanager
 def interrupting(stop: Callable[[], object]) -> Iterator[None]:
-    """Calls `stop` at the first Ctrl-C; the second one ends the program as usual."""
+    """Calls `stop` at the first Ctrl-C; the second one raises `KeyboardInterrupt` as usual."""
     is_stopping = False
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:

@@ -80,7 +80,7 @@ def test_ctrl_c_ends_a_text_and_not_the_program(folder: Path) -> None:
 
     def until(text: str, count: int = 1) -> None:
         nonlocal seen
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 60
         while seen.count(text) < count:
             assert time.monotonic() < deadline, seen
             if select.select([ours], [], [], 1)[0]:
@@ -93,10 +93,6 @@ def test_ctrl_c_ends_a_text_and_not_the_program(folder: Path) -> None:
         child.send_signal(signal.SIGINT)  # before the first token, or amid the answer
         until("> ", 2)
         assert "Traceback" not in seen
-        os.write(ours, b"half a line")
-        until("half a line")
-        child.send_signal(signal.SIGINT)
-        until("> ", 3)
         os.write(ours, b"/exit\n")
         assert child.wait(60) == 0
     finally:
