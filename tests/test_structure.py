@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "machine": {"models", "layers", "policy", "cpu", "offload"},
     "engine": {"models", "layers", "policy", "cpu", "offload", "machine"},
     "jobs": {"models", "engine", "machine"},
+    "server": {"models", "engine", "jobs"},
     "evaluation": {"models", "engine"},
     "cli": {
         "models",
@@ -38,6 +39,7 @@ MAY_IMPORT = {
         "machine",
         "engine",
         "jobs",
+        "server",
         "evaluation",
     },
 }

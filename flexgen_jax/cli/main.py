@@ -18,6 +18,7 @@ from flexgen_jax.cli.generate import generate
 from flexgen_jax.cli.models import models
 from flexgen_jax.cli.plan import plan
 from flexgen_jax.cli.profile import profile
+from flexgen_jax.cli.serve import serve
 from flexgen_jax.cli.stage import stage
 from flexgen_jax.machine.jax_settings import set_up_jax
 from flexgen_jax.version import __version__
@@ -47,5 +48,17 @@ def main(context: click.Context, quiet: bool, verbose: bool) -> None:
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
 
 
-for command in (batch, bench, chat, convert, evaluate, generate, models, plan, profile, stage):
+for command in (
+    batch,
+    bench,
+    chat,
+    convert,
+    evaluate,
+    generate,
+    models,
+    plan,
+    profile,
+    serve,
+    stage,
+):
     main.add_command(command)

@@ -38,6 +38,49 @@ Stored = tuple[str, tuple[int, ...], np.dtype]
 """The name, shape and dtype of one stored array (leaf) in the offload folder."""
 
 
+WRITERS = 8
+"""Files that are written at the same time."""
+
+PENDING_BYTES = 32 << 20
+"""The most bytes of leaves that wait to be written, but for a larger one."""
+
+
+class Written:
+    """Writes leaves of tensors while the next ones are made: those of experts are so small that to
+    make a file takes longer than to fill it."""
+
+    def __init__(self, folder: WeightFolder) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(WRITERS, "flexgen-write")
+        self._pending: deque[tuple[int, Future[None]]] = deque()
+        self._bytes = 0
+
+    def __enter__(self) -> Written:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Waits for all of them, and raises what one of them raised."""
+        try:
+            while self._pending and kind is None:
+                self._finish_first()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+    def add(self, what: Stored, leaf: np.ndarray) -> None:
+        """Writes a leaf, once those before it are few enough bytes."""
+        while self._pending and self._bytes + leaf.nbytes > PENDING_BYTES:
+            self._finish_first()
+        ranges = row_ranges(leaf.shape, leaf.dtype.itemsize)
+        pieces = (leaf[start:stop] for start, stop in ranges)
+        self._pending.append((leaf.nbytes, self._pool.submit(self._folder.write, *what, pieces)))
+        self._bytes += leaf.nbytes
+
+    def _finish_first(self) -> None:
+        nbytes, write = self._pending.popleft()
+        write.result()
+        self._bytes -= nbytes
+
+
 def _stored(tensor: TensorSpec, leaf: Leaf) -> Stored:
     name = f"{tensor.key}.{leaf.name}" if leaf.name else tensor.key
     return name, leaf.shape, numpy_dtype(leaf.kind)
@@ -150,18 +193,25 @@ class WeightStore:
         assert self._folder is not None, "the placement puts tensors on disk"
         dtype, suffix = self._formats.dtype, self._formats.suffix
         folder = self._folder.weights(self._source.fingerprint(dtype) + suffix)
-        with folder.locked():
+        with folder.locked(), Written(folder) as written:
             for tensor in tensors:
                 self._reserve("disk", tensor)
                 stored = [_stored(tensor, leaf) for leaf in self._storage(tensor).leaves]
                 missing = [not folder.has(*what) for what in stored]
                 if any(missing):
-                    self._write(folder, tensor, stored, missing)
-                self._files[tensor.key] = [folder.open(*what) for what in stored]
+                    self._write(folder, tensor, stored, missing, written)
                 progress(self._storage(tensor).nbytes)
+        for tensor in tensors:
+            stored = [_stored(tensor, leaf) for leaf in self._storage(tensor).leaves]
+            self._files[tensor.key] = [folder.open(*what) for what in stored]
 
     def _write(
-        self, folder: WeightFolder, tensor: TensorSpec, stored: list[Stored], missing: list[bool]
+        self,
+        folder: WeightFolder,
+        tensor: TensorSpec,
+        stored: list[Stored],
+        missing: list[bool],
+        written: Written,
     ) -> None:
         """Writes a tensor's missing leaves to disk. A quantized tensor is in RAM whole meanwhile;
         of others, only a few chunks are."""
@@ -171,8 +221,7 @@ class WeightStore:
         leaves = [np.zeros(shape, dtype) for _, shape, dtype in stored]
         self._fill(tensor, leaves)
         for what, leaf in compress(zip(stored, leaves, strict=True), missing):
-            ranges = row_ranges(leaf.shape, leaf.dtype.itemsize)
-            folder.write(*what, (leaf[start:stop] for start, stop in ranges))
+            written.add(what, leaf)
 
     def _reserve(self, tier: Tier, tensor: TensorSpec) -> None:
         nbytes = self._storage(tensor).nbytes

@@ -1,0 +1,91 @@
+"""`flexgen-jax serve`: a model behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from flexgen_jax.cli.commands import Command
+from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
+from flexgen_jax.errors import UserError
+
+DRAIN_S = 30
+"""Seconds that texts under way may take when the server is asked to end."""
+
+
+@click.command(cls=Command)
+@click.option("--host", default="127.0.0.1", help="The address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: any free one.")
+@click.option("--api-key", help="What clients must send; needed on other than loopback addresses.")
+@click.option(
+    "--open-to-all",
+    is_flag=True,
+    help="Listen on other than loopback addresses without a key: whoever reaches them may ask.",
+)
+@click.option("--served-model-name", help="A name for the model, beside its own.")
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(1),
+    default=1024,
+    help="Texts that may be under way or wait; more are refused with status 429.",
+)
+@model_options
+@policy_options
+def serve(
+    host: str,
+    port: int,
+    api_key: str | None,
+    open_to_all: bool,
+    served_model_name: str | None,
+    max_waiting: int,
+    **flags: Any,
+) -> None:
+    """Serve a model to programs that speak OpenAI's interface, at http://HOST:PORT/v1.
+
+    Conversations and completions, in pieces or whole. A page at http://HOST:PORT shows what runs.
+    """
+    try:
+        import uvicorn
+
+        from flexgen_jax.server.announced import Announced
+        from flexgen_jax.server.app import Server, ServerOptions
+    except ImportError as error:
+        raise UserError(f"{error.name} is missing: pip install 'flexgen-jax[serve]'") from None
+    if api_key is None and not open_to_all and not _is_loopback(host):
+        raise UserError(
+            f"--host {host} can be reached by others: give --api-key, or --open-to-all if all may "
+            "ask"
+        )
+    options = engine_options(flags, default_batches=1)
+    if options.progress:
+        options = replace(options, progress="placing")
+    with open_llm(options) as llm:
+        if llm.tokenizer is None:
+            raise UserError("this model has no tokenizer, so it cannot be served")
+        server = Server(llm, ServerOptions(served_model_name, api_key, max_waiting))
+        config = uvicorn.Config(
+            server.app(),
+            host=host,
+            port=port,
+            log_level="warning",
+            timeout_graceful_shutdown=DRAIN_S,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+        running = Announced(config, server.names[0])
+        running.run()
+        if not running.started:
+            sys.exit(1)
+
+
+def _is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,328 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import PurePath
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from flexgen_jax.engine.llm import LLM
+from flexgen_jax.engine.outputs import RequestOutput
+from flexgen_jax.server.bodies import CHAT, COMPLETIONS, Asked, text_of, tokens_of
+from flexgen_jax.server.engine import Engine, EngineError, OverloadedError, Text
+from flexgen_jax.server.errors import RefusedError, error_body, on_failure, on_http, on_refused
+from flexgen_jax.server.metrics import metrics_of
+
+BODY_BYTES = 32 << 20
+"""The most bytes of a request's body."""
+
+BODY_S = 60.0
+"""Seconds within which a body must have come."""
+
+RETRY_S = 5
+"""Seconds after which a client may ask again that was refused."""
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server serves.
+
+    name: of the model, beside its own; api_key: what clients must send, None for nothing; most:
+    texts that may be under way or wait.
+    """
+
+    name: str | None = None
+    api_key: str | None = None
+    most: int = 1024
+
+
+class Server:
+    """The handlers of all routes, around one engine."""
+
+    def __init__(self, llm: LLM, options: ServerOptions) -> None:
+        self.llm, self.engine = llm, Engine(llm, options.most)
+        own = (llm.name, PurePath(llm.name).name)
+        self.names = tuple(dict.fromkeys((*([options.name] if options.name else ()), *own)))
+        self._key = options.api_key
+
+    def app(self) -> Starlette:
+        """Returns the application."""
+        routes: list[tuple[str, str, Handler]] = [
+            ("POST", CHAT, self.complete),
+            ("POST", COMPLETIONS, self.complete),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.model),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/status", self.status),
+            ("GET", "/metrics", self.metrics),
+        ]
+        handlers: dict[Any, Any] = {
+            RefusedError: on_refused,
+            HTTPException: on_http,
+            Exception: on_failure,
+        }
+        guarded = [
+            Route(path, self._guarded(handler), methods=[method])
+            for method, path, handler in routes
+        ]
+        free = [Route("/health", self.health), Route("/", self.page)]
+        return Starlette(
+            routes=[*guarded, *free], exception_handlers=handlers, lifespan=self._lifespan
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+        self.engine.start()
+        yield
+        await asyncio.to_thread(self.engine.stop)
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """Returns a handler that answers those alone who have the key."""
+
+        async def guarded(request: Request) -> Response:
+            if self._key is not None:
+                given = request.headers.get("authorization", "").removeprefix("Bearer ")
+                if not secrets.compare_digest(given.encode(), self._key.encode()):
+                    said = "the API key is missing or wrong: send Authorization: Bearer KEY"
+                    raise RefusedError(401, said, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+            return await handler(request)
+
+        return guarded
+
+    # Texts
+
+    async def complete(self, request: Request) -> Response:
+        """Answers a conversation or completes prompts, at once or in pieces."""
+        body = await _body(request)
+        asked = await asyncio.to_thread(Asked, body, request.url.path, self.llm, self.names)
+        requests = await asyncio.to_thread(asked.requests, self.engine.next_id)
+        if self.engine.is_broken:
+            raise RefusedError(503, "the engine failed; see the server's log")
+        try:
+            texts = self.engine.submit(requests)
+        except OverloadedError:
+            said = f"the server is busy: {self.engine.waiting} texts wait; try again later"
+            raise RefusedError(429, said, "overloaded", {"Retry-After": str(RETRY_S)}) from None
+        if asked.streams:
+            return await self._stream(asked, texts)
+        with self._cancelling(texts):
+            results = await _unless_gone(request, _results(texts))
+        return JSONResponse(await asyncio.to_thread(asked.answer, results))
+
+    async def _stream(self, asked: Asked, texts: list[Text]) -> Response:
+        """Returns an answer in pieces, once it is known that there is one."""
+        events = _events(texts)
+        try:
+            first = await anext(events)
+        except BaseException:
+            self.engine.cancel(texts)
+            raise
+
+        async def chunks() -> AsyncIterator[bytes]:
+            with self._cancelling(texts):
+                try:
+                    async for chunk in _chunks(asked, texts, first, events):
+                        yield _event(chunk)
+                except RefusedError as error:  # too late for a status of its own
+                    yield _event(error_body(error.status, str(error), error.code))
+                yield b"data: [DONE]\n\n"
+
+        return StreamingResponse(chunks(), media_type="text/event-stream")
+
+    def _cancelling(self, texts: list[Text]) -> Any:
+        """Ends texts that are not finished when their client goes away."""
+        return _Cancelling(self.engine, texts)
+
+    # About the server
+
+    async def models(self, _request: Request) -> Response:
+        data = [_model(name, self.llm) for name in self.names[:1]]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self.names:
+            raise RefusedError(404, f"the model {name!r} does not exist", "model_not_found")
+        return JSONResponse(_model(name, self.llm))
+
+    async def tokenize(self, request: Request) -> Response:
+        tokens = await asyncio.to_thread(tokens_of, await _body(request), self.llm)
+        most = self.llm.config.max_positions
+        return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        text = await asyncio.to_thread(text_of, await _body(request), self.llm)
+        return JSONResponse({"prompt": text})
+
+    async def health(self, _request: Request) -> Response:
+        is_broken = self.engine.is_broken
+        status = "the engine failed" if is_broken else "ok"
+        return JSONResponse({"status": status}, 503 if is_broken else 200)
+
+    async def status(self, _request: Request) -> Response:
+        """What the page shows."""
+        engine, policy = self.engine, self.llm.policy
+        return JSONResponse(
+            {
+                "model": self.names[0],
+                "running": engine.running,
+                "waiting": engine.waiting,
+                "tokens_per_s": round(engine.tokens_per_s, 2),
+                "texts": engine.counts.texts,
+                "new_tokens": engine.counts.new_tokens,
+                "policy": None if policy is None else str(policy),
+            }
+        )
+
+    async def metrics(self, _request: Request) -> Response:
+        content, kind = metrics_of(self.engine, self.names[0])
+        return Response(content, media_type=kind)
+
+    async def page(self, _request: Request) -> Response:
+        return HTMLResponse(resources.files("flexgen_jax.server").joinpath("page.html").read_text())
+
+
+class _Cancelling:
+    """Cancels texts at its end; what is finished is not changed by that."""
+
+    def __init__(self, engine: Engine, texts: list[Text]) -> None:
+        self._engine, self._texts = engine, texts
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.cancel(self._texts)
+
+
+async def _body(request: Request) -> bytes:
+    """Returns a request's body; raises `RefusedError` for one that is too large or too slow."""
+    content = bytearray()
+
+    async def read() -> None:
+        async for part in request.stream():
+            content.extend(part)
+            if len(content) > BODY_BYTES:
+                raise RefusedError(413, f"the body has more than {BODY_BYTES} bytes")
+
+    try:
+        await asyncio.wait_for(read(), BODY_S)
+    except TimeoutError:
+        raise RefusedError(408, f"the body did not come within {BODY_S:g} s") from None
+    except ClientDisconnect:
+        raise RefusedError(400, "the client went away") from None
+    return bytes(content)
+
+
+async def _events(texts: list[Text]) -> AsyncIterator[tuple[int, int | RequestOutput]]:
+    """Yields the number of a text and what has come of it; raises `RefusedError` for one that
+    cannot be made."""
+    waits = {asyncio.create_task(text.events.get()): n for n, text in enumerate(texts)}
+    try:
+        while waits:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number, event = waits.pop(task), task.result()
+                if isinstance(event, EngineError):
+                    raise RefusedError(500, str(event))
+                if isinstance(event, RequestOutput) and event.error is not None:
+                    raise RefusedError(400, event.error)
+                yield number, event
+                if isinstance(event, int):
+                    waits[asyncio.create_task(texts[number].events.get())] = number
+    finally:
+        for task in waits:
+            task.cancel()
+
+
+async def _results(texts: list[Text]) -> list[RequestOutput]:
+    """Returns the results of all texts."""
+    results: dict[int, RequestOutput] = {}
+    async for number, event in _events(texts):
+        if isinstance(event, RequestOutput):
+            results[number] = event
+    return [result for _, result in sorted(results.items())]
+
+
+async def _unless_gone(
+    request: Request, work: Awaitable[list[RequestOutput]]
+) -> list[RequestOutput]:
+    """Awaits results, unless the client goes away."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    made, leaving = asyncio.ensure_future(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait((made, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if made.done():
+            return made.result()
+        raise RefusedError(400, "the client went away")
+    finally:
+        for task in (made, leaving):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _chunks(
+    asked: Asked,
+    texts: list[Text],
+    first: tuple[int, int | RequestOutput],
+    events: AsyncIterator[tuple[int, int | RequestOutput]],
+) -> AsyncIterator[dict[str, Any]]:
+    """Yields the chunks of all texts. first: the first event, which is taken already."""
+    streams = [
+        asked.stream_of(text.request, list(text.request.prompt_token_ids or ())) for text in texts
+    ]
+    results: dict[int, RequestOutput] = {}
+    for number in range(len(texts)):
+        for chunk in asked.opening(number):
+            yield chunk
+
+    async def all_events() -> AsyncIterator[tuple[int, int | RequestOutput]]:
+        yield first
+        async for event in events:
+            yield event
+
+    async for number, event in all_events():
+        stream = streams[number]
+        made = stream.end() if isinstance(event, RequestOutput) else stream.add(event)
+        for chunk in asked.pieces(number, made):
+            yield chunk
+        if isinstance(event, RequestOutput):
+            results[number] = event
+            yield asked.closing(number, event)
+    if asked.counts:
+        yield asked.usage([result for _, result in sorted(results.items())])
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    """Returns a server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+
+
+def _model(name: str, llm: LLM) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "flexgen-jax",
+        "max_model_len": llm.config.max_positions,
+    }

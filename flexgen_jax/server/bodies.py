@@ -1,0 +1,188 @@
+"""Bodies of requests as texts to make, and the bodies of answers."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from flexgen_jax.engine.llm import LLM
+from flexgen_jax.engine.outputs import RequestOutput
+from flexgen_jax.engine.requests import Request
+from flexgen_jax.errors import UserError
+from flexgen_jax.jobs.answers import answer
+from flexgen_jax.jobs.lines import Line, LineError, read_line
+from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
+from flexgen_jax.models.chat import ChatOptions
+from flexgen_jax.server.errors import RefusedError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class Asked:
+    """What a request's body asks for.
+
+    streams: whether the answer comes in pieces; counts: whether these end with the number of
+    tokens.
+    """
+
+    def __init__(self, content: bytes, url: str, llm: LLM, names: tuple[str, ...]) -> None:
+        """Raises `RefusedError` that says what is wrong with the body."""
+        body = _object(content)
+        streams = body.pop("stream", None) or False
+        options = body.pop("stream_options", None) or {}
+        if not isinstance(streams, bool):
+            raise RefusedError(400, f'"stream" must be true or false, not {streams!r}')
+        if not isinstance(options, dict):
+            raise RefusedError(400, f'"stream_options" must be an object, not {options!r}')
+        if options and not streams:
+            raise RefusedError(400, '"stream_options" needs "stream": true')
+        self.streams, self.counts = streams, bool(options.get("include_usage", False))
+        self.id = secrets.token_hex(12)
+        self.created = int(time.time())
+        self._llm = llm
+        line = {"custom_id": self.id, "method": "POST", "url": url, "body": body}
+        try:
+            self.line: Line = read_line(json.dumps(line).encode(), 1, None, 0)
+        except LineError as error:
+            raise RefusedError(400, str(error)) from None
+        if self.line.model is not None and self.line.model not in names:
+            said = f"the model {self.line.model!r} does not exist; there is {names[0]!r}"
+            raise RefusedError(404, said, "model_not_found")
+
+    def requests(self, next_id: Callable[[], str]) -> list[Request]:
+        """Returns the texts to make; raises `RefusedError` for what cannot be made."""
+        line = self.line
+        # With a seed, a text depends on nothing else that the server has done.
+        first = 0 if line.has_seed else secrets.randbelow(1 << 30)
+        return [
+            Request(
+                next_id(),
+                prompt=text if ids is None else None,
+                prompt_token_ids=ids,
+                sampling_params=line.params,
+                place=first + choice,
+            )
+            for choice, (text, ids) in enumerate(
+                prompt for prompt in self._prompts() for _ in range(line.count)
+            )
+        ]
+
+    def _prompts(self) -> list[tuple[str | None, list[int] | None]]:
+        line = self.line
+        try:
+            if line.messages is not None:
+                options = line.chat or ChatOptions(now=datetime.now())
+                text, ids = self._llm.chat_prompt(line.messages, options)
+                return [(text, ids)]
+            return [
+                (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
+                for prompt in line.prompts
+            ]
+        except UserError as error:
+            raise RefusedError(400, str(error)) from None
+
+    def answer(self, results: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the body of a whole answer."""
+        record = answer(self.line, results, self._llm, self.id)
+        body: dict[str, Any] = record["response"]["body"]
+        return body
+
+    def stream_of(self, request: Request, prompt_ids: list[int]) -> AnswerStream:
+        """Returns what makes pieces of a text's tokens."""
+        tokenizer = self._llm.tokenizer
+        assert tokenizer is not None, "the model has texts"
+        stops = self._llm.resolved(request.sampling_params, len(prompt_ids)).stop
+        if self.line.form == "chat":
+            return AnswerStream(tokenizer, prompt_ids, stops)
+        return PlainStream(tokenizer, stops)
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Returns a piece of an answer."""
+        is_chat = self.line.form == "chat"
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}_{self.id}",
+            "object": "chat.completion.chunk" if is_chat else "text_completion",
+            "created": self.created,
+            "model": self.line.model or self._llm.name,
+            "choices": choices,
+            **more,
+        }
+
+    def opening(self, index: int) -> Iterator[dict[str, Any]]:
+        """Yields what comes before a text: a conversation's role."""
+        if self.line.form == "chat":
+            yield self.chunk([self._choice(index, {"role": "assistant", "content": ""})])
+
+    def pieces(self, index: int, pieces: list[Any]) -> Iterator[dict[str, Any]]:
+        """Yields chunks of pieces of a text."""
+        for kind, text in pieces:
+            name = "content" if kind == "content" else "reasoning_content"
+            if self.line.form == "chat":
+                yield self.chunk([self._choice(index, {name: text})])
+            else:
+                yield self.chunk([self._plain(index, text)])
+
+    def closing(self, index: int, result: RequestOutput) -> dict[str, Any]:
+        """Returns the last chunk of a text, which says why it ended, with its log-probabilities if
+        it asked for them."""
+        logprobs = None
+        if result.logprobs is not None:
+            logprobs = self.answer([result])["choices"][0]["logprobs"]
+        if self.line.form == "chat":
+            return self.chunk([self._choice(index, {}, result.finish_reason, logprobs)])
+        return self.chunk([self._plain(index, "", result.finish_reason, logprobs)])
+
+    def usage(self, results: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the chunk that counts tokens."""
+        return self.chunk([], usage=self.answer(results)["usage"])
+
+    def _choice(
+        self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _plain(
+        self, index: int, text: str, reason: str | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(content.decode("utf-8"))
+    except (UnicodeError, ValueError, RecursionError) as error:
+        raise RefusedError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RefusedError(400, f"the body must be a JSON object, not {type(body).__name__}")
+    return body
+
+
+def tokens_of(content: bytes, llm: LLM) -> list[int]:
+    """Returns the tokens of the prompt or the messages of a body."""
+    body = _object(content)
+    prompt, messages = body.get("prompt"), body.get("messages")
+    try:
+        if isinstance(prompt, str) and messages is None:
+            return llm.encode(prompt)
+        is_list = isinstance(messages, list) and all(isinstance(m, Mapping) for m in messages)
+        if prompt is None and is_list and messages:
+            return llm.chat_prompt(messages)[1]
+    except (UserError, KeyError, TypeError) as error:
+        raise RefusedError(400, str(error)) from None
+    raise RefusedError(400, 'give "prompt", a text, or "messages", a list of messages')
+
+
+def text_of(content: bytes, llm: LLM) -> str:
+    """Returns the text of the tokens of a body."""
+    tokens, tokenizer = _object(content).get("tokens"), llm.tokenizer
+    most = llm.config.vocab_size
+    is_good = isinstance(tokens, list) and all(
+        isinstance(t, int) and not isinstance(t, bool) and 0 <= t < most for t in tokens
+    )
+    if not is_good or tokenizer is None:
+        raise RefusedError(400, f'"tokens" must be a list of token ids below {most}')
+    return tokenizer.decode(tokens or [])

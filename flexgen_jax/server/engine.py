@@ -1,0 +1,183 @@
+"""One engine for all clients: a thread walks their requests through the model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from flexgen_jax.engine.llm import LLM
+from flexgen_jax.engine.outputs import RequestOutput
+from flexgen_jax.engine.requests import Request
+from flexgen_jax.progress import logger
+
+WINDOW_S = 60.0
+"""Seconds over which tokens per second are counted."""
+
+FAILURES = 3
+"""Times that the engine may fail one after the other before the server says that it is broken."""
+
+
+class OverloadedError(Exception):
+    """As many requests wait as may."""
+
+
+class EngineError(Exception):
+    """The engine failed while it ran a request; the message says how."""
+
+
+@dataclass(eq=False)
+class Text:
+    """A text that is asked for.
+
+    events: its tokens as they come, and then its result, or what the engine failed with.
+    """
+
+    request: Request
+    events: asyncio.Queue[int | RequestOutput | EngineError] = field(default_factory=asyncio.Queue)
+    has_begun: bool = False
+
+
+@dataclass
+class Counts:
+    """What the server has done since it began."""
+
+    texts: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    refused: int = 0
+    failed: int = 0
+
+
+class Engine:
+    """Runs the texts of all clients, in waves, in a thread of its own.
+
+    most: how many texts may be under way or wait; more are refused.
+    """
+
+    def __init__(self, llm: LLM, most: int) -> None:
+        self.llm, self.counts = llm, Counts()
+        self._most = most
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._texts: dict[str, Text] = {}
+        self._numbers = itertools.count()
+        self._recent: deque[tuple[float, int]] = deque()
+        self._failures = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begins to run texts; called in the event loop that asks for them."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Cancels what is under way, and ends the thread."""
+        for text in list(self._texts.values()):
+            self.llm.cancel(text.request.id)
+        self._asked.put(None)
+        self._thread.join()
+
+    @property
+    def is_broken(self) -> bool:
+        return self._failures >= FAILURES
+
+    @property
+    def running(self) -> int:
+        """Texts that have a token and are not finished."""
+        return sum(text.has_begun for text in self._texts.values())
+
+    @property
+    def waiting(self) -> int:
+        """Texts without a token."""
+        return len(self._texts) - self.running
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens a second, over the last minute."""
+        now = time.monotonic()
+        while self._recent and self._recent[0][0] < now - WINDOW_S:
+            self._recent.popleft()
+        return sum(count for _, count in self._recent) / WINDOW_S
+
+    def next_id(self) -> str:
+        return str(next(self._numbers))
+
+    def submit(self, requests: list[Request]) -> list[Text]:
+        """Takes up some texts; raises `OverloadedError` if too many are under way."""
+        if self._texts and len(self._texts) + len(requests) > self._most:
+            self.counts.refused += len(requests)
+            raise OverloadedError
+        texts = [Text(request) for request in requests]
+        for text in texts:
+            self._texts[text.request.id] = text
+            self._asked.put(text.request)
+        return texts
+
+    def cancel(self, texts: list[Text]) -> None:
+        """Ends texts that nobody waits for any more."""
+        for text in texts:
+            if text.request.id in self._texts:
+                self.llm.cancel(text.request.id)
+
+    # In the engine's thread
+
+    def _run(self) -> None:
+        is_ended = False
+
+        def requests() -> Iterator[Request]:
+            nonlocal is_ended
+            while (request := self._asked.get()) is not None:
+                yield request
+            is_ended = True
+
+        while not is_ended and not self.is_broken:
+            try:
+                for result in self.llm.stream(requests(), self._add):
+                    self._failures = 0
+                    self._tell(result.id, result)
+            except Exception as error:
+                self._failures += 1
+                logger().error("flexgen-jax: the engine failed: %s", error, exc_info=True)
+                for name in list(self._texts):
+                    self._tell(name, EngineError(f"{type(error).__name__}: {error}"))
+
+    def _add(self, name: str, token: int) -> None:
+        self._tell(name, token)
+
+    def _tell(self, name: str, event: int | RequestOutput | EngineError) -> None:
+        """Hands an event to the loop, where all else of a text happens."""
+        assert self._loop is not None, "the engine was started"
+        self._loop.call_soon_threadsafe(self._take, name, event)
+
+    # In the event loop
+
+    def _take(self, name: str, event: int | RequestOutput | EngineError) -> None:
+        text = self._texts.get(name)
+        if text is None:
+            return
+        if isinstance(event, int):
+            text.has_begun = True
+            self._count()
+        else:
+            del self._texts[name]
+            self.counts.texts += 1
+            self.counts.failed += isinstance(event, EngineError)
+            if isinstance(event, RequestOutput):
+                self.counts.prompt_tokens += len(event.prompt_token_ids)
+        text.events.put_nowait(event)
+
+    def _count(self) -> None:
+        """Counts a token, by the second."""
+        self.counts.new_tokens += 1
+        now = time.monotonic()
+        if self._recent and self._recent[-1][0] > now - 1:
+            began, count = self._recent[-1]
+            self._recent[-1] = (began, count + 1)
+        else:
+            self._recent.append((now, 1))

@@ -1,0 +1,271 @@
+"""The server, asked by OpenAI's own client and by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("openai")
+
+import httpx
+import openai
+import uvicorn
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.server.app import BODY_BYTES, Server, ServerOptions
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+POLICY = Policy(batch_size=4, num_batches=2)
+MESSAGES: list[Any] = [{"role": "user", "content": "hi there"}]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    for file in checkpoint().iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[tuple[str, Server]]:
+    """A server in a thread; yields its address."""
+    with LLM(folder, dtype="float32", policy=POLICY) as llm:
+        server = Server(llm, ServerOptions(name="tiny", **options))
+        config = uvicorn.Config(server.app(), port=0, log_level="error")
+        running = uvicorn.Server(config)
+        thread = threading.Thread(target=running.run)
+        thread.start()
+        try:
+            while not running.started:
+                time.sleep(0.01)
+            port = running.servers[0].sockets[0].getsockname()[1]
+            yield f"http://127.0.0.1:{port}", server
+        finally:
+            running.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[str]:
+    with serving(folder) as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(served: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, dtype="float32", policy=POLICY) as llm:
+        yield llm
+
+
+def test_conversations_are_answered_as_by_the_library(client: openai.OpenAI, library: LLM) -> None:
+    params = SamplingParams(max_tokens=9, temperature=0)
+    (wanted,) = library.chat(MESSAGES, params)
+    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 9}
+    asked["temperature"] = 0
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == wanted.text
+    assert whole.choices[0].finish_reason == wanted.finish_reason
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == len(wanted.token_ids)
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    deltas = [c.choices[0].delta for c in chunks if c.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == wanted.text
+    assert chunks[-2].choices[0].finish_reason == wanted.finish_reason
+    assert chunks[-1].usage == whole.usage
+
+
+def test_prompts_are_completed_as_by_the_library(client: openai.OpenAI, library: LLM) -> None:
+    """Several at once, several texts each, with log-probabilities and stop strings."""
+    prompts = ["one two", "three"]
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=2)
+    wanted = library.generate(prompts, params)
+    whole = client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=8, temperature=0, logprobs=2, n=2
+    )
+    assert [choice.text for choice in whole.choices] == [
+        result.text for result in wanted for _ in range(2)
+    ]
+    made = whole.choices[0].logprobs
+    assert made is not None and made.token_logprobs is not None
+    assert made.token_logprobs == pytest.approx([x.logprob for x in wanted[0].logprobs or []])
+    stop = wanted[0].text[3:5]
+    for streams in (False, True):
+        answer: Any = client.completions.create(
+            model="tiny", prompt="one two", max_tokens=8, temperature=0, stop=stop, stream=streams
+        )
+        parts = list(answer) if streams else [answer]
+        text = "".join(part.choices[0].text for part in parts)
+        assert text == wanted[0].text.split(stop)[0]
+
+
+def test_a_seed_makes_a_text_the_same_again(client: openai.OpenAI) -> None:
+    def sampled(**more: Any) -> str:
+        answer = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=20, temperature=1.5, **more
+        )
+        return answer.choices[0].message.content or ""
+
+    assert sampled(seed=3) == sampled(seed=3) != sampled(seed=4)
+    assert sampled() != sampled()
+
+
+def test_texts_follow_a_schema(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=40,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )
+    assert json.loads(answer.choices[0].message.content or "") in ({"a": 1}, {"a": 2})
+
+
+def test_what_else_clients_ask_for(client: openai.OpenAI, served: str, library: LLM) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "flexgen-jax"
+    tokens = httpx.post(f"{served}/tokenize", json={"prompt": "hi"}).json()
+    assert tokens["tokens"] == library.encode("hi")
+    said = httpx.post(f"{served}/tokenize", json={"messages": MESSAGES}).json()
+    assert said["tokens"] == library.chat_prompt(MESSAGES)[1]
+    text = httpx.post(f"{served}/detokenize", json={"tokens": tokens["tokens"]}).json()
+    assert text == {"prompt": "hi"}
+    assert httpx.get(f"{served}/health").json() == {"status": "ok"}
+    client.completions.create(model="tiny", prompt="hi", max_tokens=3)
+    assert "flexgen_generation_tokens_total" in httpx.get(f"{served}/metrics").text
+    assert httpx.get(f"{served}/status").json()["new_tokens"] >= 3
+    page = httpx.get(served).text
+    assert "<form" in page and "http" not in page.split("<style>")[1], "it needs no network"
+
+
+@pytest.mark.parametrize(
+    ("error", "change"),
+    [
+        (openai.NotFoundError, {"model": "other"}),
+        (openai.BadRequestError, {"temperature": -1}),
+        (openai.BadRequestError, {"messages": []}),
+        (openai.BadRequestError, {"messages": [{"role": "user", "content": "x" * 5000}]}),
+        (openai.BadRequestError, {"extra_body": {"no_such_field": 1}}),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_errors_are_those_of_the_interface(
+    client: openai.OpenAI, error: type[openai.APIStatusError], change: dict[str, Any], streams: bool
+) -> None:
+    asked = {"model": "tiny", "messages": MESSAGES, "stream": streams, **change}
+    with pytest.raises(error) as raised:
+        client.chat.completions.create(**asked)
+    body: Any = raised.value.body
+    assert body["message"] and body["type"]
+
+
+def test_a_key_is_needed_where_there_is_one(folder: Path) -> None:
+    with serving(folder, api_key="secret") as (address, _):
+        wrong, right = (
+            openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
+            for key in ("wrong", "secret")
+        )
+        with pytest.raises(openai.AuthenticationError):
+            wrong.models.list()
+        assert right.models.list().data
+        assert httpx.get(f"{address}/metrics").status_code == 401
+        assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_a_client_that_goes_away_frees_its_rows_and_too_many_are_refused(folder: Path) -> None:
+    with serving(folder, most=2) as (address, server):
+        asked = {"model": "tiny", "prompt": "hi", "max_tokens": 90, "ignore_eos": True}
+        url = f"{address}/v1/completions"
+        with httpx.stream("POST", url, json={**asked, "stream": True, "n": 2}) as answer:
+            next(answer.iter_lines())
+            refused = httpx.post(url, json=asked)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"]
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json={**asked, "n": 2}, timeout=0.05)
+        deadline = time.monotonic() + 30
+        while server.engine.running or server.engine.waiting:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert httpx.post(url, json=asked).status_code == 200
+
+
+def test_many_clients_at_once_get_right_answers(served: str, library: LLM) -> None:
+    """Of random lengths, some of which leave before the end."""
+    rng = random.Random(0)
+    prompts = ["".join(rng.choices("abcdefgh ", k=rng.randint(1, 40))) for _ in range(60)]
+    counts = [rng.randint(1, 12) for _ in prompts]
+    params = [SamplingParams(max_tokens=count, temperature=0) for count in counts]
+    wanted = [result.text for result in library.generate(prompts, params)]
+
+    def ask(number: int) -> str | None:
+        body = {"model": "tiny", "prompt": prompts[number], "max_tokens": counts[number]}
+        body["temperature"] = 0
+        try:
+            limit = 0.02 if number % 7 == 0 else 60
+            answer = httpx.post(f"{served}/v1/completions", json=body, timeout=limit)
+        except httpx.TimeoutException:
+            return None
+        return str(answer.json()["choices"][0]["text"])
+
+    with ThreadPoolExecutor(16) as pool:
+        made = list(pool.map(ask, range(len(prompts))))
+    for number, (text, right) in enumerate(zip(made, wanted, strict=True)):
+        assert text == right or (text is None and number % 7 == 0)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+FIELDS = ["model", "messages", "prompt", "max_tokens", "temperature", "n", "stop", "stream", "seed"]
+FIELDS += ["logprobs", "response_format", "logit_bias", "tools", "stream_options", "tokens"]
+PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    path=st.sampled_from([*PATHS, "/v1/models", "/v1/models/../../etc/passwd", "/x"]),
+    body=st.binary(max_size=40)
+    | JSON.map(lambda body: json.dumps(body).encode())
+    | st.dictionaries(st.sampled_from(FIELDS), JSON).map(lambda body: json.dumps(body).encode()),
+)
+def test_nonsense_is_refused_in_the_interface_form(served: str, path: str, body: bytes) -> None:
+    answer = httpx.post(f"{served}{path}", content=body)
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        assert answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_large_is_refused(served: str) -> None:
+    answer = httpx.post(f"{served}/v1/completions", content=b" " * (BODY_BYTES + 1))
+    assert answer.status_code == 413
