@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ import openai
 import uvicorn
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.server.app import BODY_BYTES, Server, ServerOptions
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -136,16 +138,22 @@ def test_a_seed_makes_a_text_the_same_again(client: openai.OpenAI) -> None:
     assert sampled() != sampled()
 
 
-def test_texts_follow_a_schema(client: openai.OpenAI) -> None:
+def test_texts_follow_a_schema(tmp_path: Path) -> None:
+    """With a vocabulary that has all of JSON."""
     pytest.importorskip("llguidance")
+    shutil.copytree(shipped_model(), tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     schema["additionalProperties"] = False
-    answer = client.chat.completions.create(
-        model="tiny",
-        messages=MESSAGES,
-        max_tokens=40,
-        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
-    )
+    named: Any = {"name": "x", "schema": schema}
+    with serving(tmp_path / "model") as (address, _):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            max_tokens=60,
+            response_format={"type": "json_schema", "json_schema": named},
+        )
     assert json.loads(answer.choices[0].message.content or "") in ({"a": 1}, {"a": 2})
 
 
@@ -209,13 +217,19 @@ def test_a_client_that_goes_away_frees_its_rows_and_too_many_are_refused(folder:
             refused = httpx.post(url, json=asked)
             assert refused.status_code == 429
             assert refused.headers["retry-after"]
+        until_idle(server)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url, json={**asked, "n": 2}, timeout=0.05)
-        deadline = time.monotonic() + 30
-        while server.engine.running or server.engine.waiting:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+            httpx.post(url, json={**asked, "n": 2}, timeout=0.02)
+        until_idle(server)
         assert httpx.post(url, json=asked).status_code == 200
+
+
+def until_idle(server: Server) -> None:
+    """Waits until no text is under way or waits."""
+    deadline = time.monotonic() + 30
+    while server.engine.running or server.engine.waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_many_clients_at_once_get_right_answers(served: str, library: LLM) -> None:
