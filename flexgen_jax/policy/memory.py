@@ -137,20 +137,22 @@ def _orders_of_arrival(plan: BlockPlan, tokens: Sequence[int]) -> Iterator[Plann
 def _rounding(plan: BlockPlan, first: Running) -> dict[Tier, int]:
     """Returns bytes to allow for batches that enter apart, each with rounding errors of its own.
 
-    Where a tier has a part of the cache, those are two of the largest blocks: what all batches so
-    far have there is exact to one block, and what they had when the oldest that is left entered.
+    Where a tier has a part of the cache, those are two of the largest blocks or states: what all
+    batches so far have there is exact to one of them, and what they had when the oldest that is
+    left entered.
     Where it has a part of the hidden states, those of one more batch may be there.
     """
     cache, activations = plan.policy.cache, plan.policy.activations
     largest = max(map(_first_open, first.layers)) if first.blocks.generated else 0
-    sealed = max(sizes.sealed for state in first.layers for sizes in state.sizes)
+    sealed = [sizes.sealed for state in first.layers for sizes in state.sizes]
+    states = [state.replaced().nbytes for state in first.layers if state.layer.replaced]
     prompt = plan.spec.hidden_bytes(first.shape.rows, max(first.chunks), plan.dtype)
     is_used = {"device": True, "host": cache.device < 1, "disk": cache.disk > 0}
     allowed = dict[Tier, int]()
     for tier in TIERS:
         has_part = 0 < cache.fraction(tier) < 1
         has_hidden = 0 < activations.fraction(tier) < 1
-        blocks = 2 * max(largest, sealed) if has_part else largest
+        blocks = 2 * max(largest, *sealed, *states) if has_part else largest
         hidden = max(_hidden_bytes(plan), prompt if has_hidden else 0)
         allowed[tier] = blocks * is_used[tier] + hidden * (tier != "disk" or has_hidden)
     return allowed

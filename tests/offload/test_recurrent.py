@@ -20,8 +20,8 @@ from tests.helpers.families import Reference
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 LENGTHS = (3, 300, 17, 64, 65, 130)
-NEW = (9, 2, 9, 1, 9, 9)
-"""New tokens of each prompt: some rows of a batch leave before the others."""
+NEW = (9, 2, 5, 1, 3, 9)
+"""New tokens of each prompt: four rows of the batch leave before the others."""
 
 DISK = (30, 40, 20, 30, 0, 50)
 
@@ -120,3 +120,15 @@ def test_continuations_are_scored(reference: Reference, asked: list[list[int]]) 
     for continuation, pair in zip(ends, pairs, strict=True):
         wanted = reference.logprobs([*context, *continuation])[-len(continuation) :]
         np.testing.assert_allclose(pair.logprobs, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_two_stages_give_transformers_tokens(
+    reference: Reference, asked: list[list[int]], expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Each has its own layers' states."""
+    policy = Policy.from_percent(*DISK, batch_size=3, num_batches=2, prefill_chunk=64)
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in NEW]
+    options = {"policy": policy, "offload_dir": tmp_path, "stages": 2}
+    with LLM(reference.folder, dtype="float32", **options) as llm:
+        results = llm.generate(prompt_token_ids=asked, sampling_params=params)
+    assert [result.token_ids for result in results] == expected
