@@ -31,10 +31,10 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TIERS = ((100, 0, 100, 0, 100, 0), (30, 40, 20, 50, 0, 100), (0, 0, 0, 0, 0, 0))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("kind", "family", "percent"),
-    covering([*FORMATS], ["llama", "qwen3", "mixtral"], TIERS, together=1),
+    covering([*FORMATS], ["llama", "qwen3", "mixtral", "qwen3_5"], TIERS, together=1),
 )
 def test_logits_are_those_of_transformers(
     tmp_path: Path, kind: str, family: str, percent: tuple[int, ...]

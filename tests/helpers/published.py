@@ -17,6 +17,8 @@ from tests.helpers.families import Reference
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 """96 columns are three groups of 32, which two planes of codes do not divide."""
 
+STATES = {"qwen3_5": {"linear_key_head_dim": 32, "linear_value_head_dim": 32}}
+
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
 """AWQ's word holds these of eight columns, from the lowest bits on."""
@@ -208,7 +210,7 @@ FORMATS: dict[str, tuple[Maker, dict[str, Any]]] = {
     "nf4-nested": (lambda r, s: normal(r, s, True), {"quant_method": "bitsandbytes"}),
 }
 
-PACKED = re.compile(r"(.*(?:_proj|\.w[123]))\.weight")
+PACKED = re.compile(r"(.*(?:_proj|_proj_qkvz?|_proj_z|\.w[123]))\.weight")
 """Names of the matrices that are quantized: neither tables nor the choice of experts."""
 
 
@@ -218,7 +220,7 @@ def write_published(folder: Path, family: str, kind: str, seed: int = 0) -> Refe
     import torch
     from safetensors.torch import load_file, save_file
 
-    reference = Reference(folder, family, 0, **SIZES)
+    reference = Reference(folder, family, 0, **SIZES | STATES.get(family, {}))
     make, options = FORMATS[kind]
     rng, stored, plain = np.random.default_rng(seed), {}, {}
     path = folder / "model.safetensors"

@@ -14,7 +14,7 @@ from flexgen_jax.engine.requests import PromptError, check_lengths
 from flexgen_jax.layers.rotary import frequencies
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.parts import ConfigError
-from flexgen_jax.models.shapes import known_shape
+from flexgen_jax.models.shapes import known_shape, raw_shape
 from tests.helpers.families import EXPERTS
 from tests.helpers.models import byte_tokenizer
 
@@ -169,3 +169,33 @@ def test_a_model_that_sees_generates_text(tmp_path: Path) -> None:
         ours = llm.score(prompt_token_ids=[ids])[0].logprobs
         assert any("vision_tower" in note for note in llm.notes)
     assert ours == pytest.approx([table[n, t].item() for n, t in enumerate(ids[1:])], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "E2B and E4B"),
+        ({"num_kv_shared_layers": 10}, "E2B and E4B"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ],
+)
+def test_what_gemma_4_has_beyond_is_refused(change: dict[str, Any], said: str) -> None:
+    """Tokens of pictures that see each other do not occur, so "vision" is no other model."""
+    raw = {**raw_shape("google/gemma-4-31B-it"), "use_bidirectional_attention": "vision"}
+    read_config(raw)
+    with pytest.raises(ConfigError, match=said):
+        read_config({**raw, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layer_types": ["linear_attention", "mamba"] * 32}, "layer_types"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"linear_num_value_heads": 17}, "linear_num_value_heads"),
+    ],
+)
+def test_what_qwen_3_5_has_not_is_refused(change: dict[str, Any], said: str) -> None:
+    raw = raw_shape("Qwen/Qwen3.5-27B")
+    with pytest.raises(ConfigError, match=said):
+        read_config({**raw, **change})
