@@ -123,7 +123,7 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
         f"{problem.setting.dtype} on {problem.hw.name}, {blocks} "
         f"block{'s' if blocks > 1 else ''} of {plan.block_sequences}",
         f"policy: {flags_of(plan.policy)}",
-        f"that is: {_percent_text(plan.policy)}",
+        f"that is: {plan.policy.in_words}",
         f"predicted: {plan.throughput:.3g} token/s (prefill {plan.prefill_s:.1f} s, decode "
         f"{plan.decode_s:.1f} s, total {plan.total_s:.1f} s)",
         f"binding: {plan.binding.replace('_', ' ')}; busy: "
@@ -161,18 +161,6 @@ def _why_not(chosen: Plan, other: Plan) -> str:
         more = other.latency_s / max(chosen.latency_s, 1e-9)
         return f", within the prediction's error, with results after {more:.1f} times the time"
     return ", but slower where the disk is not as fast as usual"
-
-
-def _percent_text(policy: Policy) -> str:
-    """Says in words what --percent says in numbers."""
-    placed = [("weights", policy.weights), ("KV cache", policy.cache)]
-    placed.append(("hidden states", policy.activations))
-    texts = []
-    for name, placement in placed:
-        shares = [(tier, 100 * getattr(placement, tier)) for tier in TIERS]
-        shown = " + ".join(f"{share:.3g} % {tier}" for tier, share in shares if share > 0.05)
-        texts.append(f"{name} {shown}")
-    return ", ".join(texts)
 
 
 def _bar(name: str, used: int, limit: int | None) -> str:

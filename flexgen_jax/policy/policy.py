@@ -274,6 +274,18 @@ class Policy:
         parts = (self.weights, self.cache, self.activations)
         return tuple(round(100 * x, 4) for part in parts for x in (part.device, part.host))
 
+    @property
+    def in_words(self) -> str:
+        """Says where what lies: "weights 20 % device + 80 % host, KV cache 100 % host, ..."."""
+        placed = [("weights", self.weights), ("KV cache", self.cache)]
+        placed.append(("hidden states", self.activations))
+        texts = []
+        for name, placement in placed:
+            shares = [(tier, 100 * placement.fraction(tier)) for tier in TIERS]
+            shown = " + ".join(f"{share:.3g} % {tier}" for tier, share in shares if share > 0.05)
+            texts.append(f"{name} {shown}")
+        return ", ".join(texts)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -55,7 +55,8 @@ class Server:
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.engine = llm, Engine(llm, options.most)
-        own = (llm.name, PurePath(llm.name).name)
+        last = Path(llm.name).name
+        own = (last, llm.name) if Path(llm.name).exists() else (llm.name, last)
         self.names = tuple(dict.fromkeys((*([options.name] if options.name else ()), *own)))
         self._key = options.api_key
 
@@ -185,7 +186,7 @@ class Server:
                 "tokens_per_s": round(engine.tokens_per_s, 2),
                 "texts": engine.counts.texts,
                 "new_tokens": engine.counts.new_tokens,
-                "policy": None if policy is None else str(policy),
+                "policy": None if policy is None else policy.in_words,
             }
         )
 
