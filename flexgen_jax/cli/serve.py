@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -33,6 +34,13 @@ DRAIN_S = 30
     default=1024,
     help="Texts that may be under way or wait; more are refused with status 429.",
 )
+@click.option(
+    "--files-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("~/.local/share/flexgen_jax/server"),
+    help="Where files and batches of clients are kept; a server that begins again goes on with "
+    "those under way.",
+)
 @model_options
 @policy_options
 def serve(
@@ -42,6 +50,7 @@ def serve(
     open_to_all: bool,
     served_model_name: str | None,
     max_waiting: int,
+    files_dir: Path,
     **flags: Any,
 ) -> None:
     """Serve a model to programs that speak OpenAI's interface, at http://HOST:PORT/v1.
@@ -66,7 +75,8 @@ def serve(
     with open_llm(options) as llm:
         if llm.tokenizer is None:
             raise UserError("this model has no tokenizer, so it cannot be served")
-        server = Server(llm, ServerOptions(served_model_name, api_key, max_waiting))
+        kept = ServerOptions(served_model_name, api_key, max_waiting, files_dir.expanduser())
+        server = Server(llm, kept)
         config = uvicorn.Config(
             server.app(),
             host=host,

@@ -130,8 +130,10 @@ class BlockLoop:
                 self._do(step)
             elif self._latest is not None:
                 self._retire_latest(self._latest.step)
-            elif not self._arrivals.wait():
-                return
+            else:
+                yield  # requests that came and ended without a step are told of before waiting
+                if not self._arrivals.wait():
+                    return
             yield
 
     def _do(self, step: Step) -> None:

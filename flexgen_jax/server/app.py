@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -14,27 +14,27 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput
-from flexgen_jax.server.bodies import CHAT, COMPLETIONS, Asked, text_of, tokens_of
+from flexgen_jax.server.bodies import (
+    CHAT,
+    COMPLETIONS,
+    Asked,
+    requests_of,
+    text_of,
+    tokens_of,
+)
 from flexgen_jax.server.engine import Engine, EngineError, OverloadedError, Text
 from flexgen_jax.server.errors import RefusedError, error_body, on_failure, on_http, on_refused
+from flexgen_jax.server.kept import Handler, Kept, body_of
 from flexgen_jax.server.metrics import metrics_of
-
-BODY_BYTES = 32 << 20
-"""The most bytes of a request's body."""
-
-BODY_S = 60.0
-"""Seconds within which a body must have come."""
 
 RETRY_S = 5
 """Seconds after which a client may ask again that was refused."""
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,14 @@ class ServerOptions:
     """How a server serves.
 
     name: of the model, beside its own; api_key: what clients must send, None for nothing; most:
-    texts that may be under way or wait.
+    texts that may be under way or wait; folder: where files and batches are kept, None to have
+    none.
     """
 
     name: str | None = None
     api_key: str | None = None
     most: int = 1024
+    folder: Path | None = None
 
 
 class Server:
@@ -59,6 +61,7 @@ class Server:
         own = (last, llm.name) if Path(llm.name).exists() else (llm.name, last)
         self.names = tuple(dict.fromkeys((*([options.name] if options.name else ()), *own)))
         self._key = options.api_key
+        self._kept = Kept(options.folder, self.engine) if options.folder is not None else None
 
     def app(self) -> Starlette:
         """Returns the application."""
@@ -71,6 +74,7 @@ class Server:
             ("POST", "/detokenize", self.detokenize),
             ("GET", "/status", self.status),
             ("GET", "/metrics", self.metrics),
+            *(self._kept.routes if self._kept is not None else ()),
         ]
         handlers: dict[Any, Any] = {
             RefusedError: on_refused,
@@ -89,7 +93,11 @@ class Server:
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
         self.engine.start()
+        if self._kept is not None:
+            self._kept.batches.start()
         yield
+        if self._kept is not None:
+            await self._kept.batches.stop()
         await asyncio.to_thread(self.engine.stop)
 
     def _guarded(self, handler: Handler) -> Handler:
@@ -109,9 +117,10 @@ class Server:
 
     async def complete(self, request: Request) -> Response:
         """Answers a conversation or completes prompts, at once or in pieces."""
-        body = await _body(request)
+        body = await body_of(request)
         asked = await asyncio.to_thread(Asked, body, request.url.path, self.llm, self.names)
-        requests = await asyncio.to_thread(asked.requests, self.engine.next_id)
+        engine = self.engine
+        requests = await asyncio.to_thread(requests_of, asked.line, self.llm, engine.next_id)
         if self.engine.is_broken:
             raise RefusedError(503, "the engine failed; see the server's log")
         try:
@@ -162,12 +171,12 @@ class Server:
         return JSONResponse(_model(name, self.llm))
 
     async def tokenize(self, request: Request) -> Response:
-        tokens = await asyncio.to_thread(tokens_of, await _body(request), self.llm)
+        tokens = await asyncio.to_thread(tokens_of, await body_of(request), self.llm)
         most = self.llm.config.max_positions
         return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
-        text = await asyncio.to_thread(text_of, await _body(request), self.llm)
+        text = await asyncio.to_thread(text_of, await body_of(request), self.llm)
         return JSONResponse({"prompt": text})
 
     async def health(self, _request: Request) -> Response:
@@ -209,25 +218,6 @@ class _Cancelling:
 
     def __exit__(self, *_: object) -> None:
         self._engine.cancel(self._texts)
-
-
-async def _body(request: Request) -> bytes:
-    """Returns a request's body; raises `RefusedError` for one that is too large or too slow."""
-    content = bytearray()
-
-    async def read() -> None:
-        async for part in request.stream():
-            content.extend(part)
-            if len(content) > BODY_BYTES:
-                raise RefusedError(413, f"the body has more than {BODY_BYTES} bytes")
-
-    try:
-        await asyncio.wait_for(read(), BODY_S)
-    except TimeoutError:
-        raise RefusedError(408, f"the body did not come within {BODY_S:g} s") from None
-    except ClientDisconnect:
-        raise RefusedError(400, "the client went away") from None
-    return bytes(content)
 
 
 async def _events(texts: list[Text]) -> AsyncIterator[tuple[int, int | RequestOutput]]:

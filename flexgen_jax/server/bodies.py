@@ -22,6 +22,36 @@ from flexgen_jax.server.errors import RefusedError
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
+def requests_of(line: Line, llm: LLM, next_id: Callable[[], str]) -> list[Request]:
+    """Returns the texts that a line asks for; raises `RefusedError` for what cannot be made."""
+    # With a seed, a text depends on nothing else that the server has done.
+    first = 0 if line.has_seed else secrets.randbelow(1 << 30)
+    return [
+        Request(
+            next_id(),
+            prompt=text if ids is None else None,
+            prompt_token_ids=ids,
+            sampling_params=line.params,
+            place=first + choice,
+        )
+        for choice, (text, ids) in enumerate(
+            prompt for prompt in _prompts_of(line, llm) for _ in range(line.count)
+        )
+    ]
+
+
+def _prompts_of(line: Line, llm: LLM) -> list[tuple[str | None, list[int] | None]]:
+    try:
+        if line.messages is not None:
+            return [llm.chat_prompt(line.messages, line.chat or ChatOptions(now=datetime.now()))]
+    except UserError as error:
+        raise RefusedError(400, str(error)) from None
+    return [
+        (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
+        for prompt in line.prompts
+    ]
+
+
 class Asked:
     """What a request's body asks for.
 
@@ -52,38 +82,6 @@ class Asked:
         if self.line.model is not None and self.line.model not in names:
             said = f"the model {self.line.model!r} does not exist; there is {names[0]!r}"
             raise RefusedError(404, said, "model_not_found")
-
-    def requests(self, next_id: Callable[[], str]) -> list[Request]:
-        """Returns the texts to make; raises `RefusedError` for what cannot be made."""
-        line = self.line
-        # With a seed, a text depends on nothing else that the server has done.
-        first = 0 if line.has_seed else secrets.randbelow(1 << 30)
-        return [
-            Request(
-                next_id(),
-                prompt=text if ids is None else None,
-                prompt_token_ids=ids,
-                sampling_params=line.params,
-                place=first + choice,
-            )
-            for choice, (text, ids) in enumerate(
-                prompt for prompt in self._prompts() for _ in range(line.count)
-            )
-        ]
-
-    def _prompts(self) -> list[tuple[str | None, list[int] | None]]:
-        line = self.line
-        try:
-            if line.messages is not None:
-                options = line.chat or ChatOptions(now=datetime.now())
-                text, ids = self._llm.chat_prompt(line.messages, options)
-                return [(text, ids)]
-            return [
-                (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
-                for prompt in line.prompts
-            ]
-        except UserError as error:
-            raise RefusedError(400, str(error)) from None
 
     def answer(self, results: list[RequestOutput]) -> dict[str, Any]:
         """Returns the body of a whole answer."""

@@ -35,12 +35,22 @@ class EngineError(Exception):
 class Text:
     """A text that is asked for.
 
-    events: its tokens as they come, and then its result, or what the engine failed with.
+    events: its tokens as they come, and then its result, or what the engine failed with; is_batch:
+    whether nobody waits for it at once.
     """
 
     request: Request
+    is_batch: bool = False
     events: asyncio.Queue[int | RequestOutput | EngineError] = field(default_factory=asyncio.Queue)
     has_begun: bool = False
+
+    async def result(self) -> RequestOutput:
+        """Returns its result; raises what the engine failed with."""
+        while isinstance(event := await self.events.get(), int):
+            pass
+        if isinstance(event, EngineError):
+            raise event
+        return event
 
 
 @dataclass
@@ -57,7 +67,7 @@ class Counts:
 class Engine:
     """Runs the texts of all clients, in waves, in a thread of its own.
 
-    most: how many texts may be under way or wait; more are refused.
+    most: how many texts of clients that wait may be under way or wait; more are refused.
     """
 
     def __init__(self, llm: LLM, most: int) -> None:
@@ -108,12 +118,14 @@ class Engine:
     def next_id(self) -> str:
         return str(next(self._numbers))
 
-    def submit(self, requests: list[Request]) -> list[Text]:
-        """Takes up some texts; raises `OverloadedError` if too many are under way."""
-        if self._texts and len(self._texts) + len(requests) > self._most:
+    def submit(self, requests: list[Request], is_batch: bool = False) -> list[Text]:
+        """Takes up some texts; raises `OverloadedError` if too many are under way, but for those of
+        batches, which ask for few at a time."""
+        others = sum(not text.is_batch for text in self._texts.values())
+        if not is_batch and others and others + len(requests) > self._most:
             self.counts.refused += len(requests)
             raise OverloadedError
-        texts = [Text(request) for request in requests]
+        texts = [Text(request, is_batch) for request in requests]
         for text in texts:
             self._texts[text.request.id] = text
             self._asked.put(text.request)

@@ -28,7 +28,8 @@ import uvicorn
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.models.loading import shipped_model
-from flexgen_jax.server.app import BODY_BYTES, Server, ServerOptions
+from flexgen_jax.server.app import Server, ServerOptions
+from flexgen_jax.server.kept import BODY_BYTES
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -48,9 +49,9 @@ def folder(checkpoint: Callable[[], Path], tmp_path_factory: pytest.TempPathFact
 
 
 @contextmanager
-def serving(folder: Path, **options: Any) -> Iterator[tuple[str, Server]]:
+def serving(model: Path, **options: Any) -> Iterator[tuple[str, Server]]:
     """A server in a thread; yields its address."""
-    with LLM(folder, dtype="float32", policy=POLICY) as llm:
+    with LLM(model, dtype="float32", policy=POLICY) as llm:
         server = Server(llm, ServerOptions(name="tiny", **options))
         config = uvicorn.Config(server.app(), port=0, log_level="error")
         running = uvicorn.Server(config)
@@ -283,3 +284,101 @@ def test_nonsense_is_refused_in_the_interface_form(served: str, path: str, body:
 def test_a_body_that_is_too_large_is_refused(served: str) -> None:
     answer = httpx.post(f"{served}/v1/completions", content=b" " * (BODY_BYTES + 1))
     assert answer.status_code == 413
+
+
+def lines_of(count: int, tokens: int) -> bytes:
+    """Requests of a batch, and one that cannot be run."""
+    lines = [
+        {
+            "custom_id": f"line {number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {
+                "prompt": "abc" * (number % 5 + 1),
+                "max_tokens": tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            },
+        }
+        for number in range(count)
+    ]
+    lines.append({**lines[0], "custom_id": "bad", "body": {"prompt": "x", "temperature": -1}})
+    return "\n".join(map(json.dumps, lines)).encode()
+
+
+def until_done(client: openai.OpenAI, batch_id: str) -> Any:
+    deadline = time.monotonic() + 60
+    while (batch := client.batches.retrieve(batch_id)).status not in ("completed", "cancelled"):
+        assert time.monotonic() < deadline and batch.status != "failed", batch
+        time.sleep(0.05)
+    return batch
+
+
+def test_batches_outlive_the_server_and_do_each_line_once(
+    folder: Path, tmp_path: Path, library: LLM
+) -> None:
+    """Beside a client that waits, and with a server that ends amid the batch."""
+    count, kept = 60, tmp_path / "kept"
+    with serving(folder, folder=kept) as (address, server):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        file = client.files.create(file=("in.jsonl", lines_of(count, 20)), purpose="batch")
+        assert client.files.content(file.id).content == lines_of(count, 20)
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        while server.engine.counts.texts < 5:
+            time.sleep(0.01)
+        answer = client.completions.create(model="tiny", prompt="hi", max_tokens=2)
+        assert answer.usage is not None and answer.usage.completion_tokens <= 2
+        assert client.batches.retrieve(batch.id).status == "in_progress"
+    with serving(folder, folder=kept) as (address, server):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        done = until_done(client, batch.id)
+        assert server.engine.counts.texts < count, "some were done before"
+        assert (done.request_counts.completed, done.request_counts.failed) == (count, 1)
+        records = [
+            json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()
+        ]
+        (bad,) = client.files.content(done.error_file_id).text.splitlines()
+        assert [each.id for each in client.batches.list()] == [batch.id]
+        assert client.files.delete(file.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(file.id)
+    assert json.loads(bad)["custom_id"] == "bad"
+    assert sorted(record["custom_id"] for record in records) == sorted(
+        f"line {number}" for number in range(count)
+    )
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    wanted = [x.text for x in library.generate(["abc" * n for n in range(1, 6)], params)]
+    for record in records:
+        number = int(record["custom_id"].split()[1])
+        assert record["response"]["body"]["choices"][0]["text"] == wanted[number % 5]
+
+
+def test_a_batch_can_be_cancelled(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, folder=tmp_path) as (address, server):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        file = client.files.create(file=("in.jsonl", lines_of(300, 60)), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        while server.engine.counts.texts < 2:
+            time.sleep(0.01)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        done = until_done(client, batch.id)
+        assert done.status == "cancelled"
+        assert 0 < done.request_counts.completed < 300
+        with pytest.raises(openai.BadRequestError):
+            client.batches.cancel(batch.id)
+
+
+@pytest.mark.parametrize("name", ["x", "..", "file-" + "0" * 24, "%2e%2e%2fetc%2fpasswd", "a%00b"])
+def test_ids_lead_nowhere_else(folder: Path, tmp_path: Path, name: str) -> None:
+    with serving(folder, folder=tmp_path / "kept") as (address, _):
+        for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}"):
+            assert httpx.get(f"{address}{path}").status_code in (404, 405)
+        body = {"endpoint": [], "input_file_id": name}
+        assert httpx.post(f"{address}/v1/batches", json=body).status_code == 400
+        body = {"endpoint": "/v1/completions", "input_file_id": name}
+        assert httpx.post(f"{address}/v1/batches", json=body).status_code == 404
+        assert httpx.post(f"{address}/v1/files", data={"purpose": "batch"}).status_code == 400

@@ -1,0 +1,289 @@
+"""Batches of OpenAI's interface: files of requests that are run beside those of clients who wait.
+
+What a batch has finished is in two files of records, one a line. A server that begins again reads
+them, and goes on with the lines that are in neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from flexgen_jax.engine.requests import Request
+from flexgen_jax.jobs.answers import answer, failure
+from flexgen_jax.jobs.lines import URLS, Line, LineError, read_line
+from flexgen_jax.progress import logger
+from flexgen_jax.server.bodies import requests_of
+from flexgen_jax.server.engine import Engine, EngineError, Text
+from flexgen_jax.server.errors import RefusedError
+from flexgen_jax.server.files import Files, write_whole
+
+BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
+
+LEAST_WAITING = 16
+"""Texts of batches that may wait at least, so that there are rows to fill."""
+
+LOOK_S = 0.05
+"""Seconds between two looks at whether more texts of a batch may be asked for."""
+
+UNDER_WAY = ("validating", "in_progress", "cancelling")
+TIMES = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired")
+
+
+class Batches:
+    """The batches of a folder, and the tasks that run them."""
+
+    def __init__(self, folder: Path, engine: Engine, files: Files) -> None:
+        self._folder = folder / "batches"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._engine, self._files = engine, files
+        self._running: dict[str, Running] = {}
+
+    def start(self) -> None:
+        """Goes on with what an earlier server did not finish."""
+        for said in self.all():
+            if said["status"] in UNDER_WAY:
+                self._run(said)
+
+    async def stop(self) -> None:
+        """Stops where it is; a later server goes on."""
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def add(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Begins a batch; returns what is said of it."""
+        endpoint, file_id = body.get("endpoint"), body.get("input_file_id")
+        if not isinstance(endpoint, str) or endpoint not in URLS:
+            known = ", ".join(URLS)
+            raise RefusedError(400, f'"endpoint" must be one of {known}, not {endpoint!r}')
+        if not isinstance(file_id, str):
+            raise RefusedError(400, f'"input_file_id" must be the id of a file, not {file_id!r}')
+        self._files.get(file_id)
+        said = {
+            "id": f"batch_{secrets.token_hex(12)}",
+            "object": "batch",
+            "endpoint": endpoint,
+            "errors": None,
+            "input_file_id": file_id,
+            "completion_window": str(body.get("completion_window", "24h")),
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": int(time.time()),
+            "expires_at": None,
+            **{f"{name}_at": None for name in TIMES},
+            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "metadata": body.get("metadata"),
+        }
+        self._keep(said)
+        self._run(said)
+        return said
+
+    def get(self, batch_id: str) -> dict[str, Any]:
+        """Returns what is said of a batch; raises `RefusedError` if there is none of this id."""
+        if batch_id in self._running:
+            return self._running[batch_id].said
+        if BATCH_ID.fullmatch(batch_id):
+            try:
+                said: dict[str, Any] = json.loads((self._folder / f"{batch_id}.json").read_bytes())
+                return said
+            except FileNotFoundError:
+                pass
+        raise RefusedError(404, f"there is no batch {batch_id!r}")
+
+    def all(self) -> list[dict[str, Any]]:
+        """Returns what is said of all batches, the newest first."""
+        names = [path.stem for path in self._folder.glob("batch_*.json")]
+        return sorted(map(self.get, names), key=lambda said: (-said["created_at"], said["id"]))
+
+    def cancel(self, batch_id: str) -> dict[str, Any]:
+        """Ends a batch with the texts that it has."""
+        said = self.get(batch_id)
+        running = self._running.get(batch_id)
+        if running is None or said["status"] not in UNDER_WAY:
+            raise RefusedError(400, f"the batch {batch_id!r} is {said['status']}")
+        running.cancel()
+        self._keep(said)
+        return said
+
+    def _run(self, said: dict[str, Any]) -> None:
+        running = Running(self._folder, said, self._engine, self._files, self._keep)
+        self._running[said["id"]] = running
+        running.task = asyncio.create_task(self._until_done(running))
+
+    async def _until_done(self, running: Running) -> None:
+        try:
+            await running.run()
+        except Exception as error:
+            logger().error("flexgen-jax: %s failed: %s", running.said["id"], error, exc_info=True)
+            running.fail([{"code": "server_error", "message": str(error)}])
+        self._running.pop(running.said["id"], None)
+
+    def _keep(self, said: Mapping[str, Any]) -> None:
+        write_whole(self._folder / f"{said['id']}.json", json.dumps(said).encode())
+
+
+class Running:
+    """One batch under way. said: what its client is told of it."""
+
+    def __init__(
+        self, folder: Path, said: dict[str, Any], engine: Engine, files: Files, keep: Any
+    ) -> None:
+        self.said = said
+        self.task: asyncio.Task[None] | None = None
+        self._engine, self._files, self._keep = engine, files, keep
+        self._answers = folder / f"{said['id']}.answers"
+        self._errors = folder / f"{said['id']}.errors"
+        self._texts: set[Text] = set()
+        # Lines that are read, whose texts are not asked for yet.
+        self._coming = 0
+
+    @property
+    def is_cancelled(self) -> bool:
+        return bool(self.said["status"] == "cancelling")
+
+    def cancel(self) -> None:
+        """Asks for no more texts, and ends those under way."""
+        self._enter("cancelling")
+        self._engine.cancel(list(self._texts))
+
+    def fail(self, errors: list[dict[str, Any]]) -> None:
+        """Ends it without results."""
+        self.said["errors"] = {"object": "list", "data": errors}
+        self._enter("failed")
+        self._keep(self.said)
+
+    async def run(self) -> None:
+        """Runs the lines that have no record yet."""
+        lines = await asyncio.to_thread(self._lines)
+        counts = self.said["request_counts"]
+        done = {*_numbers(self._answers), *(failed := _numbers(self._errors))}
+        counts |= {"total": len(lines), "completed": len(done) - len(failed), "failed": len(failed)}
+        if not self.is_cancelled:
+            self._enter("in_progress")
+        self._keep(self.said)
+        with open(self._answers, "ab") as answers, open(self._errors, "ab") as errors:
+            async with asyncio.TaskGroup() as group:
+                for number, content in lines:
+                    if number in done:
+                        continue
+                    await self._turn()
+                    if self.is_cancelled:
+                        break
+                    self._coming += 1
+                    group.create_task(self._line(number, content, answers, errors))
+        await asyncio.to_thread(self._finish)
+
+    def _lines(self) -> list[tuple[int, bytes]]:
+        content = self._files.content(self.said["input_file_id"]).read_bytes()
+        return [(n, line) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
+
+    async def _turn(self) -> None:
+        """Waits until more texts may be asked for: while clients wait, none is, and no more wait
+        than fill the next rows."""
+        while not self.is_cancelled and self._engine.waiting + self._coming >= self._most_waiting:
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def _most_waiting(self) -> int:
+        policy = self._engine.llm.policy
+        return max(LEAST_WAITING, 0 if policy is None else policy.batch_size)
+
+    async def _line(
+        self, number: int, content: bytes, answers: IO[bytes], errors: IO[bytes]
+    ) -> None:
+        """Runs a line, and writes its record."""
+        counts = self.said["request_counts"]
+        try:
+            record = await self._answered(number, content)
+        except LineError as error:
+            counts["failed"] += 1
+            _append(errors, failure(number, error, self.said["id"]))
+            return
+        if record is not None:
+            counts["completed"] += 1
+            _append(answers, record)
+
+    async def _answered(self, number: int, content: bytes) -> dict[str, Any] | None:
+        """Returns a line's record; None if it was cancelled. Raises `LineError`."""
+        engine = self._engine
+        try:
+            line, requests = await asyncio.to_thread(self._read, number, content)
+            texts = engine.submit(requests, is_batch=True)
+        finally:
+            self._coming -= 1
+        self._texts |= {*texts}
+        try:
+            results = [await text.result() for text in texts]
+        except EngineError as error:
+            raise line.error(str(error)) from None
+        finally:
+            self._texts -= {*texts}
+            engine.cancel(texts)
+        if any(result.finish_reason == "cancelled" for result in results):
+            return None
+        for result in results:
+            if result.error is not None:
+                raise line.error(result.error)
+        return await asyncio.to_thread(answer, line, results, engine.llm, self.said["id"])
+
+    def _read(self, number: int, content: bytes) -> tuple[Line, list[Request]]:
+        """Returns what a line asks for, and the requests of its texts."""
+        line = read_line(content, number, None, 0)
+        if URLS[self.said["endpoint"]] != line.form:
+            raise line.error(f'"url" must be {self.said["endpoint"]!r}, the batch\'s endpoint')
+        try:
+            return line, requests_of(line, self._engine.llm, self._engine.next_id)
+        except RefusedError as error:
+            raise line.error(str(error)) from None
+
+    def _finish(self) -> None:
+        """Makes files of the records."""
+        was_cancelled = self.is_cancelled
+        self._enter("finalizing" if not was_cancelled else "cancelling")
+        for path, kind in ((self._answers, "output"), (self._errors, "error")):
+            if path.stat().st_size:
+                file_id = self.said[f"{kind}_file_id"] or self._files.new_id()
+                write_whole(self._files.content(file_id), path.read_bytes())
+                self._files.name(file_id, f"{self.said['id']}_{kind}.jsonl", "batch_output")
+                self.said[f"{kind}_file_id"] = file_id
+        self._enter("cancelled" if was_cancelled else "completed")
+        self._keep(self.said)
+        self._answers.unlink(missing_ok=True)
+        self._errors.unlink(missing_ok=True)
+
+    def _enter(self, status: str) -> None:
+        self.said["status"] = status
+        self.said[f"{status}_at"] = self.said[f"{status}_at"] or int(time.time())
+
+
+def _append(file: IO[bytes], record: dict[str, Any]) -> None:
+    """Writes a record, at once."""
+    file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+    file.flush()
+
+
+def _numbers(path: Path) -> set[int]:
+    """Returns the lines that have a record in a file. What a kill has left of the last one is cut
+    off."""
+    if not path.exists():
+        return set()
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with open(path, "r+b") as file:
+            file.truncate(len(whole))
+    return set(_of_records(whole))
+
+
+def _of_records(content: bytes) -> Iterator[int]:
+    for line in content.splitlines():
+        yield json.loads(line)["line"]

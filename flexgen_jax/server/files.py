@@ -1,0 +1,87 @@
+"""Files that clients send and fetch, in a folder that outlives the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flexgen_jax.server.errors import RefusedError
+
+FILE_ID = re.compile(r"file-[0-9a-f]{24}")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that appears whole or not at all."""
+    part = path.with_suffix(f".{secrets.token_hex(4)}.part")
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class Files:
+    """The files of a folder: each has what is said of it in JSON, and its content beside that."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "files"
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, name: str, purpose: str, content: bytes) -> dict[str, Any]:
+        """Keeps a file; returns what is said of it."""
+        made = self.new_id()
+        write_whole(self.content(made), content)
+        return self.name(made, name, purpose)
+
+    def new_id(self) -> str:
+        return f"file-{secrets.token_hex(12)}"
+
+    def name(self, file_id: str, name: str, purpose: str) -> dict[str, Any]:
+        """Makes a file known whose content is there; returns what is said of it."""
+        said = {
+            "id": file_id,
+            "object": "file",
+            "bytes": self.content(file_id).stat().st_size,
+            "created_at": int(time.time()),
+            "filename": name,
+            "purpose": purpose,
+            "status": "processed",
+        }
+        write_whole(self._said(file_id), json.dumps(said).encode())
+        return said
+
+    def get(self, file_id: str) -> dict[str, Any]:
+        """Returns what is said of a file; raises `RefusedError` if there is none of this id."""
+        if FILE_ID.fullmatch(file_id):
+            try:
+                said: dict[str, Any] = json.loads(self._said(file_id).read_bytes())
+                return said
+            except FileNotFoundError:
+                pass
+        raise RefusedError(404, f"there is no file {file_id!r}")
+
+    def all(self) -> Iterator[dict[str, Any]]:
+        """Yields what is said of all files, the newest first."""
+        said = [json.loads(path.read_bytes()) for path in self._folder.glob("file-*.json")]
+        yield from sorted(said, key=lambda file: -file["created_at"])
+
+    def remove(self, file_id: str) -> None:
+        self.get(file_id)
+        self._said(file_id).unlink(missing_ok=True)
+        self.content(file_id).unlink(missing_ok=True)
+
+    def content(self, file_id: str) -> Path:
+        """Returns where a file's content is."""
+        return self._folder / f"{file_id}.data"
+
+    def _said(self, file_id: str) -> Path:
+        return self._folder / f"{file_id}.json"
