@@ -82,6 +82,8 @@ class Conversation:
                     f"{most}: /reset begins a new one"
                 ) from None
         shown.end()
+        if not shown.tokens:
+            return
         answer = {"role": "assistant", "content": shown.content}
         if shown.reasoning:
             answer["reasoning_content"] = shown.reasoning

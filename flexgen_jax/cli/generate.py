@@ -314,7 +314,7 @@ def _shown(
         text, ids = llm.chat_prompt([{"role": "user", "content": text}], options)
     assert tokenizer is not None and ids is not None, "the text was encoded"
     stops = llm.resolved(params, len(ids)).stop
-    stream = AnswerStream(tokenizer, ids, stops) if chat else PlainStream(tokenizer, stops)
+    stream = AnswerStream(tokenizer, ids, stops) if chat else PlainStream(tokenizer, ids, stops)
     shown = Shown(stream, text if echoes else "")
     (result,) = llm.generate(
         prompt_token_ids=[ids],

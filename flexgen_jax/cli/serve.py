@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
 
-from flexgen_jax.cli.commands import Command
+from flexgen_jax.cli.commands import Command, Terminated
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.errors import UserError
 
@@ -64,6 +66,8 @@ def serve(
         from flexgen_jax.server.app import Server, ServerOptions
     except ImportError as error:
         raise UserError(f"{error.name} is missing: pip install 'flexgen-jax[serve]'") from None
+    if api_key == "":
+        raise UserError("--api-key is empty")
     if api_key is None and not open_to_all and not _is_loopback(host):
         raise UserError(
             f"--host {host} can be reached by others: give --api-key, or --open-to-all if all may "
@@ -86,9 +90,20 @@ def serve(
             h11_max_incomplete_event_size=64 << 10,
         )
         running = Announced(config, server.names[0])
-        running.run()
+        before = signal.signal(signal.SIGTERM, _end)
+        try:
+            running.run()
+        except KeyboardInterrupt as error:  # the server has ended by itself before
+            sys.exit(143 if isinstance(error, Terminated) else 130)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            server.engine.stop()
         if not running.started:
             sys.exit(1)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    raise Terminated
 
 
 def _is_loopback(host: str) -> bool:

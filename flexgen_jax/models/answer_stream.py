@@ -25,14 +25,15 @@ class Piece(NamedTuple):
 class Pieces:
     """The characters of tokens, one token at a time, without special tokens.
 
-    What a token adds is returned when it is sure: not half a character.
+    What a token adds is returned when it is sure: not half a character. before: tokens that the
+    first one follows on, without which it may lose its blank.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids = list(before[-CONTEXT:])
         # Tokens whose characters were returned, and those from which on they are decoded.
-        self._shown = self._start = 0
+        self._shown, self._start = len(self._ids), 0
 
     def add(self, token: int) -> str:
         """Returns the characters that are sure now."""
@@ -69,14 +70,15 @@ class AnswerStream:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), stops: Sequence[str] = ()
     ) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
-        self._pieces = Pieces(tokenizer)
+        self._latest = list(prompt_ids[-CONTEXT:])
+        self._pieces = Pieces(tokenizer, self._latest)
         self._close = opened_by(tokenizer, prompt_ids)
         self._phase: Literal["start", "reasoning", "content", "harmony", "ended"] = "start"
         if self._close is not None:
             self._phase = "reasoning"
         self._held = ""
         # Of the line that names Gemma 4's reasoning, what is still to come.
-        self._name = ""
+        self._line = ""
         # Of Harmony's format: the tokens of a message's head, and its channel once that is known.
         self._head: list[int] = []
         self._channel: str | None = None
@@ -87,6 +89,7 @@ class AnswerStream:
 
     def add(self, token: int) -> list[Piece]:
         """Returns the pieces that are sure with one more token."""
+        self._latest = [*self._latest, token][-CONTEXT:]
         if self._phase == "start" and self._harmony.get(token) == "<|channel|>":
             self._phase = "harmony"
         if self._phase == "harmony":
@@ -116,14 +119,14 @@ class AnswerStream:
             return None
         self._held += self._pieces.end()
         found = list(self._sure(is_last=True))
-        self._phase, self._pieces = "content", Pieces(self._tokenizer)
+        self._phase, self._pieces = "content", Pieces(self._tokenizer, self._latest)
         return found
 
     def _begin(self, mark: str) -> None:
         self._phase, self._close, self._held = "reasoning", MARKS[mark], ""
-        name = NAMES.get(self._close, "")
-        self._name = "" if mark.endswith(name) and name else name
-        self._pieces = Pieces(self._tokenizer)
+        name = NAMES.get(self._close)
+        self._line = "" if name is None else "\n" if mark.endswith(name) else f"{name}\n"
+        self._pieces = Pieces(self._tokenizer, self._latest)
 
     def _sure(self, is_last: bool) -> Iterator[Piece]:
         """Yields what is sure of the characters that are held."""
@@ -147,7 +150,7 @@ class AnswerStream:
     def _reasoned(self, is_last: bool) -> Iterator[Piece]:
         """Yields reasoning, up to its end if that is there."""
         assert self._close is not None, "something ends it"
-        if self._name and not self._named(is_last):
+        if self._line and not self._named(is_last):
             return
         before, mark, after = self._held.partition(self._close)
         if not mark:
@@ -174,11 +177,11 @@ class AnswerStream:
     def _named(self, is_last: bool) -> bool:
         """Takes the line that names the reasoning from the characters that are held; returns
         whether it has come."""
-        line = f"{self._name}\n"
-        if line.startswith(self._held) and self._held != line and not is_last:
+        if self._line.startswith(self._held) and self._held != self._line and not is_last:
             return False
-        self._held = self._held.removeprefix(self._name).removeprefix("\n")
-        self._name = ""
+        name = self._line.removesuffix("\n")
+        self._held = self._held.removeprefix(name).removeprefix("\n")
+        self._line = ""
         return True
 
     def _of_harmony(self, token: int) -> Iterator[Piece]:
@@ -191,7 +194,7 @@ class AnswerStream:
             yield from self._of_channel(self._taken())
         elif mark == "<|message|>":
             self._channel = self._tokenizer.decode(self._head).split(" ")[0].strip()
-            self._head, self._pieces = [], Pieces(self._tokenizer)
+            self._head, self._pieces = [], Pieces(self._tokenizer, self._latest)
         else:
             if self._channel is not None:
                 self._held += self._pieces.end()
@@ -210,8 +213,10 @@ class AnswerStream:
 class PlainStream(AnswerStream):
     """The pieces of a text that continues a prompt, in which nothing is reasoning."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        super().__init__(tokenizer, (), stops)
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), stops: Sequence[str] = ()
+    ) -> None:
+        super().__init__(tokenizer, prompt_ids, stops)
         self._phase, self._close = "content", None
 
 

@@ -42,7 +42,7 @@ WRITERS = 8
 """Files that are written at the same time."""
 
 PENDING_BYTES = 32 << 20
-"""The most bytes of leaves that wait to be written, but for a larger one."""
+"""The most bytes of leaves that wait to be written, except of one larger tensor."""
 
 
 class Written:
@@ -66,10 +66,13 @@ class Written:
         finally:
             self._pool.shutdown(cancel_futures=True)
 
-    def add(self, what: Stored, leaf: np.ndarray) -> None:
-        """Writes a leaf, once those before it are few enough bytes."""
-        while self._pending and self._bytes + leaf.nbytes > PENDING_BYTES:
+    def make_room(self, nbytes: int) -> None:
+        """Waits until so many bytes more are few enough, or nothing else waits."""
+        while self._pending and self._bytes + nbytes > PENDING_BYTES:
             self._finish_first()
+
+    def add(self, what: Stored, leaf: np.ndarray) -> None:
+        """Writes a leaf."""
         ranges = row_ranges(leaf.shape, leaf.dtype.itemsize)
         pieces = (leaf[start:stop] for start, stop in ranges)
         self._pending.append((leaf.nbytes, self._pool.submit(self._folder.write, *what, pieces)))
@@ -218,6 +221,7 @@ class WeightStore:
         if len(stored) == 1:
             folder.write(*stored[0], (piece for *_, piece in self._pieces(tensor)))
             return
+        written.make_room(self._storage(tensor).nbytes)
         leaves = [np.zeros(shape, dtype) for _, shape, dtype in stored]
         self._fill(tensor, leaves)
         for what, leaf in compress(zip(stored, leaves, strict=True), missing):

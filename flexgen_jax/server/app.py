@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,6 +32,8 @@ from flexgen_jax.server.engine import Engine, EngineError, OverloadedError, Text
 from flexgen_jax.server.errors import RefusedError, error_body, on_failure, on_http, on_refused
 from flexgen_jax.server.kept import Handler, Kept, body_of
 from flexgen_jax.server.metrics import metrics_of
+
+T = TypeVar("T")
 
 RETRY_S = 5
 """Seconds after which a client may ask again that was refused."""
@@ -129,16 +131,16 @@ class Server:
             said = f"the server is busy: {self.engine.waiting} texts wait; try again later"
             raise RefusedError(429, said, "overloaded", {"Retry-After": str(RETRY_S)}) from None
         if asked.streams:
-            return await self._stream(asked, texts)
+            return await self._stream(request, asked, texts)
         with self._cancelling(texts):
             results = await _unless_gone(request, _results(texts))
         return JSONResponse(await asyncio.to_thread(asked.answer, results))
 
-    async def _stream(self, asked: Asked, texts: list[Text]) -> Response:
+    async def _stream(self, request: Request, asked: Asked, texts: list[Text]) -> Response:
         """Returns an answer in pieces, once it is known that there is one."""
         events = _events(texts)
         try:
-            first = await anext(events)
+            first = await _unless_gone(request, anext(events))
         except BaseException:
             self.engine.cancel(texts)
             raise
@@ -161,7 +163,7 @@ class Server:
     # About the server
 
     async def models(self, _request: Request) -> Response:
-        data = [_model(name, self.llm) for name in self.names[:1]]
+        data = [_model(self.names[0], self.llm)]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
@@ -230,7 +232,7 @@ async def _events(texts: list[Text]) -> AsyncIterator[tuple[int, int | RequestOu
             for task in done:
                 number, event = waits.pop(task), task.result()
                 if isinstance(event, EngineError):
-                    raise RefusedError(500, str(event))
+                    raise RefusedError(event.status, str(event))
                 if isinstance(event, RequestOutput) and event.error is not None:
                     raise RefusedError(400, event.error)
                 yield number, event
@@ -250,10 +252,8 @@ async def _results(texts: list[Text]) -> list[RequestOutput]:
     return [result for _, result in sorted(results.items())]
 
 
-async def _unless_gone(
-    request: Request, work: Awaitable[list[RequestOutput]]
-) -> list[RequestOutput]:
-    """Awaits results, unless the client goes away."""
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Awaits something, unless the client goes away."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

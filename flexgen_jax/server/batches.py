@@ -19,7 +19,7 @@ from flexgen_jax.engine.requests import Request
 from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.lines import URLS, Line, LineError, read_line
 from flexgen_jax.progress import logger
-from flexgen_jax.server.bodies import requests_of
+from flexgen_jax.server.bodies import chat_tokens_of, requests_of
 from flexgen_jax.server.engine import Engine, EngineError, Text
 from flexgen_jax.server.errors import RefusedError
 from flexgen_jax.server.files import Files, write_whole
@@ -237,7 +237,7 @@ class Running:
 
     def _read(self, number: int, content: bytes) -> tuple[Line, list[Request]]:
         """Returns what a line asks for, and the requests of its texts."""
-        line = read_line(content, number, None, 0)
+        line = read_line(content, number, chat_tokens_of(self._engine.llm), 0)
         if URLS[self.said["endpoint"]] != line.form:
             raise line.error(f'"url" must be {self.said["endpoint"]!r}, the batch\'s endpoint')
         try:

@@ -12,14 +12,20 @@ from typing import Any
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.requests import Request
-from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer
+from flexgen_jax.jobs.job import CHAT_TOKENS
 from flexgen_jax.jobs.lines import Line, LineError, read_line
 from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
 from flexgen_jax.models.chat import ChatOptions
 from flexgen_jax.server.errors import RefusedError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def chat_tokens_of(llm: LLM) -> int | None:
+    """Returns how many tokens an answer has at most whose request does not say; None for as many as
+    the model's folder says."""
+    return None if llm.sampling_defaults.max_tokens is not None else CHAT_TOKENS
 
 
 def requests_of(line: Line, llm: LLM, next_id: Callable[[], str]) -> list[Request]:
@@ -44,7 +50,7 @@ def _prompts_of(line: Line, llm: LLM) -> list[tuple[str | None, list[int] | None
     try:
         if line.messages is not None:
             return [llm.chat_prompt(line.messages, line.chat or ChatOptions(now=datetime.now()))]
-    except UserError as error:
+    except Exception as error:  # whatever a template does with what a client says
         raise RefusedError(400, str(error)) from None
     return [
         (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
@@ -74,10 +80,12 @@ class Asked:
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self._llm = llm
+        if "chat_template" in body:  # a program, which may never end
+            raise RefusedError(400, '"chat_template" is not taken from clients')
         line = {"custom_id": self.id, "method": "POST", "url": url, "body": body}
         try:
-            self.line: Line = read_line(json.dumps(line).encode(), 1, None, 0)
-        except LineError as error:
+            self.line: Line = read_line(json.dumps(line).encode(), 1, chat_tokens_of(llm), 0)
+        except (LineError, RecursionError) as error:
             raise RefusedError(400, str(error)) from None
         if self.line.model is not None and self.line.model not in names:
             said = f"the model {self.line.model!r} does not exist; there is {names[0]!r}"
@@ -96,13 +104,13 @@ class Asked:
         stops = self._llm.resolved(request.sampling_params, len(prompt_ids)).stop
         if self.line.form == "chat":
             return AnswerStream(tokenizer, prompt_ids, stops)
-        return PlainStream(tokenizer, stops)
+        return PlainStream(tokenizer, prompt_ids, stops)
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Returns a piece of an answer."""
         is_chat = self.line.form == "chat"
         return {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}_{self.id}",
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}_{self.id[:12]}_1",
             "object": "chat.completion.chunk" if is_chat else "text_completion",
             "created": self.created,
             "model": self.line.model or self._llm.name,
@@ -169,7 +177,7 @@ def tokens_of(content: bytes, llm: LLM) -> list[int]:
         is_list = isinstance(messages, list) and all(isinstance(m, Mapping) for m in messages)
         if prompt is None and is_list and messages:
             return llm.chat_prompt(messages)[1]
-    except (UserError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever a template does with what a client says
         raise RefusedError(400, str(error)) from None
     raise RefusedError(400, 'give "prompt", a text, or "messages", a list of messages')
 

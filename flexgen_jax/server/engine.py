@@ -9,11 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.requests import Request
+from flexgen_jax.errors import UserError
 from flexgen_jax.progress import logger
 
 WINDOW_S = 60.0
@@ -28,7 +30,12 @@ class OverloadedError(Exception):
 
 
 class EngineError(Exception):
-    """The engine failed while it ran a request; the message says how."""
+    """The engine failed while it ran a request, or could not; the message says how. status: of
+    HTTP."""
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(eq=False)
@@ -79,6 +86,8 @@ class Engine:
         self._numbers = itertools.count()
         self._recent: deque[tuple[float, int]] = deque()
         self._failures = 0
+        self._lock = threading.Lock()
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -87,11 +96,14 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Cancels what is under way, and ends the thread."""
-        for text in list(self._texts.values()):
-            self.llm.cancel(text.request.id)
-        self._asked.put(None)
-        self._thread.join()
+        """Cancels what is under way, and ends the thread; does nothing the second time."""
+        with self._lock:
+            self._is_stopping = True
+            self._asked.put(None)
+            for name in list(self._texts):
+                self.llm.cancel(name)
+        if self._thread.is_alive():
+            self._thread.join()
 
     @property
     def is_broken(self) -> bool:
@@ -126,9 +138,10 @@ class Engine:
             self.counts.refused += len(requests)
             raise OverloadedError
         texts = [Text(request, is_batch) for request in requests]
-        for text in texts:
-            self._texts[text.request.id] = text
-            self._asked.put(text.request)
+        with self._lock:
+            for text in texts:
+                self._texts[text.request.id] = text
+                self._asked.put(text.request)
         return texts
 
     def cancel(self, texts: list[Text]) -> None:
@@ -140,24 +153,47 @@ class Engine:
     # In the engine's thread
 
     def _run(self) -> None:
-        is_ended = False
-
-        def requests() -> Iterator[Request]:
-            nonlocal is_ended
-            while (request := self._asked.get()) is not None:
-                yield request
-            is_ended = True
-
-        while not is_ended and not self.is_broken:
+        while not self._is_stopping and not self.is_broken:
             try:
-                for result in self.llm.stream(requests(), self._add):
-                    self._failures = 0
-                    self._tell(result.id, result)
+                self._stream(self._requests(self._asked))
+            except UserError as error:  # such as a request that no plan has room for
+                self._one_by_one(self._begin_anew(), error)
             except Exception as error:
                 self._failures += 1
                 logger().error("flexgen-jax: the engine failed: %s", error, exc_info=True)
-                for name in list(self._texts):
-                    self._tell(name, EngineError(f"{type(error).__name__}: {error}"))
+                for text in self._begin_anew():
+                    self._tell(text.request.id, EngineError(f"{type(error).__name__}: {error}"))
+
+    def _stream(self, requests: Iterator[Request]) -> None:
+        for result in self.llm.stream(requests, self._add):
+            self._failures = 0
+            self._tell(result.id, result)
+
+    @staticmethod
+    def _requests(asked: queue.SimpleQueue[Request | None]) -> Iterator[Request]:
+        while (request := asked.get()) is not None:
+            yield request
+
+    def _begin_anew(self) -> list[Text]:
+        """Returns the texts that are not finished, which no stream has any more. The thread that
+        read requests for the last one reads on until it is told that there are none."""
+        with self._lock:
+            self._asked.put(None)
+            self._asked = queue.SimpleQueue()
+            if self._is_stopping:
+                self._asked.put(None)
+            return list(self._texts.values())
+
+    def _one_by_one(self, texts: list[Text], error: UserError) -> None:
+        """Runs each text by itself, so that one which cannot be made fails no other one."""
+        for text in texts:
+            if text.has_begun:
+                self._tell(text.request.id, EngineError(str(error)))
+                continue
+            try:
+                self._stream(iter([text.request]))
+            except UserError as own:
+                self._tell(text.request.id, EngineError(str(own), status=400))
 
     def _add(self, name: str, token: int) -> None:
         self._tell(name, token)
@@ -165,7 +201,8 @@ class Engine:
     def _tell(self, name: str, event: int | RequestOutput | EngineError) -> None:
         """Hands an event to the loop, where all else of a text happens."""
         assert self._loop is not None, "the engine was started"
-        self._loop.call_soon_threadsafe(self._take, name, event)
+        with suppress(RuntimeError):  # the loop has ended, and with it who asked
+            self._loop.call_soon_threadsafe(self._take, name, event)
 
     # In the event loop
 
@@ -193,3 +230,5 @@ class Engine:
             self._recent[-1] = (began, count + 1)
         else:
             self._recent.append((now, 1))
+            if self._recent[0][0] < now - WINDOW_S:
+                self._recent.popleft()

@@ -113,3 +113,12 @@ def test_nothing_comes_after_a_stop_string(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a END b", is_whole=True)
     assert streamed(tokenizer, ids, stops=["END"]) == ("", "a ")
     assert streamed(tokenizer, ids, "<think>", stops=["END"]) == ("a ", "")
+
+
+def test_the_name_of_reasoning_is_left_out_of_plain_marks(tokenizer: Tokenizer) -> None:
+    """Where marks are no tokens, and in whatever pieces they come."""
+    stream = AnswerStream(tokenizer)
+    stream._held = "<|channel>thought"
+    made = [*stream._sure(is_last=False)]
+    stream._held += "\nSo.<channel|>Hi"
+    assert joined([*made, *stream._sure(is_last=True)]) == ("So.", "Hi")

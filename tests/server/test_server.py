@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -27,8 +28,10 @@ import openai
 import uvicorn
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.errors import UserError
 from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.server.app import Server, ServerOptions
+from flexgen_jax.server.engine import Engine
 from flexgen_jax.server.kept import BODY_BYTES
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -209,7 +212,16 @@ def test_a_key_is_needed_where_there_is_one(folder: Path) -> None:
         assert httpx.get(f"{address}/health").status_code == 200
 
 
-def test_a_client_that_goes_away_frees_its_rows_and_too_many_are_refused(folder: Path) -> None:
+def test_a_client_that_goes_away_frees_its_rows_and_too_many_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, goes_on = Engine._add, threading.Event()
+
+    def held(self: Engine, name: str, token: int) -> None:
+        add(self, name, token)
+        goes_on.wait(30)
+
+    monkeypatch.setattr(Engine, "_add", held)
     with serving(folder, most=2) as (address, server):
         asked = {"model": "tiny", "prompt": "hi", "max_tokens": 90, "ignore_eos": True}
         url = f"{address}/v1/completions"
@@ -218,11 +230,12 @@ def test_a_client_that_goes_away_frees_its_rows_and_too_many_are_refused(folder:
             refused = httpx.post(url, json=asked)
             assert refused.status_code == 429
             assert refused.headers["retry-after"]
+        goes_on.set()
         until_idle(server)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url, json={**asked, "n": 2}, timeout=0.02)
         until_idle(server)
-        assert httpx.post(url, json=asked).status_code == 200
+        assert httpx.post(url, json=asked, timeout=60).status_code == 200
 
 
 def until_idle(server: Server) -> None:
@@ -382,3 +395,49 @@ def test_ids_lead_nowhere_else(folder: Path, tmp_path: Path, name: str) -> None:
         body = {"endpoint": "/v1/completions", "input_file_id": name}
         assert httpx.post(f"{address}/v1/batches", json=body).status_code == 404
         assert httpx.post(f"{address}/v1/files", data={"purpose": "batch"}).status_code == 400
+
+
+def test_an_engine_that_fails_begins_anew(folder: Path) -> None:
+    """Who asked is told; who asks later is answered, and the server ends as usual."""
+    with serving(folder) as (address, server):
+        stream, failures = server.llm.stream, iter([True, True])
+
+        def failing(requests: Any, on_token: Any) -> Any:
+            if next(failures, False):
+                next(requests)
+                raise RuntimeError("broken")
+            return stream(requests, on_token)
+
+        server.llm.stream = failing  # type: ignore[method-assign]
+        url, asked = f"{address}/v1/completions", {"prompt": "hi", "max_tokens": 2}
+        # The stream that runs already was begun before.
+        assert httpx.post(url, json=asked, timeout=60).status_code == 200
+        server.engine._asked.put(None)  # ends it
+        answers = [httpx.post(url, json=asked, timeout=60) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [500, 500, 200]
+        assert "broken" in answers[0].json()["error"]["message"]
+        assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_a_request_that_no_plan_has_room_for_fails_alone(folder: Path) -> None:
+    with serving(folder) as (address, server):
+        stream = server.llm.stream
+
+        def refusing(requests: Any, on_token: Any) -> Any:
+            taken = [next(requests)]
+            if taken[0].sampling_params.max_tokens == 77:
+                raise UserError("no plan fits")
+            return stream(itertools.chain(taken, requests), on_token)
+
+        server.llm.stream = refusing  # type: ignore[method-assign]
+        url = f"{address}/v1/completions"
+        assert httpx.post(url, json={"prompt": "hi", "max_tokens": 2}).status_code == 200
+        server.engine._asked.put(None)
+        time.sleep(0.2)
+
+        def ask(tokens: int) -> int:
+            return httpx.post(
+                url, json={"prompt": "hi", "max_tokens": tokens}, timeout=60
+            ).status_code
+
+        assert [ask(77), ask(3), ask(4)] == [400, 200, 200]
