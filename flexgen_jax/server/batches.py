@@ -187,15 +187,21 @@ class Running:
         return [(n, line) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
 
     async def _turn(self) -> None:
-        """Waits until more texts may be asked for: while clients wait, none is, and no more wait
-        than fill the next rows."""
-        while not self.is_cancelled and self._engine.waiting + self._coming >= self._most_waiting:
+        """Waits until more texts may be asked for."""
+        while not self.is_cancelled and not self._may_ask():
             await asyncio.sleep(LOOK_S)
 
-    @property
-    def _most_waiting(self) -> int:
-        policy = self._engine.llm.policy
-        return max(LEAST_WAITING, 0 if policy is None else policy.batch_size)
+    def _may_ask(self) -> bool:
+        """Returns whether more texts may be asked for: no more wait than fill the next rows, and
+        after a client has come, the rows of one batch stay free for the next one."""
+        engine, policy = self._engine, self._engine.llm.policy
+        rows = LEAST_WAITING if policy is None else policy.batch_size
+        if engine.waiting + self._coming >= max(LEAST_WAITING, rows):
+            return False
+        if policy is None or policy.num_batches == 1 or not engine.has_clients:
+            return True
+        left = rows * (policy.num_batches - 1) - engine.running - engine.waiting
+        return self._coming < left
 
     async def _line(
         self, number: int, content: bytes, answers: IO[bytes], errors: IO[bytes]

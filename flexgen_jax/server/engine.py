@@ -19,7 +19,8 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.progress import logger
 
 WINDOW_S = 60.0
-"""Seconds over which tokens per second are counted."""
+"""Seconds over which tokens per second are counted, and for which rows are kept free for a client
+that came."""
 
 FAILURES = 3
 """Times that the engine may fail one after the other before the server says that it is broken."""
@@ -86,6 +87,7 @@ class Engine:
         self._numbers = itertools.count()
         self._recent: deque[tuple[float, int]] = deque()
         self._failures = 0
+        self._client_came = float("-inf")
         self._lock = threading.Lock()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -108,6 +110,11 @@ class Engine:
     @property
     def is_broken(self) -> bool:
         return self._failures >= FAILURES
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether a client asked for a text in the last minute, besides batches."""
+        return time.monotonic() - self._client_came < WINDOW_S
 
     @property
     def running(self) -> int:
@@ -138,6 +145,8 @@ class Engine:
             self.counts.refused += len(requests)
             raise OverloadedError
         texts = [Text(request, is_batch) for request in requests]
+        if not is_batch:
+            self._client_came = time.monotonic()
         with self._lock:
             for text in texts:
                 self._texts[text.request.id] = text
