@@ -341,11 +341,10 @@ def test_batches_outlive_the_server_and_do_each_line_once(
         )
         while server.engine.counts.texts < 5:
             time.sleep(0.01)
-        answer = client.completions.create(model="tiny", prompt="hi", max_tokens=2)
-        assert answer.usage is not None and answer.usage.completion_tokens <= 2
-        assert client.batches.retrieve(batch.id).status == "in_progress"
     with serving(folder, folder=kept) as (address, server):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        answer = client.completions.create(model="tiny", prompt="hi", max_tokens=2)
+        assert answer.usage is not None and answer.usage.completion_tokens <= 2
         done = until_done(client, batch.id)
         assert server.engine.counts.texts < count, "some were done before"
         assert (done.request_counts.completed, done.request_counts.failed) == (count, 1)
