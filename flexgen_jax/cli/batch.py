@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from flexgen_jax.cli.commands import Command, Terminated, now_option
+from flexgen_jax.cli.commands import Command, end, now_option
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
@@ -121,7 +121,7 @@ def batch(
         retries_errors=retry_errors,
         now=now,
     )
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     engine = engine_options(flags, default_batches=64)
     if ray_address is None:
         summary, report = run_here(engine, options)
@@ -184,7 +184,3 @@ def account(report: Mapping[str, Any]) -> str:
     if predicted is not None:
         times += f", predicted {predicted['total_s']:.1f} s"
     return f"{times}; {share:.0%} of the prompts' batches was no padding; moved: {moved}"
-
-
-def _end(_number: int, _frame: object) -> NoReturn:
-    raise Terminated

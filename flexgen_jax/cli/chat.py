@@ -49,49 +49,32 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         """Shows the answer to a message; what cannot be answered is as if it were not said."""
-        from flexgen_jax.cli.showing import Shown, interrupting
-        from flexgen_jax.models.answer_stream import AnswerStream
+        from flexgen_jax.cli.showing import interrupting, show_text
         from flexgen_jax.models.chat import ChatOptions
 
         asked = [*self.messages, {"role": "user", "content": text}]
         options = ChatOptions(variables=self.variables, now=self.now or datetime.now())
         _, ids = self.llm.chat_prompt(asked, options)
-        tokenizer = self.llm.tokenizer
-        assert tokenizer is not None, "there is a chat template"
-        stops = self.llm.resolved(self.params, len(ids)).stop
-        shown = Shown(AnswerStream(tokenizer, ids, stops))
-        began, first = time.perf_counter(), float("nan")
-
-        def on_token(_request: str, token: int) -> None:
-            nonlocal first
-            first = time.perf_counter() if shown.tokens == 0 else first
-            shown.add(token)
-
+        began = time.perf_counter()
         with interrupting(lambda: self.llm.cancel(ANSWER)):
             try:
-                self.llm.generate(
-                    prompt_token_ids=[ids],
-                    sampling_params=self.params,
-                    on_token=on_token,
-                    on_error="raise",
-                )
+                shown, _ = show_text(self.llm, ids, self.params, has_reasoning=True)
             except PromptError:
                 most = self.llm.config.max_positions - 1
                 raise UserError(
                     f"the conversation has {len(ids)} tokens, and the model's context has room for "
                     f"{most}: /reset begins a new one"
                 ) from None
-        shown.end()
         if not shown.tokens:
             return
         answer = {"role": "assistant", "content": shown.content}
         if shown.reasoning:
             answer["reasoning_content"] = shown.reasoning
         self.messages = [*asked, answer]
-        if sys.stderr.isatty() and shown.tokens:
-            seconds = time.perf_counter() - first
+        if sys.stderr.isatty():
+            seconds = time.perf_counter() - shown.first_at
             speed = f", {(shown.tokens - 1) / seconds:.1f} token/s" if shown.tokens > 1 else ""
-            said = f"{shown.tokens} tokens, the first after {first - began:.1f} s{speed}"
+            said = f"{shown.tokens} tokens, the first after {shown.first_at - began:.1f} s{speed}"
             click.echo(click.style(said, dim=True), err=True)
 
     def tell(self, system: str) -> None:
@@ -178,9 +161,7 @@ def chat(
         params = SamplingParams(max_tokens, temperature, top_k, top_p, seed=flags["seed"])
     except ValueError as error:
         raise UserError(str(error)) from None
-    options = engine_options(flags, default_batches=1)
-    if options.progress:
-        options = replace(options, progress="placing")
+    options = engine_options(flags, default_batches=1, shows_tokens=True)
     with open_llm(options) as llm:
         try:
             llm.chat_prompt([{"role": "user", "content": "Hello"}])

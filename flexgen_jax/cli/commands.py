@@ -9,7 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -22,6 +22,11 @@ CONFIG = "FLEXGEN_JAX_CONFIG"
 
 class Terminated(KeyboardInterrupt):
     """The process was asked to end (SIGTERM)."""
+
+
+def end(_number: int, _frame: object) -> NoReturn:
+    """Handles SIGTERM: the running command stops as on Ctrl-C, and keeps what it has written."""
+    raise Terminated
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]

@@ -389,15 +389,20 @@ def build_policy(
     return Policy(**placements, **changes)
 
 
-def engine_options(flags: Mapping[str, Any], default_batches: int, **more: Any) -> EngineOptions:
+def engine_options(
+    flags: Mapping[str, Any], default_batches: int, shows_tokens: bool = False, **more: Any
+) -> EngineOptions:
     """What the shared flags say, and `more`; default_batches: sequences in a batch where a policy
-    is given without that number, at most."""
+    is given without that number, at most; shows_tokens: whether tokens are shown themselves, so
+    that no bar counts them."""
     names = {field.name for field in fields(EngineOptions)}
     own = {name: value for name, value in flags.items() if name in names}
     shape = {name: value for name, value in flags.items() if name not in own}
     policy = build_policy(default_batches=default_batches, **shape)
     if own["progress"] is None:
         own["progress"] = sys.stderr.isatty()
+    if own["progress"] and shows_tokens:
+        own["progress"] = "placing"
     return EngineOptions(policy=policy or "auto", **own, **more)
 
 

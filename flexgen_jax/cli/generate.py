@@ -149,11 +149,9 @@ def generate(
     chat = Chat(parse_variables(chat_options), now) if is_chat else None
     if chat is None and (chat_options or now is not None):
         raise UserError("--chat-option and --now are for --chat, which is not given")
-    options = engine_options(flags, default_batches=len(given))
     echoes = not is_chat if echoes is None else echoes
     streams = output is None and len(given) == 1 and sys.stdout.isatty()
-    if streams and options.progress:
-        options = replace(options, progress="placing")
+    options = engine_options(flags, default_batches=len(given), shows_tokens=streams)
     shows = echoes if streams else None
     results, report = run_prompts(given, prefix, params, output, options, chat, shows)
     errors = {r["index"]: r["error"] for r in results if "error" in r}
@@ -304,25 +302,15 @@ def _shown(
     llm: LLM, text: str, params: SamplingParams, chat: Chat | None, echoes: bool
 ) -> RequestOutput:
     """Continues or answers one text, which is shown as its tokens come."""
-    from flexgen_jax.cli.showing import Shown
-    from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
+    from flexgen_jax.cli.showing import show_text
     from flexgen_jax.models.chat import ChatOptions
 
-    tokenizer, ids = llm.tokenizer, llm.encode(text) if chat is None else None
-    if chat is not None:
+    if chat is None:
+        ids = llm.encode(text)
+    else:
         options = ChatOptions(variables=chat.variables, now=chat.now or datetime.now())
         text, ids = llm.chat_prompt([{"role": "user", "content": text}], options)
-    assert tokenizer is not None and ids is not None, "the text was encoded"
-    stops = llm.resolved(params, len(ids)).stop
-    stream = AnswerStream(tokenizer, ids, stops) if chat else PlainStream(tokenizer, ids, stops)
-    shown = Shown(stream, text if echoes else "")
-    (result,) = llm.generate(
-        prompt_token_ids=[ids],
-        sampling_params=params,
-        on_token=lambda _, token: shown.add(token),
-        on_error="raise",
-    )
-    shown.end()
+    _, result = show_text(llm, ids, params, chat is not None, begin=text if echoes else "")
     return replace(result, prompt=text)
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ipaddress
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 
-from flexgen_jax.cli.commands import Command, Terminated
+from flexgen_jax.cli.commands import Command, Terminated, end
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.errors import UserError
 
@@ -73,9 +71,7 @@ def serve(
             f"--host {host} can be reached by others: give --api-key, or --open-to-all if all may "
             "ask"
         )
-    options = engine_options(flags, default_batches=1)
-    if options.progress:
-        options = replace(options, progress="placing")
+    options = engine_options(flags, default_batches=1, shows_tokens=True)
     with open_llm(options) as llm:
         if llm.tokenizer is None:
             raise UserError("this model has no tokenizer, so it cannot be served")
@@ -90,7 +86,7 @@ def serve(
             h11_max_incomplete_event_size=64 << 10,
         )
         running = Announced(config, server.names[0])
-        before = signal.signal(signal.SIGTERM, _end)
+        before = signal.signal(signal.SIGTERM, end)
         try:
             running.run()
         except KeyboardInterrupt as error:  # the server has ended by itself before
@@ -100,10 +96,6 @@ def serve(
             server.engine.stop()
         if not running.started:
             sys.exit(1)
-
-
-def _end(_number: int, _frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def _is_loopback(host: str) -> bool:

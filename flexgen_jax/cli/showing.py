@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -11,22 +12,29 @@ from typing import Any
 
 import click
 
-from flexgen_jax.models.answer_stream import AnswerStream, Piece
+from flexgen_jax.engine.llm import LLM
+from flexgen_jax.engine.outputs import RequestOutput
+from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.models.answer_stream import AnswerStream, Piece, PlainStream
 
 
 class Shown:
     """Writes an answer's pieces to stdout, reasoning dimmed where that is a terminal, and left out
-    elsewhere. begin: what is shown first; reasoning, content: what has come."""
+    elsewhere.
+
+    begin: what is shown first; reasoning, content: what has come; first_at: when the first token
+    came."""
 
     def __init__(self, stream: AnswerStream, begin: str = "") -> None:
         self._stream = stream
         click.echo(begin, nl=False)
         self._is_terminal = sys.stdout.isatty()
-        self.tokens = 0
+        self.tokens, self.first_at = 0, float("nan")
         self.reasoning = self.content = ""
 
     def add(self, token: int) -> None:
         """Shows what a token adds."""
+        self.first_at = self.first_at if self.tokens else time.perf_counter()
         self.tokens += 1
         self._show(self._stream.add(token))
 
@@ -48,6 +56,27 @@ class Shown:
                 if self._is_terminal:
                     click.echo(click.style(text, dim=True), nl=False)
         sys.stdout.flush()
+
+
+def show_text(
+    llm: LLM, ids: list[int], params: SamplingParams, has_reasoning: bool, begin: str = ""
+) -> tuple[Shown, RequestOutput]:
+    """Continues a prompt and shows the text as its tokens come; has_reasoning: whether it may begin
+    with reasoning; begin: what is shown before it. Raises `PromptError` for an impossible
+    prompt."""
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None, "the prompt was encoded"
+    stops = llm.resolved(params, len(ids)).stop
+    stream = (AnswerStream if has_reasoning else PlainStream)(tokenizer, ids, stops)
+    shown = Shown(stream, begin)
+    (result,) = llm.generate(
+        prompt_token_ids=[ids],
+        sampling_params=params,
+        on_token=lambda _, token: shown.add(token),
+        on_error="raise",
+    )
+    shown.end()
+    return shown, result
 
 
 @contextmanager

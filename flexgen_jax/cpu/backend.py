@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flexgen_jax.cpu import attention, delta, matmul
 from flexgen_jax.gpu import DeviceKernels, kernels_of_gpu
 from flexgen_jax.layers.attention import KVPair, Partial
+from flexgen_jax.layers.delta_rule import Sides
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.tuning import Tuning
 from flexgen_jax.models.parts import AttentionSpec
@@ -82,18 +83,9 @@ class CpuKernels(DeviceKernels):
         found = matmul.matmul(x, table, None, jnp.float32)
         return super().logits(x, table) if found is None else found
 
-    def delta_step(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        log_fade: jax.Array,
-        write: jax.Array,
-        state: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        args = (query, key, value, log_fade, write, state)
-        found = delta.delta_step(*args)
-        return super().delta_step(*args) if found is None else found
+    def delta_step(self, sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        made = delta.delta_step(sides, state)
+        return super().delta_step(sides, state) if made is None else made
 
     def compiler_options(
         self, formats: Formats, is_lone: bool = False

@@ -9,22 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.cpu.targets import register
+from flexgen_jax.layers.delta_rule import Sides
 
 FEW_ELEMENTS = 1 << 18
 """Below this many elements of states, XLA's own code is fast enough, and Numba need not be
 loaded."""
 
 
-def delta_step(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    log_fade: jax.Array,
-    write: jax.Array,
-    state: jax.Array,
-) -> tuple[jax.Array, jax.Array] | None:
+def delta_step(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array] | None:
     """Computes one token of each sequence, or returns None if XLA's own code should be used; see
     `layers.delta_rule.step`. The new state takes the old one's memory if that is donated."""
+    query, key, value, log_fade, write = sides
     key_size, value_size = state.shape[-2:]
     if state.size < FEW_ELEMENTS:
         return None

@@ -90,8 +90,8 @@ class GatedDeltaNet(nn.Module):
         fade = jnp.where(is_real, -jnp.exp(self.fade_log) * fade, 0)
         given = (joined, fade, jax.nn.sigmoid(self.write(x)), is_real)
         if tokens == 1:
-            query, key, value, faded, shares = (side[:, 0] for side in self._sides(*given))
-            out, after = self.kernels.delta_step(query, key, value, faded, shares, matrices)
+            only = delta_rule.Sides(*(side[:, 0] for side in self._sides(*given)))
+            out, after = self.kernels.delta_step(only, matrices)
         else:
             out, after = self._in_chunks(given, matrices, tokens)
         heads = self.norm(out.reshape(batch, tokens, -1, spec.value_size).astype(self.dtype))
@@ -102,9 +102,10 @@ class GatedDeltaNet(nn.Module):
 
     def _sides(
         self, joined: jax.Array, fade: jax.Array, write: jax.Array, is_real: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Returns queries, keys, values, fading and shares of some tokens, as `delta_rule` takes
-        them; joined: of these tokens, and of those before them that weighted sums need."""
+    ) -> delta_rule.Sides:
+        """Returns what some tokens ask of the state and write to it.
+
+        joined: of these tokens, and of those before them that weighted sums need."""
         spec, (batch, tokens, _) = self.spec, fade.shape
         weights = self.weights.astype(jnp.float32)
         total = jnp.zeros((batch, tokens, spec.channels), jnp.float32)
@@ -113,7 +114,7 @@ class GatedDeltaNet(nn.Module):
         mixed = jnp.where(is_real, jax.nn.silu(total.astype(self.dtype)), 0)
         query, key, value = jnp.split(mixed, [spec.keys, 2 * spec.keys], axis=-1)
         grouped = (batch, tokens, spec.key_heads, spec.group)
-        return (
+        return delta_rule.Sides(
             _unit(query.reshape(*grouped[:3], spec.key_size)) * spec.key_size**-0.5,
             _unit(key.reshape(*grouped[:3], spec.key_size)),
             value.reshape(*grouped, spec.value_size).astype(jnp.float32),
@@ -137,7 +138,7 @@ class GatedDeltaNet(nn.Module):
                 jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
                 for x, length in zip(filled, lengths, strict=True)
             )
-            out, state = delta_rule.chunk(*self._sides(*parts), state)
+            out, state = delta_rule.chunk(self._sides(*parts), state)
             return state, out.astype(self.dtype)
 
         state, out = jax.lax.scan(one, state, jnp.arange(count) * size)

@@ -10,6 +10,7 @@ b with which it writes, does
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +18,29 @@ import jax.numpy as jnp
 _product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def step(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    log_fade: jax.Array,
-    write: jax.Array,
-    state: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes one token.
+class Sides(NamedTuple):
+    """What tokens ask of a state and write to it, fp32: of one token, or with an axis of tokens
+    after the batch.
 
     query, key: [batch, key head, key element]; value: [batch, key head, value head of its group,
-    value element]; log_fade, write: [batch, key head, value head]; state: [batch, key head, value
-    head, key element, value element]; all of them fp32. Returns the result, of value's shape, and
-    the new state.
+    value element]; log_fade, write: [batch, key head, value head], the logarithm of the fading and
+    the share that is written.
     """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    log_fade: jax.Array
+    write: jax.Array
+
+
+def step(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes one token.
+
+    state: fp32 [batch, key head, value head, key element, value element]. Returns the result, of
+    the value's shape, and the new state.
+    """
+    query, key, value, log_fade, write = sides
     fade = jnp.exp(log_fade)[..., None]
     # One reading of the state serves key and query: what the token writes is added afterwards.
     both = jnp.stack([key, query], axis=2)
@@ -41,21 +50,16 @@ def step(
     return seen[..., 1, :] + (query * key).sum(-1)[..., None, None] * written, state
 
 
-def chunk(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    log_fade: jax.Array,
-    write: jax.Array,
-    state: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes some tokens at once: arguments and results as of `step`, with an axis of tokens
-    after the batch. What has a key of zeros and a fading of zero changes nothing.
+def chunk(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes some tokens at once, as `step` computes one.
+
+    A token whose key and log of fading are zeros changes nothing.
 
     The written values W solve (I + L) W = R, a triangular system: L[i, j] is what token i sees of
     token j's key, R its value without what the state before the chunk knows of it (section 3.2, the
     UT transform).
     """
+    query, key, value, log_fade, write = sides
     tokens = query.shape[1]
     earlier = jnp.tril(jnp.ones((tokens, tokens), bool), -1)
     until = earlier | jnp.eye(tokens, dtype=bool)

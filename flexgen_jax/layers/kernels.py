@@ -124,15 +124,7 @@ class Kernels(Protocol):
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         """Returns `x @ table.T`, fp32 [..., vocabulary]; x: [..., in]; table: [vocabulary, in]."""
 
-    def delta_step(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        log_fade: jax.Array,
-        write: jax.Array,
-        state: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    def delta_step(self, sides: delta_rule.Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Computes one token of the gated delta rule; see `layers.delta_rule.step`."""
 
     def compiler_options(
@@ -223,16 +215,8 @@ class XlaKernels:
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         return matmul(x, table, None, self._part_bytes(x, table), self.tuning)
 
-    def delta_step(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        log_fade: jax.Array,
-        write: jax.Array,
-        state: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        return delta_rule.step(query, key, value, log_fade, write, state)
+    def delta_step(self, sides: delta_rule.Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return delta_rule.step(sides, state)
 
     def _part_bytes(self, x: jax.Array, kernel: Kept) -> int:
         return self.sizes.unpacked_bytes(x.size // x.shape[-1], kernel.shape[0])

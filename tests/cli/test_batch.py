@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from flexgen_jax.cli.batch import Terminated
+from flexgen_jax.cli.commands import Terminated
 from flexgen_jax.cli.main import main
 from flexgen_jax.jobs.job import Job
 

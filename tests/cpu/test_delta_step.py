@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flexgen_jax.cpu import delta
+from flexgen_jax.layers.delta_rule import Sides
 from tests.helpers.delta import by_formula, made
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
@@ -30,11 +31,11 @@ def test_tokens_are_the_formula(
     given, before = made(5, batch, 6, heads, group, alike=False, values=values)
     wanted, left = by_formula(given, before)
     state = jnp.asarray(before, jnp.float32)
-    step = jax.jit(delta.delta_step, donate_argnums=(5,) if donates else ())
+    step = jax.jit(delta.delta_step, donate_argnums=(1,) if donates else ())
     for token in range(6):
-        sides = (jnp.asarray(each[:, token], jnp.float32) for each in given)
+        sides = Sides(*(jnp.asarray(each[:, token], jnp.float32) for each in given))
         kept = state
-        made_of = step(*sides, state)
+        made_of = step(sides, state)
         assert made_of is not None, "the kernel can be called"
         out, state = made_of
         assert kept.is_deleted() == donates

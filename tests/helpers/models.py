@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.models.families import OPT, read_config
 from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.tokenizer import Tokenizer
 
 BASE: dict[str, Any] = {
     "model_type": "opt",
@@ -106,6 +108,28 @@ def write_checkpoint(folder: Path, variant: str = "base", **changes: Any) -> Pat
     (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
     save_file(random_tensors(config), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def tokenizer_with(folder: Path, marks: Sequence[str], plain: Sequence[str] = ()) -> Tokenizer:
+    """A tokenizer of bytes that also has these marks, with ids from 1000 on; those that `plain`
+    names are ordinary tokens, the others special ones."""
+    content = byte_tokenizer()
+    content["added_tokens"] += [
+        {
+            "id": 1000 + number,
+            "content": mark,
+            "special": mark not in plain,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for number, mark in enumerate(marks)
+    ]
+    content["model"]["vocab"] |= {mark: 1000 + n for n, mark in enumerate(marks)}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text("{}")
+    return Tokenizer(folder, None)
 
 
 def byte_tokenizer() -> dict[str, Any]:

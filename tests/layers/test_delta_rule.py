@@ -34,7 +34,8 @@ def test_chunks_are_the_formula(
         sides = [query[:, part], key[:, part], value[:, part], log_fade[:, part]]
         empty = [jnp.pad(x, [(0, 0), (0, filling)] + [(0, 0)] * (x.ndim - 2)) for x in sides]
         shares = jnp.pad(write[:, part], [(0, 0), (0, filling), (0, 0), (0, 0)])
-        out, state = delta_rule.chunk(*empty, write=shares + 0.5 * (shares == 0), state=state)
+        padded = delta_rule.Sides(*empty, write=shares + 0.5 * (shares == 0))
+        out, state = delta_rule.chunk(padded, state)
         results.append(out[:, :tokens])
     np.testing.assert_allclose(jnp.concatenate(results, 1), wanted, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(state, left, rtol=1e-3, atol=1e-3)
@@ -46,8 +47,7 @@ def test_steps_are_the_formula(group: int) -> None:
     wanted, left = by_formula(given, before)
     state = jnp.asarray(before, jnp.float32)
     for token in range(9):
-        out, state = delta_rule.step(
-            *(jnp.asarray(each[:, token], jnp.float32) for each in given), state
-        )
+        sides = delta_rule.Sides(*(jnp.asarray(each[:, token], jnp.float32) for each in given))
+        out, state = delta_rule.step(sides, state)
         np.testing.assert_allclose(out, wanted[:, token], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(state, left, rtol=1e-4, atol=1e-5)

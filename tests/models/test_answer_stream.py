@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import pytest
@@ -13,7 +12,7 @@ from flexgen_jax.models.answer_stream import AnswerStream, Piece
 from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.models.reasoning import HARMONY, split_reasoning
 from flexgen_jax.models.tokenizer import Tokenizer
-from tests.helpers.models import byte_tokenizer
+from tests.helpers.models import tokenizer_with
 
 SPECIAL = (*HARMONY, "<think>", "</think>", "<|channel>", "<channel|>")
 
@@ -21,23 +20,8 @@ SPECIAL = (*HARMONY, "<think>", "</think>", "<|channel>", "<channel|>")
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """One of bytes, some of whose marks are special tokens and others plain ones."""
-    folder, content = tmp_path_factory.mktemp("marks"), byte_tokenizer()
-    content["added_tokens"] += [
-        {
-            "id": 1000 + number,
-            "content": mark,
-            "special": "think" not in mark,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        }
-        for number, mark in enumerate(SPECIAL)
-    ]
-    content["model"]["vocab"] |= {mark: 1000 + n for n, mark in enumerate(SPECIAL)}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    (folder / "config.json").write_text("{}")
-    return Tokenizer(folder, None)
+    folder, plain = tmp_path_factory.mktemp("marks"), ("<think>", "</think>")
+    return tokenizer_with(folder, SPECIAL, plain)
 
 
 def joined(pieces: Sequence[Piece]) -> tuple[str, str]:

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from flexgen_jax.models.reasoning import HARMONY, Reasoning, split_reasoning
 from flexgen_jax.models.tokenizer import Tokenizer
-from tests.helpers.models import byte_tokenizer
+from tests.helpers.models import tokenizer_with
 
 MARKS = (*HARMONY, "<|channel>", "<channel|>")
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder, content = tmp_path_factory.mktemp("harmony"), byte_tokenizer()
-    content["added_tokens"] += [
-        {
-            "id": 1000 + number,
-            "content": mark,
-            "special": True,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        }
-        for number, mark in enumerate(MARKS)
-    ]
-    content["model"]["vocab"] |= {mark: 1000 + n for n, mark in enumerate(MARKS)}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    (folder / "config.json").write_text("{}")
-    return Tokenizer(folder, None)
+    return tokenizer_with(tmp_path_factory.mktemp("harmony"), MARKS)
 
 
 @pytest.mark.parametrize(
