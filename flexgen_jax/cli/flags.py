@@ -326,6 +326,12 @@ def _precision_flags(command: Function) -> Function:
                 "weights: fewer need less memory, and more passes. Default: "
                 f"{Policy().prefill_chunk}, or less where a plan needs it.",
             ),
+            click.option(
+                "--prefix-sharing/--no-prefix-sharing",
+                default=True,
+                help="Whether prompts that begin alike have their common beginning computed and "
+                "kept once.",
+            ),
         ],
     )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from flexgen_jax.engine.beginnings import share
 from flexgen_jax.engine.feed import Source
+from flexgen_jax.engine.prefixes import Beginning, Prefixes
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import (
     MOST_LOGPROBS,
@@ -20,7 +22,7 @@ from flexgen_jax.offload.batch import Batch
 from flexgen_jax.policy.admission import Admission
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY
-from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.running import Running, spans_of
 from flexgen_jax.policy.segments import left_out
 from flexgen_jax.policy.shapes import BatchShape
 from flexgen_jax.policy.shrinking import fewer_rows
@@ -66,13 +68,21 @@ def grouped(requests: Sequence[EncodedRequest], batch_size: int) -> list[Sequenc
     return [requests[i : i + size] for i in range(0, len(requests), size)]
 
 
+class PromptTokens(NamedTuple):
+    """The tokens of a run's prompts: those computed, with the padding that fills up batches, and
+    those that were not computed because others share them."""
+
+    computed: int
+    padded: int
+    shared: int
+
+
 class Waiting:
     """Requests that wait for their batches to enter: the source of a run.
 
-    Those of similar length go together. members: the requests of the batches that are there;
-    left: requests that are longer than what was planned for; entered: how many were taken;
-    prompt_tokens, padded_tokens: of all batches that entered, without and with the padding that is
-    computed.
+    Those that begin alike go together, and those of similar length. members: the requests of the
+    batches that are there; left: requests that are longer than what was planned for; entered: how
+    many were taken.
     """
 
     def __init__(
@@ -80,47 +90,73 @@ class Waiting:
         plan: BlockPlan,
         source: Source[EncodedRequest],
         make: Callable[[Sequence[EncodedRequest], int], Batch],
-        prefix: tuple[int, ...] = (),
         choices: TokenChoices | None = None,
+        shares: bool = False,
     ) -> None:
-        """make: makes a batch of its requests, with that many rows; prefix: the tokens with which
-        all of them begin; choices: what tokens are chosen by, None where none is."""
+        """make: makes a batch of its requests, with that many rows; choices: what tokens are chosen
+        by, None where none is; shares: whether requests that come later may share what they begin
+        with."""
         self._plan, self._source, self._make = plan, source, make
         self._requests: list[EncodedRequest] = []
         self._admission = Admission(plan)
+        self._prefixes = Prefixes(self._admission)
         self._given: dict[Running, Batch] = {}
         self.members: dict[Running, Sequence[EncodedRequest]] = {}
+        # What the rows of each batch begin with.
+        self._chains: dict[Running, list[list[Running]]] = {}
+        # Those that enter next, when what they begin with is computed.
+        self._next_ones: Sequence[EncodedRequest] = ()
         self.left: list[EncodedRequest] = []
-        self.entered = self.prompt_tokens = self.padded_tokens = 0
-        self._prefix_ids = prefix
-        self._prefix: Running | None = None
-        self._choices = choices
+        self.entered = self._computed = self._padded = self._spared = 0
+        self._choices, self._shares = choices, shares
+
+    @property
+    def prompts(self) -> PromptTokens:
+        """The tokens of all prompts that have entered."""
+        return PromptTokens(self._computed, self._padded, self._spared)
 
     def given(self, running: Running) -> Batch:
         """Returns what is computed of a batch that is there."""
         return self._given[running]
 
     def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
-        """Lets as many batches enter as the plan has rows for beside those that are `going`."""
+        """Lets as many batches enter as the plan has rows for beside those that are `going`, and
+        before them what they begin with."""
         if any(running.is_prefix for running in going):
             return ()
-        if self._prefix_ids and self._prefix is None:
-            return [self._enter_prefix()]
         policy = self._plan.policy
         free = policy.batch_size * policy.num_batches - sum(running.rows for running in going)
         if free < (policy.batch_size // FEWEST if going else 1):
             return ()
         if not self.left:  # they wait for a run of their own
             self._top_up(max(0, free - len(self._requests)))
-        if self._choices is not None:
-            self._requests = self._choices.wanted(self._requests)
-        members = self._next(
-            min(free, policy.batch_size * (most or policy.num_batches)), is_beside=bool(going)
-        )
-        groups = grouped(members, policy.batch_size)
-        given = [self._make(group, len(groups[0])) for group in groups]
+        self._drop_unwanted()
+        if not self._next_ones:
+            number = min(free, policy.batch_size * (most or policy.num_batches))
+            self._next_ones = self._chosen(number, is_beside=bool(going))
+        missing = self._prefixes.missing(self._next_ones)
+        if missing:
+            return self._enter_prefixes(missing, is_first=not going)
+        members, self._next_ones = self._next_ones, ()
+        return self._enter_batches(grouped(members, policy.batch_size), is_first=not going)
+
+    def _drop_unwanted(self) -> None:
+        """Leaves out requests that are not to be run any more."""
+        if self._choices is None:
+            return
+        before = len(self._requests) + len(self._next_ones)
+        self._requests = self._choices.wanted(self._requests)
+        self._next_ones = self._choices.wanted([*self._next_ones])
+        if len(self._requests) + len(self._next_ones) < before:
+            self._prefixes.hold_for([*self._requests, *self._next_ones])
+
+    def _enter_batches(
+        self, groups: Sequence[Sequence[EncodedRequest]], is_first: bool
+    ) -> Sequence[Running]:
+        """Lets batches of some requests enter."""
         if not groups:
             return ()
+        given = [self._make(group, len(groups[0])) for group in groups]
         shapes = [
             BatchShape(
                 rows=batch.size,
@@ -130,50 +166,80 @@ class Waiting:
             )
             for batch, group in zip(given, groups, strict=True)
         ]
-        entered = self._admission.enter(shapes, is_first=not going, prefix=self._prefix)
-        for running, batch, group in zip(entered, given, groups, strict=True):
+        chains = [self._prefixes.take(group) for group in groups]
+        entered = self._admission.enter(
+            shapes=shapes, is_first=is_first, shared=[spans_of(chain) for chain in chains]
+        )
+        self._prefixes.hold_for(self._requests)
+        for running, batch, group, chain in zip(entered, given, groups, chains, strict=True):
+            self._chains[running] = chain
             self._take_in(running, batch, group)
+            self._spared += sum(request.prefix_len for request in group)
+        self.entered += sum(map(len, groups))
+        return entered
+
+    def _enter_prefixes(self, missing: Sequence[Beginning], is_first: bool) -> Sequence[Running]:
+        """Lets enter what requests begin with."""
+        entered = []
+        for running, batch in self._prefixes.enter(missing, is_first):
+            self._take_in(running, batch, ())
+            self._spared -= batch.prompt_len - int(batch.first_valid[0])
+            entered.append(running)
         return entered
 
     def _take_in(self, running: Running, batch: Batch, members: Sequence[EncodedRequest]) -> None:
         self._given[running], self.members[running] = batch, members
         running.closing.callback(self._forget, running)
-        if not running.is_prefix:
-            segments = self._plan.segments(running.shape, batch.padding)
-            self.prompt_tokens += sum(len(request.own_ids) for request in members)
-            self.padded_tokens += batch.size * batch.prompt_len - left_out(segments)
-
-    def _enter_prefix(self) -> Running:
-        self._prefix = self._admission.enter_prefix()
-        ids, first_valid = np.array([self._prefix_ids], np.int32), np.zeros(1, np.int32)
-        self._take_in(self._prefix, Batch(ids, first_valid), ())
-        return self._prefix
+        segments = self._plan.segments(running.shape, batch.padding)
+        real = sum(len(request.own_ids) for request in members)
+        self._computed += real or batch.prompt_len - int(batch.first_valid[0])
+        self._padded += batch.size * batch.prompt_len - left_out(segments)
 
     def _forget(self, running: Running) -> None:
         """Forgets a batch that is done."""
         del self._given[running], self.members[running]
+        self._chains.pop(running, None)
 
     def _top_up(self, most: int) -> None:
         """Takes requests that have come; the shortest prompts are first."""
         taken = self._source.take(most)
-        if taken:
-            fits = [self._plan_fits(request) for request in taken]
-            self._requests += [r for r, is_fit in zip(taken, fits, strict=True) if is_fit]
-            self.left += [r for r, is_fit in zip(taken, fits, strict=True) if not is_fit]
-            self._requests.sort(key=lambda r: (len(r.own_ids), len(r.forced), r.index))
+        if not taken:
+            return
+        if self._shares and self._plan.shape.prefix:
+            taken = share(taken, self._prefixes.known)
+        for request in map(self._prefixes.fitted, taken):
+            if self._plan_fits(request):
+                self._prefixes.add(request)
+                self._requests.append(request)
+            else:
+                self.left.append(request)
+        self._sort()
+
+    def _sort(self) -> None:
+        """Sorts by length, with those together that begin alike."""
+        roots = {r.index: next(iter(self._prefixes.chain(r)), None) for r in self._requests}
+        longest: dict[Beginning | None, int] = {}
+        for r in self._requests:
+            root = roots[r.index]
+            longest[root] = max(longest.get(root, 0), len(r.own_ids))
+
+        def place(r: EncodedRequest) -> tuple[Any, ...]:
+            root, own = roots[r.index], len(r.own_ids)
+            group = (own, (), ()) if root is None else (longest[root], root.ids, r.beginnings[-1])
+            return (*group, own, len(r.forced), r.index)
+
+        self._requests.sort(key=place)
 
     def _plan_fits(self, request: EncodedRequest) -> bool:
         """Returns whether a request is no longer than what was planned for."""
         shape = self._plan.shape
-        is_short = len(request.own_ids) <= max(shape.prompt_lens)
         return (
-            is_short
-            and request.prefix == self._prefix_ids
+            len(request.own_ids) <= max(shape.prompt_lens)
             and request.max_tokens <= shape.gen_len
             and (request.params.is_plain or shape.head != GREEDY)
         )
 
-    def _next(self, most: int, is_beside: bool) -> Sequence[EncodedRequest]:
+    def _chosen(self, most: int, is_beside: bool) -> Sequence[EncodedRequest]:
         """Takes up to `most` requests out, neighbours in length; is_beside: whether they run beside
         other batches."""
         number = min(most, len(self._requests))
@@ -184,16 +250,34 @@ class Waiting:
             # The one that has waited longest goes, whatever its length.
             oldest = min(range(len(self._requests)), key=lambda i: self._requests[i].index)
             first = min(oldest, len(self._requests) - number)
-        taken = self._requests[first : first + number]
-        del self._requests[first : first + number]
-        self.entered += number
+        taken = self._with_room(self._requests[first : first + number])
+        chosen = set(map(id, taken))
+        self._requests = [request for request in self._requests if id(request) not in chosen]
         return taken
+
+    def _with_room(self, requests: Sequence[EncodedRequest]) -> Sequence[EncodedRequest]:
+        """Returns the first of some requests, as many as the plan has room for what they begin
+        with; if there is none, others whose beginnings are there."""
+        room, count = self._prefixes.room, 0
+        new = set[Beginning]()
+        for request in requests:
+            new.update(self._prefixes.missing([request]))
+            if len(new) > room:
+                break
+            count += 1
+        if count or not requests:
+            return requests[:count]
+        there = [r for r in self._requests if not self._prefixes.missing([r])]
+        return there[: len(requests)]
 
     def keep(self, running: Running, rows: Sequence[int]) -> None:
         """Leaves a batch with these rows; rows beyond the requests are padding, and come last."""
         self._given[running] = self._given[running].taken(rows)
-        members = self.members[running]
-        self.members[running] = [members[row] for row in rows if row < len(members)]
+        members, chains = self.members[running], self._chains[running]
+        kept = [row for row in rows if row < len(members)]
+        self.members[running] = [members[row] for row in kept]
+        self._chains[running] = [chains[row] for row in kept]
+        running.share(spans_of(self._chains[running]))
 
     def adjusted(self, running: Running) -> tuple[np.ndarray, ...]:
         """Returns the arguments of `layers.sampling.adjust` for a batch's next tokens, or ()."""
@@ -223,13 +307,13 @@ class Waiting:
 
     def wait(self) -> bool:
         """Waits until a request has come; returns false if none will that was planned for."""
-        if self._requests:
+        if self._requests or self._next_ones:
             return True
         return not self.left and self._source.wait()
 
     def unfinished(self) -> list[EncodedRequest]:
         """Returns the requests that have not entered."""
-        return [*self._requests, *self.left]
+        return [*self._next_ones, *self._requests, *self.left]
 
 
 def pad_prompts(
@@ -241,7 +325,7 @@ def pad_prompts(
     Rows beyond the batch count as one padding token, so that all batches of a block have equal
     shapes.
     """
-    most = max_positions - batch[0].prefix_len
+    most = max_positions - min(r.prefix_len for r in batch)
     tokens = padded_length(max(len(r.own_ids) for r in batch), most)
     ids = np.full((rows, tokens), pad_id, np.int32)
     first_valid = np.full(rows, tokens - 1, np.int32)
@@ -258,18 +342,19 @@ def made_batch(
     ids, first_valid = pad_prompts(members, rows, config.pad_id, config.max_positions)
     fill = rows - len(members)
     most = np.array([len(r.prompt_ids) + r.max_tokens for r in members] + [1] * fill, np.int32)
+    before = np.array([r.prefix_len for r in members] + [0] * fill, np.int32)
     if any(request.forced for request in members):
         forced = np.zeros((rows, max(r.max_tokens for r in members)), np.int32)
         for row, request in enumerate(members):
             forced[row, : len(request.forced)] = request.forced
-        return Batch(ids, first_valid, forced=forced, most=most)
+        return Batch(ids, first_valid, forced=forced, most=most, before=before)
     if is_scoring:
         branches = members[0].branches
         targets = np.zeros((rows, branches.total if branches else ids.shape[1]), np.int32)
         for row, request in enumerate(members):
             if request.scored:
                 targets[row, -len(request.scored) :] = np.maximum(request.scored, 0)
-        return Batch(ids, first_valid, targets=targets, most=most, branches=branches)
+        return Batch(ids, first_valid, targets=targets, most=most, before=before, branches=branches)
     most = np.maximum(most - 1, 1)  # the last token is chosen, and not computed
     params = [r.params for r in members] + [SamplingParams()] * fill
     places = [r.draws_from for r in members] + [0] * fill
@@ -277,4 +362,4 @@ def made_batch(
     wanted = [p.logprobs for p in params if p.logprobs is not None]
     logprobs = next(n for n in LOGPROBS if n >= max(wanted)) if wanted else None
     sampling = sampling_arrays(params, places, starts)
-    return Batch(ids, first_valid, sampling, most=most, logprobs=logprobs)
+    return Batch(ids, first_valid, sampling, most=most, before=before, logprobs=logprobs)

@@ -53,7 +53,7 @@ class Conductor:
         def make(members: Sequence[EncodedRequest], rows: int) -> Any:
             return made_batch(plan.config, is_scoring, members, rows)
 
-        self.waiting = Waiting(plan, incoming, make, (), choices)
+        self.waiting = Waiting(plan, incoming, make, choices)
         self._groups: list[list[Running]] = [[] for _ in range(groups)]
         self._asked: dict[Running, tuple[int, int]] = {}
         self._ids: dict[Running, np.ndarray] = {}

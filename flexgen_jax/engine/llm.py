@@ -72,6 +72,7 @@ class LLM(TextModel):
         disk_space: str | int | None = None,
         write_limit: str | int | None = None,
         offload_dir: str | Path | None = None,
+        prefix_sharing: bool = True,
         dummy_weights: bool = False,
         seed: int = EngineOptions.seed,
         progress: Bars = False,
@@ -101,6 +102,7 @@ class LLM(TextModel):
                 disk_space=disk_space,
                 write_limit=write_limit,
                 offload_dir=offload_dir,
+                prefix_sharing=prefix_sharing,
                 dummy_weights=dummy_weights,
                 seed=seed,
                 progress=progress,
@@ -121,14 +123,14 @@ class LLM(TextModel):
         self._runner = make_runner(asked, on_cpu, self._model, progress)
         self._finalizer = weakref.finalize(self, self._runner.close)
         self.dtype = self._runner.dtype
-        self._serving = Serving(self._runner, self.config)
         tokenizer = self._model.tokenizer
         self._grammars: Grammars | None = None
         if tokenizer is not None:
             self._grammars = Grammars(tokenizer, self.config.vocab_size, self.config.eos_ids)
         shares = self._runner.shares_rows and self.config.short_positions is None
         has_branches = shares and self.config.all_attend
-        shares = shares and not (self._runner.given.is_sparse or self.config.has_windows)
+        shares = shares and not self._runner.given.is_sparse
+        self._serving = Serving(self._runner, self.config, shares and asked.prefix_sharing)
         self._prompts = PromptReader(self, shares, self._grammars, progress)
         self._scorer = Scorer(self, self._serving, self._prompts, shares, has_branches)
         self._ready: deque[RequestOutput] = deque()

@@ -94,13 +94,13 @@ class LocalRunner:
         return session
 
     def run(
-        self, incoming: Incoming[EncodedRequest], collector: Collector, prefix: tuple[int, ...]
+        self, incoming: Incoming[EncodedRequest], collector: Collector, shares: bool
     ) -> Iterator[None]:
         session, before = self.session, collector.num_tokens
         assert session is not None, "it was opened"
         make = partial(made_batch, self.planner.setting.config, isinstance(collector, Scoring))
         choices = collector if isinstance(collector, Generation) else None
-        waiting = Waiting(session.plan, incoming, make, prefix, choices)
+        waiting = Waiting(session.plan, incoming, make, choices, shares)
         session.start()
 
         def on_result(step: Step, result: Any) -> Sequence[int]:
@@ -121,8 +121,7 @@ class LocalRunner:
         with self._progress.generating(collector.progress, lambda: session.compile_s) as tick:
             yield from session.run(waiting, on_result, on_step)
         incoming.put_back(waiting.unfinished())
-        padding = (waiting.prompt_tokens, waiting.padded_tokens)
-        session.finish(waiting.entered, collector.num_tokens - before, padding)
+        session.finish(waiting.entered, collector.num_tokens - before, waiting.prompts)
         self.planner.observe(*session.disk_reads())
 
     def back_off(self, error: Exception) -> None:

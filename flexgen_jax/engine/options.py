@@ -38,6 +38,7 @@ class EngineOptions:
     write_limit: bytes that a plan may write to the disk a day, since that wears an SSD; None is
         without a limit. Weights, which are stored once, do not count.
     offload_dir: where the disk tier lies, and what later runs use again; None is the user's cache.
+    prefix_sharing: whether requests that begin alike have their common beginning computed once.
     dummy_weights: random weights of a known shape, in place of a checkpoint's.
     seed: of random weights; sampling has the seeds of `SamplingParams`.
     progress: whether progress bars are shown; "placing" leaves out that of tokens.
@@ -69,6 +70,7 @@ class EngineOptions:
     disk_space: str | int | None = None
     write_limit: str | int | None = None
     offload_dir: str | Path | None = None
+    prefix_sharing: bool = True
     dummy_weights: bool = False
     seed: int = 0
     progress: Bars = False

@@ -140,7 +140,7 @@ class Generation:
     def _under_way(self, request: EncodedRequest) -> _Sequence | None:
         """Returns the sequence of a request; None if it is finished, or goes on as another."""
         sequence = self._sequences.get(request.index)
-        return sequence if sequence is not None and sequence.request is request else None
+        return sequence if sequence is not None and sequence.request == request else None
 
     def adjustments(
         self, requests: Sequence[EncodedRequest]

@@ -35,11 +35,11 @@ class KnownTexts(Waiting):
         """ends: tokens of each text, by the requests' indices."""
 
         def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
-            most = max_positions - members[0].prefix_len
+            most = max_positions - min(r.prefix_len for r in members)
             tokens = padded_length(max(len(r.own_ids) for r in members), most)
             return Batch(np.zeros((rows, tokens), np.int8), np.zeros(rows, np.int8))
 
-        super().__init__(plan, Listed(requests), make, requests[0].prefix)
+        super().__init__(plan, Listed(requests), make)
         self._ends = ends
         self._left: dict[Running, list[int]] = {}
 
@@ -58,11 +58,9 @@ class KnownTexts(Waiting):
 def predicted_time(
     problem: Problem, policy: Policy, texts: Mapping[EncodedRequest, int]
 ) -> Prediction | None:
-    """Returns the prediction for requests that end after these tokens; None if the run is too long,
-    or if there are several, since not all share one prefix."""
+    """Returns the prediction for requests that end after these tokens; None if the run is too
+    long."""
     requests, ends = list(texts), {r.index: tokens for r, tokens in texts.items()}
-    if len({r.prefix for r in requests}) > 1:
-        return None
     blocks = -(-len(requests) // (policy.batch_size * policy.num_batches))
     layers = len(problem.costs(policy).spec.layers)
     steps = blocks * max(ends.values()) * policy.num_batches * layers

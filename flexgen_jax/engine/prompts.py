@@ -125,7 +125,7 @@ class PromptReader:
             prefix = self._tokenizer.encode(prefix)
         if not prefix or len(requests) < 2 or not self._shares:
             return requests
-        return [replace(r, prefix_len=shared_tokens(r.prompt_ids, prefix)) for r in requests]
+        return [replace(r, shared=shared_tokens(r.prompt_ids, prefix)) for r in requests]
 
     def of_single(self) -> Encode:
         """Returns how requests of one text each are encoded."""

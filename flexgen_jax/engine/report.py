@@ -17,9 +17,11 @@ class Report(TypedDict, total=False):
     gen_len: int
     num_sequences: int
     num_tokens: int
-    # Of the prompts, without and with those that fill up batches.
+    # Of the prompts, computed without and with those that fill up batches, and not computed because
+    # other prompts share them.
     prompt_tokens: int
     padded_prompt_tokens: int
+    shared_prompt_tokens: int
     # Placing the weights, compiling so far, and within the run.
     init_s: float
     compile_s: float

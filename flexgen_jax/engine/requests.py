@@ -56,9 +56,9 @@ class EncodedRequest:
     index: its place among the requests of a call; max_tokens: the new tokens that its parameters
     ask for, limited by the room in the model's context; forced: tokens to continue it with, in
     order to score them; scored: the tokens after each of the prompt's, if these are to be scored;
-    id, prompt: as given; prefix_len: how many of the prompt's first tokens are
-    a prefix that other requests share; continued: how many of its last tokens are of the text, made
-    by an earlier run; place: what its random draws follow from, None for the index; branches: what
+    id, prompt: as given; shared: the lengths of the beginnings that it shares with other
+    requests, the shortest first; continued: how many of its last tokens are of the text, made by an
+    earlier run; place: what its random draws follow from, None for the index; branches: what
     the prompt ends with, in which case `scored` has the tokens after each of theirs, and `NOTHING`
     after padding; later: tokens that may follow after `max_tokens`, once the whole sequence is
     computed anew, since longrope has other frequencies from there on.
@@ -71,7 +71,7 @@ class EncodedRequest:
     forced: tuple[int, ...] = ()
     id: str = ""
     prompt: str | None = None
-    prefix_len: int = 0
+    shared: tuple[int, ...] = field(default=(), compare=False)
     continued: int = 0
     place: int | None = None
     scored: tuple[int, ...] = ()
@@ -91,7 +91,7 @@ class EncodedRequest:
             continued=len(made),
             max_tokens=self.later,
             later=0,
-            prefix_len=0,
+            shared=(),
         )
 
     @property
@@ -109,12 +109,18 @@ class EncodedRequest:
         return self.prompt_ids[len(self.prompt_ids) - self.continued :]
 
     @property
-    def prefix(self) -> tuple[int, ...]:
-        return self.prompt_ids[: self.prefix_len]
+    def prefix_len(self) -> int:
+        """How many of the prompt's first tokens are shared."""
+        return self.shared[-1] if self.shared else 0
+
+    @property
+    def beginnings(self) -> list[tuple[int, ...]]:
+        """What it shares, the shortest first."""
+        return [self.prompt_ids[:length] for length in self.shared]
 
     @property
     def own_ids(self) -> tuple[int, ...]:
-        """The prompt after the prefix."""
+        """The prompt after what is shared."""
         return self.prompt_ids[self.prefix_len :]
 
 
@@ -137,14 +143,15 @@ def copies(request: EncodedRequest, count: int) -> list[EncodedRequest]:
     ]
 
 
-def shared_tokens(prompt: Sequence[int], prefix: Sequence[int]) -> int:
-    """Returns how many tokens of a prefix a prompt shares, at least one short of the prompt.
+def shared_tokens(prompt: Sequence[int], prefix: Sequence[int]) -> tuple[int, ...]:
+    """Returns how many tokens of a prefix a prompt shares, at least one short of the prompt, () if
+    none.
 
     It is all of them but the last, which as a text may be one with what follows, or none.
     """
     count = min(len(prefix), len(prompt)) - 1
     is_whole = count >= LEAST_PREFIX and count == len(prefix) - 1
-    return count if is_whole and list(prompt[:count]) == list(prefix[:count]) else 0
+    return (count,) if is_whole and list(prompt[:count]) == list(prefix[:count]) else ()
 
 
 def common_length(rows: Sequence[Any]) -> int:
@@ -277,7 +284,7 @@ class Encoder:
             max_tokens=room,
             id=str(request.id),
             prompt=request.prompt,
-            prefix_len=shared_tokens(ids, self._prefix(request.prefix)) if self._shares else 0,
+            shared=shared_tokens(ids, self._prefix(request.prefix)) if self._shares else (),
             continued=len(made),
             place=request.place,
         )

@@ -46,6 +46,7 @@ class Scorer:
         """Scores texts' tokens; see `LLM.score`. prefix: how many of the first tokens all have
         alike, which are computed once and not scored."""
         params, requests = SamplingParams(max_tokens=1), []
+        shared = (prefix,) if prefix else ()
         for index, row in enumerate(ids):
             first, rest = tuple(row[:1]), tuple(row[1:])
             if through_cache and rest:
@@ -53,7 +54,7 @@ class Scorer:
             else:  # the last token is scored, but nothing follows it
                 before, scored = tuple(row[:-1]) or first, rest[prefix:]
                 requests.append(
-                    EncodedRequest(index, before, params, 1, prefix_len=prefix, scored=scored)
+                    EncodedRequest(index, before, params, 1, shared=shared, scored=scored)
                 )
         check_lengths([[*r.prompt_ids, *r.forced[1:]] for r in requests], 0, self._model.config)
         return self._requests(requests, given)

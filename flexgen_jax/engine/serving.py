@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import jax
 
 from flexgen_jax.engine.batching import padded_length
+from flexgen_jax.engine.beginnings import share
 from flexgen_jax.engine.feed import Incoming, Listed
 from flexgen_jax.engine.outputs import Generation
+from flexgen_jax.engine.prefixes import padded_prefix
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.errors import UserError
@@ -57,10 +60,10 @@ class Runner(Protocol):
         run."""
 
     def run(
-        self, incoming: Incoming[EncodedRequest], collector: Collector, prefix: tuple[int, ...]
+        self, incoming: Incoming[EncodedRequest], collector: Collector, shares: bool
     ) -> Iterator[None]:
         """Walks requests through the model, one step at a time; puts back those for which it was
-        not planned. prefix: the tokens that all of them begin with."""
+        not planned. shares: whether requests that come later may share what they begin with."""
 
     def back_off(self, error: Exception) -> None:
         """Plans for less after running out of memory; raises any other error, and this one if that
@@ -77,11 +80,12 @@ class Runner(Protocol):
 class Serving:
     """Runs one generation or scoring after the other.
 
-    running: the one under way; latest: the last generation; texts: the tokens of each of its texts.
+    shares: whether requests may share what they begin with; running: the one under way; latest: the
+    last generation; texts: the tokens of each of its texts.
     """
 
-    def __init__(self, runner: Runner, config: ModelConfig) -> None:
-        self._runner, self._config = runner, config
+    def __init__(self, runner: Runner, config: ModelConfig, shares: bool) -> None:
+        self._runner, self._config, self.shares = runner, config, shares
         self.running: Collector | None = None
         self.upcoming: Generation | None = None
         self.latest: Generation | None = None
@@ -126,17 +130,18 @@ class Serving:
                 if not requests:
                     yield  # all that came was impossible
                     continue
+                shares = self.shares and isinstance(collector, Generation)
+                requests = share(requests) if shares else requests
                 incoming.put_back(requests)
-                prefix = requests[0].prefix
-                alike = [request for request in requests if request.prefix == prefix]
-                workload = self._workload(alike, collector, workload)
+                together = _planned_together(requests, is_first=workload is None)
+                workload = self._workload(together, collector, workload)
                 if not incoming.is_ended:
-                    workload = replace(workload, num_sequences=max(len(requests), UNKNOWN))
+                    workload = _as_many(workload, max(len(requests), UNKNOWN))
                 policy = self._runner.policy_for(workload)
                 allow(max(1, policy.batch_size * policy.num_batches // 2))
                 try:
                     self._runner.open(policy, workload)
-                    yield from self._runner.run(incoming, collector, prefix)
+                    yield from self._runner.run(incoming, collector, shares)
                 except (MemoryError, jax.errors.JaxRuntimeError) as error:
                     self._runner.back_off(error)
                     incoming.begin_again(collector.restart())
@@ -161,13 +166,10 @@ class Serving:
         collector: Collector,
         before: Workload | None,
     ) -> Workload:
-        """Returns the workload of requests that share one prefix, or none.
-
-        before: of those in front of them, if more may come.
-        """
-        prefix = requests[0].prefix_len
-        room = self._config.max_positions - prefix
+        """Returns the workload of requests; before: of those in front of them, if more may come."""
+        room = self._config.max_positions - min(request.prefix_len for request in requests)
         lengths = [padded_length(len(request.own_ids), room) for request in requests]
+        shared = _own_lengths(requests)
         mean = -(-sum(lengths) // len(lengths))
         head = SCORE if isinstance(collector, Scoring) else GREEDY
         if not all(request.params.is_plain for request in requests):
@@ -178,6 +180,38 @@ class Serving:
             num_sequences=len(requests),
             head=head,
             mean_prompt_len=mean if mean < max(lengths) else None,
-            prefix_len=prefix,
+            prefix_len=max(map(padded_prefix, shared), default=0),
+            num_prefixes=max(1, len(shared)),
         )
         return workload if before is None else workload.covering(before)
+
+
+def _planned_together(
+    requests: Sequence[EncodedRequest], is_first: bool
+) -> Sequence[EncodedRequest]:
+    """Returns those of some requests for which it is planned together: where some share what they
+    begin with, these and others that are no longer without it; is_first: whether none of them has
+    been left by an earlier plan, as the first one may have been, which must go now."""
+    lengths = [len(request.own_ids) for request in requests if request.shared]
+    if not lengths:
+        return requests
+    longest = max(lengths if is_first else [*lengths, len(requests[0].own_ids)])
+    return [r for r in requests if r.shared or len(r.own_ids) <= longest]
+
+
+def _as_many(workload: Workload, count: int) -> Workload:
+    """Returns a workload of more sequences; more prefixes will come where there are several."""
+    prefixes, sequences = workload.num_prefixes, max(1, workload.num_sequences)
+    prefixes = prefixes if prefixes == 1 else -(-prefixes * count // sequences)
+    return replace(workload, num_sequences=count, num_prefixes=prefixes)
+
+
+def _own_lengths(requests: Sequence[EncodedRequest]) -> list[int]:
+    """Returns how many tokens each of the different beginnings of requests has after the shorter
+    one that it goes on from."""
+    tokens: dict[tuple[int, ...], int] = {}
+    for request in requests:
+        lengths = pairwise((0, *request.shared))
+        for ids, (before, length) in zip(request.beginnings, lengths, strict=True):
+            tokens[ids] = length - before
+    return list(tokens.values())

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flexgen_jax.engine.batching import PromptTokens
 from flexgen_jax.engine.warm_up import warm_up
 from flexgen_jax.machine.limits import storage_read_bytes
 from flexgen_jax.models.weight_source import WeightSource
@@ -146,9 +147,8 @@ class Session:
             yield from block.run()
         self._guessed = block.guessed
 
-    def finish(self, num_sequences: int, num_tokens: int, padding: tuple[int, int]) -> None:
-        """Ends a run's measurements and keeps the report. padding: the prompts' tokens, without and
-        with those that fill up batches."""
+    def finish(self, num_sequences: int, num_tokens: int, prompts: PromptTokens) -> None:
+        """Ends a run's measurements and keeps the report."""
         workload = self.workload
         total = sum(self._phases.values())
         decoded = max(num_tokens - num_sequences, 0)
@@ -162,8 +162,9 @@ class Session:
             "gen_len": workload.gen_len,
             "num_sequences": num_sequences,
             "num_tokens": num_tokens,
-            "prompt_tokens": padding[0],
-            "padded_prompt_tokens": padding[1],
+            "prompt_tokens": prompts.computed,
+            "shared_prompt_tokens": prompts.shared,
+            "padded_prompt_tokens": prompts.padded,
             "init_s": self._init_s,
             "compile_s": self.compile_s,
             "compile_in_run_s": self.compile_s - self._compiled_before_s,

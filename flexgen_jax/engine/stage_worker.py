@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from flexgen_jax.cpu import kernels_of_device
+from flexgen_jax.engine.batching import PromptTokens
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.session import Session
 from flexgen_jax.engine.wire import ClosedError, Wire
@@ -309,7 +310,8 @@ class Worker:
         if kind == "drop":
             self._wire.send("dropped")
             return
-        session.finish(**content)
+        prompts = PromptTokens(*content.pop("prompts"))
+        session.finish(**content, prompts=prompts)
         report = {**session.report(), "waited_s": source.chain.waited_s}
         self._wire.send("report", report=report)
 

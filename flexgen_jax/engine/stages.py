@@ -190,9 +190,9 @@ class Stages:
     # Runs
 
     def run(
-        self, incoming: Incoming[EncodedRequest], collector: Collector, prefix: tuple[int, ...]
+        self, incoming: Incoming[EncodedRequest], collector: Collector, shares: bool
     ) -> Iterator[None]:
-        assert not prefix, "stages share none"
+        assert not shares, "stages compute all that they are told"
         with self._progress.generating(collector.progress) as tick:
             for _ in self._slots(incoming, collector):
                 tick()
@@ -224,7 +224,7 @@ class Stages:
             "finish",
             num_sequences=waiting.entered,
             num_tokens=collector.num_tokens - before,
-            padding=[waiting.prompt_tokens, waiting.padded_tokens],
+            prompts=list(waiting.prompts),
         )
         joined = _joined([answer["report"] for answer in self._members.answers("report")])
         self._report = {**joined, "predicted": self._predicted()}

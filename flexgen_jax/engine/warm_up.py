@@ -10,6 +10,7 @@ from flexgen_jax.layers.programs import Program
 from flexgen_jax.layers.sampling import Choice
 from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.device import Device
+from flexgen_jax.offload.dispatch import sharing_rows
 from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.joined import joined_layers
 from flexgen_jax.policy.plan import BlockPlan
@@ -76,7 +77,7 @@ class WarmUp:
                 earlier = running.lengths[: made.start]
                 state = running.layers[layer.index - 1]
                 self._mix(state, token, tokens, asked, earlier, tail=0, cuts=cuts)
-            elif start or running.prefix is not None:
+            elif start or running.shared:
                 self._chunk(running, layer, tokens, asked, running.lengths[: made.start])
             else:
                 only_last = running.only_last(layer.index)
@@ -119,24 +120,24 @@ class WarmUp:
         earlier: tuple[int, ...],
     ) -> None:
         """A chunk that attends to earlier ones, or to a prefix."""
-        rows, prefix = running.rows, running.prefix
+        rows = running.rows
         self._get(programs.project_chunk, layer, rows=rows, tokens=tokens, asked=asked)
         for length in set(earlier):
             self._get(programs.attend_chunk, layer, rows=rows, asked=asked, tokens=length)
-        self._to_prefix(running, layer, asked)
-        places = 1 if prefix is None else 2
-        self._get(
-            programs.finish_chunk, layer, rows=rows, tokens=tokens, asked=asked, places=places
-        )
+        self._to_prefixes(running, layer, asked, is_first=False)
+        self._get(programs.finish_chunk, layer, rows=rows, tokens=tokens, asked=asked)
 
-    def _to_prefix(self, running: Running, layer: LayerSpec, asked: int) -> None:
-        if running.prefix is not None:
+    def _to_prefixes(self, running: Running, layer: LayerSpec, asked: int, is_first: bool) -> None:
+        """Attention to prefixes; is_first: whether there is no partial result before."""
+        for number, (prefix, start, stop) in enumerate(running.shared):
             self._programs.get(
                 programs.attend_prefix,
                 layer=layer,
                 rows=running.rows,
                 asked=asked,
-                blocks=running.prefix.blocks.prompt,
+                sharing=sharing_rows(stop - start, running.rows),
+                blocks=prefix.blocks.prompt,
+                is_first=is_first and not number,
             )
 
     def _token(self, state: LayerState, sealed: int) -> None:
@@ -149,7 +150,7 @@ class WarmUp:
         self._experts(layer, rows, 1)
         if not layer.attends:
             self._mix(state, 1, 1, 1, here.lengths, here.tail, cuts=())
-        elif there.starts or running.prefix is not None:
+        elif there.starts or running.shared:
             self._split(state, sealed)
         else:
             appends = state.appends(sealed)
@@ -171,7 +172,7 @@ class WarmUp:
     def _joined(self, state: LayerState, sealed: int) -> None:
         """The program of a layer with those after it."""
         layers = self._joined_layers.get(state.layer.index)
-        if layers is None or state.running.prefix is not None:
+        if layers is None or state.running.shared:
             return
         here, _ = state.places(sealed)
         self._of_layers.get(
@@ -191,10 +192,10 @@ class WarmUp:
         """Attention in several places: on the device, on the host, and to a prefix."""
         running, layer, rows = state.running, state.layer, state.running.rows
         here, there = state.places(sealed)
-        places = bool(here.starts) + bool(there.starts) + (running.prefix is not None)
+        places = bool(here.starts) + bool(there.starts) + bool(running.shared)
         self._get(programs.project, layer, rows=rows)
         self._get(programs.finish, layer, rows=rows, places=places)
-        self._to_prefix(running, layer, asked=1)
+        self._to_prefixes(running, layer, asked=1, is_first=True)
         room = self._room(running, sealed)
 
         def to_blocks(kind: Program[Any], at: BlocksAt, **more: int) -> None:

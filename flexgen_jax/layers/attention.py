@@ -232,13 +232,13 @@ def chunk_attention(
     query (scaled): [batch, head, token, head_dim]; key, value: the same with KV heads and the
     block's tokens; first_valid: int32 [batch], the index in the block of each sequence's first real
     token; lead: int32 [], the index of the first query's token counted from the block's first one,
-    which is at least its number of tokens if the block is an earlier one. A token attends to none
-    after it. Returns fp32 [batch, head, token, head_dim] and the log-sum-exp, fp32 [batch, head,
-    token].
+    which is at least its number of tokens if the block is an earlier one, or int32 [token], that of
+    each query's. A token attends to none after it. Returns fp32 [batch, head, token, head_dim] and
+    the log-sum-exp, fp32 [batch, head, token].
     """
     batch, heads, asked, head_dim = query.shape
     tokens, group = key.shape[2], heads // key.shape[1]
-    at, last = jnp.arange(tokens), lead + jnp.arange(asked)
+    at, last = jnp.arange(tokens), lead if lead.ndim else lead + jnp.arange(asked)
     seen = at[None, :] <= last[:, None]
     if window is not None:
         seen &= at[None, :] > last[:, None] - window

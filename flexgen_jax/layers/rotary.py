@@ -37,9 +37,10 @@ class Branches:
 class Rows(NamedTuple):
     """Where the sequences of a batch are: arrays of NumPy or of JAX, or their shapes.
 
-    first_valid: int32 [batch], the index of each sequence's first real token; before: int32 [], the
-    number of tokens of a prefix before all of them; most: int32 [batch], the most tokens that each
-    sequence may have in the end, with the prefix; columns: see `Branches`, None without.
+    first_valid: int32 [batch], the index of each sequence's first real token; before: int32
+    [batch], the number of tokens of the prefixes before each of them; most: int32 [batch], the most
+    tokens that each sequence may have in the end, with the prefixes; columns: see `Branches`, None
+    without.
     """
 
     first_valid: Any
@@ -52,14 +53,15 @@ class Rows(NamedTuple):
         cls,
         first_valid: np.ndarray,
         tokens: int,
-        before: int = 0,
+        before: np.ndarray | None = None,
         most: np.ndarray | None = None,
     ) -> Rows:
-        """Returns the rows of left-padded prompts of `tokens` tokens after a prefix of `before`;
-        most: by default that of the prompts alone."""
+        """Returns the rows of left-padded prompts of `tokens` tokens after prefixes of `before`,
+        by default none; most: by default that of the prompts alone."""
         first = np.asarray(first_valid, np.int32)
+        before = np.zeros_like(first) if before is None else before.astype(np.int32)
         found = before + tokens - first if most is None else most
-        return cls(first, np.int32(before), found.astype(np.int32))
+        return cls(first, before, found.astype(np.int32))
 
     def with_branches(self, branches: Branches | None, tokens: int) -> Rows:
         """Returns these rows, of `tokens` tokens that end with branches, if there are any."""
@@ -71,7 +73,7 @@ class Rows(NamedTuple):
         """Returns the positions of `tokens` tokens from index `start` on, int32 [batch, token];
         padding has positions below those of a sequence."""
         column = start + jnp.arange(tokens) if self.columns is None else self.columns
-        found: jax.Array = self.before + column[None, :] - self.first_valid[:, None]
+        found: jax.Array = (self.before - self.first_valid)[:, None] + column[None, :]
         return found
 
 

@@ -37,6 +37,8 @@ class Batch:
     forced: np.ndarray | None = None
     # int32 [batch], the tokens of each prompt and the most that follow.
     most: np.ndarray | None = None
+    # int32 [batch], the tokens of the prefixes before each prompt, None where there are none.
+    before: np.ndarray | None = None
     # How many tokens are returned with log-probabilities beside the chosen one, None without any.
     logprobs: int | None = None
     # What each row ends with, whose tokens alone are scored then.
@@ -61,7 +63,12 @@ class Batch:
             targets=some(self.targets),
             forced=some(self.forced),
             most=some(self.most),
+            before=some(self.before),
         )
+
+    def tokens_before(self, row: int) -> int:
+        """Returns how many tokens of prefixes are before a row's."""
+        return 0 if self.before is None else int(self.before[row])
 
     @property
     def head(self) -> HeadUse:

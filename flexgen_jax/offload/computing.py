@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.layers import programs
@@ -57,10 +56,10 @@ class Computing:
 
     def compute(self, step: Step, inputs: Inputs) -> Computed:
         """Dispatches a step."""
-        loads, prefix = list(inputs.weights), step.batch.prefix_part(step.layer)
-        shared: LayerCache | None = loads.pop().arriving if prefix else None
+        own = len(inputs.weights) - len(step.batch.shared_parts(step.layer))
+        shared: list[LayerCache] = [load.arriving for load in inputs.weights[own:]]
         weights: dict[str, Any] = {}
-        for load in loads:
+        for load in inputs.weights[:own]:
             weights.update(load.arriving)
         layer = self._layers[step.layer]
         if layer.kind == "embedding":
@@ -74,7 +73,7 @@ class Computing:
         return computed
 
     def _decoder(
-        self, step: Step, weights: dict[str, Any], inputs: Inputs, shared: LayerCache | None
+        self, step: Step, weights: dict[str, Any], inputs: Inputs, shared: Sequence[LayerCache]
     ) -> Computed:
         layer = self._layers[step.layer]
         weights = self._plain(step, weights) if self._plan.unpacks else weights
@@ -83,7 +82,7 @@ class Computing:
             computed = self._mix(step, weights, inputs)
         elif step.token > 0:
             computed = self._tokens.decode(step, weights, inputs, shared)
-        elif shared is not None or step.batch.span(step.token).start:
+        elif shared or step.batch.span(step.token).start:
             computed = self._prefill_chunk(step, weights, inputs, shared)
         else:
             computed = self._prefill(step, weights, hidden_of(inputs))
@@ -121,7 +120,7 @@ class Computing:
         return step.batch.lengths[made.start : made.stop]
 
     def _prefill_chunk(
-        self, step: Step, weights: Any, inputs: Inputs, shared: LayerCache | None
+        self, step: Step, weights: Any, inputs: Inputs, shared: Sequence[LayerCache]
     ) -> Computed:
         """Prefills a chunk of prompts that attends to the blocks of those before it, one after the
         other, so that the programs are the same for every chunk."""
@@ -130,19 +129,18 @@ class Computing:
         asked = 1 if step.batch.only_last(step.layer) else span.tokens
         project = self._dispatch.get(programs.project_chunk, step, tokens=span.tokens, asked=asked)
         query, partial, block = project(weights, hidden, numbers(span.start), arrays.placed)
+        first = span.start + span.tokens - asked
         if inputs.cache is not None:
             cache: LayerCache = inputs.cache.arriving
-            first = numbers(span.start + span.tokens - asked)
             for start, length, earlier in zip(
                 cache.here.starts, cache.here.lengths, cache.blocks, strict=True
             ):
                 attend = self._dispatch.get(programs.attend_chunk, step, asked=asked, tokens=length)
-                partial = attend(partial, query, earlier, numbers(start), first, arrays.placed)
-        partials = [partial, *self._dispatch.to_prefix(step, query, shared)]
-        finish = self._dispatch.get(
-            programs.finish_chunk, step, tokens=span.tokens, asked=asked, places=len(partials)
-        )
-        hidden, checks = finish(weights, hidden, arrays.checks, partials)
+                where = (numbers(start), numbers(first), arrays.placed)
+                partial = attend(partial, query, earlier, *where)
+        partial = self._dispatch.to_prefixes(step, query, first, shared, partial)
+        finish = self._dispatch.get(programs.finish_chunk, step, tokens=span.tokens, asked=asked)
+        hidden, checks = finish(weights, hidden, arrays.checks, partial)
         return Computed(checks, hidden, (block,))
 
     def _mix(self, step: Step, weights: Any, inputs: Inputs) -> Computed:
@@ -175,12 +173,13 @@ class Computing:
 
     def _first_state(self, step: Step, state: Sequence[Any]) -> tuple[jax.Array, ...]:
         """Returns what a layer goes on from that replaces it with every token, before the first
-        one: what the prefix left, or zeros."""
+        one: what the prefixes left, or zeros."""
         rows, dtype = arrays_of(step.batch).given.size, self._plan.dtype
-        if step.batch.prefix is not None:
-            left = step.batch.prefix.layers[step.layer - 1].slot.payload.arrays
-            return tuple(jnp.broadcast_to(array, (rows, *array.shape[1:])) for array in left)
-        return tuple(
+        first = tuple(
             self._device.memories.constant(np.zeros(leaf.array_shape(rows), leaf.dtype or dtype))
             for leaf in state
         )
+        for prefix, start, stop in step.batch.shared:  # a row's last one counts
+            left = prefix.layers[step.layer - 1].slot.payload.arrays
+            first = tuple(x.at[start:stop].set(y) for x, y in zip(first, left, strict=True))
+        return first

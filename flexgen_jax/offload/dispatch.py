@@ -18,6 +18,12 @@ from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.waves import Step
 
 
+def sharing_rows(sharing: int, rows: int) -> int:
+    """Returns for how many of a batch's rows the program is compiled that attends with `sharing` of
+    them to what they share, so that there are few."""
+    return int(min(1 << (sharing - 1).bit_length(), rows))
+
+
 class Dispatch:
     """Dispatches programs of decoder layers."""
 
@@ -46,20 +52,39 @@ class Dispatch:
             arrivals = [load.arrival for load in loads if load.arrival is not None]
             self.device.watch("layers", what, arrivals, result)
 
-    def to_prefix(self, step: Step, query: jax.Array, shared: LayerCache | None) -> list[Any]:
-        """Returns the partial result of attention to the prefix, if there is one: all rows attend
-        to it as one."""
-        if shared is None:
-            return []
+    def to_prefixes(
+        self,
+        step: Step,
+        query: jax.Array,
+        start: int,
+        caches: Sequence[LayerCache],
+        partial: Any = None,
+    ) -> Any:
+        """Returns the partial result of attention to the prefixes, merged with another one if there
+        is one: all rows that share a prefix attend to it as one.
+
+        start: the index of the query's first token; caches: those of `Running.prefixes`.
+        """
         rows, _, asked, _ = query.shape
-        attend = self.device.programs.get(
-            programs.attend_prefix,
-            layer=self._layers[step.layer],
-            rows=rows,
-            asked=asked,
-            blocks=shared.here.lengths,
-        )
-        return [attend(query, shared.blocks)]
+        numbers = self.device.memories.numbers
+        of_prefix = dict(zip(step.batch.prefixes, caches, strict=True))
+        for prefix, begin, end in step.batch.shared:
+            cache, given = of_prefix[prefix], arrays_of(prefix).given
+            sharing = sharing_rows(end - begin, rows)
+            attend = self.device.programs.get(
+                programs.attend_prefix,
+                layer=self._layers[step.layer],
+                rows=rows,
+                asked=asked,
+                sharing=sharing,
+                blocks=cache.here.lengths,
+                is_first=partial is None,
+            )
+            padding = int(given.first_valid[0])
+            at = (min(begin, rows - sharing), begin, end, given.tokens_before(0), padding)
+            placed = (numbers(at), numbers(start), arrays_of(step.batch).placed)
+            partial = attend(partial, query, cache.blocks, *placed)
+        return partial
 
     def ask_for(self, step: Step, new: tuple[Any, ...]) -> None:
         """Starts moving what a layer keeps of a token to the open block, unless it is the last

@@ -78,8 +78,7 @@ class EndSteps:
     def _put_constants(self, running: Running) -> None:
         constant, arrays = self._device.memories.constant, arrays_of(running)
         given = arrays.given
-        before = 0 if running.prefix is None else self._plan.shape.prefix
-        rows = Rows.of(given.first_valid, given.prompt_len, before, given.most)
+        rows = Rows.of(given.first_valid, given.prompt_len, given.before, given.most)
         arrays.rows = jax.tree.map(constant, rows)
         arrays.sampling = tuple(map(constant, given.sampling))
 

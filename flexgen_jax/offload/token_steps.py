@@ -37,7 +37,7 @@ class TokenSteps:
             self._projected = None
 
     def decode(
-        self, step: Step, weights: Any, inputs: Inputs, shared: LayerCache | None
+        self, step: Step, weights: Any, inputs: Inputs, shared: Sequence[LayerCache]
     ) -> Computed:
         known = self._joined.take(step, inputs)
         if known is not None:
@@ -46,7 +46,7 @@ class TokenSteps:
         running, policy, room = step.batch, self._plan.policy, 0
         if policy.is_sparse:
             room = policy.attended(sum(running.lengths[: cache.sealed + 1]))
-        if cache.on_host or shared is not None:
+        if cache.on_host or shared:
             return self._decode_split(step, weights, inputs, room, shared)
         state, here = running.layers[step.layer - 1], cache.here
         appends, (*sealed, opened) = state.appends(cache.sealed), cache.blocks
@@ -63,10 +63,10 @@ class TokenSteps:
         return Computed(checks, hidden, new, is_appended=appends)
 
     def _decode_split(
-        self, step: Step, weights: Any, inputs: Inputs, room: int, shared: LayerCache | None
+        self, step: Step, weights: Any, inputs: Inputs, room: int, shared: Sequence[LayerCache]
     ) -> Computed:
-        """Decodes with a cache that is partly on the host, where the CPU attends to it, or with a
-        prefix."""
+        """Decodes with a cache that is partly on the host, where the CPU attends to it, or with
+        prefixes."""
         arrays, hidden, early = arrays_of(step.batch), hidden_of(inputs), inputs.early
         cache: LayerCache = inputs.cache.arriving
         query, new = self._project(step, weights, inputs.weights, hidden)
@@ -78,10 +78,12 @@ class TokenSteps:
             at=arrays.moments[step.token],
             room=room,
         )
-        to_prefix = self._dispatch.to_prefix(step, query, shared)
-        partials = to_prefix + attend_split(
+        start = step.batch.span(step.token).start
+        to_prefixes = self._dispatch.to_prefixes(step, query, start, shared) if shared else None
+        partials = attend_split(
             question, cache, lambda: self._project_early(early, weights, inputs.weights)
         )
+        partials += [] if to_prefixes is None else [to_prefixes]
         program = self._dispatch.get(programs.finish, step, places=len(partials))
         hidden, checks = program(weights, hidden, arrays.checks, query, new, partials)
         return Computed(checks, hidden, new)

@@ -7,7 +7,7 @@ from itertools import count
 
 from flexgen_jax.policy.placement import Homes, Placer
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import LayerState, ReplacedSlot, Running
+from flexgen_jax.policy.running import LayerState, ReplacedSlot, Running, Shared, spans_of
 from flexgen_jax.policy.shapes import BatchShape
 
 
@@ -23,28 +23,24 @@ class Admission:
         self,
         shapes: Sequence[BatchShape],
         is_first: bool,
-        prefix: Running | None = None,
+        shared: Sequence[tuple[Shared, ...]] = (),
         numbers: Sequence[int] = (),
+        are_prefixes: bool = False,
     ) -> list[Running]:
         """Returns batches that enter together.
 
-        is_first: whether no others go on; prefix: what they share, if anything; numbers: theirs,
-        by default the next ones.
+        is_first: whether no others go on; shared: of each batch, the prefixes of its rows, by
+        default none; numbers: theirs, by default the next ones; are_prefixes: whether they are
+        prefixes, of one row each.
         """
         lengths = [self.plan.blocks(shape).all for shape in shapes]
         homes = self._placer.enter(lengths, is_first)
         numbers = numbers or [next(self._numbers) for _ in shapes]
+        shared = shared or [()] * len(shapes)
         return [
-            running_batch(self.plan, number, shape, where, prefix)
-            for number, shape, where in zip(numbers, shapes, homes, strict=True)
+            running_batch(self.plan, number, shape, where, prefixes, are_prefixes)
+            for number, shape, where, prefixes in zip(numbers, shapes, homes, shared, strict=True)
         ]
-
-    def enter_prefix(self) -> Running:
-        """Returns the batch of the prefix that the plan's batches share."""
-        shape = self.plan.shape.prefix_batch
-        assert shape is not None, "the plan has a prefix"
-        (homes,) = self._placer.enter([self.plan.blocks(shape).all], is_first=True)
-        return running_batch(self.plan, next(self._numbers), shape, homes, is_prefix=True)
 
 
 def running_batch(
@@ -52,7 +48,7 @@ def running_batch(
     number: int,
     shape: BatchShape,
     homes: Homes,
-    prefix: Running | None = None,
+    shared: tuple[Shared, ...] = (),
     is_prefix: bool = False,
 ) -> Running:
     """Returns a batch that is about to enter."""
@@ -65,9 +61,9 @@ def running_batch(
         blocks=blocks,
         lengths=blocks.all,
         hidden_homes=homes.hidden,
-        prefix=prefix,
         is_prefix=is_prefix,
     )
+    running.share(shared)
     each = zip(plan.spec.decoders, homes.blocks, homes.replaced, strict=True)
     # What a prefix leaves in layers with a state is what all its rows begin with.
     running.layers = [
@@ -85,13 +81,17 @@ def running_batch(
 
 
 def block_of(plan: BlockPlan) -> list[Running]:
-    """Returns the batches of a plan's `entries` as if all had entered, the prefix first."""
-    prefix: Running | None = None
-    batches: list[Running] = []
+    """Returns the batches of a plan's `entries` as if all had entered, the prefixes first, each of
+    which is shared by as many rows."""
     shapes = [shape for group, _ in plan.entries for shape in group]
+    prefixes, batches = list[Running](), list[Running]()
+    before, total = 0, sum(plan.shape.batch_sizes)
     for number, (shape, homes) in enumerate(zip(shapes, plan.block_homes, strict=True)):
-        is_prefix = number == 0 and plan.shape.prefix > 0
-        running = running_batch(plan, number, shape, homes, prefix, is_prefix)
-        prefix = running if is_prefix else prefix
-        batches.append(running)
-    return batches
+        if number < len(plan.shape.prefix_batches):
+            prefixes.append(running_batch(plan, number, shape, homes, is_prefix=True))
+            continue
+        rows = range(before, before + shape.rows) if prefixes else ()
+        of_rows = [(prefixes[row * len(prefixes) // total],) for row in rows]
+        batches.append(running_batch(plan, number, shape, homes, spans_of(of_rows)))
+        before += shape.rows
+    return [*prefixes, *batches]

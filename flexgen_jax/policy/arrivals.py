@@ -27,8 +27,9 @@ class Planned:
     def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
         if any(running.is_prefix for running in going):
             return ()
-        if self._waiting and self._waiting[0].is_prefix:
-            return [self._waiting.popleft()]
+        prefixes = sum(running.is_prefix for running in self._waiting)
+        if prefixes:
+            return self._take(prefixes)
         return self._take(len(self._waiting) if most is None else min(most, len(self._waiting)))
 
     def _take(self, count: int) -> list[Running]:

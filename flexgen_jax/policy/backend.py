@@ -38,7 +38,7 @@ class ChosenExperts(NamedTuple):
 class Inputs(NamedTuple):
     """The loads that a step computes with."""
 
-    # One for each part of the layer, then one for the prefix's KV blocks, if the step attends to
+    # One for each part of the layer, then one for each prefix's KV blocks, if the step attends to
     # them.
     weights: Sequence[Handle]
     # None for the embedding.

@@ -20,6 +20,7 @@ from flexgen_jax.policy.policy import (
     Workload,
     generated_blocks,
     prompt_blocks,
+    prompt_chunks,
 )
 
 FRACTIONS = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
@@ -153,10 +154,10 @@ def _prefill(costs: Costs, workload: Workload) -> Work:
     hidden = batches * costs.hidden_bytes(rows, tokens)
     copied, read = _weights(costs, True)
     chunks = costs.chunks(tokens, workload.scores_prompts)
-    prefix, shared = workload.prefix_len, 0.0
-    if prefix:
-        shared = costs.mean_prefill_s(1, prefix, scores_prompts=False)
-        shared += batches * costs.mean(lambda layer: costs.prefix_s(layer, rows * tokens, prefix))
+    shared = 0.0
+    if workload.prefix_len:
+        shared = costs.mean_prefill_s(1, workload.prefix_len, scores_prompts=False)
+        shared = shared * workload.num_prefixes + _shared_s(costs, workload, tokens)
     waves, earlier = len(chunks), [sum(chunks[:n]) for n in range(1, len(chunks))]
     again = batches * costs.mean(lambda layer: costs.kv_bytes(layer, rows, 1)) * sum(earlier)
     again += batches * costs.mean(lambda layer: costs.state_bytes(layer, rows)) * len(earlier)
@@ -176,6 +177,15 @@ def _prefill(costs: Costs, workload: Workload) -> Work:
     return Work(moved, LinearTerm({}, seconds), cached=LinearTerm({"cd": cached}))
 
 
+def _shared_s(costs: Costs, workload: Workload, tokens: int) -> float:
+    """Returns the seconds of a layer's attention from `tokens` tokens of each sequence of a block
+    to the prefixes."""
+    rows = costs.policy.batch_size * costs.policy.num_batches
+    spans = max(workload.num_prefixes, costs.policy.num_batches)
+    asked, prefix = rows * tokens // spans, workload.prefix_len
+    return spans * costs.mean(lambda layer: costs.prefix_s(layer, asked, prefix))
+
+
 def _decode(costs: Costs, workload: Workload) -> Work:
     """Returns one layer's work for one token, on average: with s + n/2 tokens before it."""
     policy, hw = costs.policy, costs.hw
@@ -183,6 +193,10 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     before = workload.prompt_len + workload.gen_len / 2
     mean, share = costs.mean, costs.moved_share
     moves = batches * mean(lambda layer: share(layer) * costs.kv_bytes(layer, rows, 1)) * before
+    if workload.prefix_len:  # which are always moved to the device
+        moves += workload.num_prefixes * mean(
+            lambda layer: costs.kv_bytes(layer, 1, workload.prefix_len)
+        )
     state = batches * mean(lambda layer: costs.state_bytes(layer, rows))
     hidden = 0 if costs.keeps_states(rows) else batches * costs.hidden_bytes(rows, 1)
     token = batches * mean(lambda layer: costs.open_kv_bytes(layer, rows, 1))
@@ -215,10 +229,14 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     half = workload.gen_len / 2 / max(sum(new), 1)
     cached = mean(lambda layer: costs.kv_read_s(layer, rows, prompt))
     cached += half * mean(lambda layer: costs.kv_read_s(layer, rows, new))
+    if workload.prefix_len:
+        shared = prompt_chunks(workload.prefix_len, policy.prefill_chunk)
+        each = mean(lambda layer: costs.kv_read_s(layer, 1, shared))
+        cached += workload.num_prefixes * each / batches
     products = mean(lambda layer: costs.linear_s(layer, rows))
     fixed = batches * (products + hw.step_s + (hw.split_s if policy.values_stay else 0))
     if workload.prefix_len:
-        fixed += batches * mean(lambda layer: costs.prefix_s(layer, rows, workload.prefix_len))
+        fixed += _shared_s(costs, workload, 1)
     fixed += mean(costs.unpack_s)
     device = LinearTerm({"cg": on_device}, fixed) + LinearTerm(AWAY_C) * moved
     return Work(links, device, LinearTerm(AWAY_C) * on_host, LinearTerm({"cd": batches * cached}))

@@ -216,8 +216,8 @@ class Costs(ModelBytes):
         return seconds
 
     def prefix_s(self, layer: LayerSpec, tokens: int, prefix: int) -> float:
-        """Seconds of a layer's attention from so many tokens, of all rows, to the prefix that they
-        share."""
+        """Seconds of a layer's attention from so many tokens, of several rows, to the prefix that
+        they share."""
         if not layer.attends:
             return 0.0
         scores = layer.attention.prefill_flops(1, tokens, prefix)

@@ -51,7 +51,7 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
         kv_layer = costs.mean(lambda layer: costs.kv_bytes(layer, rows, cached))
         kv_layer += costs.mean(lambda layer: costs.state_bytes(layer, rows))
     kv_prefix = costs.mean(lambda layer: costs.kv_bytes(layer, 1, workload.prefix_len))
-    cache = (kv_layer * batches + kv_prefix) * layers
+    cache = (kv_layer * batches + kv_prefix * workload.num_prefixes) * layers
     hidden = costs.hidden_bytes(rows, chunk)
     home = {
         "g": LinearTerm({"wg": weights, "cg": cache, "hg": hidden * batches}, small),

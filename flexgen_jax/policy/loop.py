@@ -304,6 +304,11 @@ class BlockLoop:
         running.close()
         if not self._plan.is_resident:
             self._visits.forget(following, self._dispatched)
+        else:
+            self._visits.forget_shared(running)
+        for prefix in [other for other in self._going if other.is_prefix and not other.users]:
+            if prefix.is_going:  # unless it has just left with another one that shared it
+                self._leave(prefix, following)
 
     def _close(self) -> None:
         """Releases everything, also after an error or Ctrl-C, and even if one part of it fails."""

@@ -107,10 +107,13 @@ def peak_bytes(
     is_too_much: whether peaks that the plan has at least make an exact answer needless; they are
     returned then.
     """
+    prefixes = [running for running in block_of(plan) if running.is_prefix]
     batches = [running for running in block_of(plan) if not running.is_prefix]
     tokens, allowed = _telling_tokens(plan, batches)
     waits = plan.policy.order.waits
     for tier, nbytes in _rounding(plan, batches[0]).items() if not waits else ():
+        allowed[tier] = allowed.get(tier, 0) + nbytes
+    for tier, nbytes in _rounding_of(plan, prefixes).items():
         allowed[tier] = allowed.get(tier, 0) + nbytes
     peaks: dict[Tier, int] = dict.fromkeys(TIERS, 0)
     for arrivals in _orders_of_arrival(plan, tokens):
@@ -134,6 +137,21 @@ def _orders_of_arrival(plan: BlockPlan, tokens: Sequence[int]) -> Iterator[Plann
     yield Alone(plan)
 
 
+def _rounding_of(plan: BlockPlan, prefixes: Sequence[Running]) -> dict[Tier, int]:
+    """Returns bytes to allow for prefixes, which enter apart: one of its blocks or states each,
+    where a tier has a part of the cache."""
+    kept = [_largest_kept(running) for running in prefixes]
+    parts = [tier for tier in TIERS if 0 < plan.policy.cache.fraction(tier) < 1]
+    return dict.fromkeys(parts, sum(kept))
+
+
+def _largest_kept(running: Running) -> int:
+    """Returns the bytes of the largest sealed block or state of a batch."""
+    sealed = [sizes.sealed for state in running.layers for sizes in state.sizes]
+    states = [state.replaced().nbytes for state in running.layers if state.layer.replaced]
+    return max([0, *sealed, *states])
+
+
 def _rounding(plan: BlockPlan, first: Running) -> dict[Tier, int]:
     """Returns bytes to allow for batches that enter apart, each with rounding errors of its own.
 
@@ -144,15 +162,13 @@ def _rounding(plan: BlockPlan, first: Running) -> dict[Tier, int]:
     """
     cache, activations = plan.policy.cache, plan.policy.activations
     largest = max(map(_first_open, first.layers)) if first.blocks.generated else 0
-    sealed = [sizes.sealed for state in first.layers for sizes in state.sizes]
-    states = [state.replaced().nbytes for state in first.layers if state.layer.replaced]
     prompt = plan.spec.hidden_bytes(first.shape.rows, max(first.chunks), plan.dtype)
     is_used = {"device": True, "host": cache.device < 1, "disk": cache.disk > 0}
     allowed = dict[Tier, int]()
     for tier in TIERS:
         has_part = 0 < cache.fraction(tier) < 1
         has_hidden = 0 < activations.fraction(tier) < 1
-        blocks = 2 * max(largest, *sealed, *states) if has_part else largest
+        blocks = 2 * max(largest, _largest_kept(first)) if has_part else largest
         hidden = max(_hidden_bytes(plan), prompt if has_hidden else 0)
         allowed[tier] = blocks * is_used[tier] + hidden * (tier != "disk" or has_hidden)
     return allowed

@@ -111,13 +111,13 @@ class BlockPlan:
 
     @cached_property
     def entries(self) -> tuple[tuple[tuple[BatchShape, ...], bool], ...]:
-        """The batches of `shape` as they enter, and whether no others go on then: the prefix, then
-        the others together, or one by one where the schedule says so."""
-        order, prefix = self.policy.order, self.shape.prefix_batch
+        """The batches of `shape` as they enter, and whether no others go on then: the prefixes,
+        then the others together, or one by one where the schedule says so."""
+        order, prefixes = self.policy.order, self.shape.prefix_batches
         batches = self.shape.batches
         groups = [(batch,) for batch in batches] if order.a_wave == 1 else [batches]
         entries = [(group, not n or order.waits) for n, group in enumerate(groups)]
-        return (((prefix,), True), *entries) if prefix is not None else tuple(entries)
+        return ((prefixes, True), *entries) if prefixes else tuple(entries)
 
     @cached_property
     def block_homes(self) -> tuple[Homes, ...]:

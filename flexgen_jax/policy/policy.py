@@ -78,8 +78,9 @@ class Workload:
     tokens, or scored.
 
     mean_prompt_len: the mean length of prompts of mixed lengths, or None if all are equally long.
-    The mean length decides the time, the longest prompt the memory. prefix_len: tokens before all
-    prompts, which are computed once.
+    The mean length decides the time, the longest prompt the memory. prefix_len: tokens before the
+    prompts, which several of them share and which are computed once; num_prefixes: how many
+    different ones there are, each shared by as many prompts.
     """
 
     prompt_len: int
@@ -88,6 +89,7 @@ class Workload:
     head: HeadUse = GREEDY
     mean_prompt_len: int | None = None
     prefix_len: int = 0
+    num_prefixes: int = 1
 
     def covering(self, other: Workload) -> Workload:
         """Returns this workload with room for sequences of another one."""
@@ -97,6 +99,16 @@ class Workload:
             gen_len=max(self.gen_len, other.gen_len),
             head=max(self.head, other.head, key=lambda head: head.logit_copies),
         )
+
+    def of(self, count: int) -> Workload:
+        """Returns `count` of the sequences."""
+        prefixes = -(-count // max(1, self.sharing_sequences)) if self.num_sequences else 1
+        return replace(self, num_sequences=count, num_prefixes=prefixes)
+
+    @property
+    def sharing_sequences(self) -> int:
+        """The most sequences that share a prefix; all where there is none."""
+        return -(-self.num_sequences // self.num_prefixes)
 
     @property
     def tokens_each(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.fit import Budgets
@@ -105,7 +105,7 @@ class Problem:
         """Returns the workload of one block of the policy."""
         block = policy.batch_size * policy.num_batches
         count = min(block, self.workload.num_sequences or block)
-        return replace(self.workload, num_sequences=count)
+        return self.workload.of(count)
 
     def plan(self, policy: Policy) -> BlockPlan:
         """Returns the plan of one block of the policy."""

@@ -280,6 +280,32 @@ def _replaced(
     )
 
 
+class Shared(NamedTuple):
+    """A prefix, and the rows of a batch that begin with it: from `start` to before `stop`."""
+
+    prefix: Running
+    start: int
+    stop: int
+
+
+def spans_of(rows: Sequence[Sequence[Running]]) -> tuple[Shared, ...]:
+    """Returns what consecutive rows share. rows: the prefixes of each row, in their order.
+
+    If two rows begin with prefix a, and the second one goes on with b, a is shared by rows 0 to 1,
+    and b by row 1 alone.
+    """
+    spans: list[Shared] = []
+    going: list[Shared] = []
+    for row, prefixes in enumerate(rows):
+        kept = 0
+        while kept < min(len(going), len(prefixes)) and going[kept].prefix is prefixes[kept]:
+            kept += 1
+        spans += going[kept:]
+        going = [*going[:kept], *(Shared(prefix, row, row + 1) for prefix in prefixes[kept:])]
+        going = [span._replace(stop=row + 1) for span in going]
+    return tuple(sorted([*spans, *going], key=lambda span: (span.start, -span.stop)))
+
+
 @dataclass(eq=False, repr=False)
 class Running:
     """A batch under way."""
@@ -294,10 +320,13 @@ class Running:
     lengths: tuple[int, ...]
     # Of the hidden states that each layer hands on.
     hidden_homes: tuple[Tier, ...]
-    # The batch of one row whose KV blocks all rows attend to before their own.
-    prefix: Running | None = None
-    # Whether this is such a batch, which stays as long as others may need it.
+    # Batches of one row to whose KV blocks some rows attend before their own, the longest ones
+    # first that begin with the same row.
+    shared: tuple[Shared, ...] = ()
+    # Whether this is such a batch, which stays as long as it has users: batches that share it, and
+    # requests that wait.
     is_prefix: bool = False
+    users: int = 0
     layers: list[LayerState] = field(default_factory=list)
     # Tokens whose steps are still to come.
     left: deque[int] = field(default_factory=deque)
@@ -329,7 +358,21 @@ class Running:
         """Frees everything that the batch has."""
         self.is_going = False
         self.shrinking = None
+        self.share(())
         self.closing.close()
+
+    @property
+    def prefixes(self) -> tuple[Running, ...]:
+        """What some of the rows begin with, each once."""
+        return tuple(dict.fromkeys(span.prefix for span in self.shared))
+
+    def share(self, spans: tuple[Shared, ...]) -> None:
+        """Has rows begin with other prefixes, or with none."""
+        before, self.shared = self.prefixes, spans
+        for prefix in self.prefixes:
+            prefix.users += 1
+        for prefix in before:
+            prefix.users -= 1
 
     @property
     def rows(self) -> int:
@@ -386,13 +429,15 @@ class Running:
         for state in self.layers:
             state.forget_sizes()
 
-    def prefix_part(self, layer: int) -> CachedPart | None:
-        """Returns the prefix's KV blocks in a layer, if the batch has a prefix: they are moved once
-        for all batches of a visit."""
+    def shared_parts(self, layer: int) -> list[CachedPart]:
+        """Returns the KV blocks of the prefixes in a layer, in their order: they are moved once for
+        all batches of a visit."""
         spec = self.plan.spec.layers[layer]
-        if self.prefix is None or spec.kind != "decoder" or not spec.growing:
-            return None
-        return self.prefix.layers[layer - 1].earlier(len(self.prefix.blocks.prompt))
+        if not self.shared or spec.kind != "decoder" or not spec.growing:
+            return []
+        return [
+            prefix.layers[layer - 1].earlier(len(prefix.blocks.prompt)) for prefix in self.prefixes
+        ]
 
     def only_last(self, layer: int) -> bool:
         """Returns whether, of a prompt, a layer's output is needed for the last token only."""

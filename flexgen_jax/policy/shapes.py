@@ -41,7 +41,8 @@ class BlockShape:
     """Batches that enter together: rows and padded prompt length of each, and tokens to generate.
 
     scored: the batches whose prompts the head scores; None for all, if it scores one token, as in
-    `Workload.scores_prompts`. prefix: the number of tokens before all prompts, which they share.
+    `Workload.scores_prompts`. prefix: the number of tokens before the prompts, which several of
+    them share; prefixes: how many different ones are there together.
     """
 
     batch_sizes: tuple[int, ...]
@@ -50,6 +51,7 @@ class BlockShape:
     head: HeadUse = GREEDY
     scored: tuple[int, ...] | None = None
     prefix: int = 0
+    prefixes: int = 1
 
     @property
     def batches(self) -> tuple[BatchShape, ...]:
@@ -61,9 +63,9 @@ class BlockShape:
         )
 
     @property
-    def prefix_batch(self) -> BatchShape | None:
-        """The prefix as a batch of one row, if there is one."""
-        return BatchShape(1, self.prefix, gen_len=1) if self.prefix else None
+    def prefix_batches(self) -> tuple[BatchShape, ...]:
+        """The prefixes, each as a batch of one row."""
+        return (BatchShape(1, self.prefix, gen_len=1),) * (self.prefixes if self.prefix else 0)
 
     def _scores_prompt(self, batch: int) -> bool:
         if self.scored is None:
@@ -75,12 +77,15 @@ class BlockShape:
         """Returns the largest block that the policy makes of a workload of equal prompts."""
         batches = min(policy.num_batches, -(-workload.num_sequences // policy.batch_size))
         rows = min(policy.batch_size, -(-workload.num_sequences // batches))
+        together = -(-rows * batches // workload.sharing_sequences)
         return cls(
             batch_sizes=(rows,) * batches,
             prompt_lens=(workload.prompt_len,) * batches,
             gen_len=workload.gen_len,
             head=workload.head,
             prefix=workload.prefix_len,
+            # One more, whose first sequences enter beside the last ones of another.
+            prefixes=min(workload.num_prefixes, together + 1),
         )
 
 

@@ -65,11 +65,14 @@ class SimulatedSteps:
         return clock.compute(fixed + prefill + self._prefix_s(step, asked), ready)
 
     def _prefix_s(self, step: Step, tokens: int) -> float:
-        """Returns the seconds of a step's attention to the prefix."""
-        if step.batch.prefix is None:
-            return 0.0
-        layer = self._layers[step.layer]
-        return self._costs.prefix_s(layer, tokens, self._plan.shape.prefix)
+        """Returns the seconds of a step's attention from so many tokens to its prefixes."""
+        layer, batch = self._layers[step.layer], step.batch
+        return sum(
+            self._costs.prefix_s(
+                layer, tokens * (stop - start) // batch.rows, prefix.shape.prompt_len
+            )
+            for prefix, start, stop in batch.shared
+        )
 
     def _decode(self, step: Step, inputs: Inputs, ready: float, fixed: float) -> float:
         """Decodes; where blocks stay on the host, the query goes there and a result comes back."""

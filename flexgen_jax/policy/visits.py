@@ -19,7 +19,7 @@ from flexgen_jax.policy.running import CachedPart, Handle, Running
 from flexgen_jax.policy.waves import LookAhead, Step
 
 VisitPart = tuple[int, WeightsPart | CachedPart]
-"""A visit, and what it needs for all batches: a part of the weights, or a prefix's KV blocks. Where
+"""A visit, and what it needs for its batches: a part of the weights, or a prefix's KV blocks. Where
 nothing is ever loaded, 0 stands for all visits."""
 
 
@@ -44,7 +44,7 @@ class Visits:
         self._stream: Stream[VisitPart] = Stream(loader, self._start)
         # What the steps of the visit have taken, and the loads of steps that are alike.
         self._taken: dict[VisitPart, None] = {}
-        self._held: dict[tuple[int, bool, Running | None], list[Handle]] = {}
+        self._held: dict[tuple[int, bool, tuple[Running, ...]], list[Handle]] = {}
         self._to_copy: deque[VisitPart] = deque()
         self._bytes_to_copy = self._steps_left = 0
         # The visits beside which reads and copies have been started, and up to which one is read.
@@ -65,7 +65,8 @@ class Visits:
     def _start(self, key: VisitPart) -> PartLoad:
         part = key[1]
         if isinstance(part, CachedPart):
-            return self._loader.start(self._cache.part(part.state, self._plan.shape.prefix))
+            tokens = part.state.running.shape.prompt_len
+            return self._loader.start(self._cache.part(part.state, tokens))
         return self._loader.start_kept(part) if part.is_kept else self._loader.start(part)
 
     def _keys(self, step: Step) -> list[VisitPart]:
@@ -76,13 +77,12 @@ class Visits:
             parts = tuple(part for part in parts if part.expert is None)
         visit = 0 if self._plan.is_resident else step.visit
         keys: list[VisitPart] = [(visit, part) for part in parts]
-        prefix = step.batch.prefix_part(step.layer)
-        return keys if prefix is None else [*keys, (visit, prefix)]
+        return keys + [(visit, part) for part in step.batch.shared_parts(step.layer)]
 
     def take(self, step: Step) -> list[Handle]:
         """Returns what all steps of a visit compute with that are like this one; the first of them
         takes it."""
-        alike = (step.layer, self._loads_chosen(step), step.batch.prefix)
+        alike = (step.layer, self._loads_chosen(step), step.batch.prefixes)
         if alike not in self._held:
             keys = self._keys(step)
             self._taken |= dict.fromkeys(keys)
@@ -161,6 +161,14 @@ class Visits:
         self._guessed = (-1, set())
         self._read_for = self._copied_for = None  # other visits come next
         self._read_until = -1
+
+    def forget_shared(self, running: Running) -> None:
+        """Forgets what is kept of a prefix that has left, where nothing is ever loaded."""
+        self._held = {key: held for key, held in self._held.items() if running not in key[2]}
+        self._stream.keep_only(
+            lambda key: not isinstance(key[1], CachedPart) or key[1].state.running is not running,
+            after=0,
+        )
 
     # Experts
 

@@ -108,6 +108,38 @@ def test_packed_weights_and_caches_give_equal_tokens_everywhere(
     assert len({tuple(ids) for ids in found[0]}) > 1
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("family", "chunk"),
+    [
+        ("gpt_oss", 16),
+        ("qwen3_5", 2048),
+        ("gemma3_text", 2048),
+        ("mistral", 7),
+        ("deepseek_v3", 16),
+        ("gemma4", 16),
+    ],
+)
+def test_what_prompts_share_changes_nothing(
+    references: Callable[[str, int], Reference], family: str, chunk: int
+) -> None:
+    """Sinks, windows, compressed caches and states, of two documents after one instruction."""
+    reference, rng = references(family, 0), np.random.default_rng(3)
+    first, *documents = (rng.integers(3, 96, count).tolist() for count in (20, 22, 27))
+    ends = [rng.integers(3, 96, 3 + n).tolist() for n in range(8)]
+    asked = [[*first, *documents[n % 2], *end] for n, end in enumerate(ends)]
+    found, computed = [], []
+    for shares in (True, False):
+        policy = Policy(batch_size=3, num_batches=2, kv_block_tokens=4, prefill_chunk=chunk)
+        options = {"policy": policy, "prefix_sharing": shares}
+        with LLM(reference.folder, dtype="float32", **options) as llm:
+            results = llm.generate(prompt_token_ids=asked, sampling_params=PARAMS)
+            computed.append(llm.report()["prompt_tokens"])
+        found.append([result.token_ids for result in results])
+    assert found[0] == found[1]
+    assert computed == [20 + 22 + 27 + sum(map(len, ends)), sum(map(len, asked))]
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "smollm3"])
 def test_prefixes_chunks_and_branches_change_nothing(
     references: Callable[[str, int], Reference], family: str
@@ -118,7 +150,8 @@ def test_prefixes_chunks_and_branches_change_nothing(
     ends = [[*beginning, *ids[:20]] for ids in prompts()[:4]]
     policy = Policy(batch_size=2, num_batches=2, prefill_chunk=6, kv_block_tokens=4)
     contexts = [[*beginning, 30]] * 3
-    with LLM(reference.folder, dtype="float32", policy=policy) as llm:
+    options = {"policy": policy, "prefix_sharing": False}
+    with LLM(reference.folder, dtype="float32", **options) as llm:
         alone, shared = (
             llm.generate(prompt_token_ids=ends, sampling_params=PARAMS, prefix=prefix)
             for prefix in (None, beginning)

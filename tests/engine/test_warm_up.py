@@ -68,15 +68,15 @@ def test_a_run_with_a_prefix_compiles_nothing_after_warming_up(
     policy = Policy(batch_size=3, kv_block_tokens=4, cache=Placement(0.5, 0.5))
     with LLM(tmp_path, dtype="float32", policy=policy, dummy_weights=True, unified=unified) as llm:
         prefix = list(range(20, 52))  # its last token is computed with each row
-        workload = Workload(prompt_len=32, gen_len=7, num_sequences=3, prefix_len=31)
+        workload = Workload(prompt_len=32, gen_len=7, num_sequences=3, prefix_len=32)
         llm._runner.open(llm._runner.policy_for(workload), workload, compiles=True)
         llm.generate(
-            prompt_token_ids=[[*prefix, *[5] * 16]] * 3,
+            prompt_token_ids=[[*prefix, *[n] * 16] for n in (5, 6, 7)],
             sampling_params=SamplingParams.plain(7),
             prefix=prefix,
         )
         report = llm.report()
-        assert report["prompt_tokens"] == 3 * 17 and report["compile_in_run_s"] == 0
+        assert report["prompt_tokens"] == 31 + 3 * 17 and report["compile_in_run_s"] == 0
 
 
 def test_all_kinds_of_programs_are_in_the_table() -> None:

@@ -161,9 +161,9 @@ def test_logits_are_those_of_a_whole_prompt_of_2048_tokens() -> None:
                         partial = attend(partial, query, earlier, np.int32(begin), at, rows)
                         begin += length
                     finish = of_model.get(
-                        programs.finish_chunk, **shape, tokens=tokens, asked=tokens, places=1
+                        programs.finish_chunk, **shape, tokens=tokens, asked=tokens
                     )
-                    hidden, checks = finish(mine, hidden, checks, [partial])
+                    hidden, checks = finish(mine, hidden, checks, partial)
                 blocks[number].append(block)
             assert checks[1] == 0
             found.append(hidden)
@@ -189,7 +189,7 @@ def test_programs_of_chunks_need_no_more_than_is_counted(bits: int, rows: int) -
     shape = {"layer": layer, "rows": rows, "tokens": tokens, "asked": tokens}
     of_model.get(programs.project_chunk, **shape)
     of_model.get(programs.attend_chunk, **shape)
-    of_model.get(programs.finish_chunk, **shape, places=1)
+    of_model.get(programs.finish_chunk, **shape)
     setting = Setting(config, "bfloat16", unified=True)
     counted = workspace_bytes(setting, formats, rows, tokens, is_chunked=True)
     assert of_model.workspace <= counted

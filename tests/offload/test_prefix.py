@@ -175,10 +175,10 @@ TOKEN = st.integers(0, 3)
 def test_what_is_shared(prefix: list[int], other: list[int], begins: bool) -> None:
     prompt = prefix + other if begins else other
     shared = shared_tokens(prompt, prefix)
-    assert shared in (0, len(prefix) - 1)
-    if shared:
-        assert shared >= LEAST_PREFIX
-        assert prompt[:shared] == prefix[:shared]
-        assert shared < len(prompt)
-    elif begins and other:
+    assert shared in ((), (len(prefix) - 1,))
+    for length in shared:
+        assert length >= LEAST_PREFIX
+        assert prompt[:length] == prefix[:length]
+        assert length < len(prompt)
+    if begins and other and not shared:
         assert len(prefix) <= LEAST_PREFIX

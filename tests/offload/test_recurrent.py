@@ -104,7 +104,8 @@ def test_a_shared_beginning_changes_nothing(
     ends = [[*beginning, *ids[:20]] for ids in asked]
     params = SamplingParams(max_tokens=7, ignore_eos=True)
     policy = Policy.from_percent(*percent, batch_size=3, num_batches=2, prefill_chunk=16)
-    with LLM(reference.folder, dtype="float32", policy=policy, offload_dir=tmp_path) as llm:
+    options = {"policy": policy, "offload_dir": tmp_path, "prefix_sharing": False}
+    with LLM(reference.folder, dtype="float32", **options) as llm:
         alone, shared = (
             llm.generate(prompt_token_ids=ends, sampling_params=params, prefix=prefix)
             for prefix in (None, beginning)

@@ -330,7 +330,7 @@ def test_values_hardly_move(tmp_path: Path, attention: Any) -> None:
         )
         with LLM(folder, dtype="float32", policy=policy, unified=False) as llm:
             llm.generate(
-                prompt_token_ids=[[5] * 1024] * 2,
+                prompt_token_ids=[[5] * 1024, [6] * 1024],
                 sampling_params=SamplingParams(max_tokens=2, ignore_eos=True),
             )
             return sum(llm.report()["decode_bytes"].values())

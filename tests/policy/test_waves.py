@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flexgen_jax.engine.batching import Waiting, padded_length
 from flexgen_jax.engine.feed import Listed
+from flexgen_jax.engine.prefixes import padded_prefix
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.offload.batch import Batch
@@ -29,6 +30,9 @@ from tests.helpers.blocks import plan_of
 
 LONGEST, MOST = 48, 30
 """The most tokens of a prompt, and of a text."""
+
+SHARED = 20
+"""Tokens of a prefix."""
 
 
 class Ending(Idle):
@@ -66,13 +70,20 @@ def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
 def run_waves(plan: BlockPlan, requests: Sequence[EncodedRequest], ends: Sequence[int]) -> Ledger:
     ledger, peaks = planned_ledger(plan), peak_bytes(plan)
     before = ledger.used
-    queue = Waiting(plan, Listed(requests), make, requests[0].prefix)
+    queue = Waiting(plan, Listed(requests), make)
     backend = Ending(len(plan.spec.layers) - 1, queue, ends)
     BlockLoop(plan, backend, ledger, arrivals=queue, peaks=peaks).run()
     assert backend.finished == {r.index for r in requests}
     assert not queue.members
     assert ledger.used == before
     return ledger
+
+
+def request_of(index: int, own: int, new: int, prefix: int) -> EncodedRequest:
+    """Returns a request with one of several prefixes, counted from 1, or with none."""
+    shared = (prefix,) * SHARED if prefix else ()
+    cuts = (SHARED,) if prefix else ()
+    return EncodedRequest(index, (*shared, *[9] * own), SamplingParams(), new, shared=cuts)
 
 
 @settings(max_examples=80, deadline=None)
@@ -127,21 +138,23 @@ def test_what_is_reserved_stays_within_the_plan(
         prefill_chunk=rng.choice([5, 16, 2048]),
         overlap=rng.random() < 0.8,
     )
-    prefix = rng.choice([0, 0, 20])
+    prefixes = rng.choice([0, 0, 1, 3])
     requests = [
-        EncodedRequest(
-            i,
-            (5,) * (prefix + rng.randint(1, LONGEST)),
-            SamplingParams(),
-            rng.randint(1, MOST),
-            prefix_len=prefix,
+        request_of(
+            i, rng.randint(1, LONGEST), rng.randint(1, MOST), rng.choice(range(prefixes + 1))
         )
         for i in range(rng.randint(1, 40))
     ]
     ends = [rng.randint(1, r.max_tokens) for r in requests]
     longest = padded_length(max(len(r.own_ids) for r in requests), LONGEST)
     most = max(r.max_tokens for r in requests)
-    shape = BlockShape((rows,) * batches, (longest,) * batches, most, prefix=prefix)
+    shape = BlockShape(
+        batch_sizes=(rows,) * batches,
+        prompt_lens=(longest,) * batches,
+        gen_len=most,
+        prefix=padded_prefix(SHARED) * (prefixes > 0),
+        prefixes=min(prefixes, rng.randint(1, 3)),
+    )
     plan = plan_of(policy, shape, unified)
     bound, ledger = peak_bytes(plan), run_waves(plan, requests, ends)
     for tier, nbytes in ledger.peak.items():

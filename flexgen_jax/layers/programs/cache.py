@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.attention import Block, Partial, first_seen, merge, sides
+from flexgen_jax.layers.attention import (
+    MASKED,
+    Block,
+    Partial,
+    chunk_attention,
+    first_seen,
+    merge,
+    sides,
+)
 from flexgen_jax.layers.decoder import T
 from flexgen_jax.layers.decoder import append as append_token
 from flexgen_jax.layers.groups import in_groups
@@ -115,36 +125,97 @@ def attend_chunk(model: Traceable, layer: LayerSpec, rows: int, asked: int, toke
 
 @program
 def attend_prefix(
-    model: Traceable, layer: LayerSpec, rows: int, asked: int, blocks: tuple[int, ...]
+    model: Traceable,
+    layer: LayerSpec,
+    rows: int,
+    asked: int,
+    sharing: int,
+    blocks: tuple[int, ...],
+    is_first: bool = False,
 ) -> Traced:
-    """Attends with `asked` tokens of each sequence to KV blocks of one row, which all sequences
-    share: (query, blocks) -> partial result."""
+    """Attends with `asked` tokens of some sequences of a batch to the KV blocks of one row, with
+    which they begin: (partial result, which is donated, query, blocks, at, start, rows) -> partial
+    result.
+
+    at: int32 [5], the first of `sharing` sequences that are computed; the first one that begins so,
+    and the one after the last; how many tokens are before those of the blocks, and how many columns
+    of the blocks are padding. start: the index of the first query's token. With `is_first`, there
+    is no partial result yet, and that of the other sequences is one of nothing.
+    """
     kernels, formats, attention = model.kernels, model.formats, layer.attention
+    seen = _seen(blocks, attention.window)
 
-    def run(query: jax.Array, blocks: tuple[Block, ...]) -> Partial:
+    def some(blocks: tuple[Block, ...], padding: jax.Array, query: jax.Array, at: Any) -> Partial:
+        """Attends with the tokens of some sequences, which are to the prefix as those of one.
+
+        padding: how many columns of the blocks are none of its tokens; at: int32 [batch, token],
+        the column that each query would have.
+        """
         batch, heads, tokens, size = query.shape
-        none = jnp.zeros(1, jnp.int32)
-
-        def some(query: jax.Array) -> Partial:
-            """Attends with the tokens of some sequences, which are to the prefix as those of
-            one."""
-            rows = query.shape[0]
-            asked = query.swapaxes(0, 1).reshape(1, heads, rows * tokens, size)
-            partials = [
-                kernels.chunk_attention(
-                    asked, *sides(block), none, jnp.int32(block[0].shape[2]), attention
+        queries = query.swapaxes(0, 1).reshape(1, heads, batch * tokens, size)
+        partials = []
+        for number, start in seen:
+            key, value = sides(blocks[number])
+            first = jnp.maximum(padding - start, 0)[None]
+            if attention.window is None:
+                lead = jnp.int32(key.shape[2])
+                own = kernels.chunk_attention(queries, key, value, first, lead, attention)
+            else:
+                own = chunk_attention(
+                    query=queries,
+                    key=key,
+                    value=value,
+                    first_valid=first,
+                    lead=at.reshape(-1) - start,
+                    at_once=kernels.sizes.scored_heads(heads, max(batch * tokens, key.shape[2])),
+                    window=attention.window,
+                    softcap=attention.softcap,
                 )
-                for block in blocks
-            ]
-            out, lse = merge(partials)
-            out = out.reshape(heads, rows, tokens, size).swapaxes(0, 1)
-            return out, lse.reshape(heads, rows, tokens).swapaxes(0, 1)
+            partials.append(own)
+        out, lse = merge(partials)
+        out = out.reshape(heads, batch, tokens, size).swapaxes(0, 1)
+        return out, lse.reshape(heads, batch, tokens).swapaxes(0, 1)
 
-        together = kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
-        attended: Partial = in_groups(some, together, query)
-        return attended
+    def run(partial: Partial | None, query: jax.Array, *placed: Any) -> Partial:
+        blocks, at, start, of_rows = placed
+        row, begin, end, before, padding = at
+        position = of_rows.positions(start, asked) - before + padding
+        own = jax.lax.dynamic_slice_in_dim(query, row, sharing)
+        position = jax.lax.dynamic_slice_in_dim(position, row, sharing)
+        together = kernels.sizes.prefill_sequences(sharing, asked, formats.weight_bits)
+        attended = in_groups(
+            lambda query, at: some(blocks, padding, query, at), together, own, position
+        )
+        shares = (row + jnp.arange(sharing) >= begin) & (row + jnp.arange(sharing) < end)
+        attended = (attended[0], jnp.where(shares[:, None, None], attended[1], MASKED))
+        if partial is None:
+            partial = (
+                jnp.zeros(query.shape, jnp.float32),
+                jnp.full(query.shape[:3], MASKED, jnp.float32),
+            )
+        earlier = [jax.lax.dynamic_slice_in_dim(x, row, sharing) for x in partial]
+        merged = attended if is_first else merge([(earlier[0], earlier[1]), attended])
+        out, lse = (
+            jax.lax.dynamic_update_slice_in_dim(into, x, row, 0)
+            for into, x in zip(partial, merged, strict=True)
+        )
+        return out, lse
 
-    return Traced(run, (model.query(layer, rows, asked), model.blocks(layer, 1, blocks)))
+    partial = None if is_first else model.partial(layer, rows, asked)
+    placed = (model.blocks(layer, 1, blocks), ints(5), ints(), rows_of(rows))
+    arguments = (partial, model.query(layer, rows, asked), *placed)
+    return Traced(run, arguments, donated=() if is_first else (0,))
+
+
+def _seen(blocks: Sequence[int], window: int | None) -> list[tuple[int, int]]:
+    """Returns the numbers and first columns of the blocks of a prefix that tokens after it may see.
+
+    Of blocks of 64, 64 and 32 tokens, a window of 20 sees the last one, one of 40 the last two.
+    """
+    starts, total = (0, *accumulate(blocks)), sum(blocks)
+    after = [total - starts[number + 1] for number in range(len(blocks))]
+    chosen = [n for n in range(len(blocks)) if window is None or after[n] < window - 1]
+    return [(number, starts[number]) for number in chosen or [len(blocks) - 1]]
 
 
 @program

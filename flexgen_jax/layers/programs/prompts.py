@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.attention import Block, Partial, merge
+from flexgen_jax.layers.attention import Block, Partial
 from flexgen_jax.layers.groups import Segment, in_groups, in_segments
 from flexgen_jax.layers.programs.cache import sealed
 from flexgen_jax.layers.programs.table import (
@@ -47,16 +47,14 @@ def prefill(
     """
     module, formats, sizes = model.decoder(layer), model.formats, model.kernels.sizes
 
-    def some(
-        weights: Weights, before: jax.Array, skipped: int, hidden: jax.Array, *each: jax.Array
-    ) -> Any:
+    def some(weights: Weights, skipped: int, hidden: jax.Array, *each: jax.Array) -> Any:
         """Prefills some sequences, whose first `skipped` tokens are padding, with zeros for these.
 
         Returns their hidden states, the stored leaves of their KV blocks, and whether each
         sequence's hidden states are finite, which is checked while they are in the CPU's cache.
         """
-        (first_valid, most), hidden = each, hidden[:, skipped:]
-        rows = _rows(before, (first_valid - skipped, most))
+        hidden, rows = hidden[:, skipped:], Rows(*each)
+        rows = rows._replace(first_valid=rows.first_valid - skipped)
         rows = rows.with_branches(branches, hidden.shape[1])
         hidden, arrays = apply(
             module, weights, hidden, rows, only_last=only_last, branches=branches, method="prefill"
@@ -72,9 +70,8 @@ def prefill(
         def at_once(rows: int, skipped: int) -> int:
             return sizes.prefill_sequences(rows, tokens - skipped, formats.weight_bits)
 
-        compute, each = partial(some, weights, rows.before), (rows.first_valid, rows.most)
         hidden, leaves, is_finite = in_segments(
-            compute, segments or [(batch, 0)], at_once, hidden, *each
+            partial(some, weights), segments or [(batch, 0)], at_once, hidden, *rows[:3]
         )
         blocks = [
             _assembled(formats, layer, batch, length, arrays)
@@ -109,12 +106,6 @@ def _padded(x: jax.Array, tokens: int, axis: int) -> jax.Array:
     return jnp.pad(x, [(tokens * (n == axis), 0) for n in range(x.ndim)]) if tokens else x
 
 
-def _rows(before: jax.Array, each: Sequence[jax.Array]) -> Rows:
-    """Returns the rows of some of a batch's sequences."""
-    first_valid, most = each
-    return Rows(first_valid, before, most)
-
-
 @program
 def project_chunk(model: Traceable, layer: LayerSpec, rows: int, tokens: int, asked: int) -> Traced:
     """Computes the prefill of a prompt's chunk up to attention to earlier tokens: (weights, hidden,
@@ -128,15 +119,13 @@ def project_chunk(model: Traceable, layer: LayerSpec, rows: int, tokens: int, as
         batch, tokens, _ = hidden.shape
 
         def some(hidden: jax.Array, *each: jax.Array) -> Any:
-            placed = _rows(rows.before, each)
             query, partial, block = apply(
-                module, weights, hidden, start, placed, asked, method="project_chunk"
+                module, weights, hidden, start, Rows(*each), asked, method="project_chunk"
             )
             return query, partial, [jax.tree.leaves(x) for x in sealed(formats, block)]
 
         size = model.kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
-        each = (rows.first_valid, rows.most)
-        query, partial, leaves = in_groups(some, size, hidden, *each)
+        query, partial, leaves = in_groups(some, size, hidden, *rows[:3])
         return query, partial, _assembled(formats, layer, batch, tokens, leaves)
 
     hidden = model.hidden(rows, tokens)
@@ -144,26 +133,23 @@ def project_chunk(model: Traceable, layer: LayerSpec, rows: int, tokens: int, as
 
 
 @program
-def finish_chunk(
-    model: Traceable, layer: LayerSpec, rows: int, tokens: int, asked: int, places: int
-) -> Traced:
-    """Computes the prefill of a chunk after attention: (weights, hidden, checks, a list of partial
-    results, one for each place) -> hidden states of the last `asked` tokens, checks."""
+def finish_chunk(model: Traceable, layer: LayerSpec, rows: int, tokens: int, asked: int) -> Traced:
+    """Computes the prefill of a chunk after attention: (weights, hidden, checks, partial result of
+    attention to everything) -> hidden states of the last `asked` tokens, checks."""
     module, formats = model.decoder(layer), model.formats
 
-    def run(weights: Weights, hidden: jax.Array, checks: jax.Array, partials: list[Partial]) -> Any:
-        def some(hidden: jax.Array, *parts: jax.Array) -> Any:
-            attended, _ = merge(list(zip(parts[::2], parts[1::2], strict=True)))
+    def run(weights: Weights, hidden: jax.Array, checks: jax.Array, partial: Partial) -> Any:
+        def some(hidden: jax.Array, attended: jax.Array) -> Any:
             hidden = apply(module, weights, hidden, attended, method="finish_chunk")
             return hidden, jnp.isfinite(hidden).all((1, 2))
 
         batch, tokens, _ = hidden.shape
         size = model.kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
-        hidden, is_finite = in_groups(some, size, hidden, *jax.tree.leaves(partials))
+        hidden, is_finite = in_groups(some, size, hidden, partial[0])
         return hidden, checked(checks, is_finite.all())
 
-    partials = [model.partial(layer, rows, asked)] * places
-    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), CHECKS, partials))
+    partial = model.partial(layer, rows, asked)
+    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), CHECKS, partial))
 
 
 @program
@@ -199,11 +185,11 @@ def mix(
         checks: jax.Array,
         rows: Rows,
     ) -> Any:
-        def some(hidden: jax.Array, first: jax.Array, most: jax.Array, *state: jax.Array) -> Any:
-            group = _rows(rows.before, (first, most))
+        def some(hidden: jax.Array, *each: jax.Array) -> Any:
+            group, state = Rows(*each[:3]), each[3:]
             return apply(module, weights, hidden, blocks, state, start, group, asked, method="mix")
 
-        hidden, new, state = in_groups(some, at_once, hidden, rows.first_valid, rows.most, *state)
+        hidden, new, state = in_groups(some, at_once, hidden, *rows[:3], *state)
         kept = _cut(formats, new, cuts) if cuts else new
         return hidden, kept, state, checked(checks, jnp.isfinite(hidden).all())
 

@@ -165,7 +165,7 @@ from 1, whose results were not all finite, 0 if all were."""
 
 def rows_of(rows: int) -> Rows:
     """Returns the abstract arguments that say where a batch's sequences are."""
-    return Rows(ints(rows), ints(), ints(rows))
+    return Rows(ints(rows), ints(rows), ints(rows))
 
 
 def apply(module: Any, weights: Weights, *arrays: Any, **options: Any) -> Any:

@@ -1,0 +1,98 @@
+"""Finds what prompts begin with alike, so that it is computed once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from flexgen_jax.engine.requests import LEAST_PREFIX, EncodedRequest
+
+LEAST_SAVED = 64
+"""Tokens that sharing must leave out to be worth a pass of its own for what is shared."""
+
+LEAST_SHARE = 0.05
+"""The part of all prompts' tokens that sharing must leave out: a batch then takes more steps."""
+
+Ids = tuple[int, ...]
+
+
+def share(requests: Sequence[EncodedRequest], known: Iterable[Ids] = ()) -> list[EncodedRequest]:
+    """Returns requests that know how long the beginnings are which they share with others of them,
+    or with those that are `known`. What a request is said to share stays shared.
+
+    Three prompts "abcx", "abcy" and "abd" may share "ab", and the first two "abc".
+    """
+    cuts = _beginning_with(requests, known)
+    saved = sum(shared[-1] for shared in cuts.values())
+    new = sorted(
+        (n for n in range(len(requests)) if n not in cuts), key=lambda n: requests[n].prompt_ids
+    )
+    for first, last, depth, before in _nodes([requests[n].prompt_ids for n in new]):
+        saved += (last - first - 1) * (depth - before)
+        for n in new[first:last]:
+            cuts[n] = (*cuts.get(n, ()), depth)
+    if saved < LEAST_SHARE * sum(len(r.prompt_ids) for r in requests):
+        return list(requests)
+
+    def deeper(n: int, r: EncodedRequest) -> tuple[int, ...]:
+        return tuple(cut for cut in cuts.get(n, ()) if cut >= r.prefix_len + LEAST_PREFIX)
+
+    return [replace(r, shared=(*r.shared, *deeper(n, r))) for n, r in enumerate(requests)]
+
+
+def _beginning_with(
+    requests: Sequence[EncodedRequest], known: Iterable[Ids]
+) -> dict[int, tuple[int, ...]]:
+    """Returns the lengths of the known beginnings of each request that has some."""
+    beginnings = set(known)
+    lengths = sorted({len(ids) for ids in beginnings})
+    shared = {
+        n: tuple(
+            length
+            for length in lengths
+            if length < len(r.prompt_ids) and r.prompt_ids[:length] in beginnings
+        )
+        for n, r in enumerate(requests)
+    }
+    return {n: cuts for n, cuts in shared.items() if cuts}
+
+
+def _nodes(rows: Sequence[Ids]) -> Iterator[tuple[int, int, int, int]]:
+    """Yields the beginnings that are worth sharing, the shorter ones first: the first of the sorted
+    rows that have it, the one after the last, its length, and that of the one before it."""
+    common = [_common(a, b) for a, b in pairwise(rows)]
+    # Rows that all share the first `depth` tokens, of which `before` are shared by then.
+    waiting = deque([(0, len(rows), 0, 0)])
+    while waiting:
+        first, last, depth, before = waiting.popleft()
+        for start, stop in _runs(common, first, last, depth):
+            deeper = min(common[start : stop - 1])
+            own = deeper - before
+            if own >= LEAST_PREFIX and own * (stop - start - 1) >= LEAST_SAVED:
+                yield start, stop, deeper, before
+                waiting.append((start, stop, deeper, deeper))
+            else:
+                waiting.append((start, stop, deeper, before))
+
+
+def _runs(common: Sequence[int], first: int, last: int, depth: int) -> Iterator[tuple[int, int]]:
+    """Yields the longest runs of at least two rows, each of which shares more than `depth` tokens
+    with its neighbours."""
+    start = first
+    for stop in range(first + 1, last + 1):
+        if stop == last or common[stop - 1] <= depth:
+            if stop - start > 1:
+                yield start, stop
+            start = stop
+
+
+def _common(one: Ids, other: Ids) -> int:
+    """Returns how many tokens two prompts begin with, at least one short of both."""
+    low, high = 0, min(len(one), len(other)) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_equal = one[low:middle] == other[low:middle]
+        low, high = (middle, high) if is_equal else (low, middle - 1)
+    return max(low, 0)

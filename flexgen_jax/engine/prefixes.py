@@ -1,0 +1,150 @@
+"""The prefixes of a run: what several requests begin with, each computed once as a batch of one
+row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.offload.batch import Batch
+from flexgen_jax.policy.admission import Admission
+from flexgen_jax.policy.running import Running, spans_of
+from flexgen_jax.policy.shapes import BatchShape
+
+PREFIX_BUCKET = 16
+"""Prefixes are padded to a multiple of this, or of an eighth of the power of two below them, so
+that few shapes are compiled."""
+
+
+def padded_prefix(tokens: int) -> int:
+    """Returns the columns of a prefix of so many tokens: 512 for 500, 640 for 600."""
+    bucket = max(PREFIX_BUCKET, (1 << (tokens.bit_length() - 1)) // 8)
+    return -(-tokens // bucket) * bucket
+
+
+@dataclass(eq=False)
+class Beginning:
+    """What some requests begin with.
+
+    parent: the shorter one that it goes on from; running: its batch, None until that enters;
+    is_held: whether requests that wait begin with it.
+    """
+
+    ids: tuple[int, ...]
+    parent: Beginning | None
+    running: Running | None = None
+    is_held: bool = False
+
+    @property
+    def own_ids(self) -> tuple[int, ...]:
+        return self.ids[0 if self.parent is None else len(self.parent.ids) :]
+
+    @property
+    def chain(self) -> list[Beginning]:
+        """This one and what it goes on from, the shortest first."""
+        return [*(() if self.parent is None else self.parent.chain), self]
+
+    def hold(self, is_held: bool) -> None:
+        """Keeps the batch for requests that wait, or does so no longer."""
+        if self.running is not None and is_held != self.is_held:
+            self.running.users += 1 if is_held else -1
+            self.is_held = is_held
+
+
+class Prefixes:
+    """The beginnings of a run's requests, those that are there and those that are wanted."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission, self._shape = admission, admission.plan.shape
+        self._known: dict[tuple[int, ...], Beginning] = {}
+        # The longest one of each request that waits, by the request's index.
+        self._of: dict[int, Beginning] = {}
+
+    @property
+    def known(self) -> Collection[tuple[int, ...]]:
+        """The token ids of all beginnings."""
+        return self._known
+
+    def fitted(self, request: EncodedRequest) -> EncodedRequest:
+        """Returns a request that shares nothing if the plan has no room for what it shares."""
+        lengths = np.diff((0, *request.shared))
+        is_fit = all(padded_prefix(int(tokens)) <= self._shape.prefix for tokens in lengths)
+        return request if is_fit else replace(request, shared=())
+
+    def add(self, request: EncodedRequest) -> None:
+        """Takes note of a request that waits."""
+        parent: Beginning | None = None
+        for ids in request.beginnings:
+            # One that is known may go on from others than this request says.
+            parent = self._known.setdefault(ids, Beginning(ids, parent))
+        if parent is not None:
+            self._of[request.index] = parent
+
+    def chain(self, request: EncodedRequest) -> list[Beginning]:
+        """Returns the beginnings of a request that waits, the shortest first."""
+        longest = self._of.get(request.index)
+        return [] if longest is None else longest.chain
+
+    def take(self, requests: Sequence[EncodedRequest]) -> list[list[Running]]:
+        """Returns the batches of what each of some requests begins with, which wait no longer."""
+        chains = [self.chain(request) for request in requests]
+        for request in requests:
+            self._of.pop(request.index, None)
+        return [_runnings(chain) for chain in chains]
+
+    @property
+    def room(self) -> int:
+        """How many prefixes may enter beside those that are there."""
+        there = sum(beginning.running is not None for beginning in self._known.values())
+        return self._shape.prefixes * (self._shape.prefix > 0) - there
+
+    def missing(self, requests: Iterable[EncodedRequest]) -> list[Beginning]:
+        """Returns the beginnings of requests that are not there, the shortest first."""
+        missing: dict[Beginning, None] = {}
+        for request in requests:
+            chain = self.chain(request)
+            missing |= {beginning: None for beginning in chain if beginning.running is None}
+        return sorted(missing, key=lambda beginning: len(beginning.ids))
+
+    def enter(self, wanted: Sequence[Beginning], is_first: bool) -> Iterator[tuple[Running, Batch]]:
+        """Yields the batches of beginnings whose parents are there."""
+        ready = [b for b in wanted if b.parent is None or b.parent.running is not None]
+        given = [_batch_of(beginning) for beginning in ready]
+        running = self._admission.enter(
+            shapes=[BatchShape(1, batch.prompt_len, gen_len=1) for batch in given],
+            is_first=is_first,
+            shared=[spans_of([_runnings(b.chain[:-1])]) for b in ready],
+            are_prefixes=True,
+        )
+        for beginning, prefix in zip(ready, running, strict=True):
+            beginning.running = prefix
+            beginning.hold(True)
+            prefix.closing.callback(self._forget, beginning)
+        yield from zip(running, given, strict=True)
+
+    def hold_for(self, waiting: Iterable[EncodedRequest]) -> None:
+        """Keeps what requests that wait begin with, and nothing else."""
+        held = {beginning for request in waiting for beginning in self.chain(request)}
+        for beginning in self._known.values():
+            beginning.hold(beginning in held)
+
+    def _forget(self, beginning: Beginning) -> None:
+        beginning.running, beginning.is_held = None, False
+        if not any(beginning in longest.chain for longest in self._of.values()):
+            del self._known[beginning.ids]
+
+
+def _batch_of(beginning: Beginning) -> Batch:
+    own = beginning.own_ids
+    columns = padded_prefix(len(own))
+    ids, first = np.zeros((1, columns), np.int32), columns - len(own)
+    ids[0, first:] = own
+    before = np.array([len(beginning.ids) - len(own)], np.int32)
+    return Batch(ids, np.array([first], np.int32), before=before)
+
+
+def _runnings(chain: Iterable[Beginning]) -> list[Running]:
+    return [beginning.running for beginning in chain if beginning.running is not None]

@@ -1,0 +1,155 @@
+"""What prompts begin with alike is found and computed once, and changes no text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_jax import LLM, Policy, Request, SamplingParams
+from flexgen_jax.engine.beginnings import LEAST_SAVED, share
+from flexgen_jax.engine.prefixes import padded_prefix
+from flexgen_jax.engine.requests import LEAST_PREFIX, EncodedRequest
+from flexgen_jax.policy.schedules import SCHEDULES
+from tests.helpers.cases import pairwise
+from tests.helpers.models import PLACEMENTS
+from tests.helpers.numpy_opt import reference
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+def asked() -> list[list[int]]:
+    """Questions about two documents after one instruction, in turn, and two prompts of others."""
+    rng = np.random.default_rng(11)
+
+    def some(count: int) -> list[int]:
+        return rng.integers(4, 96, count).tolist()
+
+    instruction, documents = some(20), (some(23), some(30))
+    questions = [[*instruction, *documents[n % 2], *some(1 + n % 5)] for n in range(9)]
+    return [*questions[:4], some(3), *questions[4:], some(30)]
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoint: Callable[[], Path]) -> list[list[int]]:
+    model = reference(checkpoint())
+    return [model.greedy(ids, 6) for ids in asked()]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("percent", "chunk", "schedule", "unified", "attention"),
+    pairwise(PLACEMENTS, [2048, 16], list(SCHEDULES), [True, False], ["device", "host"]),
+)
+def test_tokens_are_those_without_sharing(
+    checkpoint: Callable[[], Path],
+    expected: list[list[int]],
+    tmp_path: Path,
+    percent: tuple[int, ...],
+    chunk: int,
+    schedule: str,
+    unified: bool,
+    attention: str,
+) -> None:
+    policy = Policy.from_percent(
+        *percent,
+        batch_size=3,
+        num_batches=2,
+        schedule=schedule,
+        attention=attention,
+        prefill_chunk=chunk,
+        kv_block_tokens=4,
+    )
+    options = {"policy": policy, "offload_dir": tmp_path, "unified": unified}
+    short = [ids for ids in asked() if len(ids) != 30]
+    with LLM(checkpoint(), dtype="float32", **options) as llm:
+        results = llm.generate(prompt_token_ids=asked(), sampling_params=PARAMS)
+        again = llm.generate(prompt_token_ids=short, sampling_params=PARAMS)
+        report = llm.report()
+    assert [result.token_ids for result in results] == expected
+    assert [result.token_ids for result in again] == expected[:-1]
+    own = sum(1 + n % 5 for n in range(9))
+    assert report["prompt_tokens"] == 20 + 23 + 30 + own + 3, "each part once"
+    for tier, peak in report["peak_bytes"].items():
+        assert peak <= report["computed_peak_bytes"][tier], tier
+
+
+def test_several_texts_of_one_prompt_compute_it_once(checkpoint: Callable[[], Path]) -> None:
+    ids = [*asked()[1], *asked()[0][:30]]
+    params = SamplingParams(n=5, max_tokens=4, temperature=1.0, ignore_eos=True)
+    found, computed = [], []
+    for shares in (True, False):
+        policy = Policy(batch_size=3, num_batches=2)
+        with LLM(checkpoint(), dtype="float32", policy=policy, prefix_sharing=shares) as llm:
+            (result,) = llm.generate(prompt_token_ids=[ids], sampling_params=params)
+            computed.append(llm.report()["prompt_tokens"])
+        found.append([result.token_ids, *(text.token_ids for text in result.others)])
+    assert found[0] == found[1]
+    assert computed == [len(ids) + 4, 5 * len(ids)]
+
+
+def test_a_stream_goes_on_with_other_beginnings(checkpoint: Callable[[], Path]) -> None:
+    """Requests with further beginnings enter beside those under way, and a beginning is kept as
+    long as requests wait that have it."""
+    rng, model = np.random.default_rng(5), reference(checkpoint())
+    beginnings = [rng.integers(4, 96, 40).tolist() for _ in range(6)]
+    rows = [[*beginnings[n // 8], *rng.integers(4, 96, 2).tolist()] for n in range(48)]
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    computed, order = 0, list[str]()
+
+    def requests() -> Iterator[Request]:
+        for number, ids in enumerate(rows):
+            yield Request(str(number), None, ids, params)
+
+    with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=4, num_batches=2)) as llm:
+        for result in llm.stream(requests()):
+            assert result.token_ids == model.greedy(rows[int(result.id)], 3)
+            order.append(result.id)
+        computed = llm.report()["prompt_tokens"]
+    assert len(order) == 48
+    assert computed < 0.4 * sum(map(len, rows))
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), TOKENS), min_size=1, max_size=20))
+def test_what_is_shared(parts: list[tuple[int, int, list[int]]]) -> None:
+    """Beginnings are those of several requests, worth a pass each, and one token short of each."""
+    rows = [(*[a] * 30, *[3 + b] * 25, *ids) for a, b, ids in parts]
+    requests = [EncodedRequest(n, row, SamplingParams(), 1) for n, row in enumerate(rows)]
+    shared = share(requests)
+    assert [replace(r, shared=()) for r in shared] == requests
+    users = Counter(ids for r in shared for ids in r.beginnings)
+    for request in shared:
+        before = 0
+        for length in request.shared:
+            assert before + LEAST_PREFIX <= length < len(request.prompt_ids)
+            count = users[request.prompt_ids[:length]]
+            assert (length - before) * (count - 1) >= LEAST_SAVED
+            before = length
+    wanted = Counter(row[:30] for row in rows)
+    for request in shared:
+        if wanted[request.prompt_ids[:30]] >= 4:
+            assert request.shared
+
+
+def test_known_beginnings_are_found() -> None:
+    known, other = (5,) * 40, (6,) * 40
+    rows = [(*known, 1, 2), (*other, 1), known, (*known, 3)]
+    requests = [EncodedRequest(n, row, SamplingParams(), 1) for n, row in enumerate(rows)]
+    assert [r.shared for r in share(requests, [known])] == [(40,), (), (), (40,)]
+
+
+@given(st.integers(1, 100_000))
+def test_prefixes_have_few_lengths(tokens: int) -> None:
+    columns = padded_prefix(tokens)
+    assert tokens <= columns <= max(tokens + 15, 1.13 * tokens)
