@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from flexgen_jax.engine.requests import LEAST_PREFIX, EncodedRequest
 
@@ -29,7 +30,7 @@ def share(requests: Sequence[EncodedRequest], known: Iterable[Ids] = ()) -> list
     new = sorted(
         (n for n in range(len(requests)) if n not in cuts), key=lambda n: requests[n].prompt_ids
     )
-    for first, last, depth, before in _nodes([requests[n].prompt_ids for n in new]):
+    for first, last, depth, before in _nodes([requests[n].prompt_ids for n in new], Worth()):
         saved += (last - first - 1) * (depth - before)
         for n in new[first:last]:
             cuts[n] = (*cuts.get(n, ()), depth)
@@ -59,7 +60,30 @@ def _beginning_with(
     return {n: cuts for n, cuts in shared.items() if cuts}
 
 
-def _nodes(rows: Sequence[Ids]) -> Iterator[tuple[int, int, int, int]]:
+def groups_of(rows: Sequence[Any], elements: int = 1) -> list[int]:
+    """Returns the number of a group for each row, texts or token ids, those that begin alike in
+    one; elements: how many of a row's elements make a token.
+
+    For "an apple", "a pear", "an ape" it is 0, 1, 0, if so short beginnings are worth sharing.
+    """
+    order = sorted(range(len(rows)), key=lambda n: rows[n])
+    worth = Worth(LEAST_PREFIX * elements, LEAST_SAVED * elements)
+    groups = {n: place for place, n in enumerate(order)}
+    for first, last, _, before in _nodes([rows[n] for n in order], worth):
+        if not before:
+            groups |= dict.fromkeys(order[first:last], first)
+    return [groups[n] for n in range(len(rows))]
+
+
+class Worth(NamedTuple):
+    """When a beginning is worth sharing: the least elements that it has after a shorter one, and
+    those that sharing it saves."""
+
+    own: int = LEAST_PREFIX
+    saved: int = LEAST_SAVED
+
+
+def _nodes(rows: Sequence[Any], worth: Worth) -> Iterator[tuple[int, int, int, int]]:
     """Yields the beginnings that are worth sharing, the shorter ones first: the first of the sorted
     rows that have it, the one after the last, its length, and that of the one before it."""
     common = [_common(a, b) for a, b in pairwise(rows)]
@@ -70,7 +94,7 @@ def _nodes(rows: Sequence[Ids]) -> Iterator[tuple[int, int, int, int]]:
         for start, stop in _runs(common, first, last, depth):
             deeper = min(common[start : stop - 1])
             own = deeper - before
-            if own >= LEAST_PREFIX and own * (stop - start - 1) >= LEAST_SAVED:
+            if own >= worth.own and own * (stop - start - 1) >= worth.saved:
                 yield start, stop, deeper, before
                 waiting.append((start, stop, deeper, deeper))
             else:
@@ -88,8 +112,8 @@ def _runs(common: Sequence[int], first: int, last: int, depth: int) -> Iterator[
             start = stop
 
 
-def _common(one: Ids, other: Ids) -> int:
-    """Returns how many tokens two prompts begin with, at least one short of both."""
+def _common(one: Any, other: Any) -> int:
+    """Returns how many elements two rows begin with alike, at least one short of both."""
     low, high = 0, min(len(one), len(other)) - 1
     while low < high:
         middle = (low + high + 1) // 2

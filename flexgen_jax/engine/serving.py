@@ -200,9 +200,10 @@ def _planned_together(
 
 
 def _as_many(workload: Workload, count: int) -> Workload:
-    """Returns a workload of more sequences; more prefixes will come where there are several."""
+    """Returns a workload of more sequences; more prefixes will come where there are several, and
+    another one may where there is one."""
     prefixes, sequences = workload.num_prefixes, max(1, workload.num_sequences)
-    prefixes = prefixes if prefixes == 1 else -(-prefixes * count // sequences)
+    prefixes = 2 if prefixes == 1 else -(-prefixes * count // sequences)
     return replace(workload, num_sequences=count, num_prefixes=prefixes)
 
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+from flexgen_jax.engine.beginnings import groups_of
 from flexgen_jax.engine.outputs import RequestOutput
-from flexgen_jax.engine.requests import LEAST_PREFIX, Prefix, Request, common_length
+from flexgen_jax.engine.requests import Request
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.choices import done, finished_choice, logprobs_json, read_logprob
@@ -25,8 +26,8 @@ from flexgen_jax.models.chat import ChatOptions
 WINDOW = 512
 """Lines that are read together and sorted by length, so that prompts of a batch are alike."""
 
-LEAST_COMMON = 4 * LEAST_PREFIX
-"""A beginning that all prompts share is worth a pass of its own from so many characters on."""
+CHARACTERS = 4
+"""Characters of a token, about."""
 
 REPORT_S = 2.0
 """Seconds between two versions of the progress file."""
@@ -53,7 +54,6 @@ class Job:
         self._states: dict[int, State] = {}
         self._kept: dict[int, dict[str, Any]] = {}
         self._names: set[bytes] = set()
-        self._prefix: Prefix | None = None
         self._journal = Journal(options.results, self._disk)
         self.summary = Summary(0)
         self._began = self._journal_due = self._report_due = 0.0
@@ -236,12 +236,18 @@ class Job:
         return requests
 
     def _sorted(self, window: Sequence[Request]) -> Iterator[Request]:
-        """Yields requests, the shortest prompts first, with the beginning that all of the first
-        window share."""
-        if self._prefix is None:
-            self._prefix = _shared(window)
-        for request in sorted(window, key=_length):
-            yield replace(request, prefix=self._prefix or None)
+        """Yields requests, the shortest prompts first, with those together that begin alike."""
+        texts = [n for n, request in enumerate(window) if request.prompt is not None]
+        others = [n for n, request in enumerate(window) if request.prompt is None]
+        of_texts = groups_of([window[n].prompt for n in texts], CHARACTERS)
+        of_others = groups_of([tuple(window[n].prompt_token_ids or ()) for n in others])
+        groups = dict(zip(texts, ((0, group) for group in of_texts), strict=True))
+        groups |= dict(zip(others, ((1, group) for group in of_others), strict=True))
+        longest = dict[tuple[int, int], int]()
+        for n, group in groups.items():
+            longest[group] = max(longest.get(group, 0), _length(window[n]))
+        order = sorted(groups, key=lambda n: (longest[groups[n]], groups[n], _length(window[n])))
+        yield from (window[n] for n in order)
 
     # Results
 
@@ -332,20 +338,7 @@ class Job:
             part.replace(path)
 
 
-def _shared(window: Sequence[Request]) -> Prefix:
-    """Returns the beginning that all prompts share; nothing if it is short."""
-    texts = [r.prompt for r in window if r.prompt is not None]
-    ids = [tuple(r.prompt_token_ids) for r in window if r.prompt_token_ids is not None]
-    if len(window) < 2 or (texts and ids):
-        return ""
-    if texts:
-        count = common_length(texts)
-        return texts[0][:count] if count >= LEAST_COMMON else ""
-    count = common_length(ids)
-    return ids[0][:count] if count >= LEAST_PREFIX else ""
-
-
 def _length(request: Request) -> int:
     if request.prompt is not None:
         return len(request.prompt)
-    return 4 * len(request.prompt_token_ids or ())  # a token has about four characters
+    return CHARACTERS * len(request.prompt_token_ids or ())

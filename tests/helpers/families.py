@@ -357,7 +357,6 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
                 "moe_layer_start_index": 0,
                 "moe_layer_interval": 2,
                 "moe_norm_min": 0.9,
-                "use_bias": True,
                 "tie_word_embeddings": False,
             },
         ),

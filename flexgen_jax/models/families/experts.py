@@ -20,7 +20,7 @@ from flexgen_jax.models.families.llama import (
     windows_of,
 )
 from flexgen_jax.models.family import LINEAR, Family, Fields, alternating, fused, in_one_row, pairs
-from flexgen_jax.models.parts import ExpertsSpec, MLPSpec, Routing
+from flexgen_jax.models.parts import ConfigError, ExpertsSpec, MLPSpec, Routing
 
 
 def _mixtral(raw: Mapping[str, Any]) -> ModelConfig:
@@ -79,9 +79,10 @@ def corrected(own: Fields, scale: float, groups: int = 1, top_groups: int = 1) -
 def _ernie4_5_moe(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads ERNIE 4.5, whose rotary embeddings turn neighbours."""
     raw = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, **raw}
-    own, bias = Fields(raw), bool(raw.get("use_bias", False))
-    layers = own.count("num_hidden_layers")
-    each = gated(own, "moe_intermediate_size", bias=bias)
+    if raw.get("use_bias"):
+        raise ConfigError("use_bias: true also gives the head a bias, which is not supported")
+    own = Fields(raw)
+    layers, each = own.count("num_hidden_layers"), gated(own, "moe_intermediate_size")
     shared = own.get("moe_num_shared_experts", 2)
     experts = ExpertsSpec(
         own.count("moe_num_experts", own.maybe("num_experts") or 64),
@@ -95,12 +96,12 @@ def _ernie4_5_moe(raw: Mapping[str, Any]) -> ModelConfig:
             is_precise=True,
         ),
     )
-    dense, every = gated(own, "intermediate_size", bias=bias), own.count("moe_layer_interval", 1)
+    dense, every = gated(own, "intermediate_size"), own.count("moe_layer_interval", 1)
     first, last = own.get("moe_layer_start_index", 1), own.get("moe_layer_end_index", -1)
     last = layers - 1 if last == -1 else last
     attention = {
-        "qkv_bias": bias,
-        "out_bias": bias,
+        "qkv_bias": False,
+        "out_bias": False,
         "is_interleaved": True,
         "blocks": [
             experts if first <= i <= last and (i + 1) % every == 0 else dense for i in range(layers)
