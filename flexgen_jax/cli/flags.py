@@ -116,6 +116,19 @@ def _memory_flags(command: Function) -> Function:
                 "Plans that write more are not chosen, and refused if they are given.",
             ),
             click.option(
+                "--kv-store",
+                type=Size(),
+                metavar="SIZE",
+                help="Keep the KV cache of prompts and texts in so much of the disk, e.g. 20GB: "
+                "requests that begin like earlier ones, of any run, load it in place of computing "
+                "it.",
+            ),
+            click.option(
+                "--kv-store-dir",
+                type=click.Path(path_type=Path),
+                help="Folder of --kv-store; default: ~/.cache/flexgen_jax/kv.",
+            ),
+            click.option(
                 "--offload-dir",
                 type=click.Path(path_type=Path),
                 help="Folder on a fast disk for what does not fit; default: "

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from flexgen_jax.engine.beginnings import share
+from flexgen_jax.engine.beginnings import nothing_stored, share
 from flexgen_jax.engine.feed import Source
-from flexgen_jax.engine.prefixes import Beginning, Prefixes
+from flexgen_jax.engine.prefixes import Beginning, OpenStored, Prefixes
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import (
     MOST_LOGPROBS,
@@ -44,6 +44,15 @@ class TokenChoices(Protocol):
         """Returns those of some requests that wait which are still to be run."""
 
 
+class KeptTexts(NamedTuple):
+    """What a KV store has: how many of a prompt's first tokens, and these themselves."""
+
+    stored_tokens: Callable[[tuple[int, ...]], int]
+    open: OpenStored
+
+
+NOTHING_KEPT = KeptTexts(nothing_stored, lambda ids: None)
+
 FEWEST = 4
 """Others enter beside a run's batches when there are rows for this fraction of a batch."""
 
@@ -69,12 +78,13 @@ def grouped(requests: Sequence[EncodedRequest], batch_size: int) -> list[Sequenc
 
 
 class PromptTokens(NamedTuple):
-    """The tokens of a run's prompts: those computed, with the padding that fills up batches, and
-    those that were not computed because others share them."""
+    """The tokens of a run's prompts: those computed, with the padding that fills up batches, those
+    that were not computed because others share them, and those loaded from a KV store."""
 
     computed: int
     padded: int
     shared: int
+    stored: int
 
 
 class Waiting:
@@ -92,14 +102,16 @@ class Waiting:
         make: Callable[[Sequence[EncodedRequest], int], Batch],
         choices: TokenChoices | None = None,
         shares: bool = False,
+        kept: KeptTexts = NOTHING_KEPT,
     ) -> None:
         """make: makes a batch of its requests, with that many rows; choices: what tokens are chosen
         by, None where none is; shares: whether requests that come later may share what they begin
-        with."""
+        with; kept: what a KV store has."""
         self._plan, self._source, self._make = plan, source, make
         self._requests: list[EncodedRequest] = []
         self._admission = Admission(plan)
-        self._prefixes = Prefixes(self._admission)
+        self._prefixes = Prefixes(self._admission, kept.open)
+        self._kept = kept
         self._given: dict[Running, Batch] = {}
         self.members: dict[Running, Sequence[EncodedRequest]] = {}
         # What the rows of each batch begin with.
@@ -107,13 +119,13 @@ class Waiting:
         # Those that enter next, when what they begin with is computed.
         self._next_ones: Sequence[EncodedRequest] = ()
         self.left: list[EncodedRequest] = []
-        self.entered = self._computed = self._padded = self._spared = 0
+        self.entered = self._computed = self._padded = self._spared = self._loaded = 0
         self._choices, self._shares = choices, shares
 
     @property
     def prompts(self) -> PromptTokens:
         """The tokens of all prompts that have entered."""
-        return PromptTokens(self._computed, self._padded, self._spared)
+        return PromptTokens(self._computed, self._padded, self._spared, self._loaded)
 
     def given(self, running: Running) -> Batch:
         """Returns what is computed of a batch that is there."""
@@ -134,9 +146,10 @@ class Waiting:
         if not self._next_ones:
             number = min(free, policy.batch_size * (most or policy.num_batches))
             self._next_ones = self._chosen(number, is_beside=bool(going))
-        missing = self._prefixes.missing(self._next_ones)
-        if missing:
-            return self._enter_prefixes(missing, is_first=not going)
+        while missing := self._prefixes.missing(self._next_ones):
+            entered = self._enter_prefixes(missing, is_first=not going)
+            if entered:
+                return entered
         members, self._next_ones = self._next_ones, ()
         return self._enter_batches(grouped(members, policy.batch_size), is_first=not going)
 
@@ -174,25 +187,33 @@ class Waiting:
         for running, batch, group, chain in zip(entered, given, groups, chains, strict=True):
             self._chains[running] = chain
             self._take_in(running, batch, group)
+            self._count(running, batch, sum(len(request.own_ids) for request in group))
             self._spared += sum(request.prefix_len for request in group)
         self.entered += sum(map(len, groups))
         return entered
 
     def _enter_prefixes(self, missing: Sequence[Beginning], is_first: bool) -> Sequence[Running]:
-        """Lets enter what requests begin with."""
+        """Lets enter what requests begin with; returns what has to be computed of it."""
         entered = []
         for running, batch in self._prefixes.enter(missing, is_first):
             self._take_in(running, batch, ())
-            self._spared -= batch.prompt_len - int(batch.first_valid[0])
-            entered.append(running)
+            tokens = batch.prompt_len - int(batch.first_valid[0])
+            self._spared -= tokens
+            if running.is_stored:
+                self._loaded += tokens
+            else:
+                self._count(running, batch, tokens)
+                entered.append(running)
         return entered
 
     def _take_in(self, running: Running, batch: Batch, members: Sequence[EncodedRequest]) -> None:
         self._given[running], self.members[running] = batch, members
         running.closing.callback(self._forget, running)
+
+    def _count(self, running: Running, batch: Batch, tokens: int) -> None:
+        """Counts the prompts' tokens of a batch that enters, and those with its padding."""
         segments = self._plan.segments(running.shape, batch.padding)
-        real = sum(len(request.own_ids) for request in members)
-        self._computed += real or batch.prompt_len - int(batch.first_valid[0])
+        self._computed += tokens
         self._padded += batch.size * batch.prompt_len - left_out(segments)
 
     def _forget(self, running: Running) -> None:
@@ -206,7 +227,7 @@ class Waiting:
         if not taken:
             return
         if self._shares and self._plan.shape.prefix:
-            taken = share(taken, self._prefixes.known)
+            taken = share(taken, self._prefixes.known, self._kept.stored_tokens)
         for request in map(self._prefixes.fitted, taken):
             if self._plan_fits(request):
                 self._prefixes.add(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,12 +19,24 @@ LEAST_SHARE = 0.05
 Ids = tuple[int, ...]
 
 
-def share(requests: Sequence[EncodedRequest], known: Iterable[Ids] = ()) -> list[EncodedRequest]:
+def nothing_stored(ids: Ids) -> int:
+    """Returns how many of a prompt's first tokens a KV store has, without one."""
+    return 0
+
+
+def share(
+    requests: Sequence[EncodedRequest],
+    known: Iterable[Ids] = (),
+    stored: Callable[[Ids], int] = nothing_stored,
+) -> list[EncodedRequest]:
     """Returns requests that know how long the beginnings are which they share with others of them,
     or with those that are `known`. What a request is said to share stays shared.
 
+    stored: how many of a prompt's first tokens a KV store has, with which it then begins.
+
     Three prompts "abcx", "abcy" and "abd" may share "ab", and the first two "abc".
     """
+    requests = [_with_stored(request, stored) for request in requests]
     cuts = _beginning_with(requests, known)
     saved = sum(shared[-1] for shared in cuts.values())
     new = sorted(
@@ -35,12 +47,19 @@ def share(requests: Sequence[EncodedRequest], known: Iterable[Ids] = ()) -> list
         for n in new[first:last]:
             cuts[n] = (*cuts.get(n, ()), depth)
     if saved < LEAST_SHARE * sum(len(r.prompt_ids) for r in requests):
-        return list(requests)
+        return requests
 
     def deeper(n: int, r: EncodedRequest) -> tuple[int, ...]:
         return tuple(cut for cut in cuts.get(n, ()) if cut >= r.prefix_len + LEAST_PREFIX)
 
     return [replace(r, shared=(*r.shared, *deeper(n, r))) for n, r in enumerate(requests)]
+
+
+def _with_stored(request: EncodedRequest, stored: Callable[[Ids], int]) -> EncodedRequest:
+    """Returns a request that begins with what a KV store has of it, if that is more than what it is
+    said to share."""
+    tokens = stored(request.prompt_ids[:-1])
+    return replace(request, shared=(tokens,)) if tokens > request.prefix_len else request
 
 
 def _beginning_with(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from flexgen_jax.engine.batching import Waiting, made_batch
+from flexgen_jax.engine.batching import NOTHING_KEPT, KeptTexts, Waiting, made_batch
 from flexgen_jax.engine.feed import Incoming
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
 from flexgen_jax.engine.outputs import Generation
@@ -17,6 +17,7 @@ from flexgen_jax.engine.serving import Collector
 from flexgen_jax.engine.session import Session
 from flexgen_jax.errors import UserError, first_line
 from flexgen_jax.models.weight_source import WeightSource
+from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import Policy, Workload
@@ -40,9 +41,11 @@ class LocalRunner:
         progress: Progress,
         trace: Trace | None,
         breakdown: bool,
+        kv_store: KVStore | None = None,
     ) -> None:
-        """trace, breakdown: as in `EngineOptions`."""
+        """trace, breakdown: as in `EngineOptions`; kv_store: where texts' KV cache is kept."""
         self.planner = planner
+        self._kv_store = kv_store
         self._source, self._progress = source, progress
         self._trace, self._breakdown = trace, breakdown
         self.session: Session | None = None
@@ -56,6 +59,19 @@ class LocalRunner:
     @property
     def shares_rows(self) -> bool:
         return True
+
+    @property
+    def keeps_texts(self) -> bool:
+        return self._kv_store is not None
+
+    def stored_tokens(self, ids: tuple[int, ...]) -> int:
+        if self._kv_store is None:
+            return 0
+        tokens = self._kv_store.stored_tokens(ids)
+        return tokens if self.planner.is_worth_loading(tokens, self._kv_store.layout) else 0
+
+    def note(self, said: str) -> None:
+        self._progress.say(said)
 
     def policy_for(self, workload: Workload) -> Policy:
         policy = self.planner.policy_for(workload)
@@ -84,6 +100,8 @@ class LocalRunner:
             offload_dir=self.planner.offload_dir,
             source=self._source,
             metrics=Metrics(self._trace, self._breakdown),
+            kv_store=self._kv_store,
+            say=self._progress.say,
         )
         self.session = session
         try:
@@ -100,7 +118,10 @@ class LocalRunner:
         assert session is not None, "it was opened"
         make = partial(made_batch, self.planner.setting.config, isinstance(collector, Scoring))
         choices = collector if isinstance(collector, Generation) else None
-        waiting = Waiting(session.plan, incoming, make, choices, shares)
+        kept = NOTHING_KEPT
+        if self._kv_store is not None:
+            kept = KeptTexts(self.stored_tokens, self._kv_store.open)
+        waiting = Waiting(session.plan, incoming, make, choices, shares, kept)
         session.start()
 
         def on_result(step: Step, result: Any) -> Sequence[int]:
@@ -152,6 +173,8 @@ class LocalRunner:
 
     def close(self) -> None:
         self._close_session()
+        if self._kv_store is not None:
+            self._kv_store.close()
         if self._trace is not None:
             self._trace.close()
 

@@ -38,6 +38,9 @@ class EngineOptions:
     write_limit: bytes that a plan may write to the disk a day, since that wears an SSD; None is
         without a limit. Weights, which are stored once, do not count.
     offload_dir: where the disk tier lies, and what later runs use again; None is the user's cache.
+    kv_store: bytes of disk, or "20GB", for the KV cache of prompts and texts, which later requests
+        and runs that begin alike load in place of computing them; None keeps nothing. kv_store_dir:
+        its folder; None is the user's cache.
     prefix_sharing: whether requests that begin alike have their common beginning computed once.
     dummy_weights: random weights of a known shape, in place of a checkpoint's.
     seed: of random weights; sampling has the seeds of `SamplingParams`.
@@ -70,6 +73,8 @@ class EngineOptions:
     disk_space: str | int | None = None
     write_limit: str | int | None = None
     offload_dir: str | Path | None = None
+    kv_store: str | int | None = None
+    kv_store_dir: str | Path | None = None
     prefix_sharing: bool = True
     dummy_weights: bool = False
     seed: int = 0

@@ -11,6 +11,7 @@ from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.errors import first_line
 from flexgen_jax.machine.limits import detect_budgets
 from flexgen_jax.machine.profiles import cached_profile, measured_profile, record_disk_reads
+from flexgen_jax.offload.disk.kv_store import PieceLayout
 from flexgen_jax.policy.fit import Budgets, Fitter
 from flexgen_jax.policy.hardware import DiskReads, HardwareProfile
 from flexgen_jax.policy.ledger import BudgetError
@@ -205,6 +206,19 @@ class Planner:
         """Keeps how fast a run's direct reads were, for later plans for this machine."""
         if self._is_here and reads:
             record_disk_reads(self.setting.dtype, self.offload_dir, reads, busy_s)
+
+    def is_worth_loading(self, tokens: int, layout: PieceLayout) -> bool:
+        """Returns whether loading so many tokens' KV cache takes less time than computing them: by
+        the profile of the machine, from its disk, and to its device.
+
+        Computing also takes the time of the weights' way to the device, if they have one, which is
+        not counted."""
+        costs = self.problem(Workload(max(tokens, 1), 1)).costs(self.policy)
+        nbytes = tokens * sum(array.nbytes for array in layout.arrays)
+        computed = len(costs.spec.decoders) * costs.mean_prefill_s(1, max(tokens, 1), False)
+        loaded = costs.hw.disk_read.seconds(nbytes)
+        loaded += 0.0 if self.setting.unified else nbytes / costs.hw.host_to_device.at(nbytes)
+        return tokens > 0 and loaded < computed
 
     def back_off(self, on_host: bool) -> bool:
         """Plans for less memory from now on, after running out of it.

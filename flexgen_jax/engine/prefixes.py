@@ -3,13 +3,14 @@ row."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.offload.batch import Batch
+from flexgen_jax.offload.disk.kv_store import StoredSequence
 from flexgen_jax.policy.admission import Admission
 from flexgen_jax.policy.running import Running, spans_of
 from flexgen_jax.policy.shapes import BatchShape
@@ -54,11 +55,16 @@ class Beginning:
             self.is_held = is_held
 
 
+OpenStored = Callable[[tuple[int, ...]], StoredSequence | None]
+"""Returns what a KV store has of a prefix, None if that is not all of it."""
+
+
 class Prefixes:
     """The beginnings of a run's requests, those that are there and those that are wanted."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, open_stored: OpenStored) -> None:
         self._admission, self._shape = admission, admission.plan.shape
+        self._open_stored = open_stored
         self._known: dict[tuple[int, ...], Beginning] = {}
         # The longest one of each request that waits, by the request's index.
         self._of: dict[int, Beginning] = {}
@@ -110,40 +116,48 @@ class Prefixes:
         return sorted(missing, key=lambda beginning: len(beginning.ids))
 
     def enter(self, wanted: Sequence[Beginning], is_first: bool) -> Iterator[tuple[Running, Batch]]:
-        """Yields the batches of beginnings whose parents are there."""
+        """Yields the batches of beginnings whose parents are there; those that are stored have no
+        steps."""
         ready = [b for b in wanted if b.parent is None or b.parent.running is not None]
-        given = [_batch_of(beginning) for beginning in ready]
+        given = [self._batch_of(beginning) for beginning in ready]
         running = self._admission.enter(
             shapes=[BatchShape(1, batch.prompt_len, gen_len=1) for batch in given],
             is_first=is_first,
             shared=[spans_of([_runnings(b.chain[:-1])]) for b in ready],
             are_prefixes=True,
         )
-        for beginning, prefix in zip(ready, running, strict=True):
+        for beginning, prefix, batch in zip(ready, running, given, strict=True):
             beginning.running = prefix
             beginning.hold(True)
             prefix.closing.callback(self._forget, beginning)
+            if batch.stored is not None:
+                prefix.is_stored = True
+                prefix.left.clear()
+                prefix.closing.callback(batch.stored.close)
         yield from zip(running, given, strict=True)
 
     def hold_for(self, waiting: Iterable[EncodedRequest]) -> None:
         """Keeps what requests that wait begin with, and nothing else."""
         held = {beginning for request in waiting for beginning in self.chain(request)}
-        for beginning in self._known.values():
+        for beginning in list(self._known.values()):
             beginning.hold(beginning in held)
+            running = beginning.running
+            if running is not None and running.is_stored and running.is_unknown:
+                running.close()
+
+    def _batch_of(self, beginning: Beginning) -> Batch:
+        own = beginning.own_ids
+        columns = padded_prefix(len(own))
+        ids, first = np.zeros((1, columns), np.int32), columns - len(own)
+        ids[0, first:] = own
+        before = np.array([len(beginning.ids) - len(own)], np.int32)
+        stored = self._open_stored(own) if beginning.parent is None else None
+        return Batch(ids, np.array([first], np.int32), before=before, stored=stored)
 
     def _forget(self, beginning: Beginning) -> None:
         beginning.running, beginning.is_held = None, False
         if not any(beginning in longest.chain for longest in self._of.values()):
             del self._known[beginning.ids]
-
-
-def _batch_of(beginning: Beginning) -> Batch:
-    own = beginning.own_ids
-    columns = padded_prefix(len(own))
-    ids, first = np.zeros((1, columns), np.int32), columns - len(own)
-    ids[0, first:] = own
-    before = np.array([len(beginning.ids) - len(own)], np.int32)
-    return Batch(ids, np.array([first], np.int32), before=before)
 
 
 def _runnings(chain: Iterable[Beginning]) -> list[Running]:

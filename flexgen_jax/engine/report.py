@@ -17,11 +17,12 @@ class Report(TypedDict, total=False):
     gen_len: int
     num_sequences: int
     num_tokens: int
-    # Of the prompts, computed without and with those that fill up batches, and not computed because
-    # other prompts share them.
+    # Of the prompts, computed without and with those that fill up batches, not computed because
+    # other prompts share them, and loaded from the KV store.
     prompt_tokens: int
     padded_prompt_tokens: int
     shared_prompt_tokens: int
+    stored_prompt_tokens: int
     # Placing the weights, compiling so far, and within the run.
     init_s: float
     compile_s: float

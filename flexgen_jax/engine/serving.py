@@ -18,6 +18,7 @@ from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.offload.disk.kv_store import DamagedError
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
 
 FIRST_READ = 16
@@ -48,6 +49,16 @@ class Runner(Protocol):
     @property
     def shares_rows(self) -> bool:
         """Whether a row may compute what several requests share."""
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether there is a KV store."""
+
+    def stored_tokens(self, ids: tuple[int, ...]) -> int:
+        """Returns how many of a prompt's first tokens are in the KV store, and worth loading."""
+
+    def note(self, said: str) -> None:
+        """Says something to the user."""
 
     def policy_for(self, workload: Workload) -> Policy:
         """Returns a policy that fits; raises `BudgetError` if none does."""
@@ -131,17 +142,23 @@ class Serving:
                     yield  # all that came was impossible
                     continue
                 shares = self.shares and isinstance(collector, Generation)
-                requests = share(requests) if shares else requests
+                if shares:
+                    requests = share(requests, stored=self._runner.stored_tokens)
                 incoming.put_back(requests)
                 together = _planned_together(requests, is_first=workload is None)
                 workload = self._workload(together, collector, workload)
                 if not incoming.is_ended:
+                    if shares and self._runner.keeps_texts:
+                        workload = _with_stored(workload)
                     workload = _as_many(workload, max(len(requests), UNKNOWN))
                 policy = self._runner.policy_for(workload)
                 allow(max(1, policy.batch_size * policy.num_batches // 2))
                 try:
                     self._runner.open(policy, workload)
                     yield from self._runner.run(incoming, collector, shares)
+                except DamagedError as error:  # it is not there any more
+                    self._runner.note(f"flexgen-jax: {error}; it is computed again")
+                    incoming.begin_again(collector.restart())
                 except (MemoryError, jax.errors.JaxRuntimeError) as error:
                     self._runner.back_off(error)
                     incoming.begin_again(collector.restart())
@@ -197,6 +214,15 @@ def _planned_together(
         return requests
     longest = max(lengths if is_first else [*lengths, len(requests[0].own_ids)])
     return [r for r in requests if r.shared or len(r.own_ids) <= longest]
+
+
+def _with_stored(workload: Workload) -> Workload:
+    """Returns a workload with room for what requests that come later may load: a whole prompt."""
+    return replace(
+        workload,
+        prefix_len=max(workload.prefix_len, padded_prefix(workload.prompt_len)),
+        num_prefixes=max(1, workload.num_sequences),
+    )
 
 
 def _as_many(workload: Workload, count: int) -> Workload:

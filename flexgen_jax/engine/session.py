@@ -16,6 +16,7 @@ from flexgen_jax.models.weight_source import WeightSource
 from flexgen_jax.offload.batch import BatchSource, Neighbours, OnResult
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
+from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.weights import WeightStore
@@ -45,9 +46,11 @@ class Session:
         offload_dir: Path,
         source: WeightSource,
         metrics: Metrics | None = None,
+        kv_store: KVStore | None = None,
+        say: Callable[[str], object] = lambda said: None,
     ) -> None:
         self._setting, self._formats = setting, policy.formats(setting.dtype)
-        self._budgets = budgets
+        self._budgets, self._kv_store, self._say = budgets, kv_store, say
         self._device = Device.create(setting.config, self._formats, setting.unified, metrics)
         self._ledger = Ledger({tier: budgets.allowed(tier) for tier in TIERS})
         self._folder = OffloadFolder(offload_dir) if policy.uses_disk else None
@@ -142,6 +145,8 @@ class Session:
             on_step=on_step,
             peaks=self._peaks,
             neighbours=neighbours,
+            kv_store=self._kv_store,
+            say=self._say,
         )
         with self._ledger.reserving("device", plan_workspace(self._largest)):
             yield from block.run()
@@ -164,6 +169,7 @@ class Session:
             "num_tokens": num_tokens,
             "prompt_tokens": prompts.computed,
             "shared_prompt_tokens": prompts.shared,
+            "stored_prompt_tokens": prompts.stored,
             "padded_prompt_tokens": prompts.padded,
             "init_s": self._init_s,
             "compile_s": self.compile_s,

@@ -55,7 +55,7 @@ class Stages:
                 f"--stages {count}: the model has {config.num_layers} layers, and each stage needs "
                 "at least one"
             )
-        for name in ("trace", "breakdown", "hardware", "write_limit"):
+        for name in ("trace", "breakdown", "hardware", "write_limit", "kv_store"):
             if getattr(options, name):
                 raise UserError(f"{name} is for one stage; leave it out, or run with stages=1")
         self._config, self._progress = config, progress
@@ -82,6 +82,16 @@ class Stages:
     @property
     def shares_rows(self) -> bool:
         return False  # stages compute all that they are told
+
+    @property
+    def keeps_texts(self) -> bool:
+        return False
+
+    def stored_tokens(self, ids: tuple[int, ...]) -> int:
+        return 0
+
+    def note(self, said: str) -> None:
+        self._progress.say(said)
 
     def policy_for(self, workload: Workload) -> Policy:
         """Returns the policy of all stages, of which each has its own placement where they are

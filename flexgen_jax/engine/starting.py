@@ -16,10 +16,16 @@ from flexgen_jax.machine.jax_settings import set_up_jax
 from flexgen_jax.machine.profiles import read_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.loading import Model, resolve_dtype
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.offload.disk.kv_store import KVStore
+from flexgen_jax.offload.kv_keeper import piece_layout
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.progress import Progress
 from flexgen_jax.units import parse_bytes
+
+KV_VERSION = 1
+"""Version of what a KV store keeps: raised where layers compute other numbers than before."""
 
 
 def start(options: EngineOptions) -> bool | None:
@@ -59,4 +65,25 @@ def make_runner(
     trace = None
     if options.trace is not None:
         trace = Trace(Path(options.trace), f"flexgen_jax, {model.name}")
-    return LocalRunner(planner, model.source, progress, trace, options.breakdown)
+    kv_store = kv_store_of(options, planner, model, progress)
+    return LocalRunner(planner, model.source, progress, trace, options.breakdown, kv_store)
+
+
+def kv_store_of(
+    options: EngineOptions, planner: Planner, model: Model, progress: Progress
+) -> KVStore | None:
+    """Returns the store of texts' KV cache, if one is asked for and the model can have one."""
+    cap, setting = parse_bytes(options.kv_store, "kv_store"), planner.setting
+    if cap is None:
+        return None
+    spec, policy = model_spec(setting.config), planner.policy
+    if policy.is_sparse or setting.config.short_positions is not None or not spec.all_attend:
+        progress.say(
+            "flexgen-jax: kv_store keeps nothing with sparse attention, with longrope, or of a "
+            "model with layers that do not attend"
+        )
+        return None
+    formats = policy.formats(setting.dtype)
+    name = f"{planner.fingerprint}-{formats}-{KV_VERSION}"
+    folder = Path(options.kv_store_dir or cache_folder("kv"))
+    return KVStore(folder, cap, name, piece_layout(spec, formats))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from flexgen_jax.layers.rotary import Branches, Rows
+from flexgen_jax.offload.disk.kv_store import StoredSequence
 from flexgen_jax.offload.disk.records import Records
 from flexgen_jax.policy.arrivals import Planned
 from flexgen_jax.policy.plan import BlockPlan
@@ -41,6 +42,8 @@ class Batch:
     before: np.ndarray | None = None
     # How many tokens are returned with log-probabilities beside the chosen one, None without any.
     logprobs: int | None = None
+    # What a KV store has of a prefix, whose layers are loaded then; None where it is computed.
+    stored: StoredSequence | None = None
     # What each row ends with, whose tokens alone are scored then.
     branches: Branches | None = None
 

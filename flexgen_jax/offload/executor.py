@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import islice
 from typing import Any
 
 import jax
 import numpy as np
 
+from flexgen_jax.layers.attention import Block
 from flexgen_jax.offload.allocator import trim_heap
 from flexgen_jax.offload.batch import (
     BatchArrays,
@@ -26,7 +27,9 @@ from flexgen_jax.offload.batch import (
 from flexgen_jax.offload.computing import Computing
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
+from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.kv_cache import KVCache, take_rows_of
+from flexgen_jax.offload.kv_keeper import KVKeeper, blocks_of
 from flexgen_jax.offload.prefetch import Load, Write
 from flexgen_jax.offload.replaced import ReplacedStore
 from flexgen_jax.offload.tiers import HostBuffer
@@ -71,6 +74,8 @@ class BlockRun:
         on_step: Callable[[Step], object] = lambda step: None,
         peaks: Mapping[Tier, int] | None = None,
         neighbours: Neighbours | None = None,
+        kv_store: KVStore | None = None,
+        say: Callable[[str], object] = lambda said: None,
     ) -> None:
         self._device, self._weights, self._plan = device, weights, plan
         self._source, self._neighbours = source, neighbours
@@ -87,6 +92,7 @@ class BlockRun:
             cache=self._cache,
             neighbours=neighbours,
         )
+        self._keeper = KVKeeper(kv_store, plan, self._cache, say) if kv_store is not None else None
         self._trimmed_at = time.monotonic()
         self.guessed: dict[str, int] = {}
 
@@ -130,6 +136,8 @@ class BlockRun:
         self._cache.enter(running)
         self._replaced.enter(running)
         self._computing.enter(running)
+        if self._keeper is not None:
+            self._keeper.enter(running)
 
     # Moving
 
@@ -165,10 +173,32 @@ class BlockRun:
                 self._replaced.keep(made, (computed.hidden,))
                 computed.hidden = None
             case PromptPart():
-                self._cache.keep(made, computed.result)
+                self._keep_prompt(made, computed.result)
             case LayerState():
                 store = self._cache.replace if computed.is_appended else self._cache.append
                 store(made, computed.result)
+
+    def _keep_prompt(self, made: PromptPart, blocks: Sequence[Block]) -> None:
+        self._cache.keep(made, blocks)
+        running, blocks_left = made.state.running, made.blocks.stop < len(made.state.homes)
+        if self._keeper is None or not running.is_prefix or running.is_stored or blocks_left:
+            return
+        if made.state is [state for state in running.layers if state.homes][-1]:
+            self._keeper.keep_prefix(running)
+
+    def restore(self, prefix: Running) -> Iterator[tuple[LayerState, int, Computed]]:
+        self._enter(prefix)
+        given = arrays_of(prefix).given
+        assert given.stored is not None, "it is stored"
+        with closing(given.stored) as stored:
+            growing = [state for state in prefix.layers if state.homes]
+            for state, arrays in zip(growing, stored.read(), strict=True):
+                blocks = blocks_of(state, self._plan, arrays, int(given.first_valid[0]))
+                for token in prefix.tokens:
+                    made = prefix.prompt_blocks(token)
+                    computed = Computed(self._device.memories.numbers((1, 0)))
+                    computed.result = blocks[made.start : made.stop]
+                    yield state, token, computed
 
     def open_block(self, state: LayerState, buffer: HostBuffer | None) -> None:
         self._cache.open(state, buffer)
@@ -198,7 +228,11 @@ class BlockRun:
         self._computing.ends.check(step, computed)
         if step.layer <= self._plan.spec.last_decoder or not self._plan.config.has_head:
             return None
-        left = self._on_result(step, jax.tree.map(np.asarray, computed.result))
+        result = jax.tree.map(np.asarray, computed.result)
+        left = self._on_result(step, result)
+        if self._keeper is not None and left is not None and step.batch.payload is not None:
+            ids = result[0] if isinstance(result, tuple) else result
+            self._keeper.took(step.batch, ids, left)
         if left is None:
             return None
         if step.batch.payload is not None:
@@ -213,6 +247,8 @@ class BlockRun:
         self._source.keep(step.batch, chosen)
         arrays.given = self._source.given(step.batch)
         arrays.taken = np.array(chosen, np.int32)
+        if self._keeper is not None:
+            self._keeper.shrink(step.batch, chosen, len(left))
         arrays.left = range(len(left))
         self._computing.ends.shrink(step)
 

@@ -25,7 +25,7 @@ from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.direct_reads import whole_pages
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.disk.records import Records
-from flexgen_jax.offload.prefetch import Load, Write, ended_on_error
+from flexgen_jax.offload.prefetch import Load, Write, ended_on_error, finish
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.watcher import counted
 from flexgen_jax.policy.plan import BlockPlan
@@ -201,6 +201,32 @@ class KVCache:
         """Returns a layer's blocks, all of which are in memory, the open one last."""
         blocks: dict[int, BlockArrays] = state.payload.blocks
         return [blocks[number].arrays for number in range(state.sealed + 1)]
+
+    def tokens_of(self, state: LayerState, row: int, start: int, stop: int) -> list[np.ndarray]:
+        """Returns what a layer keeps of a row's columns from `start` to before `stop`, all of which
+        are cached: each stored leaf, [token, ...]. Waits for the disk."""
+        parts: list[list[np.ndarray]] = []
+        begin = 0
+        for number, length in enumerate(state.running.lengths):
+            first, last = max(start - begin, 0), min(stop - begin, length)
+            if first < last:
+                leaves = self._leaves_of(state, row, number)
+                parts.append([np.moveaxis(leaf[..., first:last, :], -2, 0) for leaf in leaves])
+            begin += length
+        return [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
+
+    def _leaves_of(self, state: LayerState, row: int, number: int) -> list[np.ndarray]:
+        """Returns the stored leaves of a row's block, wherever it is."""
+        block: BlockArrays | None = state.payload.blocks.get(number)
+        if block is not None and block.views:
+            return [view[row] for view in block.views]
+        if block is not None:
+            return [np.asarray(leaf[row]) for leaf in jax.tree.leaves(block.arrays)]
+        for write in [write for write, owner in self._writes.items() if owner is state.running]:
+            finish(write.futures, write.what)
+        buffer = self._memories.buffer(state.sizes[number].layout)
+        self._records(state, number).read_into(state.index, buffer.views).result()
+        return [view[row] for view in buffer.views]
 
     def shrink(self, state: LayerState, load: Load[LayerCache], rows: np.ndarray) -> None:
         """Leaves these rows in a layer's blocks, and in a load of them that has been copied; blocks

@@ -173,12 +173,26 @@ class BlockLoop:
         self._retire_latest(step)  # if that is the last of a batch, its memory is needed now
         if not self._dispatched and not self._plan.is_resident:
             self._visits.read_ahead(-1)
-        running = step.batch
+        for prefix in step.batch.prefixes:
+            if prefix.is_stored and not prefix.is_going:
+                self._take_in(prefix)
+                self._restore(prefix)
+        self._take_in(step.batch)
+
+    def _take_in(self, running: Running) -> None:
         self._replaced.enter(running)
         self._cache.enter(running, self._going)
         running.is_going = True
         self._going.append(running)
         self._visits.count_rows()
+
+    def _restore(self, prefix: Running) -> None:
+        """Brings back what a prefix keeps."""
+        for state, token, computed in self._backend.restore(prefix):
+            self._cache.put_prompt(token, state, computed)
+            state.until = token
+        prefix.layers_filled = len(prefix.layers)
+        prefix.is_in_prompt = False
 
     # Steps
 
@@ -281,6 +295,8 @@ class BlockLoop:
         if state.until is None:
             step.batch.layers_filled += 1
         state.until = step.token
+        if step.token == -1 and step.batch.is_prefix:  # its last one
+            step.batch.is_in_prompt = step.layer != self._plan.spec.last_decoder
 
     def _last_token(self, running: Running) -> int:
         return max(self._tokens, default=running.shape.gen_len - 1)

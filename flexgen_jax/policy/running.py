@@ -327,6 +327,8 @@ class Running:
     # requests that wait.
     is_prefix: bool = False
     users: int = 0
+    # Whether what it keeps is loaded, and no step computes it.
+    is_stored: bool = False
     layers: list[LayerState] = field(default_factory=list)
     # Tokens whose steps are still to come.
     left: deque[int] = field(default_factory=deque)
@@ -360,6 +362,11 @@ class Running:
         self.shrinking = None
         self.share(())
         self.closing.close()
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether no batch uses this prefix, and the loop, which would end it, has not seen it."""
+        return not self.users and not self.is_going
 
     @property
     def prefixes(self) -> tuple[Running, ...]:

@@ -1,0 +1,376 @@
+"""The KV cache of sequences, kept over runs and processes: what was computed once is loaded again.
+
+    <folder>/<model>/lock               held while files are added or evicted
+    <folder>/<model>/<key>.kv           one piece: `TOKENS` tokens of a sequence, or those that are
+                                        left at its end, in all layers
+    <folder>/<model>/<key>.<id>.part    one that is being written, held by a lock of its own
+
+A piece's key is the hash of the key before it and of its own tokens, so it stands for all tokens up
+to its end. A file has a page or more of header, with the key and a checksum of every array, then
+the arrays of all layers, one after the other, each [token, ...]. It appears complete or not at all;
+one that is damaged is removed, and what it had is computed again. Those used longest ago are
+evicted first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import struct
+import time
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexgen_jax.errors import UserError
+
+TOKENS = 64
+"""Tokens of a piece, but for a sequence's last one, which may have fewer."""
+
+PAGE = 4096
+MAGIC = b"flexgen-jax KV 1"
+KEY_BYTES = 20
+READERS = 4
+
+
+class DamagedError(Exception):
+    """A piece is not what was written; it has been removed."""
+
+
+class KVStoreError(UserError, OSError):
+    """The folder of a KV store cannot be used."""
+
+
+class TokenArray(NamedTuple):
+    """An array that a layer keeps for every token: its shape and dtype for one of them."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one token."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PieceLayout:
+    """Where the arrays of a piece are in its file. layers: what each layer keeps."""
+
+    layers: tuple[tuple[TokenArray, ...], ...]
+
+    @property
+    def arrays(self) -> list[TokenArray]:
+        return [array for layer in self.layers for array in layer]
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the arrays: magic, key and checksums, rounded up to whole pages."""
+        return -(-(len(MAGIC) + KEY_BYTES + 4 * len(self.arrays)) // PAGE) * PAGE
+
+    def offsets(self, tokens: int) -> list[int]:
+        """Returns where each array of a piece begins, and the end of the last one."""
+        sizes = [tokens * array.nbytes for array in self.arrays]
+        return list(accumulate(sizes, initial=self.header_bytes))
+
+    def nbytes(self, tokens: int) -> int:
+        """Returns the bytes of a piece's file."""
+        return self.offsets(tokens)[-1]
+
+    def numbers(self, layer: int) -> range:
+        """The numbers of a layer's arrays among all."""
+        before = sum(map(len, self.layers[:layer]))
+        return range(before, before + len(self.layers[layer]))
+
+
+class KVStore:
+    """Pieces of one model's sequences, of at most `cap` bytes together.
+
+    model: names the model, its weights and everything else that changes the numbers; layout: what a
+    piece has. evicted: how many pieces were removed to make room.
+    """
+
+    def __init__(self, folder: Path, cap: int, model: str, layout: PieceLayout) -> None:
+        self.layout, self._cap = layout, cap
+        name = hashlib.blake2b(repr((model, layout)).encode(), digest_size=KEY_BYTES).hexdigest()
+        self._root = folder.expanduser()
+        self._folder = self._root / name
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise KVStoreError(f"{folder}: the KV store cannot be made there: {error}") from error
+        self._pool = ThreadPoolExecutor(READERS, "kv-store")
+        self._finishing: list[Future[None]] = []
+        self.evicted = 0
+
+    def stored_tokens(self, ids: Sequence[int]) -> int:
+        """Returns how many of a sequence's first tokens are there."""
+        before, stored = b"", 0
+        for key in keys_of(ids):
+            if key.tokens < TOKENS or not self._path(key).exists():
+                break
+            before, stored = key.digest, stored + TOKENS
+        for tokens in range(min(len(ids) - stored, TOKENS - 1), 0, -1):
+            key = Key.of(before, ids[stored : stored + tokens])
+            if self._path(key).exists():
+                return stored + tokens
+        return stored
+
+    def open(self, ids: Sequence[int]) -> StoredSequence | None:
+        """Returns what is stored of a sequence; None if a piece is not there. Its files stay
+        readable, whoever evicts them, until it is closed."""
+        with ExitStack() as files:
+            pieces = []
+            for key in keys_of(ids):
+                piece = self._opened(key)
+                if piece is None:
+                    return None
+                files.callback(os.close, piece.file)
+                pieces.append(piece)
+            _touch([piece.path for piece in pieces])
+            return StoredSequence(pieces, self.layout, self._pool, files.pop_all())
+
+    def _opened(self, key: Key) -> Piece | None:
+        path = self._path(key)
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        header = os.pread(file, self.layout.header_bytes, 0)
+        start, nbytes = MAGIC + key.digest, self.layout.nbytes(key.tokens)
+        if os.fstat(file).st_size != nbytes or not header.startswith(start):
+            os.close(file)
+            path.unlink(missing_ok=True)
+            return None
+        sums = struct.unpack_from(f"<{len(self.layout.arrays)}I", header, len(start))
+        return Piece(path, file, key.tokens, sums)
+
+    def _path(self, key: Key) -> Path:
+        return self._folder / f"{key.digest.hex()}.kv"
+
+    # Writing
+
+    def draft(self, ids: Sequence[int]) -> Draft | None:
+        """Makes room for those pieces of a sequence that are not there; None if it lacks none, or
+        there is no room."""
+        missing, left = list[tuple[int, Key]](), self._cap
+        for number, key in enumerate(keys_of(ids)):
+            if not self._path(key).exists():
+                left -= self.layout.nbytes(key.tokens)
+                missing += [(number, key)] if left >= 0 else []
+        if not missing:
+            return None
+        with self._locked():
+            if not self._make_room(sum(self.layout.nbytes(key.tokens) for _, key in missing)):
+                return None  # others are being written
+            parts = [self._new_part(number, key) for number, key in missing]
+        return Draft(parts, self.layout)
+
+    def _new_part(self, number: int, key: Key) -> Part:
+        path = self._folder / f"{key.digest.hex()}.{uuid.uuid4().hex}.part"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.ftruncate(file, self.layout.nbytes(key.tokens))
+        return Part(number, key, path, file, [0] * len(self.layout.arrays))
+
+    def finish(self, draft: Draft) -> None:
+        """Starts putting a draft's pieces in their place, all of whose arrays are written."""
+        self._finishing = [future for future in self._finishing if not future.done()]
+        self._finishing.append(self._pool.submit(self._finish, draft))
+
+    def _finish(self, draft: Draft) -> None:
+        for part in draft.parts:
+            sums = struct.pack(f"<{len(part.sums)}I", *part.sums)
+            os.pwrite(part.file, MAGIC + part.key.digest + sums, 0)
+        with self._locked():  # who makes room must see each file once
+            _touch([part.path for part in draft.parts])
+            for part in draft.parts:
+                os.rename(part.path, self._path(part.key))
+                os.close(part.file)
+
+    def drop(self, draft: Draft) -> None:
+        """Removes what was written of a draft."""
+        for part in draft.parts:
+            part.path.unlink(missing_ok=True)
+            os.close(part.file)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with open(self._root / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _make_room(self, wanted: int) -> bool:
+        """Removes what dead processes left, and the pieces used longest ago, of any model; returns
+        whether there is room."""
+        used, pieces = 0, list[tuple[int, str, int]]()
+        for folder in os.scandir(self._root):
+            for entry in os.scandir(folder.path) if folder.is_dir() else ():
+                with suppress(FileNotFoundError):
+                    if entry.name.endswith(".part") and _is_left(entry.path):
+                        os.unlink(entry.path)
+                        continue
+                    status = entry.stat()
+                    used += status.st_size
+                    if entry.name.endswith(".kv"):
+                        pieces.append((status.st_mtime_ns, entry.path, status.st_size))
+        for _, path, nbytes in sorted(pieces):
+            if used + wanted <= self._cap:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+                self.evicted += 1
+            used -= nbytes
+        return used + wanted <= self._cap
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        for future in self._finishing:
+            future.result()
+        self._pool.shutdown()
+
+
+class Key(NamedTuple):
+    """Names a piece of so many tokens, and with it all tokens up to its end."""
+
+    digest: bytes
+    tokens: int
+
+    @classmethod
+    def of(cls, before: bytes, ids: Sequence[int]) -> Key:
+        """Returns the key of some tokens after those of the digest `before`."""
+        tokens = np.asarray(ids, "<i4").tobytes()
+        return cls(hashlib.blake2b(before + tokens, digest_size=KEY_BYTES).digest(), len(ids))
+
+
+def keys_of(ids: Sequence[int]) -> Iterator[Key]:
+    """Yields the keys of the pieces of a sequence."""
+    digest = b""
+    for start in range(0, len(ids), TOKENS):
+        key = Key.of(digest, ids[start : start + TOKENS])
+        digest = key.digest
+        yield key
+
+
+class Piece(NamedTuple):
+    """A piece that is open. sums: the checksums of its arrays."""
+
+    path: Path
+    file: int
+    tokens: int
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredSequence:
+    """What is stored of a sequence."""
+
+    pieces: Sequence[Piece]
+    layout: PieceLayout
+    pool: ThreadPoolExecutor
+    files: ExitStack
+
+    @property
+    def tokens(self) -> int:
+        return sum(piece.tokens for piece in self.pieces)
+
+    def read(self) -> Iterator[list[np.ndarray]]:
+        """Yields the arrays of one layer after the other, each [token, ...]; two layers are read
+        ahead. Raises `DamagedError`."""
+        layers = range(len(self.layout.layers))
+        ahead = [self._start(layer) for layer in layers[:2]]
+        for layer in layers:
+            arrays, reads = ahead.pop(0)
+            if layer + 2 in layers:
+                ahead.append(self._start(layer + 2))
+            for read in reads:
+                read.result()
+            yield arrays
+
+    def _start(self, layer: int) -> tuple[list[np.ndarray], list[Future[None]]]:
+        kept, numbers = self.layout.layers[layer], self.layout.numbers(layer)
+        arrays = [np.empty((self.tokens, *array.shape), array.dtype) for array in kept]
+        reads = [
+            self.pool.submit(self._read, piece, number, array[start : start + piece.tokens])
+            for array, number in zip(arrays, numbers, strict=True)
+            for piece, start in zip(self.pieces, range(0, self.tokens, TOKENS), strict=True)
+        ]
+        return arrays, reads
+
+    def _read(self, piece: Piece, number: int, out: np.ndarray) -> None:
+        place = _bytes_of(out)
+        read = os.preadv(piece.file, [place], self.layout.offsets(piece.tokens)[number])
+        if read != place.nbytes or zlib.crc32(place) != piece.sums[number]:
+            piece.path.unlink(missing_ok=True)
+            raise DamagedError(f"{piece.path}: array {number} is damaged")
+
+    def close(self) -> None:
+        self.files.close()
+
+
+class Part(NamedTuple):
+    """A piece that is being written. number: its place in the sequence; sums: the checksums of its
+    arrays, as far as they are written."""
+
+    number: int
+    key: Key
+    path: Path
+    file: int
+    sums: list[int]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Pieces of a sequence that are being written."""
+
+    parts: Sequence[Part]
+    layout: PieceLayout
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The tokens of each piece, from the first to before the last number."""
+        starts = [(part.number * TOKENS, part.key.tokens) for part in self.parts]
+        return [(start, start + tokens) for start, tokens in starts]
+
+    def write(self, place: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
+        """Writes what a layer keeps of the piece at a place among `spans`, each [token, ...]."""
+        part = self.parts[place]
+        offsets = self.layout.offsets(part.key.tokens)
+        for number, array in zip(self.layout.numbers(layer), arrays, strict=True):
+            data = _bytes_of(np.ascontiguousarray(array))
+            part.sums[number] = zlib.crc32(data)
+            os.pwrite(part.file, data, offsets[number])
+
+
+def _touch(pieces: Sequence[Path]) -> None:
+    """Makes a sequence's pieces the latest ones, the first one the very latest, so that the last
+    ones are evicted before."""
+    now = time.time_ns()
+    for number, path in enumerate(pieces):
+        with suppress(FileNotFoundError):
+            os.utime(path, ns=(now - number, now - number))
+
+
+def _is_left(path: str) -> bool:
+    """Returns whether no process is writing a part any more."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """Returns the memory of a contiguous array."""
+    place: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(place)

@@ -1,0 +1,282 @@
+"""The KV cache of prompts and texts is kept over runs, and changes no text."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.engine.planner import Planner
+from flexgen_jax.offload.disk.kv_store import (
+    TOKENS,
+    DamagedError,
+    KVStore,
+    PieceLayout,
+    TokenArray,
+)
+from tests.helpers.cases import pairwise
+from tests.helpers.models import PLACEMENTS
+from tests.helpers.numpy_opt import reference
+
+LAYOUT = PieceLayout(
+    (
+        (TokenArray((2, 3), np.dtype(np.float32)), TokenArray((2, 1), np.dtype(np.uint8))),
+        (),
+        (TokenArray((5,), np.dtype(np.float16)),),
+    )
+)
+ONE = LAYOUT.nbytes(TOKENS)
+
+
+def arrays_of(ids: list[int], layer: int, start: int, stop: int) -> list[np.ndarray]:
+    """What a layer keeps of some tokens, which follows from all tokens up to each."""
+    sums = np.cumsum(ids)[start:stop] + layer
+    return [
+        np.broadcast_to(sums.reshape(-1, *[1] * len(array.shape)), (stop - start, *array.shape))
+        .astype(array.dtype)
+        .copy()
+        for array in LAYOUT.layers[layer]
+    ]
+
+
+def put(store: KVStore, ids: list[int], dies: bool = False) -> None:
+    """Stores a sequence; dies: whether the process ends amid it."""
+    draft = store.draft(ids)
+    if draft is None:
+        return
+    for place, (start, stop) in enumerate(draft.spans):
+        for layer in range(3):
+            draft.write(place, layer, arrays_of(ids, layer, start, stop))
+    if dies:
+        for part in draft.parts:
+            os.close(part.file)
+        return
+    store.finish(draft)
+
+
+def check(store: KVStore, ids: list[int]) -> int:
+    """Returns how many tokens of a sequence are there, whose arrays are right, or damaged."""
+    stored = ids[: store.stored_tokens(ids)]
+    sequence = store.open(stored) if stored else None
+    if sequence is None:
+        return 0
+    with closing(sequence):
+        assert sequence.tokens == len(stored)
+        try:
+            for layer, arrays in enumerate(sequence.read()):
+                wanted = arrays_of(stored, layer, 0, len(stored))
+                assert all(map(np.array_equal, arrays, wanted))
+        except DamagedError:
+            return 0
+    return len(stored)
+
+
+def used(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.*"))
+
+
+OPERATION = st.tuples(
+    st.sampled_from(["put", "put", "check", "die", "flip", "truncate", "reopen"]),
+    st.integers(0, 3),
+    st.integers(1, 5 * TOKENS),
+    st.integers(0, 10**6),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(OPERATION, max_size=40), st.integers(1, 9))
+def test_whatever_happens_no_wrong_array_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, operations: list[Any], room: int
+) -> None:
+    """Sequences that begin alike, processes that die, damaged files; and never over the cap."""
+    folder, cap = tmp_path_factory.mktemp("kv"), room * ONE
+    texts = [[*[5] * (100 * kind), *range(kind, kind + 600)] for kind in range(4)]
+    store = KVStore(folder, cap, "model", LAYOUT)
+    for what, text, tokens, place in operations:
+        files = sorted(folder.rglob("*.kv"))
+        if what in ("put", "die"):
+            put(store, texts[text][:tokens], dies=what == "die")
+        elif what == "check":
+            check(store, texts[text])
+        elif what == "reopen":
+            store.close()
+            store = KVStore(folder, cap, "model", LAYOUT)
+        elif files:
+            path = files[place % len(files)]
+            content = bytearray(path.read_bytes())
+            content[place % len(content)] ^= 1 + place % 255
+            path.write_bytes(content[: place % len(content)] if what == "truncate" else content)
+        with store._locked():
+            assert used(folder) <= cap
+    store.close()
+    assert used(folder) <= cap
+
+
+def test_what_was_used_longest_ago_is_evicted_from_its_end(tmp_path: Path) -> None:
+    store = KVStore(tmp_path, 6 * ONE, "model", LAYOUT)
+    first, second, third = ([n, *range(3 * TOKENS - 1)] for n in (1, 2, 3))
+    for ids in (first, second):
+        put(store, ids)
+        store.close()
+        store = KVStore(tmp_path, 6 * ONE, "model", LAYOUT)
+    assert check(store, first) == 3 * TOKENS  # which makes it the latest
+    put(store, third[: 2 * TOKENS])
+    store.close()
+    store = KVStore(tmp_path, 6 * ONE, "model", LAYOUT)
+    assert [check(store, ids) for ids in (first, second, third)] == [192, 64, 128]
+    other = KVStore(tmp_path, 6 * ONE, "another model", LAYOUT)
+    assert check(other, first) == 0
+    put(other, first)
+    other.close()
+    assert used(tmp_path) <= 6 * ONE
+
+
+def test_two_at_once_share_a_folder(tmp_path: Path) -> None:
+    texts = [[n, *range(2 * TOKENS + 7)] for n in range(12)]
+    missing: list[int] = []
+
+    def work(seed: int) -> None:
+        rng, store = random.Random(seed), KVStore(tmp_path, 8 * ONE, "model", LAYOUT)
+        for _ in range(60):
+            ids = rng.choice(texts)
+            if not check(store, ids):
+                missing.append(seed)
+                put(store, ids)
+            with store._locked():
+                assert used(tmp_path) <= 8 * ONE
+        store.close()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 12 <= len(missing) < 180
+    assert used(tmp_path) <= 8 * ONE
+
+
+# In runs
+
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models compute faster than a disk reads."""
+    monkeypatch.setattr(Planner, "is_worth_loading", lambda self, tokens, layout: tokens > 0)
+
+
+def rounds() -> list[list[int]]:
+    """What is said in each of four rounds."""
+    rng = np.random.default_rng(4)
+    return [rng.integers(4, 96, count).tolist() for count in (20, 5, 9, 3)]
+
+
+@pytest.mark.usefixtures("compiled_quickly", "is_worth_it")
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("percent", "chunk", "unified", "attention"),
+    pairwise(PLACEMENTS, [2048, 16], [True, False], ["device", "host"]),
+)
+def test_a_conversation_goes_on_after_a_restart(
+    checkpoint: Callable[[], Path],
+    tmp_path: Path,
+    percent: tuple[int, ...],
+    chunk: int,
+    unified: bool,
+    attention: str,
+) -> None:
+    """Each round computes what is new, and the last two tokens, whose cache was not needed."""
+    model, asked, before = reference(checkpoint()), list[int](), 0
+    policy = Policy.from_percent(
+        *percent,
+        batch_size=3,
+        num_batches=2,
+        attention=attention,
+        prefill_chunk=chunk,
+        kv_block_tokens=4,
+    )
+    options = {"policy": policy, "unified": unified, "kv_store": "1MB", "offload_dir": tmp_path}
+    for said in rounds():
+        asked += said
+        with LLM(checkpoint(), dtype="float32", kv_store_dir=tmp_path / "kv", **options) as llm:
+            (result,) = llm.generate(prompt_token_ids=[asked], sampling_params=PARAMS)
+            report = llm.report()
+        assert result.token_ids == model.greedy(asked, 6)
+        assert report["stored_prompt_tokens"] == before
+        assert report["prompt_tokens"] == len(asked) - before
+        for tier, peak in report["peak_bytes"].items():
+            assert peak <= report["computed_peak_bytes"][tier], tier
+        before = len(asked) + 4
+        asked = [*asked, *result.token_ids]
+
+
+@pytest.mark.usefixtures("compiled_quickly", "is_worth_it")
+@pytest.mark.parametrize("bits", [16, 4])
+def test_all_rows_of_batches_are_kept(
+    checkpoint: Callable[[], Path], tmp_path: Path, bits: int
+) -> None:
+    """Rows that end before others, and leave their batch; prompts that begin alike; several texts.
+    Of a packed cache, sealed blocks are kept."""
+    rng = np.random.default_rng(9)
+    first = rng.integers(4, 96, 30).tolist()
+    rows = [[*first, *rng.integers(4, 96, n).tolist()] for n in (4, 9, 2, 7, 5)]
+    rows += [rng.integers(4, 96, n).tolist() for n in (25, 18)]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 12, 7, 12, 2, 9, 5)]
+    policy = Policy(batch_size=4, num_batches=2, kv_block_tokens=4, cache_bits=bits)
+    options = {"policy": policy, "dtype": "float32", "kv_store": "9MB", "kv_store_dir": tmp_path}
+    with LLM(checkpoint(), **options) as llm:
+        results = llm.generate(prompt_token_ids=rows, sampling_params=params)
+    later = [[*ids, *result.token_ids, 7, 8] for ids, result in zip(rows, results, strict=True)]
+    with LLM(checkpoint(), **options) as llm:
+        again = llm.generate(prompt_token_ids=later, sampling_params=PARAMS)
+        report = llm.report()
+    computed = report["prompt_tokens"]
+    if bits == 16:
+        model = reference(checkpoint())
+        wanted = zip(rows, params, strict=True)
+        assert [x.token_ids for x in results] == [model.greedy(r, p.max_tokens) for r, p in wanted]
+        assert [x.token_ids for x in again] == [model.greedy(ids, 6) for ids in later]
+        assert 3 * len(rows) <= computed <= 4 * len(rows)
+    assert computed <= 7 * len(rows)
+
+
+@pytest.mark.usefixtures("compiled_quickly", "is_worth_it")
+def test_a_damaged_piece_is_computed_again(
+    checkpoint: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = np.random.default_rng(1).integers(4, 96, 80).tolist()
+    options = {"dtype": "float32", "kv_store": "9MB", "kv_store_dir": tmp_path}
+    found, computed = [], []
+    for damage in (False, False, True, False):
+        for path in tmp_path.rglob("*.kv") if damage else ():
+            content = bytearray(path.read_bytes())
+            content[-5] ^= 1
+            path.write_bytes(content)
+        with LLM(checkpoint(), policy=Policy(batch_size=2), **options) as llm:
+            (result,) = llm.generate(prompt_token_ids=[asked], sampling_params=PARAMS)
+            computed.append(llm.report()["prompt_tokens"])
+        found.append(result.token_ids)
+    assert found == [reference(checkpoint()).greedy(asked, 6)] * 4
+    assert computed[:2] == [80, 16], "a piece has 64 tokens"
+    assert computed[2:] == [80, 16]
+    assert "damaged; it is computed again" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_kept_it_is_said(
+    checkpoint: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = Policy(attention_sparsity=0.5)
+    with LLM(checkpoint(), policy=policy, kv_store="1GB", kv_store_dir=tmp_path / "kv"):
+        assert "kv_store keeps nothing with sparse attention" in capsys.readouterr().err
+    assert not (tmp_path / "kv").exists()
