@@ -142,10 +142,16 @@ def _orders_of_arrival(plan: BlockPlan, tokens: Sequence[int]) -> Iterator[Plann
 
 def _rounding_of(plan: BlockPlan, prefixes: Sequence[Running]) -> dict[Tier, int]:
     """Returns bytes to allow for prefixes, which enter apart: one of its blocks or states each,
-    where a tier has a part of the cache."""
+    where a tier has a part of the cache. One that goes on from another also has what that keeps
+    copied to the device, of this layer and the next."""
     kept = [_largest_kept(running) for running in prefixes]
     parts = [tier for tier in TIERS if 0 < plan.policy.cache.fraction(tier) < 1]
-    return dict.fromkeys(parts, sum(kept))
+    allowed = dict.fromkeys(parts, sum(kept))
+    if len(prefixes) > 1 and not plan.unified:
+        states = prefixes[0].layers
+        copied = max(sum(sizes.sealed for sizes in state.sizes) for state in states)
+        allowed["device"] = allowed.get("device", 0) + 2 * copied
+    return allowed
 
 
 def _largest_kept(running: Running) -> int:
