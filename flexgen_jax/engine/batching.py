@@ -22,9 +22,10 @@ from flexgen_jax.offload.batch import Batch
 from flexgen_jax.policy.admission import Admission
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY
-from flexgen_jax.policy.running import Running, spans_of
+from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.segments import left_out
 from flexgen_jax.policy.shapes import BatchShape
+from flexgen_jax.policy.sharing import spans_of
 from flexgen_jax.policy.shrinking import fewer_rows
 
 

@@ -12,8 +12,9 @@ from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.offload.batch import Batch
 from flexgen_jax.offload.disk.kv_store import StoredSequence
 from flexgen_jax.policy.admission import Admission
-from flexgen_jax.policy.running import Running, spans_of
+from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.shapes import BatchShape
+from flexgen_jax.policy.sharing import spans_of
 
 PREFIX_BUCKET = 16
 """Prefixes are padded to a multiple of this, or of an eighth of the power of two below them, so

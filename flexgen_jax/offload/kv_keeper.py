@@ -62,10 +62,12 @@ class KVKeeper:
 
     def enter(self, running: Running) -> None:
         """Takes in a batch that generates."""
-        most = arrays_of(running).given.most
-        if running.is_prefix or most is None:
+        given = arrays_of(running).given
+        is_scored = given.targets is not None or given.forced is not None
+        if running.is_prefix or is_scored or given.most is None:
             return
-        self._texts[running] = Texts({row for row, count in enumerate(most) if count > 1})
+        # A row that fills up a batch has one token.
+        self._texts[running] = Texts({row for row, most in enumerate(given.most) if most > 1})
         running.closing.callback(self._texts.pop, running)
 
     def took(self, running: Running, ids: np.ndarray, left: Sequence[int]) -> None:

@@ -7,8 +7,9 @@ from itertools import count
 
 from flexgen_jax.policy.placement import Homes, Placer
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import LayerState, ReplacedSlot, Running, Shared, spans_of
+from flexgen_jax.policy.running import LayerState, ReplacedSlot, Running
 from flexgen_jax.policy.shapes import BatchShape
+from flexgen_jax.policy.sharing import Shared, spans_of
 
 
 class Admission:

@@ -23,6 +23,7 @@ from flexgen_jax.policy.placement import home_of_hidden
 from flexgen_jax.policy.plan import BlockPlan, Blocks, BlockSizes
 from flexgen_jax.policy.policy import TIERS, Tier
 from flexgen_jax.policy.shapes import BatchShape, Span
+from flexgen_jax.policy.sharing import Shared
 
 Handle = Any
 """Whatever a backend makes; the loop only hands it back."""
@@ -278,32 +279,6 @@ def _replaced(
         layouts=(plan.layouts.buffer(arrays),) if home == "disk" else (),
         copied=0 if plan.unified or home == "device" else nbytes,
     )
-
-
-class Shared(NamedTuple):
-    """A prefix, and the rows of a batch that begin with it: from `start` to before `stop`."""
-
-    prefix: Running
-    start: int
-    stop: int
-
-
-def spans_of(rows: Sequence[Sequence[Running]]) -> tuple[Shared, ...]:
-    """Returns what consecutive rows share. rows: the prefixes of each row, in their order.
-
-    If two rows begin with prefix a, and the second one goes on with b, a is shared by rows 0 to 1,
-    and b by row 1 alone.
-    """
-    spans: list[Shared] = []
-    going: list[Shared] = []
-    for row, prefixes in enumerate(rows):
-        kept = 0
-        while kept < min(len(going), len(prefixes)) and going[kept].prefix is prefixes[kept]:
-            kept += 1
-        spans += going[kept:]
-        going = [*going[:kept], *(Shared(prefix, row, row + 1) for prefix in prefixes[kept:])]
-        going = [span._replace(stop=row + 1) for span in going]
-    return tuple(sorted([*spans, *going], key=lambda span: (span.start, -span.stop)))
 
 
 @dataclass(eq=False, repr=False)

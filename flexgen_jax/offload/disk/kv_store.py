@@ -105,7 +105,8 @@ class KVStore:
         self._root = folder.expanduser()
         self._folder = self._root / name
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise KVStoreError(f"{folder}: the KV store cannot be made there: {error}") from error
         self._pool = ThreadPoolExecutor(READERS, "kv-store")
