@@ -38,13 +38,13 @@ class _BesideBars(logging.Handler):
 def logger() -> logging.Logger:
     """Returns the package's logger. Unless it has been told where messages go, they go to
     stderr."""
-    found = logging.getLogger("flexgen_jax")
-    if not found.handlers:
-        found.addHandler(_BesideBars())
-        found.propagate = False
-    if found.level == logging.NOTSET:
-        found.setLevel(logging.INFO)
-    return found
+    named = logging.getLogger("flexgen_jax")
+    if not named.handlers:
+        named.addHandler(_BesideBars())
+        named.propagate = False
+    if named.level == logging.NOTSET:
+        named.setLevel(logging.INFO)
+    return named
 
 
 class Amount(NamedTuple):

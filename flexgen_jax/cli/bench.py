@@ -163,16 +163,16 @@ def text_lengths(lengths: str, count: int, most: int, seed: int) -> list[int]:
         wanted = np.round(drawn / drawn.mean() * int(mean))
         return [int(n) for n in np.clip(wanted, 1, most)]
     try:
-        found = [int(line) for line in Path(lengths).read_text().split()]
+        lengths_read = [int(line) for line in Path(lengths).read_text().split()]
     except OSError as error:
         raise UserError(
             f"--lengths {lengths}: {error.strerror}; give a file, or lognormal:MEAN"
         ) from None
     except ValueError:
-        found = []
-    if not found or min(found) < 1:
+        lengths_read = []
+    if not lengths_read or min(lengths_read) < 1:
         raise UserError(f"--lengths {lengths}: give a number of tokens, at least 1, in each line")
-    return [min(found[i % len(found)], most) for i in range(count)]
+    return [min(lengths_read[i % len(lengths_read)], most) for i in range(count)]
 
 
 def bench_summary(report: Report) -> str:
@@ -185,8 +185,12 @@ def bench_summary(report: Report) -> str:
     if "compute" not in report["busy_s"]:
         busy = f"{busy or 'not timed'} (--breakdown times the device and its links too)"
     peaks = ", ".join(f"{tier} {n / 2**30:.2f} GiB" for tier, n in report["peak_bytes"].items())
-    found = report["device_peak_bytes"]
-    own = f" (the device itself counts {found / 2**30:.2f} GiB)" if found is not None else ""
+    device_peak = report["device_peak_bytes"]
+    own = (
+        f" (the device itself counts {device_peak / 2**30:.2f} GiB)"
+        if device_peak is not None
+        else ""
+    )
     return (
         f"{report['model']}, {report['num_sequences']} x ({report['prompt_len']} + "
         f"{report['gen_len']}) tokens, {report['dtype']}\n"
@@ -206,9 +210,9 @@ def breakdown_table(report: Mapping[str, Any]) -> str:
     rows = [f"{'':34}{'prefill s':>10}{'GB':>8}{'GB/s':>6}  {'decode s':>10}{'GB':>8}{'GB/s':>6}"]
     total = [f"{report[f'{phase}_s']:10.2f}{'':14}" for phase in PHASES]
     rows.append(f"{'wall clock':34}{'  '.join(total)}")
-    found = {(r["resource"], r["content"], r["phase"]): r for r in report["breakdown"]}
-    for resource, content in sorted({key[:2] for key in found}, key=_row_order):
-        cells = [_cell(found.get((resource, content, phase))) for phase in PHASES]
+    by_kind = {(r["resource"], r["content"], r["phase"]): r for r in report["breakdown"]}
+    for resource, content in sorted({key[:2] for key in by_kind}, key=_row_order):
+        cells = [_cell(by_kind.get((resource, content, phase))) for phase in PHASES]
         name = f"{resource.replace('_', ' ')}: {content}"
         rows.append(f"{name:34}{'  '.join(cells)}")
     others = [

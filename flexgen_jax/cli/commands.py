@@ -41,8 +41,8 @@ class Size(click.ParamType):  # type: ignore[type-arg]
             parse_bytes(value)
         except UserError as error:
             self.fail(str(error), param, ctx)
-        found: str | int = value
-        return found
+        number: str | int = value
+        return number
 
 
 class Command(click.Command):

@@ -54,12 +54,12 @@ def perplexity(
     check_json(json_file)
     text = read_text(source, "--file")
     with open_llm(engine_options(flags, default_batches=64)) as llm:
-        found = perplexity(llm, llm.encode(text), window, stride)
+        measured = perplexity(llm, llm.encode(text), window, stride)
         report = llm.report()
-    click.echo(f"perplexity {found.value:.4f} over {found.tokens} tokens")
+    click.echo(f"perplexity {measured.value:.4f} over {measured.tokens} tokens")
     write_json(
         json_file,
-        {"perplexity": found.value, "tokens": found.tokens, "report": report},
+        {"perplexity": measured.value, "tokens": measured.tokens, "report": report},
     )
 
 
@@ -105,7 +105,7 @@ def lm_eval(
         ) from None
     check_json(json_file)
     with open_llm(engine_options(flags, default_batches=64)) as llm:
-        found = simple_evaluate(
+        evaluated = simple_evaluate(
             model=FlexGenLM(llm),
             tasks=[name.strip() for name in tasks.split(",")],
             task_manager=CheckedTasks(include_path=str(include_path) if include_path else None),
@@ -114,5 +114,5 @@ def lm_eval(
             use_cache=str(use_cache) if use_cache else None,
             apply_chat_template=chat,
         )
-    click.echo(make_table(found))
-    write_json(json_file, {"results": found["results"]})
+    click.echo(make_table(evaluated))
+    write_json(json_file, {"results": evaluated["results"]})

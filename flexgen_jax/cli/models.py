@@ -20,13 +20,13 @@ def models(json_file: Path | None) -> None:
     from flexgen_jax.models.spec_of_config import model_spec
 
     check_json(json_file)
-    found: dict[str, list[tuple[str, ModelConfig]]] = {family: [] for family in FAMILIES}
+    of_family: dict[str, list[tuple[str, ModelConfig]]] = {family: [] for family in FAMILIES}
     for name in SHAPES:
         config = known_shape(name)
-        found[config.model_type].append((name, config))
+        of_family[config.model_type].append((name, config))
     rows = []
     click.echo("Families (model_type in config.json), and known shapes:\n")
-    for family, members in found.items():
+    for family, members in of_family.items():
         click.echo(family)
         for name, config in members:
             spec = model_spec(config)

@@ -41,8 +41,8 @@ class CpuKernels(DeviceKernels):
         spec: AttentionSpec,
     ) -> Partial:
         args = (query, blocks, starts, position, first_valid, spec)
-        found = attention.decode_attention(*args)
-        return super().decode_attention(*args) if found is None else found
+        attended = attention.decode_attention(*args)
+        return super().decode_attention(*args) if attended is None else attended
 
     def prefill_attention(
         self,
@@ -53,8 +53,8 @@ class CpuKernels(DeviceKernels):
         spec: AttentionSpec,
     ) -> tuple[jax.Array, KVPair]:
         args = (query, key, value, first_valid, spec)
-        found = attention.prefill_attention(*args)
-        return super().prefill_attention(*args) if found is None else found
+        attended = attention.prefill_attention(*args)
+        return super().prefill_attention(*args) if attended is None else attended
 
     def chunk_attention(
         self,
@@ -66,22 +66,22 @@ class CpuKernels(DeviceKernels):
         spec: AttentionSpec,
     ) -> Partial:
         args = (query, key, value, first_valid, lead, spec)
-        found = attention.chunk_attention(*args)
-        return super().chunk_attention(*args) if found is None else found
+        attended = attention.chunk_attention(*args)
+        return super().chunk_attention(*args) if attended is None else attended
 
     def matmul(
         self, x: jax.Array, kernel: Kept, bias: jax.Array | None, bits: int = 16
     ) -> jax.Array:
         bits = bits if matmul.gains_by_rounding(x, kernel) else 16
         if bits == 8:
-            found = matmul.matmul_int8(x, kernel, bias)
+            product = matmul.matmul_int8(x, kernel, bias)
         else:
-            found = matmul.matmul(x, kernel, bias, x.dtype)
-        return super().matmul(x, kernel, bias, bits) if found is None else found
+            product = matmul.matmul(x, kernel, bias, x.dtype)
+        return super().matmul(x, kernel, bias, bits) if product is None else product
 
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
-        found = matmul.matmul(x, table, None, jnp.float32)
-        return super().logits(x, table) if found is None else found
+        product = matmul.matmul(x, table, None, jnp.float32)
+        return super().logits(x, table) if product is None else product
 
     def delta_step(self, sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         made = delta.delta_step(sides, state)

@@ -290,11 +290,11 @@ def _lse(peak: np.ndarray, total: np.ndarray) -> np.ndarray:
 def _scores(rows: int, position: int, known: Sequence[Candidates]) -> np.ndarray:
     """Returns an array for the scores of all tokens, fp32 [row, token], with the known scores
     filled in and -inf elsewhere."""
-    tokens = [found.tokens.reshape(rows, -1) for found in known]
+    tokens = [scores_of_row.tokens.reshape(rows, -1) for scores_of_row in known]
     width = max([position, *(int(each.max()) + 1 for each in tokens)])
     scores = np.full((rows, width), -np.inf, np.float32)
-    for found, each in zip(known, tokens, strict=True):
-        np.put_along_axis(scores, each, found.scores.reshape(rows, -1), axis=1)
+    for scores_of_row, each in zip(known, tokens, strict=True):
+        np.put_along_axis(scores, each, scores_of_row.scores.reshape(rows, -1), axis=1)
     return scores
 
 

@@ -78,8 +78,8 @@ def _multiplied(
     leaves = jax.tree.leaves(kernel)
     if isinstance(kernel, QuantizedArray) and kernel.storage.packing.has_order:
         rows, leaves = jnp.take(rows, kernel.leaf("order"), axis=1), leaves[:-1]
-    found: jax.Array = jax.ffi.ffi_call(target, out)(rows, added, *leaves)
-    return found.reshape(*x.shape[:-1], columns)
+    product: jax.Array = jax.ffi.ffi_call(target, out)(rows, added, *leaves)
+    return product.reshape(*x.shape[:-1], columns)
 
 
 def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array | None:
@@ -97,9 +97,9 @@ def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
     rows = x.reshape(-1, x.shape[-1])
     count, columns = rows.shape[0], kernel.shape[0]
     added = jnp.zeros(columns, jnp.float32) if bias is None else bias.astype(jnp.float32)
-    flags, *found = _rounded(rounding, rows)
+    flags, *rounded = _rounded(rounding, rows)
     out = jax.ShapeDtypeStruct((count, columns), x.dtype)
-    arguments = (*found, column_scale(kernel), added, rows, flags.max(axis=0))
+    arguments = (*rounded, column_scale(kernel), added, rows, flags.max(axis=0))
     call = jax.ffi.ffi_call(target, out)
     product: jax.Array = call(*arguments, *jax.tree.leaves(kernel))
     return product.reshape(*x.shape[:-1], columns)

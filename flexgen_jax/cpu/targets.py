@@ -33,8 +33,8 @@ def interface_version() -> tuple[int, int] | None:
         text = header.read_text(encoding="utf-8")
     except OSError:
         return None
-    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    major, minor = (int(part[1]) if part else -1 for part in found)
+    matches = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(part[1]) if part else -1 for part in matches)
     return major, minor
 
 

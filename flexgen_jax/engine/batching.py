@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,7 +25,7 @@ from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY
 from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.segments import left_out
-from flexgen_jax.policy.shapes import BatchShape
+from flexgen_jax.policy.shapes import BatchShape, BlockShape
 from flexgen_jax.policy.sharing import spans_of
 from flexgen_jax.policy.shrinking import fewer_rows
 
@@ -56,6 +57,10 @@ NOTHING_KEPT = KeptTexts(nothing_stored, lambda ids: None)
 
 FEWEST = 4
 """Others enter beside a run's batches when there are rows for this fraction of a batch."""
+
+PATIENCE = 16
+"""How often a request of a stream lets others enter that share what is there, before it enters by
+itself."""
 
 LOGPROBS = (0, 5, MOST_LOGPROBS)
 """Programs return one of these numbers of log-probabilities for a token."""
@@ -122,6 +127,8 @@ class Waiting:
         self.left: list[EncodedRequest] = []
         self.entered = self._computed = self._padded = self._spared = self._loaded = 0
         self._choices, self._shares = choices, shares
+        # How often others went before the one that has waited longest.
+        self._passed_over = 0
 
     @property
     def prompts(self) -> PromptTokens:
@@ -230,36 +237,12 @@ class Waiting:
         if self._shares and self._plan.shape.prefix:
             taken = share(taken, self._prefixes.known, self._kept.stored_tokens)
         for request in map(self._prefixes.fitted, taken):
-            if self._plan_fits(request):
+            if _fits(request, self._plan.shape):
                 self._prefixes.add(request)
                 self._requests.append(request)
             else:
                 self.left.append(request)
-        self._sort()
-
-    def _sort(self) -> None:
-        """Sorts by length, with those together that begin alike."""
-        roots = {r.index: next(iter(self._prefixes.chain(r)), None) for r in self._requests}
-        longest: dict[Beginning | None, int] = {}
-        for r in self._requests:
-            root = roots[r.index]
-            longest[root] = max(longest.get(root, 0), len(r.own_ids))
-
-        def place(r: EncodedRequest) -> tuple[Any, ...]:
-            root, own = roots[r.index], len(r.own_ids)
-            group = (own, (), ()) if root is None else (longest[root], root.ids, r.beginnings[-1])
-            return (*group, own, len(r.forced), r.index)
-
-        self._requests.sort(key=place)
-
-    def _plan_fits(self, request: EncodedRequest) -> bool:
-        """Returns whether a request is no longer than what was planned for."""
-        shape = self._plan.shape
-        return (
-            len(request.own_ids) <= max(shape.prompt_lens)
-            and request.max_tokens <= shape.gen_len
-            and (request.params.is_plain or shape.head != GREEDY)
-        )
+        self._requests = _in_order(self._requests, self._prefixes)
 
     def _chosen(self, most: int, is_beside: bool) -> Sequence[EncodedRequest]:
         """Takes up to `most` requests out, neighbours in length; is_beside: whether they run beside
@@ -288,9 +271,25 @@ class Waiting:
                 break
             count += 1
         if count or not requests:
+            self._passed_over = 0
             return requests[:count]
+        self._passed_over += 1
+        if self._passed_over > PATIENCE and not self._source.is_ended:
+            return self._by_itself(requests[0])
         there = [r for r in self._requests if not self._prefixes.missing([r])]
         return there[: len(requests)]
+
+    def _by_itself(self, request: EncodedRequest) -> Sequence[EncodedRequest]:
+        """Has a request share nothing, for which others leave no room; returns it unless it is then
+        too long for the plan."""
+        self._passed_over = 0
+        self._prefixes.drop(request)
+        self._requests.remove(request)
+        alone = replace(request, shared=())
+        if _fits(alone, self._plan.shape):
+            return [alone]
+        self.left.append(alone)
+        return ()
 
     def keep(self, running: Running, rows: Sequence[int]) -> None:
         """Leaves a batch with these rows; rows beyond the requests are padding, and come last."""
@@ -333,9 +332,38 @@ class Waiting:
             return True
         return not self.left and self._source.wait()
 
+    def close(self) -> None:
+        """Closes what was opened for requests that did not enter."""
+        self._prefixes.close()
+
     def unfinished(self) -> list[EncodedRequest]:
         """Returns the requests that have not entered."""
         return [*self._next_ones, *self._requests, *self.left]
+
+
+def _in_order(requests: Sequence[EncodedRequest], prefixes: Prefixes) -> list[EncodedRequest]:
+    """Returns requests by length, with those together that begin alike."""
+    roots = {r.index: next(iter(prefixes.chain(r)), None) for r in requests}
+    longest: dict[Beginning | None, int] = {}
+    for r in requests:
+        root = roots[r.index]
+        longest[root] = max(longest.get(root, 0), len(r.own_ids))
+
+    def place(r: EncodedRequest) -> tuple[Any, ...]:
+        root, own = roots[r.index], len(r.own_ids)
+        group = (own, (), ()) if root is None else (longest[root], root.ids, r.beginnings[-1])
+        return (*group, own, len(r.forced), r.index)
+
+    return sorted(requests, key=place)
+
+
+def _fits(request: EncodedRequest, shape: BlockShape) -> bool:
+    """Returns whether a request is no longer than what was planned for."""
+    return (
+        len(request.own_ids) <= max(shape.prompt_lens)
+        and request.max_tokens <= shape.gen_len
+        and (request.params.is_plain or shape.head != GREEDY)
+    )
 
 
 def pad_prompts(

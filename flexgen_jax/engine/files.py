@@ -54,8 +54,8 @@ def read_text(path: Path, flag: str) -> str:
 
 def _prompt_in(line: str, where: str) -> str:
     try:
-        found = json.loads(line)
-        prompt = found["prompt"] if isinstance(found, dict) else None
+        value = json.loads(line)
+        prompt = value["prompt"] if isinstance(value, dict) else None
         if isinstance(prompt, str):
             prompt.encode()  # fails for half of a pair of surrogates
     except (ValueError, KeyError, RecursionError):
@@ -145,9 +145,9 @@ class OutputFile:
         content = self._file.readall()
         *lines, rest = content.split(b"\n")
         for number, line in enumerate(lines, 1):
-            found = self._read(line, number)
-            self.finished[found["index"]] = {key: found[key] for key in RESULT}
-            self.now = found.get("now", self.now)
+            record = self._read(line, number)
+            self.finished[record["index"]] = {key: record[key] for key in RESULT}
+            self.now = record.get("now", self.now)
         if rest:
             begin = f'{{"run": "{self._run}"'.encode()
             if not (begin.startswith(rest) or rest.startswith(begin)):
@@ -156,17 +156,17 @@ class OutputFile:
 
     def _read(self, line: bytes, number: int) -> Mapping[str, Any]:
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError):
             raise self._foreign(number) from None
-        if not isinstance(found, Mapping) or found.get("run") != self._run:
+        if not isinstance(record, Mapping) or record.get("run") != self._run:
             raise self._foreign(number)
-        index = found.get("index")
+        index = record.get("index")
         if not isinstance(index, int) or not 0 <= index < len(self._prompts):
             raise self._foreign(number)
-        if found.get("prompt") != self._prompts[index] or not found.keys() >= set(RESULT):
+        if record.get("prompt") != self._prompts[index] or not record.keys() >= set(RESULT):
             raise self._foreign(number)
-        return found
+        return record
 
     def _foreign(self, number: int) -> UserError:
         return UserError(

@@ -233,13 +233,13 @@ def _fixed_numbers(schema: Any) -> Iterator[int]:
     """Yields the integers that a schema asks for as they are, in "const" and "enum"."""
     waiting: list[tuple[Any, bool]] = [(schema, False)]
     while waiting:
-        found, is_fixed = waiting.pop()
-        if isinstance(found, Mapping):
-            waiting += [(x, is_fixed or key in ("const", "enum")) for key, x in found.items()]
-        elif isinstance(found, list | tuple):
-            waiting += [(x, is_fixed) for x in found]
-        elif is_fixed and isinstance(found, int):
-            yield found
+        pattern, is_fixed = waiting.pop()
+        if isinstance(pattern, Mapping):
+            waiting += [(x, is_fixed or key in ("const", "enum")) for key, x in pattern.items()]
+        elif isinstance(pattern, list | tuple):
+            waiting += [(x, is_fixed) for x in pattern]
+        elif is_fixed and isinstance(pattern, int):
+            yield pattern
 
 
 def _library() -> Any:

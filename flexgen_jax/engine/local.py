@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -139,7 +140,10 @@ class LocalRunner:
                     "find them"
                 )
 
-        with self._progress.generating(collector.progress, lambda: session.compile_s) as tick:
+        with (
+            closing(waiting),
+            self._progress.generating(collector.progress, lambda: session.compile_s) as tick,
+        ):
             yield from session.run(waiting, on_result, on_step)
         incoming.put_back(waiting.unfinished())
         session.finish(waiting.entered, collector.num_tokens - before, waiting.prompts)

@@ -219,12 +219,12 @@ class Members:
 
     def answers(self, kind: str) -> list[dict[str, Any]]:
         """Waits for one message of a kind from each stage; returns their contents in order."""
-        found: dict[int, dict[str, Any]] = {}
-        while len(found) < len(self._members):
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < len(self._members):
             message = self._next()
             if message.kind == kind:
-                found[message.stage] = message.content
-        return [content for _, content in sorted(found.items())]
+                answers[message.stage] = message.content
+        return [content for _, content in sorted(answers.items())]
 
     def tell(self, kind: str, **content: Any) -> None:
         if not self._members:
@@ -299,9 +299,9 @@ def _started(address: str, number: int, here: int, key: str) -> subprocess.Popen
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as found:
-        found.bind((host, 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
         return port
 
 

@@ -120,8 +120,8 @@ class EngineOptions:
     @property
     def changes(self) -> dict[str, Any]:
         """The fields of the policy that are given apart from it."""
-        found = {name: getattr(self, name) for name in CHANGES}
-        return {name: value for name, value in found.items() if value is not None}
+        given = {name: getattr(self, name) for name in CHANGES}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def base_policy(self) -> Policy:

@@ -125,7 +125,7 @@ class Generation:
         `layers.sampling.log_probabilities`; returns the rows of those that are not finished. token:
         the number of the token."""
         ids, *logprobs = result if isinstance(result, tuple) else (result,)
-        for row, (request, found) in enumerate(zip(requests, ids[:, 0], strict=False)):
+        for row, (request, chosen_id) in enumerate(zip(requests, ids[:, 0], strict=False)):
             sequence = self._under_way(request)
             if sequence is None:
                 continue
@@ -134,7 +134,7 @@ class Generation:
                 pairs = zip(top_ids.tolist(), top.tolist(), strict=True)
                 most = request.params.logprobs
                 sequence.logprobs.append(TokenLogprob(float(chosen), tuple(pairs)[:most]))
-            self._append(sequence, int(found))
+            self._append(sequence, int(chosen_id))
         return [row for row, r in enumerate(requests) if self._under_way(r) is not None]
 
     def _under_way(self, request: EncodedRequest) -> _Sequence | None:
@@ -147,11 +147,11 @@ class Generation:
     ) -> list[dict[int, tuple[float, float]]]:
         """Returns what changes each request's logits for its next token; see
         `SamplingParams.adjustments`."""
-        found = []
+        adjustments = []
         for request in requests:
             sequence = self._sequences.get(request.index)
             ids = [] if sequence is None else sequence.ids
-            found.append(
+            adjustments.append(
                 request.params.adjustments(
                     prompt=request.given_ids,
                     made=ids,
@@ -159,16 +159,16 @@ class Generation:
                     max_tokens=request.whole_limit,
                 )
             )
-        return found
+        return adjustments
 
     def allowed(self, requests: Sequence[EncodedRequest]) -> list[np.ndarray | None]:
         """Returns which tokens may come next in each request; None if all may."""
-        found: list[np.ndarray | None] = []
+        masks: list[np.ndarray | None] = []
         for request in requests:
             sequence = self._sequences.get(request.index)
             matcher = None if sequence is None else sequence.matcher
-            found.append(None if matcher is None else matcher.allowed())
-        return found
+            masks.append(None if matcher is None else matcher.allowed())
+        return masks
 
     def unfinished(self) -> Iterator[tuple[str, list[int], list[TokenLogprob]]]:
         """Yields the id, the text's tokens and this run's log-probabilities of each request that is
@@ -342,15 +342,15 @@ class Admitted:
 
     def take(self, most: int) -> Sequence[EncodedRequest]:
         taken = []
-        for found in self._feed.take(most):
-            if isinstance(found, RequestOutput):
-                self._ready.append(found)
-            elif self._generation.has(found.id):
-                twice = Request(found.id, found.prompt, found.given_ids)
-                self._ready.append(failed(twice, f"id {found.id!r} is that of another request"))
-            elif (result := self._generation.ended(found)) is not None:
+        for request in self._feed.take(most):
+            if isinstance(request, RequestOutput):
+                self._ready.append(request)
+            elif self._generation.has(request.id):
+                twice = Request(request.id, request.prompt, request.given_ids)
+                self._ready.append(failed(twice, f"id {request.id!r} is that of another request"))
+            elif (result := self._generation.ended(request)) is not None:
                 self._ready.append(result)
             else:
-                self._generation.begin([found])
-                taken.append(found)
+                self._generation.begin([request])
+                taken.append(request)
         return taken

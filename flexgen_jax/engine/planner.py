@@ -185,20 +185,20 @@ class Planner:
         problem = self.problem(workload)
         if self.profile is None or texts is None:
             return None
-        found: Plan | Prediction | None = None
+        plan: Plan | Prediction | None = None
         if all(tokens == workload.gen_len for tokens in texts.values()):
-            found = evaluate(problem, policy)
+            plan = evaluate(problem, policy)
             tokens = problem.workload.num_sequences * workload.typical.tokens_each
         else:
-            found = predicted_time(problem, policy, texts)
+            plan = predicted_time(problem, policy, texts)
             tokens = sum(texts.values())
-        if found is None:
+        if plan is None:
             return None
         return {
-            "total_s": found.total_s,
-            "prefill_s": found.prefill_s,
-            "decode_s": found.decode_s,
-            "generation_throughput": tokens / found.total_s,
+            "total_s": plan.total_s,
+            "prefill_s": plan.prefill_s,
+            "decode_s": plan.decode_s,
+            "generation_throughput": tokens / plan.total_s,
             "hardware": self.profile.name,
         }
 

@@ -146,6 +146,15 @@ class Prefixes:
             if running is not None and running.is_stored and running.is_unknown:
                 running.close()
 
+    def drop(self, request: EncodedRequest) -> None:
+        """Takes note that a request waits no longer for what it begins with."""
+        self._of.pop(request.index, None)
+
+    def close(self) -> None:
+        """Closes what was opened and not used."""
+        self._of.clear()
+        self.hold_for(())
+
     def _batch_of(self, beginning: Beginning) -> Batch:
         own = beginning.own_ids
         columns = padded_prefix(len(own))

@@ -193,12 +193,12 @@ def token_ids(ids: object) -> list[int]:
     """Returns token ids as Python's own integers; raises `UserError` for what are none."""
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
         raise UserError(f"token ids must be a list of whole numbers, not {ids!r}")
-    found = []
+    checked = []
     for token in ids:
         if isinstance(token, bool) or not hasattr(token, "__index__"):
             raise UserError(f"token ids must be whole numbers, not {token!r}")
-        found.append(index(token))
-    return found
+        checked.append(index(token))
+    return checked
 
 
 def check_params(params: SamplingParams, config: ModelConfig, grammars: Grammars | None) -> None:

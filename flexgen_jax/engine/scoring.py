@@ -72,13 +72,13 @@ class Scoring:
         return Amount(self.num_tokens, total, len(self._logprobs))
 
     def receive(
-        self, requests: Sequence[EncodedRequest], token: int, found: tuple[np.ndarray, np.ndarray]
+        self, requests: Sequence[EncodedRequest], token: int, result: tuple[np.ndarray, np.ndarray]
     ) -> list[int]:
         """Takes the log-probabilities of a batch's tokens, fp32 [batch, token], and whether they
         are greedy choices; returns the rows of requests that are not finished. token: the number
         of the forced token."""
         for row, request in enumerate(requests):
-            logprobs, greedy = (x[row] for x in found)
+            logprobs, greedy = (x[row] for x in result)
             forced = request.forced[token : token + 1]
             wanted = forced or request.scored
             if wanted:

@@ -150,8 +150,8 @@ class Worker:
         self._unified = unified
         self._folder = Path(asked.offload_dir or cache_folder("offload")).expanduser()
         fingerprint = self._source.fingerprint(self._dtype)
-        found = detect_budgets(device, host, disk, self._folder, fingerprint, unified)
-        self._budgets = _shared(found, start["here"], device, host)
+        budgets = detect_budgets(device, host, disk, self._folder, fingerprint, unified)
+        self._budgets = _shared(budgets, start["here"], device, host)
         self._session: Session | None = None
         self._slots: StageSource | None = None
         self._measured: HardwareProfile | None = None

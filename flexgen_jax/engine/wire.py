@@ -64,13 +64,13 @@ class Wire:
         arrays = []
         for name, shape in about:
             dtype = numpy_dtype(name)
-            found = self._read(prod(shape) * dtype.itemsize)
-            arrays.append(np.frombuffer(found, dtype).reshape(shape))
+            content_bytes = self._read(prod(shape) * dtype.itemsize)
+            arrays.append(np.frombuffer(content_bytes, dtype).reshape(shape))
         return kind, _with_arrays(plain, arrays)
 
     def _read(self, length: int) -> bytearray:
-        found = bytearray(length)
-        view, at = memoryview(found), 0
+        received = bytearray(length)
+        view, at = memoryview(received), 0
         while at < length:
             try:
                 count = self._socket.recv_into(view[at:])
@@ -79,7 +79,7 @@ class Wire:
             if not count:
                 raise ClosedError("the connection was closed")
             at += count
-        return found
+        return received
 
     def close(self) -> None:
         self._socket.close()

@@ -122,25 +122,25 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         contexts = [list(context) for _, context, _ in requests]
         continuations = [list(continuation)[-self.max_length :] for _, _, continuation in requests]
-        found = [
+        scored = [
             (score.total, score.is_greedy)
             for score in self.llm.score_pairs(contexts, continuations)
         ]
-        for (name, *_), answer in zip(requests, found, strict=True):
+        for (name, *_), answer in zip(requests, scored, strict=True):
             if name is not None:
                 self.cache_hook.add_partial("loglikelihood", name, answer)
-        return found
+        return scored
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         cut = [self._windows(request.args[0]) for request in requests]
         scores = iter(self._loglikelihood_tokens([pair for pairs in cut for pair in pairs]))
-        found = []
+        sums = []
         for request, pairs in zip(requests, cut, strict=True):
-            found.append(sum(next(scores)[0] for _ in pairs))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
-        return found
+            sums.append(sum(next(scores)[0] for _ in pairs))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
+        return sums
 
     def _windows(self, text: str) -> list[tuple[None, list[int], list[int]]]:
         windows = get_rolling_token_windows(

@@ -33,16 +33,16 @@ def windows(ids: Sequence[int], size: int, stride: int) -> list[tuple[list[int],
     """
     if not 1 <= stride < size:
         raise UserError(f"the stride must be from 1 to {size - 1} tokens, not {stride}")
-    found, end = list[tuple[list[int], int]](), 1
+    made, end = list[tuple[list[int], int]](), 1
     for begin in range(0, len(ids), stride):
         window = list(ids[begin : begin + size])
         count = begin + len(window) - end
         if count:
-            found.append((window, count))
+            made.append((window, count))
         end = begin + len(window)
         if end == len(ids):
             break
-    return found
+    return made
 
 
 def perplexity(llm: LLM, ids: Sequence[int], size: int | None, stride: int | None) -> Perplexity:
@@ -55,10 +55,10 @@ def perplexity(llm: LLM, ids: Sequence[int], size: int | None, stride: int | Non
     size = most if size is None else size
     if not 2 <= size <= most:
         raise UserError(f"a window must have from 2 to {most} tokens, not {size}")
-    found = windows(ids, size, max(1, size // 2) if stride is None else stride)
-    if not found:
+    cut = windows(ids, size, max(1, size // 2) if stride is None else stride)
+    if not cut:
         raise UserError("the text is too short: it needs two tokens or more")
-    scores = llm.score(prompt_token_ids=[window for window, _ in found])
-    pairs = zip(scores, (count for _, count in found), strict=True)
+    scores = llm.score(prompt_token_ids=[window for window, _ in cut])
+    pairs = zip(scores, (count for _, count in cut), strict=True)
     logprobs = [x for score, count in pairs for x in score.logprobs[-count:]]
     return Perplexity(len(logprobs), fsum(logprobs))

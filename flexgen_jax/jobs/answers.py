@@ -135,11 +135,11 @@ def _offsets(token_ids: Sequence[int], speaker: Speaker) -> list[int]:
     return list(accumulate(counts[:-1], initial=0))[: len(counts)]
 
 
-def _by_name(token: int, found: TokenLogprob, name: Name) -> dict[str, float]:
+def _by_name(token: int, logs: TokenLogprob, name: Name) -> dict[str, float]:
     """Returns log-probabilities by the tokens' names, the likeliest first; the token's own is among
     them. Of two tokens with one name, the second one is named by its id."""
     named: dict[str, float] = {}
-    pairs = dict([*found.top, (token, found.logprob)])
+    pairs = dict([*logs.top, (token, logs.logprob)])
     for other, logprob in pairs.items():
         own = name(other)
         named[_by_id(other) if own in named else own] = logprob
@@ -178,9 +178,9 @@ def _chat_choice(index: int, result: RequestOutput, line: Line, speaker: Speaker
     }
 
 
-def _chat_token(token: int, found: TokenLogprob, line: Line, speaker: Speaker) -> dict[str, Any]:
-    top = [_token(other, logprob, line, speaker) for other, logprob in found.top]
-    return {**_token(token, found.logprob, line, speaker), "top_logprobs": top}
+def _chat_token(token: int, logs: TokenLogprob, line: Line, speaker: Speaker) -> dict[str, Any]:
+    top = [_token(other, logprob, line, speaker) for other, logprob in logs.top]
+    return {**_token(token, logs.logprob, line, speaker), "top_logprobs": top}
 
 
 def _token(token: int, logprob: float, line: Line, speaker: Speaker) -> dict[str, Any]:

@@ -141,9 +141,9 @@ class Replica:
         if now - self._told_at < TELL_S:
             return
         self._told_at = now
-        found = [(name, list(ids), list(logs)) for name, ids, logs in self._llm.unfinished()]
+        unfinished = [(name, list(ids), list(logs)) for name, ids, logs in self._llm.unfinished()]
         with self._changed:
-            self._unfinished = found
+            self._unfinished = unfinished
 
 
 @dataclass
@@ -238,8 +238,8 @@ class Fleet(Described):
 
     def unfinished(self) -> list[Unfinished]:
         """Returns how far the requests are that are not finished, as far as copies have told."""
-        found = [*self._running.values(), *self._again]
-        return [(each.request.id, each.tokens, each.logprobs) for each in found]
+        unfinished = [*self._running.values(), *self._again]
+        return [(each.request.id, each.tokens, each.logprobs) for each in unfinished]
 
     def untaken(self) -> list[RequestOutput]:
         return list(self._ready)
@@ -338,6 +338,6 @@ class _Source:
         """Returns the next request, None after the last one."""
         if self.is_ended:
             return None
-        found = next(self._requests, None)
-        self.is_ended = found is None
-        return found
+        request = next(self._requests, None)
+        self.is_ended = request is None
+        return request

@@ -183,9 +183,9 @@ class Job:
         """Notes a line's id; returns whether it is new."""
         if name is None:
             return True
-        found = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        is_new = found not in self._names
-        self._names.add(found)
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        is_new = digest not in self._names
+        self._names.add(digest)
         return is_new
 
     def _fail(self, number: int, error: LineError) -> None:

@@ -40,13 +40,13 @@ class RayCopy:
         if not ready:
             return None
         try:
-            found: News = ray.get(self._asked)
+            latest: News = ray.get(self._asked)
         except ray.exceptions.RayTaskError as error:
             raise LostError(first_line(error.cause or error)) from None
         except ray.exceptions.RayError as error:
             raise LostError(first_line(error)) from None
         self._asked = self._actor.news.remote(NEWS_S)
-        return found
+        return latest
 
     def end(self) -> None:
         import ray

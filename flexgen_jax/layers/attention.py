@@ -97,8 +97,8 @@ def _part_scores(rows: jax.Array, part: jax.Array, lanes: int) -> jax.Array:
         # summing reads keys and values only once, which is much faster.
         return _sum_last(wide * rows, lanes)
     grouped = rows.reshape(batch, kv_heads, -1, rows.shape[3])
-    found = jnp.einsum("bkgd,bktd->bkgt", grouped, wide, precision=jax.lax.Precision.HIGHEST)
-    return found.reshape(batch, -1, tokens)
+    scores = jnp.einsum("bkgd,bktd->bkgt", grouped, wide, precision=jax.lax.Precision.HIGHEST)
+    return scores.reshape(batch, -1, tokens)
 
 
 def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
@@ -127,8 +127,8 @@ def weighted_sum(weights: jax.Array, value: Kept, tuning: Tuning = PLAIN) -> jax
             continue
         grouped = weights.reshape(batch, kv_heads, -1, tokens)
         how = jax.lax.Precision.HIGHEST
-        found = jnp.einsum("bkgt,bktd->bkgd", grouped, wide, precision=how)
-        mixed.append(found.reshape(batch, heads, -1))
+        summed = jnp.einsum("bkgt,bktd->bkgd", grouped, wide, precision=how)
+        mixed.append(summed.reshape(batch, heads, -1))
     return jnp.concatenate(mixed, axis=-1)[:, :, None]
 
 

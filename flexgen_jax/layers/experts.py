@@ -154,8 +154,8 @@ def add_expert(
         rows = jax.lax.dynamic_slice_in_dim(mine, step * size, size)
         taken = jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
         each = jnp.take(weight, rows, mode="fill", fill_value=0)
-        found = block(taken).astype(jnp.float32) * each[:, None]
-        return out.at[rows].add(found, mode="drop")
+        weighted = block(taken).astype(jnp.float32) * each[:, None]
+        return out.at[rows].add(weighted, mode="drop")
 
-    found: jax.Array = jax.lax.fori_loop(0, steps, some, out)
-    return found
+    summed: jax.Array = jax.lax.fori_loop(0, steps, some, out)
+    return summed

@@ -43,17 +43,17 @@ def in_segments(
     # As integers, since XLA's CPU backend copies 16-bit floats to and from joined arrays by way of
     # fp32.
     given = [_as_bits(x) for x in arrays]
-    found = jax.tree.map(
+    joined = jax.tree.map(
         lambda kind: _as_bits(jnp.zeros((rows, *kind.shape[1:]), kind.dtype)), kinds
     )
 
-    def one(size: int, skipped: int, at: jax.Array | int, found: Any) -> Any:
+    def one(size: int, skipped: int, at: jax.Array | int, joined: Any) -> Any:
         """Computes `size` rows from row `at` on."""
         group = [jax.lax.dynamic_slice_in_dim(x, at, size) for x in given]
         new = compute(skipped, *map(_from_bits, group, arrays))
         return jax.tree.map(
             lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, _as_bits(x), at, 0),
-            found,
+            joined,
             new,
         )
 
@@ -64,16 +64,16 @@ def in_segments(
         for group, times in ((size, count), (rest, 1)):
             if group:
                 compute_one = partial(one, group, skipped)
-                found = _repeated(compute_one, start, group, times, found)
+                joined = _repeated(compute_one, start, group, times, joined)
                 start += group * times
-    return jax.tree.map(_from_bits, found, kinds)
+    return jax.tree.map(_from_bits, joined, kinds)
 
 
-def _repeated(compute: Callable[..., Any], start: int, step: int, times: int, found: Any) -> Any:
+def _repeated(compute: Callable[..., Any], start: int, step: int, times: int, joined: Any) -> Any:
     """Updates results from row `start` on, `step` rows at a time."""
     if times == 1:
-        return compute(start, found)
-    return jax.lax.fori_loop(0, times, lambda n, found: compute(start + n * step, found), found)
+        return compute(start, joined)
+    return jax.lax.fori_loop(0, times, lambda n, joined: compute(start + n * step, joined), joined)
 
 
 def _as_bits(x: jax.Array) -> jax.Array:

@@ -51,17 +51,17 @@ def matmul_int8(
     rows, scale = x.reshape(-1, x.shape[-1]), column_scale(kernel)
     codes, row_scale = round_rows(rows)
     integers = round_kernel(kernel, scale, tuning.has_barriers).astype(x.dtype)
-    found = matmul(codes.astype(x.dtype), integers, None, part_bytes, tuning)
-    found = found * (row_scale[:, None] * scale)
+    product = matmul(codes.astype(x.dtype), integers, None, part_bytes, tuning)
+    product = product * (row_scale[:, None] * scale)
     apart = is_outlier(rows)
-    found = jax.lax.cond(
+    product = jax.lax.cond(
         apart.any(),
-        lambda: found + matmul(jnp.where(apart, rows, 0), kernel, None, part_bytes, tuning),
-        lambda: found,
+        lambda: product + matmul(jnp.where(apart, rows, 0), kernel, None, part_bytes, tuning),
+        lambda: product,
     )
     if bias is not None:
-        found = found + bias.astype(jnp.float32)
-    out: jax.Array = found.astype(x.dtype)
+        product = product + bias.astype(jnp.float32)
+    out: jax.Array = product.astype(x.dtype)
     return out.reshape(*x.shape[:-1], -1)
 
 

@@ -60,8 +60,8 @@ class Rows(NamedTuple):
         by default none; most: by default that of the prompts alone."""
         first = np.asarray(first_valid, np.int32)
         before = np.zeros_like(first) if before is None else before.astype(np.int32)
-        found = before + tokens - first if most is None else most
-        return cls(first, before, found.astype(np.int32))
+        limits = before + tokens - first if most is None else most
+        return cls(first, before, limits.astype(np.int32))
 
     def with_branches(self, branches: Branches | None, tokens: int) -> Rows:
         """Returns these rows, of `tokens` tokens that end with branches, if there are any."""
@@ -73,8 +73,8 @@ class Rows(NamedTuple):
         """Returns the positions of `tokens` tokens from index `start` on, int32 [batch, token];
         padding has positions below those of a sequence."""
         column = start + jnp.arange(tokens) if self.columns is None else self.columns
-        found: jax.Array = (self.before - self.first_valid)[:, None] + column[None, :]
-        return found
+        positions: jax.Array = (self.before - self.first_valid)[:, None] + column[None, :]
+        return positions
 
 
 def frequencies(rotary: Rotary) -> tuple[np.ndarray, np.ndarray]:

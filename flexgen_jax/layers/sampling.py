@@ -44,9 +44,9 @@ def adjust(logits: jax.Array, ids: jax.Array, factor: jax.Array, added: jax.Arra
     the vocabulary do nothing; factor, added: fp32 [batch, some].
     """
     rows = jnp.arange(logits.shape[0])[:, None]
-    found = logits.at[rows, ids].get(mode="fill", fill_value=0.0)
-    found = jnp.where(found > 0, found / factor, found * factor) + added
-    return logits.at[rows, ids].set(found, mode="drop")
+    chosen = logits.at[rows, ids].get(mode="fill", fill_value=0.0)
+    chosen = jnp.where(chosen > 0, chosen / factor, chosen * factor) + added
+    return logits.at[rows, ids].set(chosen, mode="drop")
 
 
 def log_probabilities(
@@ -57,9 +57,9 @@ def log_probabilities(
 
     logits: fp32 [batch, vocabulary]; ids: int32 [batch].
     """
-    found = jax.nn.log_softmax(logits)
-    chosen = jnp.take_along_axis(found, ids[:, None], axis=1)[:, 0]
-    best, best_ids = jax.lax.top_k(found, min(count, found.shape[-1]))
+    logs = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(logs, ids[:, None], axis=1)[:, 0]
+    best, best_ids = jax.lax.top_k(logs, min(count, logs.shape[-1]))
     return chosen, best_ids.astype(jnp.int32), best
 
 

@@ -149,12 +149,12 @@ def _take(blocks: list[Kept], tokens: jax.Array) -> Kept:
     at = tokens.reshape(batch, blocks[0].shape[1], -1, 1)  # by KV head
 
     def gather(parts: Sequence[jax.Array]) -> jax.Array:
-        found = jnp.take_along_axis(jnp.concatenate(parts, axis=2), at, axis=2)
-        return found.reshape(batch, heads, slots, found.shape[3])
+        gathered = jnp.take_along_axis(jnp.concatenate(parts, axis=2), at, axis=2)
+        return gathered.reshape(batch, heads, slots, gathered.shape[3])
 
     leaves = [gather(parts) for parts in zip(*map(jax.tree.leaves, blocks), strict=True)]
     if not isinstance(blocks[0], QuantizedArray):
         return leaves[0]
     shape = (*tokens.shape, blocks[0].shape[3])
-    found: Kept = assemble(replace(blocks[0].storage, shape=shape), leaves)
-    return found
+    kept: Kept = assemble(replace(blocks[0].storage, shape=shape), leaves)
+    return kept

@@ -335,8 +335,8 @@ class ComputeProbe(ProbedLayer):
             weights = next(layers)
             query, new = project(weights, hidden, *where)
             asked = np.asarray(query)
-            found = self._host.attend(asked, blocks, tokens + BLOCK, first, self._heads)
-            return finish(weights, hidden, checks, query, new, [found])
+            attended = self._host.attend(asked, blocks, tokens + BLOCK, first, self._heads)
+            return finish(weights, hidden, checks, query, new, [attended])
 
         alone = timed(self._products(of_formats, layers, rows)).seconds + attended.seconds
         more: float = max(timed(whole).seconds - alone, 0.0)

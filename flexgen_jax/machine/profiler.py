@@ -249,12 +249,12 @@ def beside_computing(probe: ComputeProbe, disk: DiskProbe) -> dict[str, dict[str
     """Measures how reads and computing slow each other down, under two loads: a decode step, which
     wants memory, and a prefill, which wants the cores. Returns fields of `HardwareProfile`, each by
     the name of the link, for direct reads and for reads from the page cache."""
-    found: dict[str, dict[str, float]] = {}
+    rates: dict[str, dict[str, float]] = {}
     for prefix, load in (("", probe.step(16)), ("prefill_", probe.prefill_step(4, 128))):
         alone = timed(load, repeat=15, at_least=0.5).seconds
         drag, slowed = (
-            found.setdefault(f"{prefix}drag", {}),
-            found.setdefault(f"{prefix}slowed", {}),
+            rates.setdefault(f"{prefix}drag", {}),
+            rates.setdefault(f"{prefix}slowed", {}),
         )
         for name in ("disk_read", "page_cache"):
             read = disk.reader(page_cached=name == "page_cache")
@@ -264,7 +264,7 @@ def beside_computing(probe: ComputeProbe, disk: DiskProbe) -> dict[str, dict[str
             # A second's worth of reading takes `slowed` seconds, each of which loses this share of
             # computing.
             drag[name] = slowed[name] * min(max(1 - alone / beside, 0.0), 1.0)
-    return found
+    return rates
 
 
 def _together(compute: Callable[[], object], read: Callable[[], object]) -> tuple[float, float]:

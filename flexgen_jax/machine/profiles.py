@@ -71,8 +71,8 @@ def _measured(path: Path) -> HardwareProfile | None:
 def _seen(path: Path) -> list[float]:
     """Returns the disk's rates that runs have seen, relative to a cached profile's."""
     try:
-        found = json.loads(_seen_file(path).read_text(encoding="utf-8"))
-        return [float(rate) for rate in found][-RUNS_KEPT:]
+        content = json.loads(_seen_file(path).read_text(encoding="utf-8"))
+        return [float(rate) for rate in content][-RUNS_KEPT:]
     except (OSError, ValueError, TypeError):
         return []  # what cannot be read is not missed
 

@@ -95,8 +95,8 @@ class AnswerStream:
         if self._phase == "harmony":
             return list(self._of_harmony(token))
         mark = self._marks.get(token)
-        if mark is not None and (found := self._at_mark(mark)) is not None:
-            return found
+        if mark is not None and (pieces := self._at_mark(mark)) is not None:
+            return pieces
         self._held += self._pieces.add(token)
         return list(self._sure(is_last=False))
 
@@ -118,9 +118,9 @@ class AnswerStream:
         if self._phase != "reasoning" or mark != self._close:
             return None
         self._held += self._pieces.end()
-        found = list(self._sure(is_last=True))
+        pieces = list(self._sure(is_last=True))
         self._phase, self._pieces = "content", Pieces(self._tokenizer, self._latest)
-        return found
+        return pieces
 
     def _begin(self, mark: str) -> None:
         self._phase, self._close, self._held = "reasoning", MARKS[mark], ""

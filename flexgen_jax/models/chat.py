@@ -211,10 +211,10 @@ class Arguments(dict[str, Any]):
     text."""
 
     def __init__(self, text: str) -> None:
-        found = json.loads(text)
-        if not isinstance(found, dict):
+        content = json.loads(text)
+        if not isinstance(content, dict):
             raise ValueError("not an object")
-        super().__init__(found)
+        super().__init__(content)
         self._text = text
 
     def __str__(self) -> str:
@@ -352,14 +352,14 @@ def _read(folder: Path) -> dict[str, str]:
         sources[path.stem] = _text(path)
     if sources:
         return sources
-    found = read_object(folder / CONFIG).get("chat_template")
-    if found is None:  # as multimodal models' processors had it
-        found = read_object(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, str):
-        return {DEFAULT: found}
-    if isinstance(found, Mapping):
-        found = [{"name": name, "template": text} for name, text in found.items()]
-    named = found if isinstance(found, list) else []
+    template = read_object(folder / CONFIG).get("chat_template")
+    if template is None:  # as multimodal models' processors had it
+        template = read_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, str):
+        return {DEFAULT: template}
+    if isinstance(template, Mapping):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    named = template if isinstance(template, list) else []
     pairs = [(e.get("name"), e.get("template")) for e in named if isinstance(e, Mapping)]
     return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
 

@@ -206,9 +206,9 @@ def read_defaults(folder: Path) -> GenerationDefaults:
     return GenerationDefaults(sampling, ends, _undone(raw, is_sampled), path)
 
 
-def _tokens(found: tuple[int, ...] | None) -> tuple[int, ...]:
+def _tokens(ids: tuple[int, ...] | None) -> tuple[int, ...]:
     """Returns token ids without -1, by which some folders mean none."""
-    return tuple(token for token in found or () if token >= 0)
+    return tuple(token for token in ids or () if token >= 0)
 
 
 def _choice(fields: _Fields) -> dict[str, Any]:
@@ -266,13 +266,13 @@ class _Fields:
     def maybe_count(self, name: str) -> int | None:
         """Returns a positive number, None for one that is absent."""
         what = "a whole number of at least 1"
-        found: int | None = self._checked(name, None, lambda x: _is_count(x) and x > 0, what)
-        return found
+        count: int | None = self._checked(name, None, lambda x: _is_count(x) and x > 0, what)
+        return count
 
     def ids(self, name: str) -> tuple[int, ...] | None:
         """Returns token ids, of which there may be one by itself; None if the field is absent."""
-        found = self._checked(name, None, _is_id_or_ids, "token ids")
-        return None if found is None else tuple(found) if isinstance(found, list) else (found,)
+        ids = self._checked(name, None, _is_id_or_ids, "token ids")
+        return None if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
 
     def rows(self, name: str) -> tuple[tuple[int, ...], ...]:
         def is_right(x: Any) -> bool:
@@ -283,8 +283,8 @@ class _Fields:
         return tuple(map(tuple, self._checked(name, (), is_right, "a list of lists of token ids")))
 
     def texts(self, name: str) -> tuple[str, ...]:
-        found = self._raw.get(name, ())
-        texts = (found,) if isinstance(found, str) else found
+        given = self._raw.get(name, ())
+        texts = (given,) if isinstance(given, str) else given
         if not isinstance(texts, list | tuple) or not all(isinstance(t, str) and t for t in texts):
             raise self.wrong(name, "a text or texts")
         return tuple(texts)

@@ -207,8 +207,8 @@ def _guess(name: str) -> str:
     folder = Path(name).expanduser().parent
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     near = [str(folder / close) for close in difflib.get_close_matches(Path(name).name, names, 1)]
-    found = [*near, *dict.fromkeys(shapes)][:3]
-    return f". Did you mean {' or '.join(found)}?" if found else ""
+    guesses = [*near, *dict.fromkeys(shapes)][:3]
+    return f". Did you mean {' or '.join(guesses)}?" if guesses else ""
 
 
 def _from_hub(name: str, patterns: Sequence[str]) -> Path:

@@ -456,12 +456,12 @@ SHAPES: Mapping[str, Raw] = {
 def raw_shape(name: str) -> Raw:
     """Returns the config of a known model in Hugging Face's spelling, by its hub id or the part
     after the slash. Raises `ConfigError` for any other name."""
-    found = {full.lower(): full for full in SHAPES}
-    found |= {full.split("/")[1].lower(): full for full in SHAPES}
-    full = found.get(name.lower())
+    names = {full.lower(): full for full in SHAPES}
+    names |= {full.split("/")[1].lower(): full for full in SHAPES}
+    full = names.get(name.lower())
     if full is None:
-        close = difflib.get_close_matches(name.lower(), found, 1)
-        hint = f"did you mean {found[close[0]]}? " if close else ""
+        close = difflib.get_close_matches(name.lower(), names, 1)
+        hint = f"did you mean {names[close[0]]}? " if close else ""
         raise ConfigError(
             f"unknown shape {name!r}; {hint}`flexgen-jax models` lists the known shapes"
         )

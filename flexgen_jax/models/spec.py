@@ -227,11 +227,11 @@ class ModelSpec:
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
         """Returns every stored tensor once, by key; a tied table counts for the embedding only."""
-        found: dict[str, TensorSpec] = {}
+        by_key: dict[str, TensorSpec] = {}
         for layer in self.layers:
             for tensor in layer.tensors:
-                found.setdefault(tensor.key, tensor)
-        return found
+                by_key.setdefault(tensor.key, tensor)
+        return by_key
 
     @property
     def num_parameters(self) -> int:

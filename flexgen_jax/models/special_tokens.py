@@ -85,11 +85,11 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
         added = _by_id({str(number): {"content": word} for word, number in words.items()})
     others: list[SpecialToken] = []
     for source in more:
-        found = next((source[field] for field in LISTS if source.get(field)), None)
-        if isinstance(found, Mapping):
-            named |= {name: t for name, raw in found.items() if (t := _token(raw)) is not None}
+        listed = next((source[field] for field in LISTS if source.get(field)), None)
+        if isinstance(listed, Mapping):
+            named |= {name: t for name, raw in listed.items() if (t := _token(raw)) is not None}
         else:
-            others = [*others, *_tokens(found)]
+            others = [*others, *_tokens(listed)]
     ordered = {role: named[role] for role in ROLES if role in named} | named
     return SpecialTokens(ordered, tuple(dict.fromkeys(others)), tuple(added))
 
@@ -113,8 +113,8 @@ def _by_id(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[SpecialToken]:
             )
 
 
-def _tokens(found: Any) -> Iterator[SpecialToken]:
-    for raw in found if isinstance(found, list) else ():
+def _tokens(listed: Any) -> Iterator[SpecialToken]:
+    for raw in listed if isinstance(listed, list) else ():
         token = _token(raw)
         if token is not None:
             yield token

@@ -137,11 +137,11 @@ def _load(folder: Path) -> FastTokenizer:
     whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:
         if whole.is_file():
-            found = FastTokenizer.from_file(str(whole))
+            tokenizer = FastTokenizer.from_file(str(whole))
             # The file may ask for truncation or padding, as in training; a prompt needs neither.
-            found.no_truncation()
-            found.no_padding()
-            return found
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            return tokenizer
         if vocab.is_file() and merges.is_file():
             # What OPT repositories ship: GPT-2's byte-level BPE, in two files.
             config = read_object(folder / CONFIG)

@@ -51,8 +51,8 @@ class StageRing:
         shape = (self.stages, own.shape[1])
         arrays = jax.make_array_from_single_device_arrays(shape, self.sharding, [own])
         moved = _shifting(self.sharding, self.stages)(arrays)
-        found: jax.Array = moved.addressable_data(0)
-        return found
+        shard: jax.Array = moved.addressable_data(0)
+        return shard
 
 
 def measured_link() -> tuple[float, float]:
@@ -110,11 +110,11 @@ class Chain:
             if number not in self._arrived:
                 assert self._error is not None
                 raise self._error
-            found = self._arrived[number]
+            arrived = self._arrived[number]
         steps = self._slots.steps_of(number)
         if batch == steps[-1].batch:
             del self._arrived[number]
-        found.block_until_ready()
+        arrived.block_until_ready()
         self.waited_s += time.perf_counter() - started
         before = 0
         for step in steps:
@@ -122,7 +122,7 @@ class Chain:
                 break
             before += step.size
         shape = (rows, tokens, self._hidden_size)
-        hidden: jax.Array = _cut(found, np.int32(before * self._hidden_size), shape)
+        hidden: jax.Array = _cut(arrived, np.int32(before * self._hidden_size), shape)
         return hidden
 
     def close(self) -> None:
@@ -146,11 +146,11 @@ class Chain:
     def _shift(self, shift: int, size: int) -> None:
         length = max(LEAST, 1 << (size * self._hidden_size - 1).bit_length())
         stage = self._ring.stage
-        found = self._ring.shifted(self._packed(shift - stage, length))
+        arrived = self._ring.shifted(self._packed(shift - stage, length))
         number = shift - stage + 1
         if stage and number >= 0 and self._slots.steps_of(number):
             with self._changed:
-                self._arrived[number] = found
+                self._arrived[number] = arrived
                 self._changed.notify_all()
 
     def _packed(self, number: int, length: int) -> jax.Array:
@@ -191,6 +191,6 @@ def _packed(made: list[jax.Array], length: int) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=2)
-def _cut(found: jax.Array, start: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+def _cut(packed: jax.Array, start: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
     size = shape[0] * shape[1] * shape[2]
-    return jax.lax.dynamic_slice(found[0], (start,), (size,)).reshape(shape)
+    return jax.lax.dynamic_slice(packed[0], (start,), (size,)).reshape(shape)

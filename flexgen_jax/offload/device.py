@@ -94,10 +94,10 @@ class Device:
         rows = np.asarray(query)
         operation = self.metrics.begin("host_compute", "attention", "attention on the host")
         try:
-            found = attend(rows, *args)
+            attended = attend(rows, *args)
         finally:
             self.metrics.end(operation)
-        return self.memories.send(found, "attention", "partial results")
+        return self.memories.send(attended, "attention", "partial results")
 
     def close(self) -> None:
         self.memories.watcher.close()

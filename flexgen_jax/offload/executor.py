@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
 import jax
 import numpy as np
 
-from flexgen_jax.layers.attention import Block
 from flexgen_jax.offload.allocator import trim_heap
 from flexgen_jax.offload.batch import (
     BatchArrays,
@@ -29,7 +28,7 @@ from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.kv_cache import KVCache, take_rows_of
-from flexgen_jax.offload.kv_keeper import KVKeeper, blocks_of
+from flexgen_jax.offload.kv_keeper import KVKeeper
 from flexgen_jax.offload.prefetch import Load, Write
 from flexgen_jax.offload.replaced import ReplacedStore
 from flexgen_jax.offload.tiers import HostBuffer
@@ -172,33 +171,18 @@ class BlockRun:
                 assert computed.hidden is not None, "the head has no hidden states"
                 self._replaced.keep(made, (computed.hidden,))
                 computed.hidden = None
+            case PromptPart() if computed is None:
+                if made.state.running.payload is None:
+                    self._enter(made.state.running)
+                assert self._keeper is not None, "it is stored"
+                self._cache.keep(made, self._keeper.restored(made))
             case PromptPart():
-                self._keep_prompt(made, computed.result)
+                self._cache.keep(made, computed.result)
+                if self._keeper is not None:
+                    self._keeper.keep_prompt(made)
             case LayerState():
                 store = self._cache.replace if computed.is_appended else self._cache.append
                 store(made, computed.result)
-
-    def _keep_prompt(self, made: PromptPart, blocks: Sequence[Block]) -> None:
-        self._cache.keep(made, blocks)
-        running, blocks_left = made.state.running, made.blocks.stop < len(made.state.homes)
-        if self._keeper is None or not running.is_prefix or running.is_stored or blocks_left:
-            return
-        if made.state is [state for state in running.layers if state.homes][-1]:
-            self._keeper.keep_prefix(running)
-
-    def restore(self, prefix: Running) -> Iterator[tuple[LayerState, int, Computed]]:
-        self._enter(prefix)
-        given = arrays_of(prefix).given
-        assert given.stored is not None, "it is stored"
-        with closing(given.stored) as stored:
-            growing = [state for state in prefix.layers if state.homes]
-            for state, arrays in zip(growing, stored.read(), strict=True):
-                blocks = blocks_of(state, self._plan, arrays, int(given.first_valid[0]))
-                for token in prefix.tokens:
-                    made = prefix.prompt_blocks(token)
-                    computed = Computed(self._device.memories.numbers((1, 0)))
-                    computed.result = blocks[made.start : made.stop]
-                    yield state, token, computed
 
     def open_block(self, state: LayerState, buffer: HostBuffer | None) -> None:
         self._cache.open(state, buffer)

@@ -75,7 +75,7 @@ class JoinedSteps:
         program = self._dispatch.get_joined(
             programs.decode_joined, step, layers, blocks=here.lengths, tail=here.tail
         )
-        found: tuple[jax.Array, list[Block], jax.Array] = program(
+        computed: tuple[jax.Array, list[Block], jax.Array] = program(
             [self._weights.resident(self._spec.layers[layer]) for layer in layers],
             hidden,
             [tuple(sealed) for *sealed, _ in blocks],
@@ -83,4 +83,4 @@ class JoinedSteps:
             checks,
             *arrays.moments[step.token].where,
         )
-        return found
+        return computed

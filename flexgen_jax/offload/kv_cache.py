@@ -167,7 +167,13 @@ class KVCache:
         """Starts writing sealed blocks of one layer and batch to disk, from a copy of their own;
         frees the blocks."""
         state, futures, copies = part.state, list[Any](), list[np.ndarray]()
-        write = Write(_name(state), futures, lambda: self._written(write, copies))
+
+        def written() -> None:
+            del self._writes[write]
+            for copy in copies:
+                self._spare[copy.size].append(copy)
+
+        write = Write(_name(state), futures, written)
         self._writes[write] = state.running  # waited for even if an error comes next
         for number in part.blocks:
             block: BlockArrays = state.payload.blocks.pop(number)
@@ -179,11 +185,6 @@ class KVCache:
         nbytes = sum(state.sizes[number].sealed for number in part.blocks)
         counted(self._memories.metrics, "disk_write", "cache", write.what, nbytes, futures)
         return write
-
-    def _written(self, write: Write, copies: list[np.ndarray]) -> None:
-        del self._writes[write]
-        for copy in copies:
-            self._spare[copy.size].append(copy)
 
     def _records(self, state: LayerState, number: int) -> Records:
         """Returns the disk records of one KV block of a batch: one record per layer, of the leaves
@@ -202,31 +203,13 @@ class KVCache:
         blocks: dict[int, BlockArrays] = state.payload.blocks
         return [blocks[number].arrays for number in range(state.sealed + 1)]
 
-    def tokens_of(self, state: LayerState, row: int, start: int, stop: int) -> list[np.ndarray]:
-        """Returns what a layer keeps of a row's columns from `start` to before `stop`, all of which
-        are cached: each stored leaf, [token, ...]. Waits for the disk."""
-        parts: list[list[np.ndarray]] = []
-        begin = 0
-        for number, length in enumerate(state.running.lengths):
-            first, last = max(start - begin, 0), min(stop - begin, length)
-            if first < last:
-                leaves = self._leaves_of(state, row, number)
-                parts.append([np.moveaxis(leaf[..., first:last, :], -2, 0) for leaf in leaves])
-            begin += length
-        return [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
-
-    def _leaves_of(self, state: LayerState, row: int, number: int) -> list[np.ndarray]:
-        """Returns the stored leaves of a row's block, wherever it is."""
-        block: BlockArrays | None = state.payload.blocks.get(number)
-        if block is not None and block.views:
-            return [view[row] for view in block.views]
-        if block is not None:
-            return [np.asarray(leaf[row]) for leaf in jax.tree.leaves(block.arrays)]
+    def read(self, state: LayerState, number: int) -> HostBuffer:
+        """Returns a sealed block that is on disk, once it is written."""
         for write in [write for write, owner in self._writes.items() if owner is state.running]:
             finish(write.futures, write.what)
         buffer = self._memories.buffer(state.sizes[number].layout)
         self._records(state, number).read_into(state.index, buffer.views).result()
-        return [view[row] for view in buffer.views]
+        return buffer
 
     def shrink(self, state: LayerState, load: Load[LayerCache], rows: np.ndarray) -> None:
         """Leaves these rows in a layer's blocks, and in a load of them that has been copied; blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -21,9 +21,9 @@ from flexgen_jax.offload.disk.kv_store import (
     PieceLayout,
     TokenArray,
 )
-from flexgen_jax.offload.kv_cache import KVCache
+from flexgen_jax.offload.kv_cache import BlockArrays, KVCache
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import LayerState, Running
+from flexgen_jax.policy.running import LayerState, PromptPart, Running
 
 
 def piece_layout(spec: ModelSpec, formats: Formats) -> PieceLayout:
@@ -59,6 +59,9 @@ class KVKeeper:
         self._is_packed = plan.formats.cache_bits < 16
         self._texts: dict[Running, Texts] = {}
         self._has_failed = False
+        # Of the prefix that is being brought back: its further layers, and the blocks of one.
+        self._reading: Iterator[list[np.ndarray]] = iter(())
+        self._restored: list[Block] = []
 
     def enter(self, running: Running) -> None:
         """Takes in a batch that generates."""
@@ -89,9 +92,24 @@ class KVKeeper:
             texts.left = set(range(left))
             texts.made = [ids[np.array(rows)] for ids in texts.made]
 
-    def keep_prefix(self, running: Running) -> None:
-        """Stores a prefix, all layers of which are computed."""
-        self._keep(running, 0, [])
+    def keep_prompt(self, made: PromptPart) -> None:
+        """Stores a prefix when all of its layers are computed."""
+        running, is_last = made.state.running, made.blocks.stop == len(made.state.homes)
+        if running.is_prefix and is_last and made.state is _growing(running)[-1]:
+            self._keep(running, 0, [])
+
+    def restored(self, made: PromptPart) -> list[Block]:
+        """Returns KV blocks of a stored prefix; its layers come one after the other."""
+        state, given = made.state, arrays_of(made.state.running).given
+        assert given.stored is not None, "it is stored"
+        if not made.blocks.start:
+            if state is _growing(state.running)[0]:
+                self._reading = given.stored.read()
+            padding = int(given.first_valid[0])
+            self._restored = blocks_of(state, self._plan, next(self._reading), padding)
+            if state is _growing(state.running)[-1]:
+                given.stored.close()
+        return self._restored[made.blocks.start : made.blocks.stop]
 
     def _keep(self, running: Running, row: int, made: Sequence[int]) -> None:
         """Stores what is cached of a row, which has got `made` after its prompt."""
@@ -139,8 +157,13 @@ class KVKeeper:
         if stop > before:
             columns = [max(start - before, 0) + padding, stop - before + padding]
             state = running.layers[layer]
-            parts.append(self._cache.tokens_of(state, row, columns[0], columns[1]))
+            parts.append(_columns_of_row(self._cache, state, row, *columns))
         return [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
+
+
+def _growing(running: Running) -> list[LayerState]:
+    """Returns the layers that have KV blocks."""
+    return [state for state in running.layers if state.homes]
 
 
 def _ids_of(running: Running, row: int) -> list[int]:
@@ -149,6 +172,32 @@ def _ids_of(running: Running, row: int) -> list[int]:
     before = _ids_of(prefixes[-1], 0) if prefixes else []
     given = arrays_of(running).given
     return [*before, *given.ids[row, given.first_valid[row] :].tolist()]
+
+
+def _columns_of_row(
+    cache: KVCache, state: LayerState, row: int, start: int, stop: int
+) -> list[np.ndarray]:
+    """Returns what a layer keeps of a row's columns from `start` to before `stop`, all of which are
+    cached: each stored leaf, [token, ...]. Waits for the disk."""
+    parts: list[list[np.ndarray]] = []
+    begin = 0
+    for number, length in enumerate(state.running.lengths):
+        first, last = max(start - begin, 0), min(stop - begin, length)
+        if first < last:
+            leaves = _leaves_of_row(cache, state, row, number)
+            parts.append([np.moveaxis(leaf[..., first:last, :], -2, 0) for leaf in leaves])
+        begin += length
+    return [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
+
+
+def _leaves_of_row(cache: KVCache, state: LayerState, row: int, number: int) -> list[np.ndarray]:
+    """Returns the stored leaves of a row's block, wherever it is."""
+    block: BlockArrays | None = state.payload.blocks.get(number)
+    if block is None:
+        return [view[row] for view in cache.read(state, number).views]
+    if block.views:
+        return [view[row] for view in block.views]
+    return [np.asarray(leaf[row]) for leaf in jax.tree.leaves(block.arrays)]
 
 
 def blocks_of(

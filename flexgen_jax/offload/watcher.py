@@ -41,9 +41,9 @@ class Watcher:
         if not self.metrics.is_timed:
             return
         if operation.resource not in self._queues:
-            found = self._queues[operation.resource] = queue.SimpleQueue()
+            waiting = self._queues[operation.resource] = queue.SimpleQueue()
             name = f"flexgen-watch-{operation.resource}"
-            thread = threading.Thread(target=self._run, args=(found,), name=name, daemon=True)
+            thread = threading.Thread(target=self._run, args=(waiting,), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
         ended = self._last[operation.resource] = threading.Event()
@@ -54,8 +54,8 @@ class Watcher:
         return self._last.get(resource)
 
     def close(self) -> None:
-        for found in self._queues.values():
-            found.put(None)
+        for waiting in self._queues.values():
+            waiting.put(None)
         for thread in self._threads:
             thread.join()
         self._queues.clear()

@@ -24,7 +24,7 @@ class Admission:
         self,
         shapes: Sequence[BatchShape],
         is_first: bool,
-        shared: Sequence[tuple[Shared, ...]] = (),
+        shared: Sequence[tuple[Shared[Running], ...]] = (),
         numbers: Sequence[int] = (),
         are_prefixes: bool = False,
     ) -> list[Running]:
@@ -49,7 +49,7 @@ def running_batch(
     number: int,
     shape: BatchShape,
     homes: Homes,
-    shared: tuple[Shared, ...] = (),
+    shared: tuple[Shared[Running], ...] = (),
     is_prefix: bool = False,
 ) -> Running:
     """Returns a batch that is about to enter."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from flexgen_jax.policy.parts import Layout, WeightsPart
@@ -12,7 +12,6 @@ from flexgen_jax.policy.running import (
     LayerState,
     PromptPart,
     ReplacedPart,
-    Running,
     SealedPart,
 )
 from flexgen_jax.policy.waves import Step
@@ -94,11 +93,9 @@ class Backend(Protocol):
 
     def keep(self, made: ReplacedPart | PromptPart | LayerState, computed: Handle) -> None:
         """Keeps what a step made in the memory of its home, for disk on the host: what is replaced,
-        the sealed KV blocks of a prompt, or one token, which is written to a layer's open block."""
+        the sealed KV blocks of a prompt, or one token, which is written to a layer's open block.
 
-    def restore(self, prefix: Running) -> Iterable[tuple[LayerState, int, Handle]]:
-        """Yields what each layer keeps of a stored prefix, and of which token, as its steps would
-        have computed it."""
+        computed: None for the KV blocks of a prefix that is stored, which come from there."""
 
     def open_block(self, state: LayerState, buffer: Handle | None) -> None:
         """Makes an empty KV block, number `state.sealed`, in a host buffer if there is one."""

@@ -237,12 +237,12 @@ class HardwareProfile:
 
     def spread(self) -> float:
         """Returns the median of the spreads of all rates; 0 if nothing was measured."""
-        found: list[float] = []
+        ratios: list[float] = []
         for part in fields(self):
             value = getattr(self, part.name)
             for rate in value.values() if isinstance(value, Mapping) else (value,):
-                found += rate.spread if isinstance(rate, Rate) else ()
-        return median(found) if found else 0.0
+                ratios += rate.spread if isinstance(rate, Rate) else ()
+        return median(ratios) if ratios else 0.0
 
     def to_json(self) -> str:
         return json.dumps({"version": PROFILE_VERSION, **asdict(self)}, indent=1)

@@ -153,7 +153,7 @@ def solve(
     slower = {"g": 0.0, "c": 1.0, "d": 2.0}
     objective = [PREFERENCE * slower[name[1]] for name in FRACTIONS]
     objective += [terms.layers / scale, steps / scale]
-    found = linprog(
+    optimum = linprog(
         objective,
         A_ub=rows,
         b_ub=bounds,
@@ -162,9 +162,9 @@ def solve(
         bounds=[(0, 1)] * 9 + [(0, None)] * 2,
         method="highs",
     )
-    if found.status != 0:
+    if optimum.status != 0:
         return None
     fractions = {
-        name: min(max(float(x), 0.0), 1.0) for name, x in zip(FRACTIONS, found.x, strict=False)
+        name: min(max(float(x), 0.0), 1.0) for name, x in zip(FRACTIONS, optimum.x, strict=False)
     }
     return Solution(fractions, sum(terms.estimate(fractions)))

@@ -9,7 +9,7 @@ ledger (`memory.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
@@ -36,6 +36,21 @@ class Dispatched(NamedTuple):
     step: Step
     number: int
     computed: Handle
+
+
+def restore(prefix: Running, cache: CacheBlocks) -> None:
+    """Has a backend bring back what a stored prefix keeps, one layer after the other."""
+    for state in prefix.layers:
+        for token in prefix.tokens if state.homes else ():
+            cache.put_prompt(token, state, None)
+            state.until = token
+    prefix.layers_filled = len(prefix.layers)
+    prefix.is_in_prompt = False
+
+
+def unused(going: Sequence[Running]) -> list[Running]:
+    """Returns the prefixes that nobody uses any more."""
+    return [running for running in going if running.is_prefix and not running.users]
 
 
 class BlockLoop:
@@ -96,6 +111,7 @@ class BlockLoop:
             peaks=peaks,
         )
         self._latest: Dispatched | None = None
+        self._begun: Step | None = None
         self._dispatched = 0
 
     @property
@@ -131,6 +147,8 @@ class BlockLoop:
             elif self._latest is not None:
                 self._retire_latest(self._latest.step)
             else:
+                for prefix in unused(self._going):
+                    self._leave(prefix, self._begun)
                 yield  # requests that came and ended without a step are told of before waiting
                 if not self._arrivals.wait():
                     return
@@ -138,6 +156,7 @@ class BlockLoop:
 
     def _do(self, step: Step) -> None:
         """Dispatches a step, stores the results of the one before, and reads ahead."""
+        self._begun = step
         self._backend.begin(step, self._tokens.get(step.token, 1))
         if step.batch.shrinks_at(step.token):
             self._shrink(step)
@@ -173,26 +192,15 @@ class BlockLoop:
         self._retire_latest(step)  # if that is the last of a batch, its memory is needed now
         if not self._dispatched and not self._plan.is_resident:
             self._visits.read_ahead(-1)
-        for prefix in step.batch.prefixes:
-            if prefix.is_stored and not prefix.is_going:
-                self._take_in(prefix)
-                self._restore(prefix)
-        self._take_in(step.batch)
-
-    def _take_in(self, running: Running) -> None:
-        self._replaced.enter(running)
-        self._cache.enter(running, self._going)
-        running.is_going = True
-        self._going.append(running)
-        self._visits.count_rows()
-
-    def _restore(self, prefix: Running) -> None:
-        """Brings back what a prefix keeps."""
-        for state, token, computed in self._backend.restore(prefix):
-            self._cache.put_prompt(token, state, computed)
-            state.until = token
-        prefix.layers_filled = len(prefix.layers)
-        prefix.is_in_prompt = False
+        stored = [other for other in step.batch.prefixes if other.is_stored and not other.is_going]
+        for running in (*stored, step.batch):
+            self._replaced.enter(running)
+            self._cache.enter(running, self._going)
+            running.is_going = True
+            self._going.append(running)
+            self._visits.count_rows()
+            if running.is_stored:
+                restore(running, self._cache)
 
     # Steps
 
@@ -310,21 +318,23 @@ class BlockLoop:
             self._shrinking.shrink(step)
             self._visits.count_rows()
 
-    def _leave(self, running: Running, following: Step) -> None:
-        """Drops a batch's other steps and their loads, and frees what it has."""
+    def _leave(self, running: Running, following: Step | None) -> None:
+        """Drops a batch's other steps and their loads, and frees what it has; then the prefixes
+        that nobody uses any more, unless they have left with it."""
+        if not running.is_going:
+            return
         self._going.remove(running)
         self._visits.count_rows()
         self._ahead.drop(running)
         self._prefetch.forget(running, self._dispatched)
         self._cache.release_buffers(running, self._dispatched)
         running.close()
-        if not self._plan.is_resident:
-            self._visits.forget(following, self._dispatched)
-        else:
+        if self._plan.is_resident:
             self._visits.forget_shared(running)
-        for prefix in [other for other in self._going if other.is_prefix and not other.users]:
-            if prefix.is_going:  # unless it has just left with another one that shared it
-                self._leave(prefix, following)
+        elif following is not None:
+            self._visits.forget(following, self._dispatched)
+        for prefix in unused(self._going):
+            self._leave(prefix, self._begun)
 
     def _close(self) -> None:
         """Releases everything, also after an error or Ctrl-C, and even if one part of it fails."""

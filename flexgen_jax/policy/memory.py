@@ -78,9 +78,6 @@ class Idle:
     def keep(self, made: ReplacedPart | PromptPart | LayerState, computed: Handle) -> None:
         pass
 
-    def restore(self, prefix: Running) -> Sequence[tuple[LayerState, int, Handle]]:
-        return ()  # what is planned is computed
-
     def open_block(self, state: LayerState, buffer: Handle | None) -> None:
         pass
 

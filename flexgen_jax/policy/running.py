@@ -297,7 +297,7 @@ class Running:
     hidden_homes: tuple[Tier, ...]
     # Batches of one row to whose KV blocks some rows attend before their own, the longest ones
     # first that begin with the same row.
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[Shared[Running], ...] = ()
     # Whether this is such a batch, which stays as long as it has users: batches that share it, and
     # requests that wait.
     is_prefix: bool = False
@@ -348,7 +348,7 @@ class Running:
         """What some of the rows begin with, each once."""
         return tuple(dict.fromkeys(span.prefix for span in self.shared))
 
-    def share(self, spans: tuple[Shared, ...]) -> None:
+    def share(self, spans: tuple[Shared[Running], ...]) -> None:
         """Has rows begin with other prefixes, or with none."""
         before, self.shared = self.prefixes, spans
         for prefix in self.prefixes:

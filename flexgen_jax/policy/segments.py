@@ -29,8 +29,8 @@ def segments_of(padding: Sequence[int], worth: int, together: int = 1) -> tuple[
     together: how many rows are computed at a time, of which segments are made as far as that goes.
     """
 
-    def gain(found: Sequence[Segment]) -> int:
-        return left_out(found) - worth * len(found) * (len(found) > 1)
+    def gain(segments: Sequence[Segment]) -> int:
+        return left_out(segments) - worth * len(segments) * (len(segments) > 1)
 
     choices = [_divided(padding, 1 << n, together) for n in range(MOST.bit_length())]
     best = max(choices, key=gain)
@@ -47,8 +47,8 @@ def _divided(padding: Sequence[int], count: int, together: int) -> tuple[Segment
     rows = -(-len(padding) // count)
     rows = -(-rows // together) * together
     parts = [padding[start : start + rows] for start in range(0, len(padding), rows)]
-    found = [Segment(len(part), min(part) // STEP * STEP) for part in parts]
+    segments = [Segment(len(part), min(part) // STEP * STEP) for part in parts]
     return tuple(
         Segment(sum(segment.rows for segment in alike), skipped)
-        for skipped, alike in groupby(found, key=lambda segment: segment.skipped)
+        for skipped, alike in groupby(segments, key=lambda segment: segment.skipped)
     )

@@ -195,9 +195,6 @@ class Simulation:
             nbytes = state.sizes[block].sealed
             self._moved[state, block] = self._clock.move("device_to_host", nbytes)
 
-    def restore(self, prefix: Running) -> Sequence[tuple[LayerState, int, Handle]]:
-        return ()  # what is predicted is computed
-
     def open_block(self, state: LayerState, buffer: Handle | None) -> None:
         pass
 

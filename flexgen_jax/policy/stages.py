@@ -54,8 +54,8 @@ def divided(batches: int, stages: int) -> int:
 def divisions(spec: ModelSpec, stages: int) -> list[Division]:
     """Returns ways to divide a model's layers: the first is best for decoding, where each token
     takes the head's product, the last for long prompts, of which only the last token does."""
-    found = [split_layers(spec, stages, share) for share in HEAD_SHARES]
-    return list(dict.fromkeys(found))
+    ways = [split_layers(spec, stages, share) for share in HEAD_SHARES]
+    return list(dict.fromkeys(ways))
 
 
 def split_layers(spec: ModelSpec, stages: int, head_share: float = 1.0) -> Division:
@@ -80,11 +80,11 @@ def split_layers(spec: ModelSpec, stages: int, head_share: float = 1.0) -> Divis
                 if largest < best[stop]:
                     best[stop], cut[stop] = largest, start
         cuts.append(cut)
-    found, stop = list[range](), count
+    ranges, stop = list[range](), count
     for cut in reversed(cuts):
-        found.append(range(cut[stop], stop))
+        ranges.append(range(cut[stop], stop))
         stop = cut[stop]
-    return tuple(found[::-1])
+    return tuple(ranges[::-1])
 
 
 class Told(NamedTuple):

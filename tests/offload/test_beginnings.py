@@ -118,6 +118,28 @@ def test_a_stream_goes_on_with_other_beginnings(checkpoint: Callable[[], Path]) 
     assert computed < 0.4 * sum(map(len, rows))
 
 
+def test_no_request_waits_for_ever_for_room(checkpoint: Callable[[], Path]) -> None:
+    """A plan of a stream has room for two beginnings; those with a third one go by themselves."""
+    rng, done = np.random.default_rng(6), list[str]()
+    beginnings = {kind: rng.integers(4, 96, 40).tolist() for kind in "abc"}
+
+    def requests() -> Iterator[Request]:
+        for number in range(2000):
+            assert number < 400 or any(name.startswith("c") for name in done), "it starves"
+            kind = "c" if 20 <= number < 24 else "ab"[number // 8 % 2]
+            ids = [*beginnings[kind], *rng.integers(4, 96, 2).tolist()]
+            yield Request(f"{kind}{number}", None, ids, SamplingParams(max_tokens=2))
+
+    with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=2, num_batches=2)) as llm:
+        stream = llm.stream(requests())
+        for result in stream:
+            done.append(result.id)
+            if sum(name.startswith("c") for name in done) == 4:
+                break
+        stream.close()
+    assert len(done) < 400
+
+
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 

@@ -47,8 +47,8 @@ def cached(make: Callable[..., Any], function: Callable[..., Any]) -> Any:
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """Compiles a function whose callers hold no lock of the interpreter."""
-    found: Callable[..., None] = cached(partial(njit, nogil=True), function)
-    return found
+    jitted: Callable[..., None] = cached(partial(njit, nogil=True), function)
+    return jitted
 
 
 def _variant(function: Callable[..., Any]) -> str:

@@ -113,13 +113,13 @@ def score_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
             begin = first[row]
             if begin >= stop:
                 continue
-            highest, question, found = peak[row], query[row], scores[row, offset : offset + stop]
-            score_row(keys, row // group, begin, stop, question, found, size, is_half, bits)
-            cap(found, begin, stop, softcap)
-            highest = max(highest, largest(found[begin:stop]))
+            highest, question, scored = peak[row], query[row], scores[row, offset : offset + stop]
+            score_row(keys, row // group, begin, stop, question, scored, size, is_half, bits)
+            cap(scored, begin, stop, softcap)
+            highest = max(highest, largest(scored[begin:stop]))
             summed = total[row] * exp(peak[row] - highest)
             for token in range(begin, stop):
-                summed += exp(found[token] - highest)
+                summed += exp(scored[token] - highest)
             peak[row], total[row] = highest, summed
 
     return compiled(score)
@@ -162,10 +162,10 @@ def largest(scores: Any) -> Any:
     It compiles to vector code because it ignores NaN, which shows in the sum of the weights
     instead.
     """
-    found = np.float32(-np.inf)
+    most = np.float32(-np.inf)
     for i in range(scores.size):
-        found = scores[i] if scores[i] > found else found
-    return found
+        most = scores[i] if scores[i] > most else most
+    return most
 
 
 @njit(nogil=True, inline="always")
@@ -213,21 +213,21 @@ def choose_top() -> Callable[..., None]:
 
     def choose(scores, counts, chosen, start, end):
         for row in range(start, end):
-            count, found = counts[row], scores[row]
-            high = largest(found)
-            if count == 0 or reaching(found, high) >= count:
-                counts[row] = write_down(found, high, count, chosen[row])
+            count, row_scores = counts[row], scores[row]
+            high = largest(row_scores)
+            if count == 0 or reaching(row_scores, high) >= count:
+                counts[row] = write_down(row_scores, high, count, chosen[row])
                 continue
             # Finds a bound that enough scores reach, then the largest such bound: counting is fast.
             low, step, reached = high, np.float32(1), np.int32(0)
             while reached < count and low > LEAST:
                 high, low, step = low, low - step, step + step
-                reached = reaching(found, low)
+                reached = reaching(row_scores, low)
             middle = np.float32(0.5) * low + np.float32(0.5) * high
             while reached != count and low < middle < high:
-                reached = reaching(found, middle)
+                reached = reaching(row_scores, middle)
                 low, high = (middle, high) if reached >= count else (low, middle)
                 middle = np.float32(0.5) * low + np.float32(0.5) * high
-            counts[row] = write_down(found, low, count, chosen[row])
+            counts[row] = write_down(row_scores, low, count, chosen[row])
 
     return compiled(choose)

@@ -171,7 +171,7 @@ class Emitter(Vectors):
 
     def total(self, vectors: list[Any]) -> Any:
         """Returns the sum of all lanes of all vectors."""
-        found = ir.Constant(FLOAT, 0.0)
+        summed = ir.Constant(FLOAT, 0.0)
         by_width: dict[int, Any] = {}
         for vector in vectors:
             width = vector.type.count
@@ -179,8 +179,8 @@ class Emitter(Vectors):
             found_so_far = vector if so_far is None else self.builder.fadd(so_far, vector, FLAGS)
             by_width[width] = found_so_far
         for vector in by_width.values():
-            found = self.builder.fadd(found, self.sum_lanes(vector), flags=FLAGS)
-        return found
+            summed = self.builder.fadd(summed, self.sum_lanes(vector), flags=FLAGS)
+        return summed
 
 
 def _score(emit: Emitter, keys: list[Any], row: Any, span: Any, query: Any, scores: Any) -> None:
@@ -212,8 +212,8 @@ def _score(emit: Emitter, keys: list[Any], row: Any, span: Any, query: Any, scor
         for group, part in summed.items():
             minimum = emit.scalar(keys[2], emit.plus(emit.at(keys[2], row, token), group))
             low = emit.multiply_add(minimum, part, low)
-        found = builder.fadd(emit.total(products), low, flags=FLAGS)
-        builder.store(found, builder.gep(scores.data, [token]))
+        score = builder.fadd(emit.total(products), low, flags=FLAGS)
+        builder.store(score, builder.gep(scores.data, [token]))
 
 
 def _add(
@@ -265,11 +265,11 @@ def _add(
     for chunk, place in zip(emit.chunks, sums, strict=True):
         pointer = builder.gep(out.data, [emit.plus(zero, chunk.start)])
         vector = emit.vector(pointer, FLOAT, chunk.width)
-        found = builder.fadd(builder.load(vector, align=4), builder.load(place), flags=FLAGS)
+        added = builder.fadd(builder.load(vector, align=4), builder.load(place), flags=FLAGS)
         if chunk.group in lows:
             low = emit.spread(builder.load(lows[chunk.group]), chunk.width)
-            found = builder.fadd(found, low, flags=FLAGS)
-        builder.store(found, vector, align=4)
+            added = builder.fadd(added, low, flags=FLAGS)
+        builder.store(added, vector, align=4)
 
 
 def _generated(emit_row: Any) -> Any:

@@ -37,8 +37,8 @@ LINE = 64
 @njit(inline="always")
 def aligned(count, kind):
     """Returns an array of at least `count` elements that begins with a cache line."""
-    found = np.empty(count + LINE, kind)
-    return found[(LINE - found.ctypes.data % LINE) % LINE // found.itemsize :]
+    memory = np.empty(count + LINE, kind)
+    return memory[(LINE - memory.ctypes.data % LINE) % LINE // memory.itemsize :]
 
 
 @njit(inline="always")

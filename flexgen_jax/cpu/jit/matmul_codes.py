@@ -114,13 +114,13 @@ def take_rows_apart(rows, above, count, depth, x):
         x[index] = np.uint16(0) if is_apart else bits
     x[count * depth :] = 0
     where, values = np.empty((number, 2), np.int64), np.empty(number, np.float32)
-    found = 0
+    taken = 0
     for index in range(count * depth if number else 0):
         bits = rows[above * depth + index]
         if (bits & MAGNITUDE) >= OUTLIER_BITS:
-            where[found, 0], where[found, 1] = index // depth, index % depth
-            values[found] = single(bits)
-            found += 1
+            where[taken, 0], where[taken, 1] = index // depth, index % depth
+            values[taken] = single(bits)
+            taken += 1
     return where, values
 
 

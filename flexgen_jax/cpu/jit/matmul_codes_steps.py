@@ -103,8 +103,8 @@ def _emit_rounding(
             before = builder.load(largest[own])
             is_larger = builder.icmp_signed(">", magnitude, before)
             builder.store(builder.select(is_larger, magnitude, before), largest[own])
-    found = [_scale_of(tiles, builder.load(place)) for place in largest]
-    inverses = [tiles.spread(inverse_of(tiles, scale), width) for scale in found]
+    of_rows = [_scale_of(tiles, builder.load(place)) for place in largest]
+    inverses = [tiles.spread(inverse_of(tiles, scale), width) for scale in of_rows]
     with tiles.loop(builder.udiv(size, tiles.index(STEP))) as (step, _):
         for own in range(many):
             parts = []
@@ -116,7 +116,7 @@ def _emit_rounding(
                 builder.store(builder.add(builder.load(totals[own]), parts[-1]), totals[own])
             place = tiles.at(at, (step, 8 // bits * many * STEP), own * STEP)
             builder.store(_as_bytes(tiles, parts), tiles.place(left, place, BYTES), align=1)
-    for own, scale in enumerate(found):
+    for own, scale in enumerate(of_rows):
         added = tiles.call("llvm.vector.reduce.add.v8i32", INT, builder.load(totals[own]))
         excess = builder.fmul(builder.sitofp(added, FLOAT), scale)
         excess = builder.fmul(excess, ir.Constant(FLOAT, middle_of(bits)))
@@ -227,8 +227,8 @@ def _emit_dots(
         for number, total in enumerate(totals):
             at = tiles.at((block, panels), number // wide)
             scale = tiles.spread(builder.load(builder.gep(scales.data, [at])), SUMS.count)
-            found = shorts[number * parts : (number + 1) * parts]
-            wide_sums = [paired(tiles, builder.load(short)) for short in found]
+            of_part = shorts[number * parts : (number + 1) * parts]
+            wide_sums = [paired(tiles, builder.load(short)) for short in of_part]
             if parts == 2:
                 high = builder.shl(wide_sums[1], filled(INTS, NIBBLE))
                 wide_sums = [builder.add(wide_sums[0], high)]
@@ -250,7 +250,9 @@ def codes_of_step(tiles: Tiles, codes: Any, at: Any, bits: int) -> list[Any]:
     stored = builder.load(tiles.place(codes, at, SHORTS), align=1)
     levels = filled(SHORTS, ((1 << bits) - 1) * 0x0101)
     shifted = [builder.lshr(stored, filled(SHORTS, shift)) for shift in range(0, 8, bits)]
-    return [builder.bitcast(builder.and_(found, levels), BYTES) for found in shifted]
+    return [
+        builder.bitcast(builder.and_(shifted_codes, levels), BYTES) for shifted_codes in shifted
+    ]
 
 
 def paired(tiles: Tiles, shorts: Any) -> Any:

@@ -70,8 +70,8 @@ def _set_up(tiles: Tiles) -> None:
 
 def _do(tiles: Tiles, name: str, *arguments: Any) -> None:
     """Emits an instruction of AMX, whose registers are given as numbers."""
-    found = (ir.Constant(BYTE, x) if isinstance(x, int) else x for x in arguments)
-    tiles.call(f"llvm.x86.{name}", ir.VoidType(), *found)
+    values = (ir.Constant(BYTE, x) if isinstance(x, int) else x for x in arguments)
+    tiles.call(f"llvm.x86.{name}", ir.VoidType(), *values)
 
 
 def _load(tiles: Tiles, register: int, array: Any, index: Any) -> None:
@@ -139,7 +139,7 @@ def _by_vectors(tiles: Tiles, instruction: str, lines: int, of: TiledProduct) ->
         first = tiles.at(first, (builder.urem(group, in_tile), ROWS * LANES))
         offsets = [j * SQUARE + row * LANES for row in range(ROWS) for j in range(2)]
         places = [tiles.place(of.sums, tiles.at(first, offset), kind) for offset in offsets]
-        found = begun(tiles, places, of.adds)
+        sums = begun(tiles, places, of.adds)
         with tiles.loop(of.steps) as (step, _):
             of.fetch_row(tiles, group, step)
             for line in range(some):
@@ -147,8 +147,8 @@ def _by_vectors(tiles: Tiles, instruction: str, lines: int, of: TiledProduct) ->
             left = tiles.at((step, 2 * TILE), (group, ROWS * STEP))
             right = tiles.at(of.at, (step, 2 * TILE))
             for word in range(LANES):
-                _add_word(tiles, instruction, of, word, left, right, found)
-        for own, place in zip(found, places, strict=True):
+                _add_word(tiles, instruction, of, word, left, right, sums)
+        for own, place in zip(sums, places, strict=True):
             builder.store(builder.load(own), place, align=4)
 
 
@@ -166,7 +166,7 @@ def _by_floats(tiles: Tiles, lines: int, of: TiledProduct) -> None:
                 j * SQUARE + row * LANES for row in range(many) for j in range(tile, tile + wide)
             ]
             places = [tiles.place(of.sums, tiles.at(first, offset), FLOATS) for offset in offsets]
-            found = begun(tiles, places, of.adds)
+            sums = begun(tiles, places, of.adds)
             with tiles.loop(of.steps) as (step, _):
                 if tile == 0:
                     of.fetch_row(tiles, group, step)
@@ -175,23 +175,23 @@ def _by_floats(tiles: Tiles, lines: int, of: TiledProduct) -> None:
                 left = tiles.at((step, 2 * TILE), (group, many * STEP))
                 right = tiles.at(of.at, (step, 2 * TILE), tile * TILE)
                 for element in range(STEP):
-                    _add_element(tiles, of, element, left, right, found, wide)
-            for own, place in zip(found, places, strict=True):
+                    _add_element(tiles, of, element, left, right, sums, wide)
+            for own, place in zip(sums, places, strict=True):
                 builder.store(builder.load(own), place, align=4)
 
 
 def _add_element(
-    tiles: Tiles, of: TiledProduct, element: int, left: Any, right: Any, found: list[Any], wide: int
+    tiles: Tiles, of: TiledProduct, element: int, left: Any, right: Any, slots: list[Any], wide: int
 ) -> None:
     """Adds the products of one element of each of these rows with those of all columns."""
     builder, inside = tiles.builder, element // 2 + element % 2 * LANES
     offsets = [j * TILE + element * LANES for j in range(wide)]
     places = [tiles.place(of.packed, tiles.at(right, offset), FLOATS) for offset in offsets]
     columns = [builder.load(place, align=4) for place in places]
-    for row in range(len(found) // wide):
+    for row in range(len(slots) // wide):
         place = builder.gep(of.panel.data, [tiles.at(left, row * STEP + inside)])
         spread = tiles.spread(builder.load(place), LANES)
-        for own, column in zip(found[wide * row :], columns, strict=False):
+        for own, column in zip(slots[wide * row :], columns, strict=False):
             builder.store(added(tiles, builder.load(own), column, spread), own)
 
 
@@ -212,15 +212,15 @@ def begun(tiles: Tiles, places: list[Any], adds: Any) -> list[Any]:
     """Returns stack variables, which become registers, for the sums: the values at `places` if the
     product is added to them, else 0."""
     builder, nothing = tiles.builder, filled(places[0].type.pointee, 0)
-    found = [cgutils.alloca_once_value(builder, nothing) for _ in places]
+    slots = [cgutils.alloca_once_value(builder, nothing) for _ in places]
     with builder.if_else(adds) as (then, otherwise):
         with then:
-            for own, place in zip(found, places, strict=True):
+            for own, place in zip(slots, places, strict=True):
                 builder.store(builder.load(place, align=4), own)
         with otherwise:
-            for own in found:
+            for own in slots:
                 builder.store(nothing, own)
-    return found
+    return slots
 
 
 def _add_word(
@@ -230,7 +230,7 @@ def _add_word(
     word: int,
     left: Any,
     right: Any,
-    found: list[Any],
+    slots: list[Any],
 ) -> None:
     """Adds the products of one word of each of these rows with the words of all columns."""
     builder = tiles.builder
@@ -240,7 +240,7 @@ def _add_word(
     for row in range(ROWS):
         place = tiles.place(of.panel, tiles.at(left, row * STEP + 2 * word), INT)
         spread = tiles.spread(builder.load(place, align=2), LANES)
-        for own, column in zip(found[2 * row :], columns, strict=False):
+        for own, column in zip(slots[2 * row :], columns, strict=False):
             builder.store(dot(tiles, instruction, builder.load(own), column, spread), own)
 
 

@@ -53,13 +53,13 @@ def round_panel(x, shape, panel, codes, scale, totals, flags):
 @njit(inline="always")
 def outlier_steps(flags):
     """Returns the steps of `STEP` elements of which at least one is flagged; int64 [step]."""
-    found = np.empty(flags.size // STEP, np.int64)
+    steps = np.empty(flags.size // STEP, np.int64)
     count = 0
-    for step in range(found.size):
+    for step in range(steps.size):
         if flags[step * STEP : (step + 1) * STEP].any():
-            found[count] = step
+            steps[count] = step
             count += 1
-    return found[:count]
+    return steps[:count]
 
 
 @njit(inline="always")

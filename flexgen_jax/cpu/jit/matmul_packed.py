@@ -136,10 +136,10 @@ def _emit_fold(
 ) -> None:
     builder = tiles.builder
     middle = filled(FLOATS, 0 if is_wide(left) else middle_of(bits))
-    found = [cgutils.alloca_once_value(builder, filled(FLOATS, 0)) for _ in range(many)]
+    slots = [cgutils.alloca_once_value(builder, filled(FLOATS, 0)) for _ in range(many)]
     begins = []
     for own in range(many):
-        builder.store(filled(FLOATS, 0), found[own])
+        builder.store(filled(FLOATS, 0), slots[own])
         index = tiles.at(row, own)
         there = builder.icmp_signed("<", index, last)
         begins.append(tiles.at((builder.select(there, index, last), pitch), top))
@@ -153,15 +153,15 @@ def _emit_fold(
         for own, begin in enumerate(begins):
             words = builder.load(tiles.place(rows, tiles.at(begin, (step, STEP)), WORDS), align=2)
             parts = halves_of(tiles, words)
-            total = builder.load(found[own])
+            total = builder.load(slots[own])
             for part, other in zip(parts, others, strict=True):
                 total = added(tiles, total, part, other)
-            builder.store(total, found[own])
+            builder.store(total, slots[own])
             products = [builder.fmul(x, s) for x, s in zip(parts, scales, strict=True)]
             place = tiles.at(at, (step, 8 // bits * many * STEP), own * STEP)
             parts = products if is_wide(left) else [joined_words(tiles, products)]
             store_parts(tiles, parts, left, place)
-    for own, total in enumerate(found):
+    for own, total in enumerate(slots):
         target = tiles.place(sums, tiles.at(to, own * LANES), FLOATS)
         builder.store(builder.load(total), target, align=4)
 
@@ -208,10 +208,10 @@ def _emit_dots(
 ) -> None:
     builder, panels = tiles.builder, 8 // bits * many
     places = [tiles.place(sums, tiles.at(at, n * LANES), FLOATS) for n in range(panels * wide)]
-    found = begun(tiles, places, adds)
+    slots = begun(tiles, places, adds)
     for panel in range(panels):
         other = builder.load(tiles.place(others, tiles.at(of, panel * LANES), FLOATS), align=4)
-        for own in found[panel * wide : (panel + 1) * wide]:
+        for own in slots[panel * wide : (panel + 1) * wide]:
             builder.store(builder.fadd(builder.load(own), other), own)
     with tiles.loop(steps) as (step, _):
         columns = []
@@ -223,12 +223,12 @@ def _emit_dots(
         for panel in range(panels):
             inside = tiles.at(first, (step, panels * STEP), panel * STEP)
             parts = loaded_step(tiles, left, inside, is_wide(left))
-            for own, column in zip(found[panel * wide :], columns, strict=False):
+            for own, column in zip(slots[panel * wide :], columns, strict=False):
                 total = builder.load(own)
                 for code, part in column[panel // many]:
                     total = multiplied(tiles, total, code, parts[part])
                 builder.store(total, own)
-    for own, place in zip(found, places, strict=True):
+    for own, place in zip(slots, places, strict=True):
         builder.store(builder.load(own), place, align=4)
 
 
@@ -274,8 +274,8 @@ def levels_in(
 def _looked_up(tiles: Tiles, table: Any, words: Any, shift: int) -> Any:
     """Returns what a table has for the bits of words from `shift` on."""
     indices = tiles.builder.lshr(words, filled(CODES, shift))
-    found = tiles.call("llvm.x86.avx512.permvar.hi.512", CODES, table, indices)
-    return tiles.builder.bitcast(found, WORDS)
+    levels = tiles.call("llvm.x86.avx512.permvar.hi.512", CODES, table, indices)
+    return tiles.builder.bitcast(levels, WORDS)
 
 
 fold: Any = intrinsic(prefer_literal=True)(_fold)

@@ -103,7 +103,7 @@ def _emit(
 ) -> None:
     builder = tiles.builder
     places = [tiles.place(sums, tiles.at(at, n * LANES), FLOATS) for n in range(wide * many)]
-    found = begun(tiles, places, adds)
+    slots = begun(tiles, places, adds)
     with tiles.loop(steps) as (step, _):
         if wide == 1:  # a loop would cost more than its body
             place = tiles.at(soon, (step, STEP))
@@ -119,12 +119,12 @@ def _emit(
         for row in range(many):
             place = tiles.at(first, (step, many * STEP), row * STEP)
             parts = loaded_step(tiles, left, place, is_wide(left))
-            for own, column in zip(found[row * wide :], columns, strict=False):
+            for own, column in zip(slots[row * wide :], columns, strict=False):
                 total = builder.load(own)
                 for one, other in zip(column, parts, strict=True):
                     total = multiplied(tiles, total, one, other)
                 builder.store(total, own)
-    for own, place in zip(found, places, strict=True):
+    for own, place in zip(slots, places, strict=True):
         builder.store(builder.load(own), place, align=4)
 
 
@@ -181,8 +181,8 @@ def _lay(
 ) -> None:
     with tiles.loop(steps) as (step, _):
         source = tiles.place(rows, tiles.at(begin, (step, STEP)), WORDS)
-        found = tiles.builder.load(source, align=2)
-        store_words(tiles, found, left, tiles.at(first, (step, apart)))
+        vector = tiles.builder.load(source, align=2)
+        store_words(tiles, vector, left, tiles.at(first, (step, apart)))
 
 
 def _laying(_context, rows, begin, steps, left, first, apart):

@@ -96,8 +96,8 @@ def _take_rows(
     builder = tiles.builder
     with tiles.loop(count) as (row, _), tiles.loop(steps) as (step, _):
         source = tiles.at(begin, (row, pitch), (step, STEP))
-        found = builder.load(tiles.place(rows, source, WORDS), align=2)
-        store_words(tiles, found, panel, tiles.at((row, STEP), (step, 2 * TILE)))
+        words = builder.load(tiles.place(rows, source, WORDS), align=2)
+        store_words(tiles, words, panel, tiles.at((row, STEP), (step, 2 * TILE)))
 
 
 def halves_of(tiles: Tiles, words: Any) -> list[Any]:
@@ -211,15 +211,15 @@ class PackedKernel(PlainKernel):
         shift = builder.trunc(self._shift, INT)
         shifts = [tiles.spread(builder.add(shift, ir.Constant(INT, n)), LANES) for n in (0, 8)]
         levels = filled(WORDS, (1 << self._bits) - 1)
-        found = []
+        vectors = []
         for stored in self._loaded(tile, step, HALVES, 1):
             word = builder.zext(stored, WORDS)
             halves = []
             for by, scale, minimum in zip(shifts, scales, minima, strict=True):
                 code = builder.and_(builder.lshr(word, by), levels)
                 halves.append(tiles.multiply_add(builder.sitofp(code, FLOATS), scale, minimum))
-            found.append(joined_words(tiles, halves))
-        return found
+            vectors.append(joined_words(tiles, halves))
+        return vectors
 
     def _halves(self, array: Any, index: Any) -> list[Any]:
         """Returns the bfloat16 elements at even and at odd indices, as fp32."""
@@ -231,18 +231,18 @@ def store_columns(tiles: Tiles, kernel: PlainKernel, steps: Any, packed: Any, at
     # Goes step by step within a tile: cache lines of packed rows hold two steps' elements.
     with tiles.loop(2) as (tile, _), tiles.loop(steps) as (step, _):
         target = tiles.at(at, (step, 2 * TILE), (tile, TILE))
-        for row, found in enumerate(_turned(tiles, kernel.rows(tile, step))):
-            store_words(tiles, found, packed, tiles.at(target, row * STEP))
+        for row, vector in enumerate(_turned(tiles, kernel.rows(tile, step))):
+            store_words(tiles, vector, packed, tiles.at(target, row * STEP))
 
 
-def _rounded(tiles: Tiles, found: Any) -> Any:
+def _rounded(tiles: Tiles, floats: Any) -> Any:
     """Rounds fp32 to the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
     builder = tiles.builder
-    bits = builder.bitcast(found, WORDS)
+    bits = builder.bitcast(floats, WORDS)
     upper = builder.lshr(bits, filled(WORDS, 16))
     odd = builder.and_(upper, filled(WORDS, 1))
     nearest = builder.add(builder.add(bits, filled(WORDS, 0x7FFF)), odd)
-    is_nan = builder.fcmp_unordered("uno", found, found)
+    is_nan = builder.fcmp_unordered("uno", floats, floats)
     quiet = builder.or_(upper, filled(WORDS, 0x40))
     chosen = builder.select(is_nan, quiet, builder.lshr(nearest, filled(WORDS, 16)))
     return builder.trunc(chosen, HALVES)
@@ -270,11 +270,11 @@ def _give_rows(
             halves = []
             for j in range(2):
                 source = tiles.at(inside, (pair, PAIR * PAIR), j * LANES * LANES)
-                found = builder.load(tiles.place(sums, source, FLOATS), align=4)
+                vector = builder.load(tiles.place(sums, source, FLOATS), align=4)
                 added = tiles.at(first, (pair, PAIR), j * LANES)
                 added = builder.load(tiles.place(bias, added, FLOATS), align=4)
-                found = builder.fadd(found, added)
-                halves.append(found if is_wide(out) else _rounded(tiles, found))
+                vector = builder.fadd(vector, added)
+                halves.append(vector if is_wide(out) else _rounded(tiles, vector))
             line = builder.shuffle_vector(*halves, all_)
             target = tiles.at(begin, (row, pitch), (pair, PAIR))
             place = tiles.place(out, target, line.type)

@@ -74,22 +74,22 @@ class Integers(PlainKernel):
         builder = self._tiles.builder
         second = builder.gep(place, [ir.Constant(INT, 1)])
         halves = [builder.load(x, align=2) for x in (place, second)]
-        found = []
+        quarters = []
         for start in range(BYTES):
             chosen = ir.Constant(WORDS, list(range(start, BYTES * LANES, BYTES)))
             words = builder.zext(builder.shuffle_vector(*halves, chosen), WORDS)
-            found.append(builder.bitcast(builder.shl(words, filled(WORDS, 16)), FLOATS))
-        return found
+            quarters.append(builder.bitcast(builder.shl(words, filled(WORDS, 16)), FLOATS))
+        return quarters
 
     def _joined(self, quarters: list[Any]) -> Any:
         """Rounds four vectors and joins them as the bytes of a vector of words."""
-        builder, found = self._tiles.builder, filled(WORDS, 0)
+        builder, joined = self._tiles.builder, filled(WORDS, 0)
         for byte, quarter in enumerate(quarters):
             bits = _nearest(self._tiles, quarter)
             if byte < BYTES - 1:
                 bits = builder.and_(bits, filled(WORDS, 0xFF))
-            found = builder.or_(found, builder.shl(bits, filled(WORDS, 8 * byte)))
-        return builder.xor(found, filled(WORDS, self.added * 0x01010101))
+            joined = builder.or_(joined, builder.shl(bits, filled(WORDS, 8 * byte)))
+        return builder.xor(joined, filled(WORDS, self.added * 0x01010101))
 
 
 class PlainIntegers(Integers):
@@ -103,14 +103,14 @@ class PlainIntegers(Integers):
         self._scales = scales
 
     def rows(self, tile: Any, step: Any) -> list[Any]:
-        tiles, builder, found = self._tiles, self._tiles.builder, []
+        tiles, builder, vectors = self._tiles, self._tiles.builder, []
         first = builder.gep(self._scales, [tiles.at((tile, LANES))])
         for row, place in enumerate(self._places(tile, step, LINES)):
             scale = builder.load(builder.gep(first, [tiles.index(row)]))
             inverse = tiles.spread(inverse_of(tiles, scale), LANES)
             quarters = self._quarters(place)
-            found.append(self._joined([builder.fmul(x, inverse) for x in quarters]))
-        return found
+            vectors.append(self._joined([builder.fmul(x, inverse) for x in quarters]))
+        return vectors
 
 
 class PackedIntegers(Integers, PackedKernel):
@@ -134,20 +134,20 @@ class PackedIntegers(Integers, PackedKernel):
             tiles.spread(builder.add(shift, ir.Constant(INT, 8 * n)), LANES) for n in range(BYTES)
         ]
         levels = filled(WORDS, (1 << self._bits) - 1)
-        found = []
+        vectors = []
         for word in self._loaded(tile, step, WORDS, 1):
             codes = [builder.and_(builder.lshr(word, by), levels) for by in shifts]
             wide = [builder.sitofp(code, FLOATS) for code in codes]
-            found.append(self._joined(list(map(tiles.multiply_add, wide, scales, minima))))
-        return found
+            vectors.append(self._joined(list(map(tiles.multiply_add, wide, scales, minima))))
+        return vectors
 
 
-def _nearest(tiles: Tiles, found: Any) -> Any:
+def _nearest(tiles: Tiles, floats: Any) -> Any:
     """Rounds fp32 to the nearest integers, ties to even."""
     mask = ir.Constant(ir.IntType(LANES), -1)
     how = ir.Constant(INT, 4)  # rounding mode: as set in the processor
     name = "llvm.x86.avx512.mask.cvtps2dq.512"
-    return tiles.call(name, WORDS, found, filled(WORDS, 0), mask, how)
+    return tiles.call(name, WORDS, floats, filled(WORDS, 0), mask, how)
 
 
 def inverse_of(tiles: Tiles, scale: Any) -> Any:
@@ -182,8 +182,8 @@ def _round_row(
         builder.store(builder.select(is_larger, kept, before), largest)
         flagged = ir.VectorType(BYTE, LINE)
         place = tiles.place(flags, tiles.at(at, (line, LINE)), flagged)
-        found = builder.or_(builder.load(place, align=1), builder.zext(is_apart, flagged))
-        builder.store(found, place, align=1)
+        mask = builder.or_(builder.load(place, align=1), builder.zext(is_apart, flagged))
+        builder.store(mask, place, align=1)
     name = f"llvm.vector.reduce.umax.v{LINE}i16"
     top = builder.zext(tiles.call(name, ir.IntType(16), builder.load(largest)), INT)
     top = builder.bitcast(builder.shl(top, ir.Constant(INT, 16)), FLOAT)
@@ -197,9 +197,9 @@ def _round_row(
         bits = builder.load(tiles.place(x, source, HALVES), align=2)
         bits = builder.select(_is_outlier(tiles, bits), filled(HALVES, 0), bits)
         wide = builder.shl(builder.zext(bits, WORDS), filled(WORDS, 16))
-        found = _nearest(tiles, builder.fmul(builder.bitcast(wide, FLOATS), inverse))
-        builder.store(builder.trunc(found, bytes_), tiles.place(codes, source, bytes_), align=1)
-        builder.store(builder.add(builder.load(total), found), total)
+        mask = _nearest(tiles, builder.fmul(builder.bitcast(wide, FLOATS), inverse))
+        builder.store(builder.trunc(mask, bytes_), tiles.place(codes, source, bytes_), align=1)
+        builder.store(builder.add(builder.load(total), mask), total)
     added = tiles.call(f"llvm.vector.reduce.add.v{LANES}i32", INT, builder.load(total))
     builder.store(added, builder.gep(totals.data, [row]))
     return scale
@@ -248,12 +248,12 @@ def _scale_sums(
         with tiles.loop(pairs) as (pair, _):
             for j in range(2):
                 source = tiles.at(inside, (pair, PAIR * PAIR), j * LANES * LANES)
-                found = builder.load(tiles.place(sums, source, WORDS), align=4)
+                words = builder.load(tiles.place(sums, source, WORDS), align=4)
                 if not by_amx:
-                    found = builder.sub(found, excess)
+                    words = builder.sub(words, excess)
                 column = tiles.at(first, (pair, PAIR), j * LANES)
                 scales = builder.load(tiles.place(columns, column, FLOATS), align=4)
-                wide = builder.fmul(builder.sitofp(found, FLOATS), builder.fmul(own, scales))
+                wide = builder.fmul(builder.sitofp(words, FLOATS), builder.fmul(own, scales))
                 builder.store(wide, tiles.place(sums, source, FLOATS), align=4)
 
 
@@ -266,12 +266,14 @@ def _take(_context, kernel, scales, column, top, pitch, length, steps, packed, a
         scales, column, top, pitch, length, steps, packed, at = rest
         own = builder.gep(scales.data, [column])
         if bits == 16:
-            found: Any = PlainIntegers(tiles, arrays[0], tiles.at((column, pitch), top), pitch, own)
+            integers: Any = PlainIntegers(
+                tiles, arrays[0], tiles.at((column, pitch), top), pitch, own
+            )
         else:
             place = packed_place(tiles, arrays, column, top, pitch, length, bits)
-            found = PackedIntegers(place, builder.load(own))
-        found.added = 0 if by_amx.literal_value else UNSIGNED
-        store_columns(tiles, found, steps, packed, at)
+            integers = PackedIntegers(place, builder.load(own))
+        integers.added = 0 if by_amx.literal_value else UNSIGNED
+        store_columns(tiles, integers, steps, packed, at)
         return context.get_dummy_value()
 
     return types.void(kernel, scales, N, N, N, N, N, packed, N, bits, by_amx), generate

@@ -96,8 +96,8 @@ def _emit_tile(
         for row, places in zip(rows, sums, strict=True):
             factor = builder.load(builder.gep(left.data, [builder.add(builder.mul(row, width), k)]))
             spread = emit.spread(factor, LANES)
-            for place, found in zip(places, taken, strict=True):
-                builder.store(emit.multiply_add(spread, found, builder.load(place)), place)
+            for place, mixed in zip(places, taken, strict=True):
+                builder.store(emit.multiply_add(spread, mixed, builder.load(place)), place)
     for row, places in zip(rows, sums, strict=True):
         for place, target in zip(places, vectors(out, at, row, pitch), strict=True):
             builder.store(builder.load(place), target, align=4)
@@ -109,11 +109,11 @@ def _moving(is_widened: bool) -> Any:
             emit = Emitter(context, builder, size.literal_value, is_half.literal_value, 16)
             source, first, target, to, *_ = arrays_of(context, builder, signature.args, arguments)
             for chunk in emit.chunks:
-                found = emit.load(source, emit.plus(first, chunk.start), chunk.width)
-                found = emit.widened(found, chunk.width) if is_widened else found
+                vector = emit.load(source, emit.plus(first, chunk.start), chunk.width)
+                vector = emit.widened(vector, chunk.width) if is_widened else vector
                 place = builder.gep(target.data, [emit.plus(to, chunk.start)])
                 place = emit.vector(place, target.data.type.pointee, chunk.width)
-                builder.store(found, place, align=emit.element_bytes(target))
+                builder.store(vector, place, align=emit.element_bytes(target))
             return context.get_dummy_value()
 
         return types.void(stored, types.intp, out, types.intp, size, is_half), generate

@@ -62,8 +62,8 @@ def _emit(builder: Any, scores: Any, at: Any, begin: Any, end: Any, room: Any, p
 
 def _weigh(_context, scores, at, begin, end, room, peak):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        found = _emit(builder, *arrays_of(context, builder, signature.args, arguments))
-        return context.make_tuple(builder, signature.return_type, found)
+        result = _emit(builder, *arrays_of(context, builder, signature.args, arguments))
+        return context.make_tuple(builder, signature.return_type, result)
 
     result = types.UniTuple(types.float32, 2)
     return result(scores, *(types.intp,) * 4, types.float32), generate

@@ -238,12 +238,12 @@ class Programs:
         index = self._alike[layer.index] if isinstance(layer, LayerSpec) else None
         key = (self._model, kind, index, tuple({**kind.defaults, **shape}.values()))
         before, started = compiled.cache_info().misses, time.perf_counter()
-        found = compiled(*key)
+        executable = compiled(*key)
         if compiled.cache_info().misses != before:
             self._compile_s += time.perf_counter() - started
         if key not in self._needed:
-            self._needed[key] = _workspace_of(found)
-        return found
+            self._needed[key] = _workspace_of(executable)
+        return executable
 
     @property
     def workspace(self) -> int:

@@ -75,13 +75,13 @@ class Parts:
 
     def need(self, *ends: str) -> str:
         """Returns the first of some ends that is there; raises `CheckpointError` if none is."""
-        found = [end for end in ends if self.has(end)]
-        if not found:
+        present = [end for end in ends if self.has(end)]
+        if not present:
             raise CheckpointError(
                 f"{self._file()}: tensor {self.base + ends[0]!r} is missing, without which "
                 f"{self.base!r} cannot be read as {self.method}; get the model's files again"
             )
-        return found[0]
+        return present[0]
 
     def check(self, end: str, shape: tuple[int, ...], *dtypes: str) -> None:
         """Raises `CheckpointError` unless an array has this shape and one of these dtypes."""

@@ -220,8 +220,8 @@ def _start_run(runs: Path) -> tuple[IO[str], Path]:
 def _check_private(folder: Path) -> None:
     """Raises `OSError` if another user could write to the folder: its content is loaded as
     weights."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise OSError(f"{folder} belongs to another user or is writable by others")
 
 

@@ -144,7 +144,7 @@ class KVStore:
         path = self._path(key)
         try:
             file = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
+        except OSError:  # it is not there, or too many files are open
             return None
         header = os.pread(file, self.layout.header_bytes, 0)
         start, nbytes = MAGIC + key.digest, self.layout.nbytes(key.tokens)

@@ -1,0 +1,35 @@
+"""Which rows of a batch begin with which prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+P = TypeVar("P")
+"""A prefix: a `Running`."""
+
+
+class Shared(NamedTuple, Generic[P]):
+    """A prefix, and the rows of a batch that begin with it: from `start` to before `stop`."""
+
+    prefix: P
+    start: int
+    stop: int
+
+
+def spans_of(rows: Sequence[Sequence[P]]) -> tuple[Shared[P], ...]:
+    """Returns what consecutive rows share. rows: the prefixes of each row, in their order.
+
+    If two rows begin with prefix a, and the second one goes on with b, a is shared by rows 0 to 1,
+    and b by row 1 alone.
+    """
+    spans: list[Shared[P]] = []
+    going: list[Shared[P]] = []
+    for row, prefixes in enumerate(rows):
+        kept = 0
+        while kept < min(len(going), len(prefixes)) and going[kept].prefix is prefixes[kept]:
+            kept += 1
+        spans += going[kept:]
+        going = [*going[:kept], *(Shared(prefix, row, row + 1) for prefix in prefixes[kept:])]
+        going = [span._replace(stop=row + 1) for span in going]
+    return tuple(sorted([*spans, *going], key=lambda span: (span.start, -span.stop)))
