@@ -127,8 +127,9 @@ class Waiting:
         self.left: list[EncodedRequest] = []
         self.entered = self._computed = self._padded = self._spared = self._loaded = 0
         self._choices, self._shares = choices, shares
-        # How often others went before the one that has waited longest.
-        self._passed_over = 0
+        # How often others went before the one that has waited longest, and how often in a row
+        # nothing could enter though nothing was going.
+        self._passed_over = self._stuck = 0
 
     @property
     def prompts(self) -> PromptTokens:
@@ -165,10 +166,13 @@ class Waiting:
         """Leaves out requests that are not to be run any more."""
         if self._choices is None:
             return
-        before = len(self._requests) + len(self._next_ones)
+        before = {r.index: r for r in (*self._requests, *self._next_ones)}
         self._requests = self._choices.wanted(self._requests)
         self._next_ones = self._choices.wanted([*self._next_ones])
-        if len(self._requests) + len(self._next_ones) < before:
+        left = {r.index for r in (*self._requests, *self._next_ones)}
+        for request in [r for index, r in before.items() if index not in left]:
+            self._prefixes.drop(request)
+        if len(left) < len(before):
             self._prefixes.hold_for([*self._requests, *self._next_ones])
 
     def _enter_batches(
@@ -243,6 +247,7 @@ class Waiting:
             else:
                 self.left.append(request)
         self._requests = _in_order(self._requests, self._prefixes)
+        self._prefixes.hold_for([*self._requests, *self._next_ones])
 
     def _chosen(self, most: int, is_beside: bool) -> Sequence[EncodedRequest]:
         """Takes up to `most` requests out, neighbours in length; is_beside: whether they run beside
@@ -255,12 +260,14 @@ class Waiting:
             # The one that has waited longest goes, whatever its length.
             oldest = min(range(len(self._requests)), key=lambda i: self._requests[i].index)
             first = min(oldest, len(self._requests) - number)
-        taken = self._with_room(self._requests[first : first + number])
+        taken = self._with_room(self._requests[first : first + number], is_beside)
         chosen = set(map(id, taken))
         self._requests = [request for request in self._requests if id(request) not in chosen]
         return taken
 
-    def _with_room(self, requests: Sequence[EncodedRequest]) -> Sequence[EncodedRequest]:
+    def _with_room(
+        self, requests: Sequence[EncodedRequest], is_beside: bool
+    ) -> Sequence[EncodedRequest]:
         """Returns the first of some requests, as many as the plan has room for what they begin
         with; if there is none, others whose beginnings are there."""
         room, count = self._prefixes.room, 0
@@ -271,21 +278,22 @@ class Waiting:
                 break
             count += 1
         if count or not requests:
-            self._passed_over = 0
+            self._passed_over = self._stuck = 0
             return requests[:count]
-        self._passed_over += 1
-        if self._passed_over > PATIENCE and not self._source.is_ended:
-            return self._by_itself(requests[0])
         there = [r for r in self._requests if not self._prefixes.missing([r])]
+        self._passed_over += not self._source.is_ended
+        self._stuck = 0 if there or is_beside else self._stuck + 1
+        if max(self._passed_over, self._stuck) > PATIENCE:
+            return self._by_itself(requests[0])
         return there[: len(requests)]
 
     def _by_itself(self, request: EncodedRequest) -> Sequence[EncodedRequest]:
         """Has a request share nothing, for which others leave no room; returns it unless it is then
         too long for the plan."""
-        self._passed_over = 0
+        self._passed_over = self._stuck = 0
         self._prefixes.drop(request)
         self._requests.remove(request)
-        alone = replace(request, shared=())
+        alone = replace(request, shared=(), is_alone=True)
         if _fits(alone, self._plan.shape):
             return [alone]
         self.left.append(alone)
@@ -333,7 +341,9 @@ class Waiting:
         return not self.left and self._source.wait()
 
     def close(self) -> None:
-        """Closes what was opened for requests that did not enter."""
+        """Closes batches that entered and had no step, and what was opened for others."""
+        for running in reversed([*self._given]):
+            running.close()
         self._prefixes.close()
 
     def unfinished(self) -> list[EncodedRequest]:

@@ -52,13 +52,16 @@ def share(
     def deeper(n: int, r: EncodedRequest) -> tuple[int, ...]:
         return tuple(cut for cut in cuts.get(n, ()) if cut >= r.prefix_len + LEAST_PREFIX)
 
-    return [replace(r, shared=(*r.shared, *deeper(n, r))) for n, r in enumerate(requests)]
+    return [
+        r if r.is_alone else replace(r, shared=(*r.shared, *deeper(n, r)))
+        for n, r in enumerate(requests)
+    ]
 
 
 def _with_stored(request: EncodedRequest, stored: Callable[[Ids], int]) -> EncodedRequest:
     """Returns a request that begins with what a KV store has of it, if that is more than what it is
     said to share."""
-    tokens = stored(request.prompt_ids[:-1])
+    tokens = 0 if request.is_alone else stored(request.prompt_ids[:-1])
     return replace(request, shared=(tokens,)) if tokens > request.prefix_len else request
 
 

@@ -84,8 +84,10 @@ class Prefixes:
     def add(self, request: EncodedRequest) -> None:
         """Takes note of a request that waits."""
         parent: Beginning | None = None
-        for ids in request.beginnings:
-            # One that is known may go on from others than this request says.
+        known = [n for n, ids in enumerate(request.beginnings) if ids in self._known]
+        # A known one may go on from others than this request says.
+        new = request.beginnings[known[-1] if known else 0 :]
+        for ids in new:
             parent = self._known.setdefault(ids, Beginning(ids, parent))
         if parent is not None:
             self._of[request.index] = parent
@@ -149,6 +151,7 @@ class Prefixes:
     def drop(self, request: EncodedRequest) -> None:
         """Takes note that a request waits no longer for what it begins with."""
         self._of.pop(request.index, None)
+        self._clean()
 
     def close(self) -> None:
         """Closes what was opened and not used."""
@@ -166,8 +169,14 @@ class Prefixes:
 
     def _forget(self, beginning: Beginning) -> None:
         beginning.running, beginning.is_held = None, False
-        if not any(beginning in longest.chain for longest in self._of.values()):
-            del self._known[beginning.ids]
+        self._clean()
+
+    def _clean(self) -> None:
+        """Forgets the beginnings that are not there, and with which no request that waits, nor one
+        that is there, begins."""
+        there = [b for b in self._known.values() if b.running is not None]
+        needed = {b for longest in (*self._of.values(), *there) for b in longest.chain}
+        self._known = {ids: b for ids, b in self._known.items() if b in needed}
 
 
 def _runnings(chain: Iterable[Beginning]) -> list[Running]:

@@ -56,10 +56,10 @@ class EncodedRequest:
     index: its place among the requests of a call; max_tokens: the new tokens that its parameters
     ask for, limited by the room in the model's context; forced: tokens to continue it with, in
     order to score them; scored: the tokens after each of the prompt's, if these are to be scored;
-    id, prompt: as given; shared: the lengths of the beginnings that it shares with other
-    requests, the shortest first; continued: how many of its last tokens are of the text, made by an
-    earlier run; place: what its random draws follow from, None for the index; branches: what
-    the prompt ends with, in which case `scored` has the tokens after each of theirs, and `NOTHING`
+    id, prompt: as given; shared: the lengths of the beginnings that it shares with other requests,
+    the shortest first; is_alone: whether it must share nothing; continued: how many of its last
+    tokens are of the text, made by an earlier run; place: what its random draws follow from, None
+    for the index; branches: what the prompt ends with, in which case `scored` has the tokens after each of theirs, and `NOTHING`
     after padding; later: tokens that may follow after `max_tokens`, once the whole sequence is
     computed anew, since longrope has other frequencies from there on.
     """
@@ -72,6 +72,7 @@ class EncodedRequest:
     id: str = ""
     prompt: str | None = None
     shared: tuple[int, ...] = field(default=(), compare=False)
+    is_alone: bool = field(default=False, compare=False)
     continued: int = 0
     place: int | None = None
     scored: tuple[int, ...] = ()

@@ -199,6 +199,7 @@ class Serving:
             mean_prompt_len=mean if mean < max(lengths) else None,
             prefix_len=max(map(padded_prefix, shared), default=0),
             num_prefixes=max(1, len(shared)),
+            prefix_depth=max(1, *(len(request.shared) for request in requests)),
         )
         return workload if before is None else workload.covering(before)
 

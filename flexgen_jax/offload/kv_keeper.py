@@ -117,7 +117,8 @@ class KVKeeper:
         columns = next(state.tokens for state in running.layers if state.homes)
         if running.is_prefix:
             columns = prompt
-        if self._is_packed:  # the open block is in full precision
+        # An open block is in full precision, and a batch's last step may have overwritten it.
+        if self._is_packed or _has_lost_open_block(running):
             columns = sum(running.lengths[: running.sealed(columns)])
         if self._has_failed or columns < prompt:
             return  # of a batch's last tokens, nothing is cached
@@ -197,7 +198,23 @@ def _leaves_of_row(cache: KVCache, state: LayerState, row: int, number: int) -> 
         return [view[row] for view in cache.read(state, number).views]
     if block.views:
         return [view[row] for view in block.views]
-    return [np.asarray(leaf[row]) for leaf in jax.tree.leaves(block.arrays)]
+    return [_row_of(leaf, row) for leaf in jax.tree.leaves(block.arrays)]
+
+
+def _row_of(leaf: jax.Array, row: int) -> np.ndarray:
+    """Returns a row of an array, which on the device is taken there."""
+    device = next(iter(leaf.devices()))
+    if device.platform != "cpu" and leaf.sharding.memory_kind == "device":
+        return np.asarray(leaf[row])
+    row_of: np.ndarray = np.asarray(leaf)[row]
+    return row_of
+
+
+def _has_lost_open_block(running: Running) -> bool:
+    """Returns whether the open blocks were given to a program that does not hand them back."""
+    open_blocks = [state.payload.blocks.get(state.sealed) for state in _growing(running)]
+    leaves = jax.tree.leaves([block.arrays for block in open_blocks if block is not None])
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
 
 
 def blocks_of(

@@ -48,9 +48,9 @@ def restore(prefix: Running, cache: CacheBlocks) -> None:
     prefix.is_in_prompt = False
 
 
-def unused(going: Sequence[Running]) -> list[Running]:
-    """Returns the prefixes that nobody uses any more."""
-    return [running for running in going if running.is_prefix and not running.users]
+def unused(going: Sequence[Running]) -> Running | None:
+    """Returns a prefix that nobody uses any more; None if there is none."""
+    return next((running for running in going if running.is_prefix and not running.users), None)
 
 
 class BlockLoop:
@@ -147,7 +147,7 @@ class BlockLoop:
             elif self._latest is not None:
                 self._retire_latest(self._latest.step)
             else:
-                for prefix in unused(self._going):
+                if prefix := unused(self._going):
                     self._leave(prefix, self._begun)
                 yield  # requests that came and ended without a step are told of before waiting
                 if not self._arrivals.wait():
@@ -320,9 +320,7 @@ class BlockLoop:
 
     def _leave(self, running: Running, following: Step | None) -> None:
         """Drops a batch's other steps and their loads, and frees what it has; then the prefixes
-        that nobody uses any more, unless they have left with it."""
-        if not running.is_going:
-            return
+        that nobody uses any more."""
         self._going.remove(running)
         self._visits.count_rows()
         self._ahead.drop(running)
@@ -333,7 +331,7 @@ class BlockLoop:
             self._visits.forget_shared(running)
         elif following is not None:
             self._visits.forget(following, self._dispatched)
-        for prefix in unused(self._going):
+        if prefix := unused(self._going):
             self._leave(prefix, self._begun)
 
     def _close(self) -> None:

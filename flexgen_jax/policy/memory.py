@@ -148,6 +148,11 @@ def _rounding_of(plan: BlockPlan, prefixes: Sequence[Running]) -> dict[Tier, int
         states = prefixes[0].layers
         copied = max(sum(sizes.sealed for sizes in state.sizes) for state in states)
         allowed["device"] = allowed.get("device", 0) + 2 * copied
+    if prefixes and not plan.policy.order.waits:  # its hidden states, beside full batches
+        hidden = plan.spec.hidden_bytes(1, max(prefixes[0].chunks), plan.dtype)
+        for tier in TIERS:
+            is_used = tier == "device" or plan.policy.activations.fraction(tier) > 0
+            allowed[tier] = allowed.get(tier, 0) + hidden * is_used
     return allowed
 
 

@@ -80,7 +80,8 @@ class Workload:
     mean_prompt_len: the mean length of prompts of mixed lengths, or None if all are equally long.
     The mean length decides the time, the longest prompt the memory. prefix_len: tokens before the
     prompts, which several of them share and which are computed once; num_prefixes: how many
-    different ones there are, each shared by as many prompts.
+    different ones there are, each shared by as many prompts; prefix_depth: how many of them the
+    longest beginning of a prompt consists of.
     """
 
     prompt_len: int
@@ -90,6 +91,7 @@ class Workload:
     mean_prompt_len: int | None = None
     prefix_len: int = 0
     num_prefixes: int = 1
+    prefix_depth: int = 1
 
     def covering(self, other: Workload) -> Workload:
         """Returns this workload with room for sequences of another one."""

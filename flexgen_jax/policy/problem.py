@@ -109,7 +109,8 @@ class Problem:
 
     def plan(self, policy: Policy) -> BlockPlan:
         """Returns the plan of one block of the policy."""
-        return BlockPlan(self.setting, policy, BlockShape.of(policy, self.of_block(policy)))
+        workload = self.workload if self.workload.num_sequences else self.of_block(policy)
+        return BlockPlan(self.setting, policy, BlockShape.of(policy, workload))
 
     def peak(self, policy: Policy) -> dict[Tier, int]:
         return peak_bytes(self.plan(policy))

@@ -84,8 +84,8 @@ class BlockShape:
             gen_len=workload.gen_len,
             head=workload.head,
             prefix=workload.prefix_len,
-            # One more, whose first sequences enter beside the last ones of another.
-            prefixes=min(workload.num_prefixes, together + 1),
+            # More, for the sequences that enter beside the last ones of others.
+            prefixes=min(workload.num_prefixes, together + workload.prefix_depth),
         )
 
 

@@ -140,6 +140,21 @@ def test_no_request_waits_for_ever_for_room(checkpoint: Callable[[], Path]) -> N
     assert len(done) < 400
 
 
+def test_beginnings_go_on_from_each_other(checkpoint: Callable[[], Path]) -> None:
+    """Of three levels, with a plan of one row, and with one of many."""
+    rng, model = np.random.default_rng(8), reference(checkpoint())
+    levels = [rng.integers(4, 96, 17).tolist() for _ in range(3)]
+    starts = [[token for level in levels[: 1 + n % 3] for token in level] for n in range(15)]
+    rows = [[*start, *rng.integers(4, 96, 3).tolist()] for start in starts]
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    for policy in (Policy(batch_size=1), Policy(batch_size=8)):
+        with LLM(checkpoint(), dtype="float32", policy=policy) as llm:
+            results = llm.generate(prompt_token_ids=rows, sampling_params=params)
+            computed = llm.report()["prompt_tokens"]
+        assert [result.token_ids for result in results] == [model.greedy(ids, 3) for ids in rows]
+        assert computed == 3 * 17 + 15 * 3
+
+
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 

@@ -1,6 +1,6 @@
 """The KV cache of sequences, kept over runs and processes: what was computed once is loaded again.
 
-    <folder>/<model>/lock               held while files are added or evicted
+    <folder>/lock                       held while files are added or evicted
     <folder>/<model>/<key>.kv           one piece: `TOKENS` tokens of a sequence, or those that are
                                         left at its end, in all layers
     <folder>/<model>/<key>.<id>.part    one that is being written, held by a lock of its own
@@ -17,10 +17,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import struct
 import time
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -39,6 +41,12 @@ TOKENS = 64
 PAGE = 4096
 MAGIC = b"flexgen-jax KV 1"
 KEY_BYTES = 20
+OF_MODEL, OURS = re.compile("[0-9a-f]{40}"), re.compile(r"[0-9a-f]{40}(\.kv|\.[0-9a-f]{32}\.part)")
+"""Names of folders and files of a store; others in its folder are left alone."""
+
+MOST_PIECES = 256
+"""Pieces that are written together, each of which is an open file."""
+
 READERS = 4
 
 
@@ -111,6 +119,8 @@ class KVStore:
             raise KVStoreError(f"{folder}: the KV store cannot be made there: {error}") from error
         self._pool = ThreadPoolExecutor(READERS, "kv-store")
         self._finishing: list[Future[None]] = []
+        with self._locked():
+            self._make_room(0)
         self.evicted = 0
 
     def stored_tokens(self, ids: Sequence[int]) -> int:
@@ -163,24 +173,36 @@ class KVStore:
     def draft(self, ids: Sequence[int]) -> Draft | None:
         """Makes room for those pieces of a sequence that are not there; None if it lacks none, or
         there is no room."""
-        missing, left = list[tuple[int, Key]](), self._cap
-        for number, key in enumerate(keys_of(ids)):
+        missing, left, keys = list[tuple[int, Key]](), self._cap, list(keys_of(ids))
+        for number, key in enumerate(keys):
             if not self._path(key).exists():
                 left -= self.layout.nbytes(key.tokens)
                 missing += [(number, key)] if left >= 0 else []
+        missing = missing[:MOST_PIECES]
         if not missing:
             return None
+        draft = Draft([], self.layout, [self._path(key) for key in keys])
         with self._locked():
             if not self._make_room(sum(self.layout.nbytes(key.tokens) for _, key in missing)):
                 return None  # others are being written
-            parts = [self._new_part(number, key) for number, key in missing]
-        return Draft(parts, self.layout)
+            try:
+                for number, key in missing:
+                    draft.parts.append(self._new_part(number, key))
+            except BaseException:
+                self.drop(draft)
+                raise
+        return draft
 
     def _new_part(self, number: int, key: Key) -> Part:
         path = self._folder / f"{key.digest.hex()}.{uuid.uuid4().hex}.part"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        os.ftruncate(file, self.layout.nbytes(key.tokens))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.ftruncate(file, self.layout.nbytes(key.tokens))
+        except BaseException:
+            os.close(file)
+            path.unlink()
+            raise
         return Part(number, key, path, file, [0] * len(self.layout.arrays))
 
     def finish(self, draft: Draft) -> None:
@@ -189,18 +211,23 @@ class KVStore:
         self._finishing.append(self._pool.submit(self._finish, draft))
 
     def _finish(self, draft: Draft) -> None:
-        for part in draft.parts:
-            sums = struct.pack(f"<{len(part.sums)}I", *part.sums)
-            os.pwrite(part.file, MAGIC + part.key.digest + sums, 0)
-        with self._locked():  # who makes room must see each file once
-            _touch([part.path for part in draft.parts])
+        try:
             for part in draft.parts:
-                os.rename(part.path, self._path(part.key))
-                os.close(part.file)
+                sums = struct.pack(f"<{len(part.sums)}I", *part.sums)
+                os.pwrite(part.file, MAGIC + part.key.digest + sums, 0)
+            with self._locked():  # who makes room must see each file once
+                while draft.parts:
+                    part = draft.parts[0]
+                    os.rename(part.path, self._path(part.key))
+                    os.close(draft.parts.pop(0).file)
+                _touch(draft.pieces)
+        except OSError:  # such as a full disk: what is not in its place is computed again
+            self.drop(draft)
 
     def drop(self, draft: Draft) -> None:
-        """Removes what was written of a draft."""
-        for part in draft.parts:
+        """Removes what was written of a draft and is not in its place."""
+        while draft.parts:
+            part = draft.parts.pop()
             part.path.unlink(missing_ok=True)
             os.close(part.file)
 
@@ -214,8 +241,8 @@ class KVStore:
         """Removes what dead processes left, and the pieces used longest ago, of any model; returns
         whether there is room."""
         used, pieces = 0, list[tuple[int, str, int]]()
-        for folder in os.scandir(self._root):
-            for entry in os.scandir(folder.path) if folder.is_dir() else ():
+        for folder in filter(lambda entry: OF_MODEL.fullmatch(entry.name), os.scandir(self._root)):
+            for entry in filter(lambda entry: OURS.fullmatch(entry.name), os.scandir(folder.path)):
                 with suppress(FileNotFoundError):
                     if entry.name.endswith(".part") and _is_left(entry.path):
                         os.unlink(entry.path)
@@ -235,8 +262,6 @@ class KVStore:
 
     def close(self) -> None:
         """Waits for what is being written."""
-        for future in self._finishing:
-            future.result()
         self._pool.shutdown()
 
 
@@ -288,14 +313,20 @@ class StoredSequence:
         """Yields the arrays of one layer after the other, each [token, ...]; two layers are read
         ahead. Raises `DamagedError`."""
         layers = range(len(self.layout.layers))
-        ahead = [self._start(layer) for layer in layers[:2]]
-        for layer in layers:
-            arrays, reads = ahead.pop(0)
-            if layer + 2 in layers:
-                ahead.append(self._start(layer + 2))
-            for read in reads:
-                read.result()
-            yield arrays
+        ahead = deque(self._start(layer) for layer in layers[:2])
+        try:
+            for layer in layers:
+                if layer + 2 in layers:
+                    ahead.append(self._start(layer + 2))
+                arrays, reads = ahead[0]
+                for read in reads:
+                    read.result()
+                ahead.popleft()
+                yield arrays
+        finally:  # the files are closed next
+            for _, reads in ahead:
+                for read in reads:
+                    read.exception()
 
     def _start(self, layer: int) -> tuple[list[np.ndarray], list[Future[None]]]:
         kept, numbers = self.layout.layers[layer], self.layout.numbers(layer)
@@ -331,10 +362,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """Pieces of a sequence that are being written."""
+    """Pieces of a sequence that are being written. pieces: the files of all of its pieces."""
 
-    parts: Sequence[Part]
+    parts: list[Part]
     layout: PieceLayout
+    pieces: Sequence[Path]
 
     @property
     def spans(self) -> list[tuple[int, int]]:
