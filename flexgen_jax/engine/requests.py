@@ -59,9 +59,9 @@ class EncodedRequest:
     id, prompt: as given; shared: the lengths of the beginnings that it shares with other requests,
     the shortest first; is_alone: whether it must share nothing; continued: how many of its last
     tokens are of the text, made by an earlier run; place: what its random draws follow from, None
-    for the index; branches: what the prompt ends with, in which case `scored` has the tokens after each of theirs, and `NOTHING`
-    after padding; later: tokens that may follow after `max_tokens`, once the whole sequence is
-    computed anew, since longrope has other frequencies from there on.
+    for the index; branches: what the prompt ends with, in which case `scored` has the tokens after
+    each of theirs, and `NOTHING` after padding; later: tokens that may follow after `max_tokens`,
+    once the whole sequence is computed anew, since longrope has other frequencies from there on.
     """
 
     index: int
