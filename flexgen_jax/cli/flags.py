@@ -120,8 +120,8 @@ def _memory_flags(command: Function) -> Function:
                 type=Size(),
                 metavar="SIZE",
                 help="Keep the KV cache of prompts and texts in so much of the disk, e.g. 20GB: "
-                "requests that begin like earlier ones, of any run, load it in place of computing "
-                "it.",
+                "requests that share a prefix with earlier ones, of any run, load it in place of "
+                "computing it.",
             ),
             click.option(
                 "--kv-store-dir",
@@ -193,6 +193,18 @@ def plan_options(command: Function) -> Function:
                 "--num-sequences",
                 type=click.IntRange(1),
                 help="How many prompts there are; default: as many as are best.",
+            ),
+            click.option(
+                "--prefix-len",
+                type=click.IntRange(0),
+                default=0,
+                help="Tokens before those of --prompt-len that several prompts share.",
+            ),
+            click.option(
+                "--num-prefixes",
+                type=click.IntRange(1),
+                default=1,
+                help="With --prefix-len, how many different prefixes there are.",
             ),
             click.option(
                 "--max-latency",
@@ -342,8 +354,7 @@ def _precision_flags(command: Function) -> Function:
             click.option(
                 "--prefix-sharing/--no-prefix-sharing",
                 default=True,
-                help="Whether prompts that begin alike have their common beginning computed and "
-                "kept once.",
+                help="Whether prefixes that prompts share are found, and computed and kept once.",
             ),
         ],
     )

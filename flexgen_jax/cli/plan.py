@@ -46,6 +46,8 @@ def plan(
     prompt_len: int,
     gen_len: int,
     num_sequences: int | None,
+    prefix_len: int,
+    num_prefixes: int,
     max_latency: float | None,
     min_throughput: float | None,
     allow_compression: bool,
@@ -65,14 +67,23 @@ def plan(
     check_json(latency_curve, "--latency-curve")
     options = engine_options(flags, Policy().batch_size, hardware=hardware)
     choices = plan_choices(options, allow_compression, allow_sparsity)
-    workload = Workload(prompt_len, gen_len, num_sequences or 0)
+    if prefix_len and (num_sequences or 0) < num_prefixes:
+        raise click.UsageError("--prefix-len needs --num-sequences, at least one for each prefix")
+    workload = Workload(
+        prompt_len=prompt_len,
+        gen_len=gen_len,
+        num_sequences=num_sequences or 0,
+        prefix_len=prefix_len,
+        num_prefixes=num_prefixes if prefix_len else 1,
+    )
     problem = make_problem(options, workload, choices, Progress(options.progress))
     problem = replace(problem, max_latency=max_latency, min_throughput=min_throughput)
     given = None if options.is_auto else options.base_policy
     if options.progress:
         click.echo("flexgen-jax: searching, which may take minutes for large models", err=True)
     if options.stages > 1:
-        refuse_with_stages(given, max_latency, min_throughput, latency_curve, options.write_limit)
+        limits = (max_latency, min_throughput, options.write_limit, prefix_len or None)
+        refuse_with_stages(given, latency_curve, *limits)
         chain = staged_plan(problem, options.stages)
         click.echo(staged_text(problem, chain))
         write_json(json_file, staged_json(problem, chain))
@@ -106,7 +117,7 @@ def make_problem(
     from flexgen_jax.models.loading import resolve_dtype, shape_of
 
     config = shape_of(None if options.model is None else str(options.model))
-    config.check_lengths(workload.prompt_len, workload.gen_len)
+    config.check_lengths(workload.prefix_len + workload.prompt_len, workload.gen_len)
     if config.published is not None and options.weight_bits is None:
         choices = replace(choices, weight_bits=(config.published.bits,))
     device, host, disk = options.budgets
@@ -191,7 +202,8 @@ def refuse_with_stages(*given: object) -> None:
     """Raises `UserError` for what a plan of stages does not know."""
     if any(one is not None for one in given):
         raise UserError(
-            "--stages takes no policy, limits or --latency-curve in a plan; leave them out"
+            "--stages takes no policy, limits, --prefix-len or --latency-curve in a plan; leave "
+            "them out"
         )
 
 

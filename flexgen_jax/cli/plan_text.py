@@ -8,7 +8,7 @@ from typing import Any
 
 from flexgen_jax.policy.fit import human
 from flexgen_jax.policy.placement import stays_on_device
-from flexgen_jax.policy.policy import TIERS, Policy
+from flexgen_jax.policy.policy import TIERS, Policy, Workload
 from flexgen_jax.policy.problem import Plan, Problem
 from flexgen_jax.policy.stage_search import ChainPlan
 
@@ -69,6 +69,8 @@ def plan_json(
         "dtype": problem.setting.dtype,
         "prompt_len": problem.workload.prompt_len,
         "gen_len": problem.workload.gen_len,
+        "prefix_len": problem.workload.prefix_len,
+        "num_prefixes": problem.workload.num_prefixes,
         "num_sequences": first.num_sequences,
         "block_sequences": first.block_sequences,
         **_described(first),
@@ -110,6 +112,13 @@ def flags_of(policy: Policy) -> str:
     return flags + ("" if policy.overlap else " --no-overlap")
 
 
+def _shared(work: Workload) -> str:
+    """Says what prompts share, if anything."""
+    if not work.prefix_len:
+        return ""
+    return f" after {work.num_prefixes} x {work.prefix_len} shared ones"
+
+
 def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any]]) -> str:
     """Formats the plan for people."""
     plan, work = plans[0], problem.workload
@@ -119,7 +128,7 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
     }
     blocks = -(-plan.num_sequences // plan.block_sequences)
     lines = [
-        f"{plan.num_sequences} x ({work.prompt_len} + {work.gen_len}) tokens in "
+        f"{plan.num_sequences} x ({work.prompt_len} + {work.gen_len}) tokens{_shared(work)} in "
         f"{problem.setting.dtype} on {problem.hw.name}, {blocks} "
         f"block{'s' if blocks > 1 else ''} of {plan.block_sequences}",
         f"policy: {flags_of(plan.policy)}",

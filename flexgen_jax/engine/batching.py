@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from flexgen_jax.engine.beginnings import nothing_stored, share
 from flexgen_jax.engine.feed import Source
-from flexgen_jax.engine.prefixes import Beginning, OpenStored, Prefixes
+from flexgen_jax.engine.prefix_sharing import nothing_stored, share
+from flexgen_jax.engine.prefixes import OpenStored, Prefixes, SharedPrefix
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import (
     MOST_LOGPROBS,
@@ -96,7 +96,7 @@ class PromptTokens(NamedTuple):
 class Waiting:
     """Requests that wait for their batches to enter: the source of a run.
 
-    Those that begin alike go together, and those of similar length. members: the requests of the
+    Those that share a prefix go together, and those of similar length. members: the requests of the
     batches that are there; left: requests that are longer than what was planned for; entered: how
     many were taken.
     """
@@ -111,8 +111,8 @@ class Waiting:
         kept: KeptTexts = NOTHING_KEPT,
     ) -> None:
         """make: makes a batch of its requests, with that many rows; choices: what tokens are chosen
-        by, None where none is; shares: whether requests that come later may share what they begin
-        with; kept: what a KV store has."""
+        by, None where none is; shares: whether later requests may share prefixes; kept: what a KV
+        store has."""
         self._plan, self._source, self._make = plan, source, make
         self._requests: list[EncodedRequest] = []
         self._admission = Admission(plan)
@@ -120,9 +120,9 @@ class Waiting:
         self._kept = kept
         self._given: dict[Running, Batch] = {}
         self.members: dict[Running, Sequence[EncodedRequest]] = {}
-        # What the rows of each batch begin with.
+        # The prefixes of the rows of each batch.
         self._chains: dict[Running, list[list[Running]]] = {}
-        # Those that enter next, when what they begin with is computed.
+        # Those that enter next, once their prefixes are computed.
         self._next_ones: Sequence[EncodedRequest] = ()
         self.left: list[EncodedRequest] = []
         self.entered = self._computed = self._padded = self._spared = self._loaded = 0
@@ -142,7 +142,7 @@ class Waiting:
 
     def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
         """Lets as many batches enter as the plan has rows for beside those that are `going`, and
-        before them what they begin with."""
+        before them their prefixes."""
         if any(running.is_prefix for running in going):
             return ()
         policy = self._plan.policy
@@ -204,8 +204,8 @@ class Waiting:
         self.entered += sum(map(len, groups))
         return entered
 
-    def _enter_prefixes(self, missing: Sequence[Beginning], is_first: bool) -> Sequence[Running]:
-        """Lets enter what requests begin with; returns what has to be computed of it."""
+    def _enter_prefixes(self, missing: Sequence[SharedPrefix], is_first: bool) -> Sequence[Running]:
+        """Lets the prefixes of requests enter; returns those that have to be computed."""
         entered = []
         for running, batch in self._prefixes.enter(missing, is_first):
             self._take_in(running, batch, ())
@@ -268,10 +268,10 @@ class Waiting:
     def _with_room(
         self, requests: Sequence[EncodedRequest], is_beside: bool
     ) -> Sequence[EncodedRequest]:
-        """Returns the first of some requests, as many as the plan has room for what they begin
-        with; if there is none, others whose beginnings are there."""
+        """Returns the first of some requests, as many as the plan has room for the prefixes of; if
+        there is none, others whose prefixes have entered."""
         room, count = self._prefixes.room, 0
-        new = set[Beginning]()
+        new = set[SharedPrefix]()
         for request in requests:
             new.update(self._prefixes.missing([request]))
             if len(new) > room:
@@ -352,16 +352,16 @@ class Waiting:
 
 
 def _in_order(requests: Sequence[EncodedRequest], prefixes: Prefixes) -> list[EncodedRequest]:
-    """Returns requests by length, with those together that begin alike."""
+    """Returns requests by length, with those together that share a prefix."""
     roots = {r.index: next(iter(prefixes.chain(r)), None) for r in requests}
-    longest: dict[Beginning | None, int] = {}
+    longest: dict[SharedPrefix | None, int] = {}
     for r in requests:
         root = roots[r.index]
         longest[root] = max(longest.get(root, 0), len(r.own_ids))
 
     def place(r: EncodedRequest) -> tuple[Any, ...]:
         root, own = roots[r.index], len(r.own_ids)
-        group = (own, (), ()) if root is None else (longest[root], root.ids, r.beginnings[-1])
+        group = (own, (), ()) if root is None else (longest[root], root.ids, r.prefixes[-1])
         return (*group, own, len(r.forced), r.index)
 
     return sorted(requests, key=place)

@@ -39,9 +39,9 @@ class EngineOptions:
         without a limit. Weights, which are stored once, do not count.
     offload_dir: where the disk tier lies, and what later runs use again; None is the user's cache.
     kv_store: bytes of disk, or "20GB", for the KV cache of prompts and texts, which later requests
-        and runs that begin alike load in place of computing them; None keeps nothing. kv_store_dir:
-        its folder; None is the user's cache.
-    prefix_sharing: whether requests that begin alike have their common beginning computed once.
+        and runs with the same prefix load in place of computing them; None keeps nothing.
+    kv_store_dir: its folder; None is the user's cache.
+    prefix_sharing: whether prefixes that requests share are found, and computed once.
     dummy_weights: random weights of a known shape, in place of a checkpoint's.
     seed: of random weights; sampling has the seeds of `SamplingParams`.
     progress: whether progress bars are shown; "placing" leaves out that of tokens.

@@ -1,5 +1,4 @@
-"""The prefixes of a run: what several requests begin with, each computed once as a batch of one
-row."""
+"""The prefixes that requests of a run share, each computed once as a batch of one row."""
 
 from __future__ import annotations
 
@@ -28,15 +27,15 @@ def padded_prefix(tokens: int) -> int:
 
 
 @dataclass(eq=False)
-class Beginning:
-    """What some requests begin with.
+class SharedPrefix:
+    """A prefix that requests share.
 
     parent: the shorter one that it goes on from; running: its batch, None until that enters;
-    is_held: whether requests that wait begin with it.
+    is_held: whether waiting requests have it.
     """
 
     ids: tuple[int, ...]
-    parent: Beginning | None
+    parent: SharedPrefix | None
     running: Running | None = None
     is_held: bool = False
 
@@ -45,7 +44,7 @@ class Beginning:
         return self.ids[0 if self.parent is None else len(self.parent.ids) :]
 
     @property
-    def chain(self) -> list[Beginning]:
+    def chain(self) -> list[SharedPrefix]:
         """This one and what it goes on from, the shortest first."""
         return [*(() if self.parent is None else self.parent.chain), self]
 
@@ -61,18 +60,18 @@ OpenStored = Callable[[tuple[int, ...]], StoredSequence | None]
 
 
 class Prefixes:
-    """The beginnings of a run's requests, those that are there and those that are wanted."""
+    """The prefixes of a run's requests: those whose batches have entered, and those to come."""
 
     def __init__(self, admission: Admission, open_stored: OpenStored) -> None:
         self._admission, self._shape = admission, admission.plan.shape
         self._open_stored = open_stored
-        self._known: dict[tuple[int, ...], Beginning] = {}
-        # The longest one of each request that waits, by the request's index.
-        self._of: dict[int, Beginning] = {}
+        self._known: dict[tuple[int, ...], SharedPrefix] = {}
+        # The longest prefix of each waiting request, by the request's index.
+        self._of: dict[int, SharedPrefix] = {}
 
     @property
     def known(self) -> Collection[tuple[int, ...]]:
-        """The token ids of all beginnings."""
+        """The token ids of all prefixes."""
         return self._known
 
     def fitted(self, request: EncodedRequest) -> EncodedRequest:
@@ -83,22 +82,22 @@ class Prefixes:
 
     def add(self, request: EncodedRequest) -> None:
         """Takes note of a request that waits."""
-        parent: Beginning | None = None
-        known = [n for n, ids in enumerate(request.beginnings) if ids in self._known]
+        parent: SharedPrefix | None = None
+        known = [n for n, ids in enumerate(request.prefixes) if ids in self._known]
         # A known one may go on from others than this request says.
-        new = request.beginnings[known[-1] if known else 0 :]
+        new = request.prefixes[known[-1] if known else 0 :]
         for ids in new:
-            parent = self._known.setdefault(ids, Beginning(ids, parent))
+            parent = self._known.setdefault(ids, SharedPrefix(ids, parent))
         if parent is not None:
             self._of[request.index] = parent
 
-    def chain(self, request: EncodedRequest) -> list[Beginning]:
-        """Returns the beginnings of a request that waits, the shortest first."""
+    def chain(self, request: EncodedRequest) -> list[SharedPrefix]:
+        """Returns the prefixes of a waiting request, the shortest first."""
         longest = self._of.get(request.index)
         return [] if longest is None else longest.chain
 
     def take(self, requests: Sequence[EncodedRequest]) -> list[list[Running]]:
-        """Returns the batches of what each of some requests begins with, which wait no longer."""
+        """Returns the batches of the prefixes of each request; the requests wait no longer."""
         chains = [self.chain(request) for request in requests]
         for request in requests:
             self._of.pop(request.index, None)
@@ -107,49 +106,50 @@ class Prefixes:
     @property
     def room(self) -> int:
         """How many prefixes may enter beside those that are there."""
-        there = sum(beginning.running is not None for beginning in self._known.values())
+        there = sum(prefix.running is not None for prefix in self._known.values())
         return self._shape.prefixes * (self._shape.prefix > 0) - there
 
-    def missing(self, requests: Iterable[EncodedRequest]) -> list[Beginning]:
-        """Returns the beginnings of requests that are not there, the shortest first."""
-        missing: dict[Beginning, None] = {}
+    def missing(self, requests: Iterable[EncodedRequest]) -> list[SharedPrefix]:
+        """Returns the prefixes of requests that have not entered yet, the shortest first."""
+        missing: dict[SharedPrefix, None] = {}
         for request in requests:
             chain = self.chain(request)
-            missing |= {beginning: None for beginning in chain if beginning.running is None}
-        return sorted(missing, key=lambda beginning: len(beginning.ids))
+            missing |= {prefix: None for prefix in chain if prefix.running is None}
+        return sorted(missing, key=lambda prefix: len(prefix.ids))
 
-    def enter(self, wanted: Sequence[Beginning], is_first: bool) -> Iterator[tuple[Running, Batch]]:
-        """Yields the batches of beginnings whose parents are there; those that are stored have no
-        steps."""
+    def enter(
+        self, wanted: Sequence[SharedPrefix], is_first: bool
+    ) -> Iterator[tuple[Running, Batch]]:
+        """Yields the batches of prefixes whose parents have entered; stored ones have no steps."""
         ready = [b for b in wanted if b.parent is None or b.parent.running is not None]
-        given = [self._batch_of(beginning) for beginning in ready]
-        running = self._admission.enter(
+        given = [self._batch_of(prefix) for prefix in ready]
+        entered = self._admission.enter(
             shapes=[BatchShape(1, batch.prompt_len, gen_len=1) for batch in given],
             is_first=is_first,
             shared=[spans_of([_runnings(b.chain[:-1])]) for b in ready],
             are_prefixes=True,
         )
-        for beginning, prefix, batch in zip(ready, running, given, strict=True):
-            beginning.running = prefix
-            beginning.hold(True)
-            prefix.closing.callback(self._forget, beginning)
+        for prefix, running, batch in zip(ready, entered, given, strict=True):
+            prefix.running = running
+            prefix.hold(True)
+            running.closing.callback(self._forget, prefix)
             if batch.stored is not None:
-                prefix.is_stored = True
-                prefix.left.clear()
-                prefix.closing.callback(batch.stored.close)
-        yield from zip(running, given, strict=True)
+                running.is_stored = True
+                running.left.clear()
+                running.closing.callback(batch.stored.close)
+        yield from zip(entered, given, strict=True)
 
     def hold_for(self, waiting: Iterable[EncodedRequest]) -> None:
-        """Keeps what requests that wait begin with, and nothing else."""
-        held = {beginning for request in waiting for beginning in self.chain(request)}
-        for beginning in list(self._known.values()):
-            beginning.hold(beginning in held)
-            running = beginning.running
+        """Keeps the prefixes of waiting requests, and no others."""
+        held = {prefix for request in waiting for prefix in self.chain(request)}
+        for prefix in list(self._known.values()):
+            prefix.hold(prefix in held)
+            running = prefix.running
             if running is not None and running.is_stored and running.is_unknown:
                 running.close()
 
     def drop(self, request: EncodedRequest) -> None:
-        """Takes note that a request waits no longer for what it begins with."""
+        """Forgets a request that will not enter, or will share nothing."""
         self._of.pop(request.index, None)
         self._clean()
 
@@ -158,26 +158,26 @@ class Prefixes:
         self._of.clear()
         self.hold_for(())
 
-    def _batch_of(self, beginning: Beginning) -> Batch:
-        own = beginning.own_ids
+    def _batch_of(self, prefix: SharedPrefix) -> Batch:
+        own = prefix.own_ids
         columns = padded_prefix(len(own))
         ids, first = np.zeros((1, columns), np.int32), columns - len(own)
         ids[0, first:] = own
-        before = np.array([len(beginning.ids) - len(own)], np.int32)
-        stored = self._open_stored(own) if beginning.parent is None else None
+        before = np.array([len(prefix.ids) - len(own)], np.int32)
+        stored = self._open_stored(own) if prefix.parent is None else None
         return Batch(ids, np.array([first], np.int32), before=before, stored=stored)
 
-    def _forget(self, beginning: Beginning) -> None:
-        beginning.running, beginning.is_held = None, False
+    def _forget(self, prefix: SharedPrefix) -> None:
+        prefix.running, prefix.is_held = None, False
         self._clean()
 
     def _clean(self) -> None:
-        """Forgets the beginnings that are not there, and with which no request that waits, nor one
-        that is there, begins."""
+        """Forgets prefixes that have not entered, and that neither a waiting request nor a prefix
+        that has entered goes on from."""
         there = [b for b in self._known.values() if b.running is not None]
         needed = {b for longest in (*self._of.values(), *there) for b in longest.chain}
         self._known = {ids: b for ids, b in self._known.items() if b in needed}
 
 
-def _runnings(chain: Iterable[Beginning]) -> list[Running]:
-    return [beginning.running for beginning in chain if beginning.running is not None]
+def _runnings(chain: Iterable[SharedPrefix]) -> list[Running]:
+    return [prefix.running for prefix in chain if prefix.running is not None]

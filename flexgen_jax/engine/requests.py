@@ -56,7 +56,7 @@ class EncodedRequest:
     index: its place among the requests of a call; max_tokens: the new tokens that its parameters
     ask for, limited by the room in the model's context; forced: tokens to continue it with, in
     order to score them; scored: the tokens after each of the prompt's, if these are to be scored;
-    id, prompt: as given; shared: the lengths of the beginnings that it shares with other requests,
+    id, prompt: as given; shared: the lengths of the prefixes that it shares with other requests,
     the shortest first; is_alone: whether it must share nothing; continued: how many of its last
     tokens are of the text, made by an earlier run; place: what its random draws follow from, None
     for the index; branches: what the prompt ends with, in which case `scored` has the tokens after
@@ -115,8 +115,8 @@ class EncodedRequest:
         return self.shared[-1] if self.shared else 0
 
     @property
-    def beginnings(self) -> list[tuple[int, ...]]:
-        """What it shares, the shortest first."""
+    def prefixes(self) -> list[tuple[int, ...]]:
+        """The prefixes that it shares, the shortest first."""
         return [self.prompt_ids[:length] for length in self.shared]
 
     @property

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import jax
 
 from flexgen_jax.engine.batching import padded_length
-from flexgen_jax.engine.beginnings import share
 from flexgen_jax.engine.feed import Incoming, Listed
 from flexgen_jax.engine.outputs import Generation
+from flexgen_jax.engine.prefix_sharing import share
 from flexgen_jax.engine.prefixes import padded_prefix
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.scoring import Scoring
@@ -74,7 +74,7 @@ class Runner(Protocol):
         self, incoming: Incoming[EncodedRequest], collector: Collector, shares: bool
     ) -> Iterator[None]:
         """Walks requests through the model, one step at a time; puts back those for which it was
-        not planned. shares: whether requests that come later may share what they begin with."""
+        not planned. shares: whether later requests may share prefixes."""
 
     def back_off(self, error: Exception) -> None:
         """Plans for less after running out of memory; raises any other error, and this one if that
@@ -91,7 +91,7 @@ class Runner(Protocol):
 class Serving:
     """Runs one generation or scoring after the other.
 
-    shares: whether requests may share what they begin with; running: the one under way; latest: the
+    shares: whether requests may share prefixes; running: the one under way; latest: the
     last generation; texts: the tokens of each of its texts.
     """
 
@@ -207,8 +207,8 @@ class Serving:
 def _planned_together(
     requests: Sequence[EncodedRequest], is_first: bool
 ) -> Sequence[EncodedRequest]:
-    """Returns those of some requests for which it is planned together: where some share what they
-    begin with, these and others that are no longer without it; is_first: whether none of them has
+    """Returns those of some requests for which it is planned together: where some share
+    prefixes, these and others that are no longer without them; is_first: whether none of them has
     been left by an earlier plan, as the first one may have been, which must go now."""
     lengths = [len(request.own_ids) for request in requests if request.shared]
     if not lengths:
@@ -235,11 +235,11 @@ def _as_many(workload: Workload, count: int) -> Workload:
 
 
 def _own_lengths(requests: Sequence[EncodedRequest]) -> list[int]:
-    """Returns how many tokens each of the different beginnings of requests has after the shorter
-    one that it goes on from."""
+    """Returns how many tokens each of the different prefixes of requests has after the shorter one
+    that it goes on from."""
     tokens: dict[tuple[int, ...], int] = {}
     for request in requests:
         lengths = pairwise((0, *request.shared))
-        for ids, (before, length) in zip(request.beginnings, lengths, strict=True):
+        for ids, (before, length) in zip(request.prefixes, lengths, strict=True):
             tokens[ids] = length - before
     return list(tokens.values())

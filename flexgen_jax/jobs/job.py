@@ -11,8 +11,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from flexgen_jax.engine.beginnings import groups_of
 from flexgen_jax.engine.outputs import RequestOutput
+from flexgen_jax.engine.prefix_sharing import groups_of
 from flexgen_jax.engine.requests import Request
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, failure
@@ -236,7 +236,7 @@ class Job:
         return requests
 
     def _sorted(self, window: Sequence[Request]) -> Iterator[Request]:
-        """Yields requests, the shortest prompts first, with those together that begin alike."""
+        """Yields requests, the shortest prompts first, with those together that share a prefix."""
         texts = [n for n, request in enumerate(window) if request.prompt is not None]
         others = [n for n, request in enumerate(window) if request.prompt is None]
         of_texts = groups_of([window[n].prompt for n in texts], CHARACTERS)

@@ -168,7 +168,7 @@ def _growing(running: Running) -> list[LayerState]:
 
 
 def _ids_of(running: Running, row: int) -> list[int]:
-    """Returns the token ids of a row's prompt, with what it begins with."""
+    """Returns the token ids of a row's prompt, prefixes included."""
     prefixes = [x.prefix for x in running.shared if x.start <= row < x.stop]
     before = _ids_of(prefixes[-1], 0) if prefixes else []
     given = arrays_of(running).given

@@ -80,8 +80,8 @@ class Workload:
     mean_prompt_len: the mean length of prompts of mixed lengths, or None if all are equally long.
     The mean length decides the time, the longest prompt the memory. prefix_len: tokens before the
     prompts, which several of them share and which are computed once; num_prefixes: how many
-    different ones there are, each shared by as many prompts; prefix_depth: how many of them the
-    longest beginning of a prompt consists of.
+    different ones there are, each shared by as many prompts; prefix_depth: how many of them a
+    prompt begins with at most, one going on from another.
     """
 
     prompt_len: int

@@ -296,7 +296,7 @@ class Running:
     # Of the hidden states that each layer hands on.
     hidden_homes: tuple[Tier, ...]
     # Batches of one row to whose KV blocks some rows attend before their own, the longest ones
-    # first that begin with the same row.
+    # first of those that start at the same row.
     shared: tuple[Shared[Running], ...] = ()
     # Whether this is such a batch, which stays as long as it has users: batches that share it, and
     # requests that wait.
@@ -345,11 +345,11 @@ class Running:
 
     @property
     def prefixes(self) -> tuple[Running, ...]:
-        """What some of the rows begin with, each once."""
+        """The prefixes of its rows, each once."""
         return tuple(dict.fromkeys(span.prefix for span in self.shared))
 
     def share(self, spans: tuple[Shared[Running], ...]) -> None:
-        """Has rows begin with other prefixes, or with none."""
+        """Gives the rows other prefixes, or none."""
         before, self.shared = self.prefixes, spans
         for prefix in self.prefixes:
             prefix.users += 1

@@ -1,4 +1,4 @@
-"""Which rows of a batch begin with which prefix."""
+"""Which rows of a batch share which prefix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ P = TypeVar("P")
 
 
 class Shared(NamedTuple, Generic[P]):
-    """A prefix, and the rows of a batch that begin with it: from `start` to before `stop`."""
+    """A prefix, and the rows of a batch that share it: from `start` to before `stop`."""
 
     prefix: P
     start: int

@@ -117,6 +117,22 @@ def test_a_folder_that_cannot_be_made_is_no_full_disk(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "/proc/no/such cannot be made" in result.stderr
 
 
+def test_a_plan_counts_what_prompts_share(tmp_path: Path) -> None:
+    shape = ("plan", "--model", "facebook/opt-1.3b", "--hardware", "t4-16gb")
+    lengths = ("--gen-len", 8, "--num-sequences", 64, "--json", tmp_path / "plan.json")
+    seconds = []
+    for flags in (
+        ("--prompt-len", 530),
+        ("--prompt-len", 30, "--prefix-len", 500, "--num-prefixes", 8),
+    ):
+        result = run(*shape, *lengths, *flags)
+        seconds.append(json.loads((tmp_path / "plan.json").read_text())["predicted"]["total_s"])
+    assert "64 x (30 + 8) tokens after 8 x 500 shared ones" in result.stdout
+    assert seconds[1] < 0.6 * seconds[0]
+    result = run(*shape, "--prefix-len", 500)
+    assert result.exit_code == 2 and "--prefix-len needs --num-sequences" in result.stderr
+
+
 def test_a_plan_that_fits_nowhere_names_the_budget_that_is_missing() -> None:
     shape = ("plan", "--model", "facebook/opt-1.3b", "--hardware", "t4-16gb")
     result = run(*shape, "--device-memory", "10MB")

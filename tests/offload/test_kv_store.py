@@ -98,7 +98,7 @@ OPERATION = st.tuples(
 def test_whatever_happens_no_wrong_array_comes_back(
     tmp_path_factory: pytest.TempPathFactory, operations: list[Any], room: int
 ) -> None:
-    """Sequences that begin alike, processes that die, damaged files; and never over the cap."""
+    """Sequences that share a prefix, processes that die, damaged files; and never over the cap."""
     folder, cap = tmp_path_factory.mktemp("kv"), room * ONE
     texts = [[*[5] * (100 * kind), *range(kind, kind + 600)] for kind in range(4)]
     store = KVStore(folder, cap, "model", LAYOUT)
@@ -226,8 +226,8 @@ def test_a_conversation_goes_on_after_a_restart(
 def test_all_rows_of_batches_are_kept(
     checkpoint: Callable[[], Path], tmp_path: Path, bits: int
 ) -> None:
-    """Rows that end before others, and leave their batch; prompts that begin alike; several texts.
-    Of a packed cache, sealed blocks are kept."""
+    """Rows that end before others, and leave their batch; prompts that share a prefix. Of a packed
+    cache, sealed blocks are kept."""
     rng = np.random.default_rng(9)
     first = rng.integers(4, 96, 30).tolist()
     rows = [[*first, *rng.integers(4, 96, n).tolist()] for n in (4, 9, 2, 7, 5)]

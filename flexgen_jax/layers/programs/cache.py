@@ -133,14 +133,14 @@ def attend_prefix(
     blocks: tuple[int, ...],
     is_first: bool = False,
 ) -> Traced:
-    """Attends with `asked` tokens of some sequences of a batch to the KV blocks of one row, with
-    which they begin: (partial result, which is donated, query, blocks, at, start, rows) -> partial
+    """Attends with `asked` tokens of some sequences of a batch to the KV blocks of one row, which
+    they share: (partial result, which is donated, query, blocks, at, start, rows) -> partial
     result.
 
-    at: int32 [5], the first of `sharing` sequences that are computed; the first one that begins so,
-    and the one after the last; how many tokens are before those of the blocks, and how many columns
-    of the blocks are padding. start: the index of the first query's token. With `is_first`, there
-    is no partial result yet, and that of the other sequences is one of nothing.
+    at: int32 [5], the first of `sharing` sequences that are computed; the first one that shares the
+    blocks, and the one after the last; how many tokens are before those of the blocks, and how many
+    columns of the blocks are padding. start: the index of the first query's token. With `is_first`,
+    there is no partial result yet, and that of the other sequences is one of nothing.
     """
     kernels, formats, attention = model.kernels, model.formats, layer.attention
     seen = _seen(blocks, attention.window)

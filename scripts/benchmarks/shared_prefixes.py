@@ -1,8 +1,8 @@
-"""Measures what sharing beginnings saves: documents with questions each, texts of one prompt, and
+"""Measures what sharing prefixes saves: documents with questions each, texts of one prompt, and
 the rounds of a conversation.
 
-    python scripts/benchmarks/beginnings.py --memory 2GB --documents 16 --questions 8
-    python scripts/benchmarks/beginnings.py --rounds 8 --kv-store 20GB --kv-store-dir /ssd/kv
+    python scripts/benchmarks/shared_prefixes.py --memory 2GB --documents 16 --questions 8
+    python scripts/benchmarks/shared_prefixes.py --rounds 8 --kv-store 20GB --kv-store-dir /ssd/kv
 
 Each run is a process of its own, with random weights of a known shape, in a memory cgroup if it may
 make one (as root). Prints a line of JSON for each, with the seconds that the profile of the machine
@@ -45,7 +45,10 @@ def asked(options: argparse.Namespace) -> list[list[int]]:
 def measure(options: argparse.Namespace, shares: bool) -> dict[str, Any]:
     """Returns the seconds and the report of one run, with its tokens."""
     params = SamplingParams(
-        max_tokens=options.new_tokens, ignore_eos=True, n=options.texts, temperature=0.0
+        max_tokens=options.new_tokens,
+        ignore_eos=True,
+        n=options.texts,
+        temperature=1.0 if options.texts > 1 else 0.0,
     )
     rows = asked(options)
     with LLM(
@@ -93,7 +96,7 @@ def measure_round(options: argparse.Namespace, said: list[int]) -> dict[str, Any
             drop_page_cache()
         (result,) = llm.generate(prompt_token_ids=[said], sampling_params=params)
         report = llm.report()
-    names = ("prompt_tokens", "stored_prompt_tokens", "prefill_s", "decode_s", "total_s")
+    names = ("prompt_tokens", "stored_prompt_tokens", "prefill_s", "decode_s", "compile_in_run_s")
     figures = {name: report[name] for name in names}
     rate = nbytes / load_s if load_s else 0.0
     return {**figures, "asked": len(said), "read_rate": rate, "made": result.token_ids}

@@ -1,4 +1,4 @@
-"""Finds what prompts begin with alike, so that it is computed once."""
+"""Finds the prefixes that prompts share, so that each is computed once."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def share(
     known: Iterable[Ids] = (),
     stored: Callable[[Ids], int] = nothing_stored,
 ) -> list[EncodedRequest]:
-    """Returns requests that know how long the beginnings are which they share with others of them,
-    or with those that are `known`. What a request is said to share stays shared.
+    """Returns requests that know how long the prefixes are that they share with others of them, or
+    that are `known`. A prefix that a request names stays shared.
 
     stored: how many of a prompt's first tokens a KV store has, with which it then begins.
 
     Three prompts "abcx", "abcy" and "abd" may share "ab", and the first two "abc".
     """
     requests = [_with_stored(request, stored) for request in requests]
-    cuts = _beginning_with(requests, known)
+    cuts = _known_prefixes(requests, known)
     saved = sum(shared[-1] for shared in cuts.values())
     new = sorted(
         (n for n in range(len(requests)) if n not in cuts), key=lambda n: requests[n].prompt_ids
@@ -59,23 +59,23 @@ def share(
 
 
 def _with_stored(request: EncodedRequest, stored: Callable[[Ids], int]) -> EncodedRequest:
-    """Returns a request that begins with what a KV store has of it, if that is more than what it is
-    said to share."""
+    """Returns a request whose prefix is what a KV store has of it, if that is longer than the one
+    that it names."""
     tokens = 0 if request.is_alone else stored(request.prompt_ids[:-1])
     return replace(request, shared=(tokens,)) if tokens > request.prefix_len else request
 
 
-def _beginning_with(
+def _known_prefixes(
     requests: Sequence[EncodedRequest], known: Iterable[Ids]
 ) -> dict[int, tuple[int, ...]]:
-    """Returns the lengths of the known beginnings of each request that has some."""
-    beginnings = set(known)
-    lengths = sorted({len(ids) for ids in beginnings})
+    """Returns the lengths of the known prefixes of each request that has some."""
+    prefixes = set(known)
+    lengths = sorted({len(ids) for ids in prefixes})
     shared = {
         n: tuple(
             length
             for length in lengths
-            if length < len(r.prompt_ids) and r.prompt_ids[:length] in beginnings
+            if length < len(r.prompt_ids) and r.prompt_ids[:length] in prefixes
         )
         for n, r in enumerate(requests)
     }
@@ -83,10 +83,10 @@ def _beginning_with(
 
 
 def groups_of(rows: Sequence[Any], elements: int = 1) -> list[int]:
-    """Returns the number of a group for each row, texts or token ids, those that begin alike in
-    one; elements: how many of a row's elements make a token.
+    """Returns the number of a group for each row, texts or token ids, rows that share a prefix
+    having the same; elements: how many of a row's elements make a token.
 
-    For "an apple", "a pear", "an ape" it is 0, 1, 0, if so short beginnings are worth sharing.
+    For "an apple", "a pear", "an ape" it is 0, 1, 0, if such short prefixes are worth sharing.
     """
     order = sorted(range(len(rows)), key=lambda n: rows[n])
     worth = Worth(LEAST_PREFIX * elements, LEAST_SAVED * elements)
@@ -98,7 +98,7 @@ def groups_of(rows: Sequence[Any], elements: int = 1) -> list[int]:
 
 
 class Worth(NamedTuple):
-    """When a beginning is worth sharing: the least elements that it has after a shorter one, and
+    """When a prefix is worth sharing: the least elements that it has after a shorter one, and
     those that sharing it saves."""
 
     own: int = LEAST_PREFIX
@@ -106,7 +106,7 @@ class Worth(NamedTuple):
 
 
 def _nodes(rows: Sequence[Any], worth: Worth) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the beginnings that are worth sharing, the shorter ones first: the first of the sorted
+    """Yields the prefixes that are worth sharing, the shorter ones first: the first of the sorted
     rows that have it, the one after the last, its length, and that of the one before it."""
     common = [_common(a, b) for a, b in pairwise(rows)]
     # Rows that all share the first `depth` tokens, of which `before` are shared by then.
@@ -135,7 +135,7 @@ def _runs(common: Sequence[int], first: int, last: int, depth: int) -> Iterator[
 
 
 def _common(one: Any, other: Any) -> int:
-    """Returns how many elements two rows begin with alike, at least one short of both."""
+    """Returns the length of the common prefix of two rows, at least one short of both."""
     low, high = 0, min(len(one), len(other)) - 1
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""What prompts begin with alike is found and computed once, and changes no text."""
+"""Prefixes that prompts share are found and computed once, and change no text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.engine.beginnings import LEAST_SAVED, share
+from flexgen_jax.engine.prefix_sharing import LEAST_SAVED, share
 from flexgen_jax.engine.prefixes import padded_prefix
 from flexgen_jax.engine.requests import LEAST_PREFIX, EncodedRequest
 from flexgen_jax.policy.schedules import SCHEDULES
@@ -96,12 +96,12 @@ def test_several_texts_of_one_prompt_compute_it_once(checkpoint: Callable[[], Pa
     assert computed == [len(ids) + 4, 5 * len(ids)]
 
 
-def test_a_stream_goes_on_with_other_beginnings(checkpoint: Callable[[], Path]) -> None:
-    """Requests with further beginnings enter beside those under way, and a beginning is kept as
+def test_a_stream_goes_on_with_other_prefixes(checkpoint: Callable[[], Path]) -> None:
+    """Requests with further prefixes enter beside those under way, and a prefix is kept as
     long as requests wait that have it."""
     rng, model = np.random.default_rng(5), reference(checkpoint())
-    beginnings = [rng.integers(4, 96, 40).tolist() for _ in range(6)]
-    rows = [[*beginnings[n // 8], *rng.integers(4, 96, 2).tolist()] for n in range(48)]
+    prefixes = [rng.integers(4, 96, 40).tolist() for _ in range(6)]
+    rows = [[*prefixes[n // 8], *rng.integers(4, 96, 2).tolist()] for n in range(48)]
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     computed, order = 0, list[str]()
 
@@ -119,15 +119,15 @@ def test_a_stream_goes_on_with_other_beginnings(checkpoint: Callable[[], Path]) 
 
 
 def test_no_request_waits_for_ever_for_room(checkpoint: Callable[[], Path]) -> None:
-    """A plan of a stream has room for two beginnings; those with a third one go by themselves."""
+    """A plan of a stream has room for two prefixes; those with a third one go by themselves."""
     rng, done = np.random.default_rng(6), list[str]()
-    beginnings = {kind: rng.integers(4, 96, 40).tolist() for kind in "abc"}
+    prefixes = {kind: rng.integers(4, 96, 40).tolist() for kind in "abc"}
 
     def requests() -> Iterator[Request]:
         for number in range(2000):
             assert number < 400 or any(name.startswith("c") for name in done), "it starves"
             kind = "c" if 20 <= number < 24 else "ab"[number // 8 % 2]
-            ids = [*beginnings[kind], *rng.integers(4, 96, 2).tolist()]
+            ids = [*prefixes[kind], *rng.integers(4, 96, 2).tolist()]
             yield Request(f"{kind}{number}", None, ids, SamplingParams(max_tokens=2))
 
     with LLM(checkpoint(), dtype="float32", policy=Policy(batch_size=2, num_batches=2)) as llm:
@@ -140,7 +140,7 @@ def test_no_request_waits_for_ever_for_room(checkpoint: Callable[[], Path]) -> N
     assert len(done) < 400
 
 
-def test_beginnings_go_on_from_each_other(checkpoint: Callable[[], Path]) -> None:
+def test_prefixes_go_on_from_each_other(checkpoint: Callable[[], Path]) -> None:
     """Of three levels, with a plan of one row, and with one of many."""
     rng, model = np.random.default_rng(8), reference(checkpoint())
     levels = [rng.integers(4, 96, 17).tolist() for _ in range(3)]
@@ -160,12 +160,12 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), TOKENS), min_size=1, max_size=20))
 def test_what_is_shared(parts: list[tuple[int, int, list[int]]]) -> None:
-    """Beginnings are those of several requests, worth a pass each, and one token short of each."""
+    """Prefixes are those of several requests, worth a pass each, and one token short of each."""
     rows = [(*[a] * 30, *[3 + b] * 25, *ids) for a, b, ids in parts]
     requests = [EncodedRequest(n, row, SamplingParams(), 1) for n, row in enumerate(rows)]
     shared = share(requests)
     assert [replace(r, shared=()) for r in shared] == requests
-    users = Counter(ids for r in shared for ids in r.beginnings)
+    users = Counter(ids for r in shared for ids in r.prefixes)
     for request in shared:
         before = 0
         for length in request.shared:
@@ -179,7 +179,7 @@ def test_what_is_shared(parts: list[tuple[int, int, list[int]]]) -> None:
             assert request.shared
 
 
-def test_known_beginnings_are_found() -> None:
+def test_known_prefixes_are_found() -> None:
     known, other = (5,) * 40, (6,) * 40
     rows = [(*known, 1, 2), (*other, 1), known, (*known, 3)]
     requests = [EncodedRequest(n, row, SamplingParams(), 1) for n, row in enumerate(rows)]
