@@ -67,7 +67,7 @@ def wide(kernel: QuantizedArray) -> np.ndarray:
     return np.asarray(dequantize(assemble(storage, kernel.leaves)), np.float64)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize(
     ("name", "rows", "shape"),
@@ -91,7 +91,7 @@ def rounded(x: jax.Array) -> np.ndarray:
     return (np.rint(steps * inverse).astype(np.float64) * unit).reshape(x.shape)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("by_fours", [True, False], ids=["fours", "pairs"])
 @pytest.mark.parametrize(
@@ -120,6 +120,7 @@ def test_rows_are_rounded_step_by_step(
     np.testing.assert_allclose(found, right, rtol=2**-8, atol=4e-3 * right.std())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("by_fours", [True, False], ids=["fours", "pairs"])
 def test_a_rounded_row_that_is_not_finite_is_seen(
     monkeypatch: pytest.MonkeyPatch, by_fours: bool

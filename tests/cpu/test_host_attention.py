@@ -167,7 +167,7 @@ def test_bytes_of_a_step(tmp_path: Path, attention: Any) -> None:
         )
         with LLM(folder, dtype="float32", policy=policy, unified=False) as llm:
             llm.generate(
-                prompt_token_ids=[[5] * prompt_len] * batch_size,
+                prompt_token_ids=[[5 + row] * prompt_len for row in range(batch_size)],
                 sampling_params=SamplingParams(max_tokens=4, ignore_eos=True),
             )
             report = llm.report()

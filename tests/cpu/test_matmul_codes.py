@@ -88,6 +88,7 @@ def test_product_is_the_formula(shape: tuple[int, ...], bits: int) -> None:
     assert np.mean(off > room) < 5e-3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounding_costs_little(bits: int) -> None:
     kernel = quantize(numbers(512, 1024, seed=1), bits, 64, 0)

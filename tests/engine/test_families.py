@@ -108,7 +108,7 @@ def test_packed_weights_and_caches_give_equal_tokens_everywhere(
     assert len({tuple(ids) for ids in found[0]}) > 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "chunk"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.engine.planner import Planner
 from flexgen_jax.offload.disk.kv_store import (
     TOKENS,
@@ -222,7 +222,7 @@ def test_a_conversation_goes_on_after_a_restart(
 
 
 @pytest.mark.usefixtures("compiled_quickly", "is_worth_it")
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("bits", [16, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_rows_of_batches_are_kept(
     checkpoint: Callable[[], Path], tmp_path: Path, bits: int
 ) -> None:
@@ -249,6 +249,35 @@ def test_all_rows_of_batches_are_kept(
         assert [x.token_ids for x in again] == [model.greedy(ids, 6) for ids in later]
         assert 3 * len(rows) <= computed <= 4 * len(rows)
     assert computed <= 7 * len(rows)
+
+
+@pytest.mark.usefixtures("compiled_quickly", "is_worth_it")
+def test_rounds_of_a_stream_go_on_from_each_other(
+    checkpoint: Callable[[], Path], tmp_path: Path
+) -> None:
+    """As in a server: a round comes when the one before is answered, beside other requests."""
+    model, rng = reference(checkpoint()), np.random.default_rng(2)
+    first, later = rng.integers(4, 96, 40).tolist(), rng.integers(4, 96, 5).tolist()
+    answered = threading.Event()
+    said: list[int] = []
+
+    def requests() -> Iterator[Request]:
+        yield Request("0", None, first, PARAMS)
+        yield Request("other", None, later, PARAMS)
+        assert answered.wait(60)
+        yield Request("1", None, said, PARAMS)
+
+    options = {"dtype": "float32", "kv_store": "9MB", "kv_store_dir": tmp_path}
+    with LLM(checkpoint(), policy=Policy(batch_size=2, num_batches=2), **options) as llm:
+        for result in llm.stream(requests()):
+            asked = {"0": first, "other": later, "1": said}[result.id]
+            assert result.token_ids == model.greedy(asked, 6)
+            if result.id == "0":
+                said = [*first, *result.token_ids, *later]
+                answered.set()
+        report = llm.report()
+    assert report["stored_prompt_tokens"] == 40 + 4
+    assert report["prompt_tokens"] == 40 + 5 + 2 + 5
 
 
 @pytest.mark.usefixtures("compiled_quickly", "is_worth_it")

@@ -82,8 +82,9 @@ def test_long_and_short_prompts_give_transformers_tokens(
         assert peak <= report["computed_peak_bytes"][tier], tier
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("percent", [(100, 0) * 3, DISK])
-def test_a_shared_beginning_changes_nothing(
+def test_a_shared_prefix_changes_nothing(
     reference: Reference,
     asked: list[list[int]],
     tmp_path: Path,
@@ -123,6 +124,7 @@ def test_continuations_are_scored(reference: Reference, asked: list[list[int]]) 
         np.testing.assert_allclose(pair.logprobs, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(1)
 def test_two_stages_give_transformers_tokens(
     reference: Reference, asked: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
