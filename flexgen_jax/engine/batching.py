@@ -385,8 +385,10 @@ def pad_prompts(
     Rows beyond the batch count as one padding token, so that all batches of a block have equal
     shapes.
     """
-    most = max_positions - min(r.prefix_len for r in batch)
-    tokens = padded_length(max(len(r.own_ids) for r in batch), most)
+    before, longest = min(r.prefix_len for r in batch), max(len(r.own_ids) for r in batch)
+    tokens = padded_length(longest, max_positions - before)
+    if before and longest < LENGTH_BUCKET:  # such as the last token of a prompt of several texts
+        tokens = min(tokens, 1 << (longest - 1).bit_length())
     ids = np.full((rows, tokens), pad_id, np.int32)
     first_valid = np.full(rows, tokens - 1, np.int32)
     for row, request in enumerate(batch):
