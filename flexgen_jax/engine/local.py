@@ -173,7 +173,13 @@ class LocalRunner:
         if session is None:
             return None
         predicted = self.planner.predicted(session.policy, session.workload, texts)
-        return {**session.report(), "predicted": predicted}
+        report = {**session.report(), "predicted": predicted}
+        if self._kv_store is not None:
+            report |= {
+                "kv_store_written": self._kv_store.written,
+                "kv_store_evicted": self._kv_store.evicted,
+            }
+        return report
 
     def close(self) -> None:
         self._close_session()

@@ -86,4 +86,10 @@ def kv_store_of(
     formats = policy.formats(setting.dtype)
     name = f"{planner.fingerprint}-{formats}-{KV_VERSION}"
     folder = Path(options.kv_store_dir or cache_folder("kv"))
-    return KVStore(folder, cap, name, piece_layout(spec, formats))
+    return KVStore(
+        folder=folder,
+        cap=cap,
+        model=name,
+        layout=piece_layout(spec, formats),
+        write_limit=planner.write_limit,
+    )

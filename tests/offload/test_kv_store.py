@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -139,6 +143,44 @@ def test_what_was_used_longest_ago_is_evicted_from_its_end(tmp_path: Path) -> No
     put(other, first)
     other.close()
     assert used(tmp_path) <= 6 * ONE
+
+
+def test_a_process_writes_no_more_than_it_may(tmp_path: Path) -> None:
+    store = KVStore(tmp_path, 9 * ONE, "model", LAYOUT, write_limit=2 * ONE)
+    for n in range(4):
+        put(store, [n, *range(TOKENS - 1)])
+    store.close()
+    assert used(tmp_path) == store.written == 2 * ONE
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from tests.offload.test_kv_store import LAYOUT, ONE, put
+from flexgen_jax.offload.disk.kv_store import KVStore
+store = KVStore(Path(sys.argv[1]), 20 * ONE, "model", LAYOUT)
+print("begun", flush=True)
+for n in range(10**6):
+    put(store, [n % 50, *range(3 * 64)])
+"""
+
+
+def test_kill_at_any_moment_leaves_what_is_whole(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    for _ in range(6):
+        command = [sys.executable, "-c", WRITES, str(tmp_path)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert child.stdout is not None and child.stdout.readline() == b"begun\n"
+        time.sleep(draw.uniform(0.0, 0.2))
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        assert used(tmp_path) <= 20 * ONE
+        with closing(KVStore(tmp_path, 20 * ONE, "model", LAYOUT)) as store:
+            assert not list(tmp_path.rglob("*.part"))
+            for n in range(50):
+                check(store, [n, *range(3 * 64)])
+    assert list(tmp_path.rglob("*.kv"))
 
 
 def test_two_at_once_share_a_folder(tmp_path: Path) -> None:

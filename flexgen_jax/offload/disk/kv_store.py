@@ -104,11 +104,19 @@ class KVStore:
     """Pieces of one model's sequences, of at most `cap` bytes together.
 
     model: names the model, its weights and everything else that changes the numbers; layout: what a
-    piece has. evicted: how many pieces were removed to make room.
+    piece has; write_limit: the bytes that this process may write, None for no limit. written: those
+    that it has; evicted: how many pieces it has removed to make room.
     """
 
-    def __init__(self, folder: Path, cap: int, model: str, layout: PieceLayout) -> None:
-        self.layout, self._cap = layout, cap
+    def __init__(
+        self,
+        folder: Path,
+        cap: int,
+        model: str,
+        layout: PieceLayout,
+        write_limit: int | None = None,
+    ) -> None:
+        self.layout, self._cap, self._write_limit = layout, cap, write_limit
         name = hashlib.blake2b(repr((model, layout)).encode(), digest_size=KEY_BYTES).hexdigest()
         self._root = folder.expanduser()
         self._folder = self._root / name
@@ -121,7 +129,7 @@ class KVStore:
         self._finishing: list[Future[None]] = []
         with self._locked():
             self._make_room(0)
-        self.evicted = 0
+        self.evicted = self.written = 0
 
     def stored_tokens(self, ids: Sequence[int]) -> int:
         """Returns how many of a sequence's first tokens are there."""
@@ -179,11 +187,13 @@ class KVStore:
                 left -= self.layout.nbytes(key.tokens)
                 missing += [(number, key)] if left >= 0 else []
         missing = missing[:MOST_PIECES]
-        if not missing:
+        nbytes = sum(self.layout.nbytes(key.tokens) for _, key in missing)
+        is_over = self._write_limit is not None and self.written + nbytes > self._write_limit
+        if not missing or is_over:
             return None
         draft = Draft([], self.layout, [self._path(key) for key in keys])
         with self._locked():
-            if not self._make_room(sum(self.layout.nbytes(key.tokens) for _, key in missing)):
+            if not self._make_room(nbytes):
                 return None  # others are being written
             try:
                 for number, key in missing:
@@ -191,6 +201,7 @@ class KVStore:
             except BaseException:
                 self.drop(draft)
                 raise
+        self.written += nbytes
         return draft
 
     def _new_part(self, number: int, key: Key) -> Part:
