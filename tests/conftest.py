@@ -103,6 +103,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="module")
+def sharing_pays() -> Iterator[None]:
+    """Prefixes are shared whatever the profile says, by which tiny models compute them faster."""
+    from flexgen_jax.engine.planner import Planner
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Planner, "is_worth_sharing", lambda self, saved, requests: True)
+        yield
+
+
+@pytest.fixture(scope="module")
 def compiled_quickly() -> Iterator[None]:
     """XLA optimizes no code, which takes a third less time: for tests of what is computed where and
     when. Those of layers, kernels and transfers are compiled as for users."""

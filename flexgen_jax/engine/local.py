@@ -12,6 +12,7 @@ from flexgen_jax.engine.feed import Incoming
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
 from flexgen_jax.engine.outputs import Generation
 from flexgen_jax.engine.planner import Planner
+from flexgen_jax.engine.prefix_sharing import spares_enough
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.engine.serving import Collector
@@ -70,6 +71,9 @@ class LocalRunner:
             return 0
         tokens = self._kv_store.stored_tokens(ids)
         return tokens if self.planner.is_worth_loading(tokens, self._kv_store.layout) else 0
+
+    def is_worth_sharing(self, saved: int, requests: Sequence[EncodedRequest]) -> bool:
+        return spares_enough(saved, requests) and self.planner.is_worth_sharing(saved, requests)
 
     def note(self, said: str) -> None:
         self._progress.say(said)

@@ -35,6 +35,14 @@ BACK_OFF, BACK_OFFS = 0.8, 5
 repeated."""
 
 
+SAMPLE_TOKENS = 256
+"""Tokens of a prompt by which the time of one is estimated."""
+
+SHARING_PROGRAMS = 2
+"""The fixed time of a layer's decode step that sharing a prefix adds, in that of a step: attention
+to the prefix and to a row's own cache are then programs of their own."""
+
+
 @dataclass
 class Planner:
     """The limits and the policy of one model; with `is_auto`, placements and batches are searched.
@@ -206,6 +214,16 @@ class Planner:
         """Keeps how fast a run's direct reads were, for later plans for this machine."""
         if self._is_here and reads:
             record_disk_reads(self.setting.dtype, self.offload_dir, reads, busy_s)
+
+    def is_worth_sharing(self, saved: int, requests: Sequence[EncodedRequest]) -> bool:
+        """Returns whether computing `saved` tokens takes longer, by the machine's profile, than
+        what sharing adds to decoding: `SHARING_PROGRAMS` for each token of a batch and layer."""
+        longest = max(request.max_tokens for request in requests)
+        costs = self.problem(Workload(SAMPLE_TOKENS, longest)).costs(self.policy)
+        computed = saved * costs.mean_prefill_s(1, SAMPLE_TOKENS, False) / SAMPLE_TOKENS
+        tokens = sum(request.max_tokens for request in requests)
+        steps = max(longest, tokens / self.policy.batch_size)
+        return bool(computed > steps * SHARING_PROGRAMS * costs.hw.step_s)
 
     def is_worth_loading(self, tokens: int, layout: PieceLayout) -> bool:
         """Returns whether loading so many tokens' KV cache takes less time than computing them: by

@@ -24,15 +24,22 @@ def nothing_stored(ids: Ids) -> int:
     return 0
 
 
+def spares_enough(saved: int, requests: Sequence[EncodedRequest]) -> bool:
+    """Returns whether the tokens that sharing saves are a large part of all prompts' tokens."""
+    return saved >= LEAST_SHARE * sum(len(r.prompt_ids) for r in requests)
+
+
 def share(
     requests: Sequence[EncodedRequest],
     known: Iterable[Ids] = (),
     stored: Callable[[Ids], int] = nothing_stored,
+    is_worth: Callable[[int, Sequence[EncodedRequest]], bool] = spares_enough,
 ) -> list[EncodedRequest]:
     """Returns requests that know how long the prefixes are that they share with others of them, or
     that are `known`. A prefix that a request names stays shared.
 
-    stored: how many of a prompt's first tokens a KV store has, with which it then begins.
+    stored: how many of a prompt's first tokens a KV store has, with which it then begins; is_worth:
+    whether it is worth it to spare so many tokens of requests.
 
     Three prompts "abcx", "abcy" and "abd" may share "ab", and the first two "abc".
     """
@@ -46,7 +53,7 @@ def share(
         saved += (last - first - 1) * (depth - before)
         for n in new[first:last]:
             cuts[n] = (*cuts.get(n, ()), depth)
-    if saved < LEAST_SHARE * sum(len(r.prompt_ids) for r in requests):
+    if not saved or not is_worth(saved, requests):
         return requests
 
     def deeper(n: int, r: EncodedRequest) -> tuple[int, ...]:

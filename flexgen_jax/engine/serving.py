@@ -57,6 +57,9 @@ class Runner(Protocol):
     def stored_tokens(self, ids: tuple[int, ...]) -> int:
         """Returns how many of a prompt's first tokens are in the KV store, and worth loading."""
 
+    def is_worth_sharing(self, saved: int, requests: Sequence[EncodedRequest]) -> bool:
+        """Returns whether requests should share prefixes, which spares so many tokens."""
+
     def note(self, said: str) -> None:
         """Says something to the user."""
 
@@ -143,7 +146,11 @@ class Serving:
                     continue
                 shares = self.shares and isinstance(collector, Generation)
                 if shares:
-                    requests = share(requests, stored=self._runner.stored_tokens)
+                    requests = share(
+                        requests,
+                        stored=self._runner.stored_tokens,
+                        is_worth=self._runner.is_worth_sharing,
+                    )
                 incoming.put_back(requests)
                 together = _planned_together(requests, is_first=workload is None)
                 workload = self._workload(together, collector, workload)

@@ -90,6 +90,9 @@ class Stages:
     def stored_tokens(self, ids: tuple[int, ...]) -> int:
         return 0
 
+    def is_worth_sharing(self, saved: int, requests: Sequence[EncodedRequest]) -> bool:
+        return False
+
     def note(self, said: str) -> None:
         self._progress.say(said)
 

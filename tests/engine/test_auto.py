@@ -16,6 +16,7 @@ import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cpu import HostAttention, HostBlock, features
+from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine import compute_probe, disk_probe, profiler, profiles
 from flexgen_jax.machine.compute_probe import ComputeProbe, Sample, timed
@@ -404,3 +405,15 @@ def test_a_run_tells_the_disks_rate_if_it_waited_for_the_disk(
         for changes in ({"overlap": False}, {"activations": Placement(0.5, 0.0)}):
             session.policy = replace(policy, **changes)
             assert session.disk_reads()[0] == []
+
+
+def test_short_prefixes_of_long_texts_are_not_worth_it() -> None:
+
+    def requests(tokens: int, new: int) -> list[EncodedRequest]:
+        rows = [(*[7] * tokens, *range(n, n + 10)) for n in range(8)]
+        return [EncodedRequest(n, row, SamplingParams(), new) for n, row in enumerate(rows)]
+
+    with LLM("facebook/opt-1.3b", dummy_weights=True, hardware="t4-16gb") as llm:
+        assert llm._runner.is_worth_sharing(7 * 1000, requests(1000, 16))
+        assert not llm._runner.is_worth_sharing(7 * 20, requests(20, 512))
+        assert not llm._runner.is_worth_sharing(7 * 20, requests(1000, 1))

@@ -109,6 +109,7 @@ def test_packed_weights_and_caches_give_equal_tokens_everywhere(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("sharing_pays")
 @pytest.mark.parametrize(
     ("family", "chunk"),
     [

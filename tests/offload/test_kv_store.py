@@ -216,6 +216,7 @@ PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 def is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models compute faster than a disk reads."""
     monkeypatch.setattr(Planner, "is_worth_loading", lambda self, tokens, layout: tokens > 0)
+    monkeypatch.setattr(Planner, "is_worth_sharing", lambda self, saved, requests: True)
 
 
 def rounds() -> list[list[int]]:

@@ -21,7 +21,7 @@ from tests.helpers.cases import pairwise
 from tests.helpers.models import PLACEMENTS
 from tests.helpers.numpy_opt import reference
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "sharing_pays")
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
