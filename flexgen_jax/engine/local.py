@@ -177,13 +177,13 @@ class LocalRunner:
         if session is None:
             return None
         predicted = self.planner.predicted(session.policy, session.workload, texts)
-        report = {**session.report(), "predicted": predicted}
-        if self._kv_store is not None:
-            report |= {
-                "kv_store_written": self._kv_store.written,
-                "kv_store_evicted": self._kv_store.evicted,
-            }
-        return report
+        store = self._kv_store
+        return {
+            **session.report(),
+            "predicted": predicted,
+            "kv_store_written": 0 if store is None else store.written,
+            "kv_store_evicted": 0 if store is None else store.evicted,
+        }
 
     def close(self) -> None:
         self._close_session()

@@ -45,7 +45,7 @@ class Report(TypedDict, total=False):
     # Bytes and seconds by resource, phase and content, with `breakdown`.
     breakdown: list[dict[str, Any]]
     guessed_experts: dict[str, int]
-    # Of the KV store, if there is one: bytes written, and files evicted, by this process.
+    # Of the KV store: bytes written, and files evicted, by this process.
     kv_store_written: int
     kv_store_evicted: int
     # What the operating system read from disks; None where it does not say.

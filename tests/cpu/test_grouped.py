@@ -67,7 +67,7 @@ def wide(kernel: QuantizedArray) -> np.ndarray:
     return np.asarray(dequantize(assemble(storage, kernel.leaves)), np.float64)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize(
     ("name", "rows", "shape"),

@@ -153,7 +153,7 @@ PACKED_SHAPES = [
 ]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize(("shape", "bits"), covering(PACKED_SHAPES, [8, 4], together=1))
 def test_quantized_kernels_are_unpacked(shape: tuple[int, int, int], bits: int) -> None:

@@ -80,7 +80,7 @@ def formula(
     return weights / np.where(total, total, 1) @ value, np.log(np.where(total, total, 1))[..., 0]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @on_cpu
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_attention_is_the_formula(kind: str, dtype: str, tokens: int, head_dim: 
         np.testing.assert_array_equal(np.asarray(values.astype(jnp.float32)), wide(value))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @on_cpu
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("lead", [0, 27, 40, 55])

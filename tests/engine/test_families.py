@@ -47,7 +47,7 @@ def test_logits_are_those_of_transformers(
         np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("variant", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "way"), covering([*VARIANTS], [*range(len(WAYS))], together=1))
 def test_tokens_are_those_of_transformers(

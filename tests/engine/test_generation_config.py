@@ -69,7 +69,7 @@ def theirs(folder: Path) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RULES)
 def test_greedy_texts_follow_the_rules(tmp_path: Path, name: str) -> None:
     pytest.importorskip("torch")

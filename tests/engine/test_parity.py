@@ -66,7 +66,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     return cache(lambda variant: Reference(root / variant, variant))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("variant", "percent", "schedule", "overlap", "num_batches"),
     pairwise([*VARIANTS], PLACEMENTS, list(SCHEDULES), [True, False], [1, 4]),

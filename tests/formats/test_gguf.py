@@ -147,7 +147,7 @@ MIXES: tuple[tuple[str, dict[str, str]], ...] = (
 )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "kinds"), MIXES)
 @pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (20, 40, 20, 40, 100, 0)])
 def test_logits_are_those_of_transformers(

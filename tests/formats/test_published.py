@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TIERS = ((100, 0, 100, 0, 100, 0), (30, 40, 20, 50, 0, 100), (0, 0, 0, 0, 0, 0))
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("kind", "family", "percent"),
     covering([*FORMATS], ["llama", "qwen3", "mixtral", "qwen3_5"], TIERS, together=1),

@@ -10,6 +10,7 @@ from flexgen_jax.machine import product_probe
 from flexgen_jax.machine.product_probe import Product, time_products
 
 
+@pytest.mark.slow
 def test_products_are_timed_by_the_code_that_runs_take(
     monkeypatch: pytest.MonkeyPatch, always: None
 ) -> None:

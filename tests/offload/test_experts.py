@@ -34,7 +34,7 @@ def expert_bytes() -> int:
     return sum(Formats("float32").weight(t).nbytes for t in tensors)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize(("rows", "batches"), [(1, 1), (2, 1), (1, 2)])
 def test_bytes_are_read_as_the_routing_says(

@@ -127,7 +127,7 @@ def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
     return run_greedy(checkpoint(), SHORT, policy)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("percent", "schedule", "overlap", "num_batches", "unified"),
     covering(PLACEMENTS, ["zigzag", "row"], [True, False], [1, 4], [True, False]),

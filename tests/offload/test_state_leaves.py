@@ -140,7 +140,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize(
     ("percent", "options", "shrinks"),
@@ -163,7 +163,7 @@ def test_tokens_are_those_of_the_formulas_wherever_state_lies(
         assert peak <= bound[tier], tier
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize(("percent", "options"), CASES[1:6:2])
 def test_bytes_and_peaks_are_predicted(

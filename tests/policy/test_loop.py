@@ -44,7 +44,7 @@ def first(calls: list[Call], *start: Any) -> int:
     return next(i for i, call in enumerate(calls) if call[: len(start)] == start)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("policy", "unified"),
     [

@@ -261,7 +261,7 @@ def test_workspace_has_room_for_the_logits(head: HeadUse, tokens: int) -> None:
     assert counted(300_000) - counted(200_000) == 4 * copies * rows * 100_000
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("ffn", "rows", "tokens", "segments"),

@@ -221,7 +221,7 @@ def test_frontier_rises() -> None:
         assert after.throughput > before.throughput
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("row", compare_paper.ROWS, ids=lambda r: f"{r.table}-{r.model}-{r.batch}")
 def test_rows_of_the_paper(row: compare_paper.Row) -> None:
     assert abs(row.error) < (0.25 if row.is_host_only else 0.35)
