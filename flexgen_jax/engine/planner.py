@@ -34,7 +34,6 @@ BACK_OFF, BACK_OFFS = 0.8, 5
 """After running out of memory, plans use this fraction of what was allowed; and how often that is
 repeated."""
 
-
 SAMPLE_TOKENS = 256
 """Tokens of a prompt by which the time of one is estimated."""
 
@@ -231,12 +230,14 @@ class Planner:
 
         Computing also takes the time of the weights' way to the device, if they have one, which is
         not counted."""
-        costs = self.problem(Workload(max(tokens, 1), 1)).costs(self.policy)
+        if not tokens:
+            return False
+        costs = self.problem(Workload(tokens, 1)).costs(self.policy)
         nbytes = tokens * sum(array.nbytes for array in layout.arrays)
-        computed = len(costs.spec.decoders) * costs.mean_prefill_s(1, max(tokens, 1), False)
+        computed = len(costs.spec.decoders) * costs.mean_prefill_s(1, tokens, False)
         loaded = costs.hw.disk_read.seconds(nbytes)
         loaded += 0.0 if self.setting.unified else nbytes / costs.hw.host_to_device.at(nbytes)
-        return tokens > 0 and loaded < computed
+        return loaded < computed
 
     def back_off(self, on_host: bool) -> bool:
         """Plans for less memory from now on, after running out of it.

@@ -145,7 +145,9 @@ class Prefixes:
         for prefix in list(self._known.values()):
             prefix.hold(prefix in held)
             running = prefix.running
-            if running is not None and running.is_stored and running.is_unknown:
+            if running is None or running.users or running.is_going:
+                continue
+            if running.is_stored:  # the loop, which would end it, has not seen it
                 running.close()
 
     def drop(self, request: EncodedRequest) -> None:

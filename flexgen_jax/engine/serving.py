@@ -156,7 +156,7 @@ class Serving:
                 workload = self._workload(together, collector, workload)
                 if not incoming.is_ended:
                     if shares and self._runner.keeps_texts:
-                        workload = _with_stored(workload)
+                        workload = _with_room_for_stored(workload)
                     workload = _as_many(workload, max(len(requests), UNKNOWN))
                 policy = self._runner.policy_for(workload)
                 allow(max(1, policy.batch_size * policy.num_batches // 2))
@@ -224,7 +224,7 @@ def _planned_together(
     return [r for r in requests if r.shared or len(r.own_ids) <= longest]
 
 
-def _with_stored(workload: Workload) -> Workload:
+def _with_room_for_stored(workload: Workload) -> Workload:
     """Returns a workload with room for what requests that come later may load: a whole prompt."""
     return replace(
         workload,

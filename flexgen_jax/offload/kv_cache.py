@@ -193,7 +193,7 @@ class KVCache:
         files = arrays_of(running).files
         if (rows, number) not in files:
             assert self._folder is not None, "the policy puts KV blocks on disk"
-            largest = max(other.sizes[number].sealed for other in running.layers if other.homes)
+            largest = max(other.sizes[number].sealed for other in running.growing)
             name = f"kv-{running.number}-{number}-{rows}"
             files[rows, number] = Records.create(self._folder, name, len(running.layers), largest)
         return files[rows, number]
@@ -231,7 +231,7 @@ class KVCache:
         keys = tuple(take_block(key, rows) for key in arrived.keys)
         load.put(replace(arrived, blocks=tuple(here), keys=keys, on_host=tuple(there)))
         state.payload.rows = len(rows)
-        if state is [other for other in state.running.layers if other.homes][-1]:
+        if state is state.running.growing[-1]:
             self._remove_files(state.running, except_of=len(rows))
 
     def _shrunk(self, state: LayerState, number: int, arrays: Block, rows: np.ndarray) -> Any:

@@ -23,6 +23,7 @@ from flexgen_jax.offload.disk.kv_store import (
 )
 from flexgen_jax.offload.kv_cache import BlockArrays, KVCache
 from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.policy import SCORE
 from flexgen_jax.policy.running import LayerState, PromptPart, Running
 
 
@@ -39,7 +40,7 @@ def piece_layout(spec: ModelSpec, formats: Formats) -> PieceLayout:
 
 
 @dataclass(eq=False)
-class Texts:
+class BatchTexts:
     """The tokens that a batch's rows have got, and the rows that are not finished."""
 
     left: set[int]
@@ -57,7 +58,7 @@ class KVKeeper:
     ) -> None:
         self._store, self._plan, self._cache, self._say = store, plan, cache, say
         self._is_packed = plan.formats.cache_bits < 16
-        self._texts: dict[Running, Texts] = {}
+        self._texts: dict[Running, BatchTexts] = {}
         self._has_failed = False
         # Of the prefix that is being brought back: its further layers, and the blocks of one.
         self._reading: Iterator[list[np.ndarray]] = iter(())
@@ -66,11 +67,10 @@ class KVKeeper:
     def enter(self, running: Running) -> None:
         """Takes in a batch that generates."""
         given = arrays_of(running).given
-        is_scored = given.targets is not None or given.forced is not None
-        if running.is_prefix or is_scored or given.most is None:
+        if running.is_prefix or given.head == SCORE or given.most is None:
             return
         # A row that fills up a batch has one token.
-        self._texts[running] = Texts({row for row, most in enumerate(given.most) if most > 1})
+        self._texts[running] = BatchTexts({row for row, most in enumerate(given.most) if most > 1})
         running.closing.callback(self._texts.pop, running)
 
     def took(self, running: Running, ids: np.ndarray, left: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class KVKeeper:
     def keep_prompt(self, made: PromptPart) -> None:
         """Stores a prefix when all of its layers are computed."""
         running, is_last = made.state.running, made.blocks.stop == len(made.state.homes)
-        if running.is_prefix and is_last and made.state is _growing(running)[-1]:
+        if running.is_prefix and is_last and made.state is running.growing[-1]:
             self._keep(running, 0, [])
 
     def restored(self, made: PromptPart) -> list[Block]:
@@ -103,20 +103,18 @@ class KVKeeper:
         state, given = made.state, arrays_of(made.state.running).given
         assert given.stored is not None, "it is stored"
         if not made.blocks.start:
-            if state is _growing(state.running)[0]:
+            if state is state.running.growing[0]:
                 self._reading = given.stored.read()
             padding = int(given.first_valid[0])
             self._restored = blocks_of(state, self._plan, next(self._reading), padding)
-            if state is _growing(state.running)[-1]:
+            if state is state.running.growing[-1]:
                 given.stored.close()
         return self._restored[made.blocks.start : made.blocks.stop]
 
     def _keep(self, running: Running, row: int, made: Sequence[int]) -> None:
         """Stores what is cached of a row, which has got `made` after its prompt."""
         prompt = running.shape.prompt_len
-        columns = next(state.tokens for state in running.layers if state.homes)
-        if running.is_prefix:
-            columns = prompt
+        columns = prompt if running.is_prefix else running.growing[0].tokens
         # An open block is in full precision, and a batch's last step may have overwritten it.
         if self._is_packed or _has_lost_open_block(running):
             columns = sum(running.lengths[: running.sealed(columns)])
@@ -146,15 +144,13 @@ class KVKeeper:
     def _tokens_of(
         self, running: Running, row: int, layer: int, start: int, stop: int
     ) -> list[np.ndarray]:
-        """Returns what a layer keeps of some tokens of a sequence, which may be those of what its
-        row begins with."""
+        """Returns what a layer keeps of some tokens of a row's sequence, its prefixes included."""
         given = arrays_of(running).given
         before, padding = given.tokens_before(row), int(given.first_valid[row])
         parts = []
         if start < before:
-            (prefix,) = [x.prefix for x in running.shared if x.start <= row < x.stop][-1:]
-            end = min(stop, before)
-            parts.append(self._tokens_of(prefix, 0, layer, start, end))
+            prefix = running.prefixes_of(row)[-1]
+            parts.append(self._tokens_of(prefix, 0, layer, start, min(stop, before)))
         if stop > before:
             columns = [max(start - before, 0) + padding, stop - before + padding]
             state = running.layers[layer]
@@ -162,14 +158,9 @@ class KVKeeper:
         return [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
 
 
-def _growing(running: Running) -> list[LayerState]:
-    """Returns the layers that have KV blocks."""
-    return [state for state in running.layers if state.homes]
-
-
 def _ids_of(running: Running, row: int) -> list[int]:
     """Returns the token ids of a row's prompt, prefixes included."""
-    prefixes = [x.prefix for x in running.shared if x.start <= row < x.stop]
+    prefixes = running.prefixes_of(row)
     before = _ids_of(prefixes[-1], 0) if prefixes else []
     given = arrays_of(running).given
     return [*before, *given.ids[row, given.first_valid[row] :].tolist()]
@@ -212,7 +203,7 @@ def _row_of(leaf: jax.Array, row: int) -> np.ndarray:
 
 def _has_lost_open_block(running: Running) -> bool:
     """Returns whether the open blocks were given to a program that does not hand them back."""
-    open_blocks = [state.payload.blocks.get(state.sealed) for state in _growing(running)]
+    open_blocks = [state.payload.blocks.get(state.sealed) for state in running.growing]
     leaves = jax.tree.leaves([block.arrays for block in open_blocks if block is not None])
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
 

@@ -339,14 +339,18 @@ class Running:
         self.closing.close()
 
     @property
-    def is_unknown(self) -> bool:
-        """Whether no batch uses this prefix, and the loop, which would end it, has not seen it."""
-        return not self.users and not self.is_going
-
-    @property
     def prefixes(self) -> tuple[Running, ...]:
         """The prefixes of its rows, each once."""
         return tuple(dict.fromkeys(span.prefix for span in self.shared))
+
+    @property
+    def growing(self) -> list[LayerState]:
+        """The layers that have KV blocks."""
+        return [state for state in self.layers if state.homes]
+
+    def prefixes_of(self, row: int) -> list[Running]:
+        """Returns the prefixes of a row, the shortest first."""
+        return [span.prefix for span in self.shared if span.start <= row < span.stop]
 
     def share(self, spans: tuple[Shared[Running], ...]) -> None:
         """Gives the rows other prefixes, or none."""

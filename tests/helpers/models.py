@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +164,9 @@ def byte_tokenizer() -> dict[str, Any]:
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }
+
+
+def assert_within_plan(report: Mapping[str, Any]) -> None:
+    """Checks that a run needed no more bytes of any tier than were planned."""
+    for tier, peak in report["peak_bytes"].items():
+        assert peak <= report["computed_peak_bytes"][tier], tier

@@ -34,17 +34,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexgen_jax.errors import UserError
+from flexgen_jax.offload.disk.direct_reads import PAGE
 
 TOKENS = 64
 """Tokens of a piece, but for a sequence's last one, which may have fewer."""
 
-PAGE = 4096
 MAGIC = b"flexgen-jax KV 1"
 KEY_BYTES = 20
-OF_MODEL, OURS = re.compile("[0-9a-f]{40}"), re.compile(r"[0-9a-f]{40}(\.kv|\.[0-9a-f]{32}\.part)")
+MODEL_FOLDER = re.compile("[0-9a-f]{40}")
+PIECE_FILE = re.compile(r"[0-9a-f]{40}(\.kv|\.[0-9a-f]{32}\.part)")
 """Names of folders and files of a store; others in its folder are left alone."""
 
-MOST_PIECES = 256
+MAX_OPEN_PIECES = 256
 """Pieces that are written together, each of which is an open file."""
 
 READERS = 4
@@ -139,7 +140,7 @@ class KVStore:
                 break
             before, stored = key.digest, stored + TOKENS
         for tokens in range(min(len(ids) - stored, TOKENS - 1), 0, -1):
-            key = Key.of(before, ids[stored : stored + tokens])
+            key = PieceKey.of(before, ids[stored : stored + tokens])
             if self._path(key).exists():
                 return stored + tokens
         return stored
@@ -158,7 +159,7 @@ class KVStore:
             _touch([piece.path for piece in pieces])
             return StoredSequence(pieces, self.layout, self._pool, files.pop_all())
 
-    def _opened(self, key: Key) -> Piece | None:
+    def _opened(self, key: PieceKey) -> StoredPiece | None:
         path = self._path(key)
         try:
             file = os.open(path, os.O_RDONLY)
@@ -171,9 +172,9 @@ class KVStore:
             path.unlink(missing_ok=True)
             return None
         sums = struct.unpack_from(f"<{len(self.layout.arrays)}I", header, len(start))
-        return Piece(path, file, key.tokens, sums)
+        return StoredPiece(path, file, key.tokens, sums)
 
-    def _path(self, key: Key) -> Path:
+    def _path(self, key: PieceKey) -> Path:
         return self._folder / f"{key.digest.hex()}.kv"
 
     # Writing
@@ -181,12 +182,12 @@ class KVStore:
     def draft(self, ids: Sequence[int]) -> Draft | None:
         """Makes room for those pieces of a sequence that are not there; None if it lacks none, or
         there is no room."""
-        missing, left, keys = list[tuple[int, Key]](), self._cap, list(keys_of(ids))
+        missing, left, keys = list[tuple[int, PieceKey]](), self._cap, list(keys_of(ids))
         for number, key in enumerate(keys):
             if not self._path(key).exists():
                 left -= self.layout.nbytes(key.tokens)
                 missing += [(number, key)] if left >= 0 else []
-        missing = missing[:MOST_PIECES]
+        missing = missing[:MAX_OPEN_PIECES]
         nbytes = sum(self.layout.nbytes(key.tokens) for _, key in missing)
         is_over = self._write_limit is not None and self.written + nbytes > self._write_limit
         if not missing or is_over:
@@ -204,7 +205,7 @@ class KVStore:
         self.written += nbytes
         return draft
 
-    def _new_part(self, number: int, key: Key) -> Part:
+    def _new_part(self, number: int, key: PieceKey) -> PieceDraft:
         path = self._folder / f"{key.digest.hex()}.{uuid.uuid4().hex}.part"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -214,7 +215,7 @@ class KVStore:
             os.close(file)
             path.unlink()
             raise
-        return Part(number, key, path, file, [0] * len(self.layout.arrays))
+        return PieceDraft(number, key, path, file, [0] * len(self.layout.arrays))
 
     def finish(self, draft: Draft) -> None:
         """Starts putting a draft's pieces in their place, all of whose arrays are written."""
@@ -252,16 +253,15 @@ class KVStore:
         """Removes what dead processes left, and the pieces used longest ago, of any model; returns
         whether there is room."""
         used, pieces = 0, list[tuple[int, str, int]]()
-        for folder in filter(lambda entry: OF_MODEL.fullmatch(entry.name), os.scandir(self._root)):
-            for entry in filter(lambda entry: OURS.fullmatch(entry.name), os.scandir(folder.path)):
-                with suppress(FileNotFoundError):
-                    if entry.name.endswith(".part") and _is_left(entry.path):
-                        os.unlink(entry.path)
-                        continue
-                    status = entry.stat()
-                    used += status.st_size
-                    if entry.name.endswith(".kv"):
-                        pieces.append((status.st_mtime_ns, entry.path, status.st_size))
+        for path in self._files():
+            with suppress(FileNotFoundError):
+                is_part = path.endswith(".part")
+                if is_part and _is_left(path):
+                    os.unlink(path)
+                    continue
+                status = os.stat(path)
+                used += status.st_size
+                pieces += [] if is_part else [(status.st_mtime_ns, path, status.st_size)]
         for _, path, nbytes in sorted(pieces):
             if used + wanted <= self._cap:
                 break
@@ -271,34 +271,41 @@ class KVStore:
             used -= nbytes
         return used + wanted <= self._cap
 
+    def _files(self) -> Iterator[str]:
+        """Yields the paths of all pieces and parts, of any model."""
+        for folder in os.scandir(self._root):
+            if MODEL_FOLDER.fullmatch(folder.name):
+                names = (entry.name for entry in os.scandir(folder.path))
+                yield from (f"{folder.path}/{name}" for name in names if PIECE_FILE.fullmatch(name))
+
     def close(self) -> None:
         """Waits for what is being written."""
         self._pool.shutdown()
 
 
-class Key(NamedTuple):
+class PieceKey(NamedTuple):
     """Names a piece of so many tokens, and with it all tokens up to its end."""
 
     digest: bytes
     tokens: int
 
     @classmethod
-    def of(cls, before: bytes, ids: Sequence[int]) -> Key:
+    def of(cls, before: bytes, ids: Sequence[int]) -> PieceKey:
         """Returns the key of some tokens after those of the digest `before`."""
         tokens = np.asarray(ids, "<i4").tobytes()
         return cls(hashlib.blake2b(before + tokens, digest_size=KEY_BYTES).digest(), len(ids))
 
 
-def keys_of(ids: Sequence[int]) -> Iterator[Key]:
+def keys_of(ids: Sequence[int]) -> Iterator[PieceKey]:
     """Yields the keys of the pieces of a sequence."""
     digest = b""
     for start in range(0, len(ids), TOKENS):
-        key = Key.of(digest, ids[start : start + TOKENS])
+        key = PieceKey.of(digest, ids[start : start + TOKENS])
         digest = key.digest
         yield key
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """A piece that is open. sums: the checksums of its arrays."""
 
     path: Path
@@ -311,7 +318,7 @@ class Piece(NamedTuple):
 class StoredSequence:
     """What is stored of a sequence."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[StoredPiece]
     layout: PieceLayout
     pool: ThreadPoolExecutor
     files: ExitStack
@@ -349,7 +356,7 @@ class StoredSequence:
         ]
         return arrays, reads
 
-    def _read(self, piece: Piece, number: int, out: np.ndarray) -> None:
+    def _read(self, piece: StoredPiece, number: int, out: np.ndarray) -> None:
         place = _bytes_of(out)
         read = os.preadv(piece.file, [place], self.layout.offsets(piece.tokens)[number])
         if read != place.nbytes or zlib.crc32(place) != piece.sums[number]:
@@ -360,12 +367,12 @@ class StoredSequence:
         self.files.close()
 
 
-class Part(NamedTuple):
+class PieceDraft(NamedTuple):
     """A piece that is being written. number: its place in the sequence; sums: the checksums of its
     arrays, as far as they are written."""
 
     number: int
-    key: Key
+    key: PieceKey
     path: Path
     file: int
     sums: list[int]
@@ -375,7 +382,7 @@ class Part(NamedTuple):
 class Draft:
     """Pieces of a sequence that are being written. pieces: the files of all of its pieces."""
 
-    parts: list[Part]
+    parts: list[PieceDraft]
     layout: PieceLayout
     pieces: Sequence[Path]
 
