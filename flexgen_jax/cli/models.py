@@ -15,14 +15,14 @@ def models(json_file: Path | None) -> None:
     """List the supported model families, and the shapes that --dummy-weights and plan know by
     name."""
     from flexgen_jax.models.config import ModelConfig
-    from flexgen_jax.models.families import FAMILIES
-    from flexgen_jax.models.shapes import SHAPES, known_shape
+    from flexgen_jax.models.families import FAMILIES, read_config
+    from flexgen_jax.models.shapes import SHAPES, raw_shape
     from flexgen_jax.models.spec_of_config import model_spec
 
     check_json(json_file)
     of_family: dict[str, list[tuple[str, ModelConfig]]] = {family: [] for family in FAMILIES}
     for name in SHAPES:
-        config = known_shape(name)
+        config = read_config(raw_shape(name))
         of_family[config.model_type].append((name, config))
     rows = []
     click.echo("Families (model_type in config.json), and known shapes:\n")

@@ -233,7 +233,7 @@ class Planner:
         if not tokens:
             return False
         costs = self.problem(Workload(tokens, 1)).costs(self.policy)
-        nbytes = tokens * sum(array.nbytes for array in layout.arrays)
+        nbytes = layout.sequence_bytes(tokens)
         computed = len(costs.spec.decoders) * costs.mean_prefill_s(1, tokens, False)
         loaded = costs.hw.disk_read.seconds(nbytes)
         loaded += 0.0 if self.setting.unified else nbytes / costs.hw.host_to_device.at(nbytes)

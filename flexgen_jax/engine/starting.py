@@ -77,11 +77,8 @@ def kv_store_of(
     if cap is None:
         return None
     spec, policy = model_spec(setting.config), planner.policy
-    if policy.is_sparse or setting.config.short_positions is not None or not spec.all_attend:
-        progress.say(
-            "flexgen-jax: kv_store keeps nothing with sparse attention, with longrope, or of a "
-            "model with layers that do not attend"
-        )
+    if policy.is_sparse or setting.config.short_positions is not None:
+        progress.say("flexgen-jax: kv_store keeps nothing with sparse attention or longrope")
         return None
     formats = policy.formats(setting.dtype)
     name = f"{planner.fingerprint}-{formats}-{KV_VERSION}"

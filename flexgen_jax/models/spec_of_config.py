@@ -119,6 +119,7 @@ def _of_experts(prefix: str, config: ModelConfig, parts: LayerParts) -> tuple[Te
     """The tensors of a layer's experts, one expert after the other."""
     if not isinstance(parts.mlp, ExpertsSpec):
         return ()
+    shapes = _mlp("", config.hidden_size, parts.mlp.expert)
     return tuple(
         TensorSpec(
             path=f"{of_expert(number)}{path}",
@@ -128,7 +129,7 @@ def _of_experts(prefix: str, config: ModelConfig, parts: LayerParts) -> tuple[Te
             expert=number,
         )
         for number in range(parts.mlp.count)
-        for path, shape in _mlp("", config.hidden_size, parts.mlp.expert)
+        for path, shape in shapes
     )
 
 

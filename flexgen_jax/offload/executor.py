@@ -91,7 +91,9 @@ class BlockRun:
             cache=self._cache,
             neighbours=neighbours,
         )
-        self._keeper = KVKeeper(kv_store, plan, self._cache, say) if kv_store is not None else None
+        self._keeper: KVKeeper | None = None
+        if kv_store is not None:
+            self._keeper = KVKeeper(kv_store, plan, self._cache, self._replaced, say)
         self._trimmed_at = time.monotonic()
         self.guessed: dict[str, int] = {}
 
@@ -162,27 +164,39 @@ class BlockRun:
     def drop(self, load: Load[Any], is_used: bool) -> None:
         load.drop(is_used)
 
-    def keep(self, made: ReplacedPart | PromptPart | LayerState, computed: Computed) -> None:
+    def keep(self, made: ReplacedPart | PromptPart | LayerState, computed: Computed | None) -> None:
+        if computed is None:
+            assert not isinstance(made, LayerState), "a prefix has no tokens after it"
+            self._restore(made)
+            return
         match made:
             case ReplacedPart() if made.slot.content == "cache":
                 self._replaced.keep(made, computed.replaced)
                 computed.replaced = ()
+                if self._keeper is not None:
+                    self._keeper.keep_part(made)
             case ReplacedPart():
                 assert computed.hidden is not None, "the head has no hidden states"
                 self._replaced.keep(made, (computed.hidden,))
                 computed.hidden = None
-            case PromptPart() if computed is None:
-                if made.state.running.payload is None:
-                    self._enter(made.state.running)
-                assert self._keeper is not None, "it is stored"
-                self._cache.keep(made, self._keeper.restored(made))
             case PromptPart():
                 self._cache.keep(made, computed.result)
                 if self._keeper is not None:
-                    self._keeper.keep_prompt(made)
+                    self._keeper.keep_part(made)
             case LayerState():
                 store = self._cache.replace if computed.is_appended else self._cache.append
                 store(made, computed.result)
+
+    def _restore(self, made: ReplacedPart | PromptPart) -> None:
+        """Brings back what a layer of a stored prefix keeps."""
+        assert self._keeper is not None, "it is stored"
+        running = made.slot.running if isinstance(made, ReplacedPart) else made.state.running
+        if running.payload is None:
+            self._enter(running)
+        if isinstance(made, ReplacedPart):
+            self._replaced.keep(made, self._keeper.restored_state(made))
+        else:
+            self._cache.keep(made, self._keeper.restored_blocks(made))
 
     def open_block(self, state: LayerState, buffer: HostBuffer | None) -> None:
         self._cache.open(state, buffer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +18,32 @@ from flexgen_jax.models.weight_source import numpy_dtype
 from flexgen_jax.offload.batch import arrays_of
 from flexgen_jax.offload.disk.kv_store import (
     Draft,
+    KeptArray,
     KVStore,
     PieceLayout,
-    TokenArray,
 )
 from flexgen_jax.offload.kv_cache import BlockArrays, KVCache
+from flexgen_jax.offload.replaced import ReplacedStore
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import SCORE
-from flexgen_jax.policy.running import LayerState, PromptPart, Running
+from flexgen_jax.policy.running import LayerState, PromptPart, ReplacedPart, Running
+
+PREFIX_END = -1
+"""The token of a prefix's last step, see `Running.tokens`."""
 
 
 def piece_layout(spec: ModelSpec, formats: Formats) -> PieceLayout:
-    """Returns what a KV store keeps of each layer's KV blocks, as they are sealed."""
+    """Returns what a KV store keeps of each layer: of its KV blocks, as they are sealed, and what
+    it replaces with every token."""
     layers = []
     for layer in spec.decoders:
-        leaves = [x for leaf in layer.growing for x in formats.sealed(leaf, 1, 1).leaves]
-        # Of one row and token: [1, ..., 1, element].
-        shapes = [(*leaf.shape[1:-2], leaf.shape[-1]) for leaf in leaves]
-        kinds = [numpy_dtype(leaf.kind) for leaf in leaves]
-        layers.append(tuple(map(TokenArray, shapes, kinds)))
+        sealed = [x for leaf in layer.growing for x in formats.sealed(leaf, 1, 1).leaves]
+        replaced = [x for leaf in layer.replaced for x in formats.plain(leaf, 1).leaves]
+        # Of one row, and of one token of what grows: [1, ..., 1, element].
+        growing = [(*leaf.shape[1:-2], leaf.shape[-1]) for leaf in sealed]
+        kept = [KeptArray(s, numpy_dtype(x.kind)) for s, x in zip(growing, sealed, strict=True)]
+        kept += [KeptArray(x.shape[1:], numpy_dtype(x.kind), grows=False) for x in replaced]
+        layers.append(tuple(kept))
     return PieceLayout(tuple(layers))
 
 
@@ -54,19 +62,31 @@ class KVKeeper:
     """
 
     def __init__(
-        self, store: KVStore, plan: BlockPlan, cache: KVCache, say: Callable[[str], object]
+        self,
+        store: KVStore,
+        plan: BlockPlan,
+        cache: KVCache,
+        replaced: ReplacedStore,
+        say: Callable[[str], object],
     ) -> None:
-        self._store, self._plan, self._cache, self._say = store, plan, cache, say
+        self._store, self._plan, self._say = store, plan, say
+        self._cache, self._replaced = cache, replaced
         self._is_packed = plan.formats.cache_bits < 16
         self._texts: dict[Running, BatchTexts] = {}
+        # How many KV caches and states of a prefix's layers are still to be computed.
+        self._missing: dict[Running, int] = {}
         self._has_failed = False
-        # Of the prefix that is being brought back: its further layers, and the blocks of one.
+        # Of the prefix that is being brought back: its further layers, and one.
         self._reading: Iterator[list[np.ndarray]] = iter(())
-        self._restored: list[Block] = []
+        self._layer: StoredLayer | None = None
 
     def enter(self, running: Running) -> None:
-        """Takes in a batch that generates."""
+        """Takes in a batch that generates, or a prefix."""
         given = arrays_of(running).given
+        if running.is_prefix and not running.is_stored:
+            kept = [part for x in running.layers for part in (x.homes, x.layer.replaced) if part]
+            self._missing[running] = len(kept)
+            running.closing.callback(self._missing.pop, running)
         if running.is_prefix or given.head == SCORE or given.most is None:
             return
         # A row that fills up a batch has one token.
@@ -92,33 +112,49 @@ class KVKeeper:
             texts.left = set(range(left))
             texts.made = [ids[np.array(rows)] for ids in texts.made]
 
-    def keep_prompt(self, made: PromptPart) -> None:
-        """Stores a prefix when all of its layers are computed."""
-        running, is_last = made.state.running, made.blocks.stop == len(made.state.homes)
-        if running.is_prefix and is_last and made.state is running.growing[-1]:
+    def keep_part(self, made: PromptPart | ReplacedPart) -> None:
+        """Takes note of what a layer keeps of a prompt; stores a prefix when it has all."""
+        if isinstance(made, PromptPart):
+            running, is_whole = made.state.running, made.blocks.stop == len(made.state.homes)
+        else:
+            running, is_whole = made.slot.running, made.slot.token == PREFIX_END
+        if running not in self._missing or not is_whole:
+            return
+        self._missing[running] -= 1
+        if not self._missing[running]:
             self._keep(running, 0, [])
 
-    def restored(self, made: PromptPart) -> list[Block]:
+    def restored_blocks(self, made: PromptPart) -> list[Block]:
         """Returns KV blocks of a stored prefix; its layers come one after the other."""
-        state, given = made.state, arrays_of(made.state.running).given
-        assert given.stored is not None, "it is stored"
-        if not made.blocks.start:
-            if state is state.running.growing[0]:
+        stored = self._stored_layer(made.state)
+        return stored.blocks[made.blocks.start : made.blocks.stop]
+
+    def restored_state(self, made: ReplacedPart) -> tuple[jax.Array, ...]:
+        """Returns what a layer of a stored prefix replaces with every token."""
+        return self._stored_layer(made.slot.running.layers[made.layer - 1]).replaced
+
+    def _stored_layer(self, state: LayerState) -> StoredLayer:
+        """Returns what is stored of a layer: of the latest one, or of the one after it."""
+        if self._layer is None or self._layer.state is not state:
+            given, layers = arrays_of(state.running).given, state.running.layers
+            assert given.stored is not None, "it is stored"
+            if state is layers[0]:
                 self._reading = given.stored.read()
             padding = int(given.first_valid[0])
-            self._restored = blocks_of(state, self._plan, next(self._reading), padding)
-            if state is state.running.growing[-1]:
+            self._layer = stored_layer(state, self._plan, next(self._reading), padding)
+            if state is layers[-1]:
                 given.stored.close()
-        return self._restored[made.blocks.start : made.blocks.stop]
+        return self._layer
 
     def _keep(self, running: Running, row: int, made: Sequence[int]) -> None:
         """Stores what is cached of a row, which has got `made` after its prompt."""
         prompt = running.shape.prompt_len
-        columns = prompt if running.is_prefix else running.growing[0].tokens
-        # An open block is in full precision, and a batch's last step may have overwritten it.
-        if self._is_packed or _has_lost_open_block(running):
-            columns = sum(running.lengths[: running.sealed(columns)])
-        if self._has_failed or columns < prompt:
+        columns = cached = prompt if running.is_prefix else running.growing[0].tokens
+        if self._is_packed:  # an open block is in full precision
+            columns = sum(running.lengths[: running.sealed(cached)])
+        # A state has seen all of them.
+        is_useless = self._store.layout.has_ends and columns < cached
+        if self._has_failed or is_useless or columns < prompt:
             return  # of a batch's last tokens, nothing is cached
         ids = [*_ids_of(running, row), *made[: columns - prompt]]
         try:
@@ -132,10 +168,14 @@ class KVKeeper:
     def _write(self, draft: Draft, running: Running, row: int) -> None:
         try:
             for place, (start, stop) in enumerate(draft.spans):
-                for number, layer in enumerate(self._plan.spec.decoders):
-                    if layer.growing:
-                        arrays = self._tokens_of(running, row, number, start, stop)
-                        draft.write(place, number, arrays)
+                is_end = place == len(draft.spans) - 1
+                for number, state in enumerate(running.layers):
+                    arrays = list[np.ndarray]()
+                    if state.homes:
+                        arrays += self._tokens_of(running, row, number, start, stop)
+                    if is_end and state.layer.replaced:
+                        arrays += self._state_of_row(state, row)
+                    draft.write(place, number, arrays)
         except BaseException:
             self._store.drop(draft)
             raise
@@ -156,6 +196,13 @@ class KVKeeper:
             state = running.layers[layer]
             parts.append(_columns_of_row(self._cache, state, row, *columns))
         return [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
+
+    def _state_of_row(self, state: LayerState, row: int) -> list[np.ndarray]:
+        """Returns what a layer replaces with every token, of a row. Waits for the disk."""
+        arrays = state.slot.payload.arrays
+        if arrays is None:
+            return [view[row] for view in self._replaced.read(state.slot).views]
+        return [_row_of(array, row) for array in arrays]
 
 
 def _ids_of(running: Running, row: int) -> list[int]:
@@ -201,27 +248,30 @@ def _row_of(leaf: jax.Array, row: int) -> np.ndarray:
     return row_of
 
 
-def _has_lost_open_block(running: Running) -> bool:
-    """Returns whether the open blocks were given to a program that does not hand them back."""
-    open_blocks = [state.payload.blocks.get(state.sealed) for state in running.growing]
-    leaves = jax.tree.leaves([block.arrays for block in open_blocks if block is not None])
-    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+class StoredLayer(NamedTuple):
+    """What is stored of a prefix's layer, as its batch has it."""
+
+    state: LayerState
+    blocks: list[Block]
+    replaced: tuple[jax.Array, ...]
 
 
-def blocks_of(
+def stored_layer(
     state: LayerState, plan: BlockPlan, stored: Sequence[np.ndarray], padding: int
-) -> list[Block]:
-    """Returns the KV blocks of a prefix's layer from what is stored of it, each [token, ...], after
-    `padding` columns."""
+) -> StoredLayer:
+    """Returns the KV blocks of a prefix's layer, after `padding` columns, and what it replaces with
+    every token. stored: as in `piece_layout`, [token, ...] of what grows."""
     blocks, start = list[Block](), -padding
-    for tokens in state.running.blocks.prompt:
-        pieces = iter(_columns_of(array, start, tokens) for array in stored)
+    count = len(stored) - len(state.layer.replaced)
+    for tokens in state.running.blocks.prompt if state.homes else ():
+        pieces = iter(_columns_of(array, start, tokens) for array in stored[:count])
         storages = [plan.formats.sealed(leaf, 1, tokens) for leaf in state.layer.growing]
         blocks.append(
             tuple(assemble(storage, [next(pieces) for _ in storage.leaves]) for storage in storages)
         )
         start += tokens
-    return blocks
+    replaced = tuple(jnp.asarray(array[None]) for array in stored[count:])
+    return StoredLayer(state, blocks, replaced)
 
 
 def _columns_of(array: np.ndarray, start: int, tokens: int) -> jax.Array:

@@ -93,6 +93,14 @@ class ReplacedStore:
         counted(metrics, "disk_read", slot.content, load.what, nbytes, load.reads)
         return load
 
+    def read(self, slot: ReplacedSlot) -> HostBuffer:
+        """Returns what is in a slot that is on disk alone; waits for it."""
+        assert slot.part is not None, "a step has made something"
+        buffer = self._memories.buffer(*slot.part.layouts)
+        for file, view in zip(slot.payload.latest, buffer.views, strict=True):
+            file.read_into(view, is_urgent=True).result()
+        return buffer
+
     def _empty(self, slot: ReplacedSlot) -> None:
         """Frees what is in a slot, in memory and on disk; waits for the end of its write."""
         kept, slot.payload = slot.payload, None

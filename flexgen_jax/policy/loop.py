@@ -38,12 +38,14 @@ class Dispatched(NamedTuple):
     computed: Handle
 
 
-def restore(prefix: Running, cache: CacheBlocks) -> None:
+def restore(prefix: Running, cache: CacheBlocks, replaced: ReplacedArrays) -> None:
     """Has a backend bring back what a stored prefix keeps, one layer after the other."""
     for state in prefix.layers:
         for token in prefix.tokens if state.homes else ():
             cache.put_prompt(token, state, None)
-            state.until = token
+        if state.layer.replaced:
+            replaced.put(prefix.tokens[-1], state.replaced(), None)
+        state.until = prefix.tokens[-1]
     prefix.layers_filled = len(prefix.layers)
     prefix.is_in_prompt = False
 
@@ -200,7 +202,7 @@ class BlockLoop:
             self._going.append(running)
             self._visits.count_rows()
             if running.is_stored:
-                restore(running, self._cache)
+                restore(running, self._cache, self._replaced)
 
     # Steps
 
@@ -234,7 +236,7 @@ class BlockLoop:
         if step.token > 0:
             step.batch.is_in_prompt = False
         self._prefetch.release(step, self._dispatched)
-        if self._prefetch.replaces[step.layer] and step.token != self._last_token(step.batch):
+        if self._prefetch.replaces[step.layer] and self._is_kept(step):
             self._replaced.put(step.token, state_of(step).replaced(), computed)
         if self._has_output(step):
             part = step.batch.hidden_part(step.token, step.layer)
@@ -288,11 +290,16 @@ class BlockLoop:
             return
         if self._has_output(step):
             self._replaced.settle(running.hidden, step.token, step.layer)
-        if self._kinds[step.layer] == "decoder" and step.token != self._last_token(running):
+        if self._kinds[step.layer] == "decoder" and self._is_kept(step):
             self._store_state(step, computed)
 
+    def _is_kept(self, step: Step) -> bool:
+        """Returns whether what a layer keeps of a step is stored: not of prompts after which no
+        token comes. That of the last tokens is for a KV store."""
+        return step.token > 0 or step.token != self._last_token(step.batch)
+
     def _store_state(self, step: Step, computed: Handle) -> None:
-        """Stores what a layer keeps of a step, to which another one will come back."""
+        """Stores what a layer keeps of a step."""
         state = state_of(step)
         if self._prefetch.replaces[step.layer]:
             self._replaced.settle(state.slot, step.token, step.layer)

@@ -98,6 +98,7 @@ def test_rounding_costs_little(bits: int) -> None:
     assert 0 < np.sqrt(np.mean(off**2)) < 0.01 * np.std(exact)
 
 
+@pytest.mark.slow
 def test_outliers_cost_the_others_nothing() -> None:
     """Beside numbers a hundred times as large, the rest of a row keeps its precision."""
     kernel, x = quantize(numbers(256, 512, seed=1), 4, 64, 0), numbers(4, 512) / 4
@@ -110,6 +111,7 @@ def test_outliers_cost_the_others_nothing() -> None:
     assert errors[1] < errors[0]
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_others() -> None:
     x, kernel = numbers(ROWS + 8, 512) * 3, quantize(numbers(256, 512, seed=1), 4, 64, 0)
     together = single(anew(multiply)(x, kernel, None))

@@ -518,16 +518,19 @@ class Reference:
     @cached_property
     def tokens(self) -> list[list[int]]:
         """The greedy tokens of every prompt of `tests.helpers.models.prompts`."""
+        return [self.greedy(ids, NEW_TOKENS) for ids in prompts()]
+
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        """Returns the greedy tokens that follow a prompt: in prompts of recurrent layers by their
+        chunked form, then by their recurrent one."""
         import torch
 
-        found = []
         self.model.generation_config.eos_token_id = None
-        for ids in prompts():
-            out = self.model.generate(
-                torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=1
-            )
-            found.append(out[0, len(ids) :].tolist())
-        return found
+        out = self.model.generate(
+            torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=1
+        )
+        tokens: list[int] = out[0, len(ids) :].tolist()
+        return tokens
 
     def logprobs(self, ids: list[int]) -> np.ndarray:
         """Returns the log-probability of every token but the first."""

@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.engine.planner import Planner
 from flexgen_jax.offload.batch import Computed
 from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.policy.backend import Inputs
@@ -43,17 +44,8 @@ def asked() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(reference: Reference, asked: list[list[int]]) -> list[list[int]]:
-    """transformers' greedy tokens: prompts in its chunked form, then its recurrent one."""
-    import torch
-
-    reference.model.generation_config.eos_token_id = None
-    found = []
-    for ids, count in zip(asked, NEW, strict=True):
-        out = reference.model.generate(
-            torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=1
-        )
-        found.append(out[0, len(ids) :].tolist())
-    return found
+    """transformers' greedy tokens."""
+    return [reference.greedy(ids, count) for ids, count in zip(asked, NEW, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +105,40 @@ def test_a_shared_prefix_changes_nothing(
         )
     assert [x.token_ids for x in shared] == [x.token_ids for x in alone]
     assert len(of_prefix) == 3 * 4, "three chunks in the embedding and three layers"
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("percent", "chunk", "unified"),
+    [((100, 0) * 3, 2048, False), (DISK, 16, True), (DISK, 2048, False)],
+)
+def test_a_conversation_goes_on_after_a_restart(
+    reference: Reference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    percent: tuple[int, ...],
+    chunk: int,
+    unified: bool,
+) -> None:
+    """From the state at the end of the round before; prompts that share a prefix leave one, too."""
+    monkeypatch.setattr(Planner, "is_worth_loading", lambda self, tokens, layout: tokens > 0)
+    monkeypatch.setattr(Planner, "is_worth_sharing", lambda self, saved, requests: True)
+    rng = np.random.default_rng(3)
+    system = rng.integers(3, 96, 70).tolist()
+    policy = Policy.from_percent(*percent, batch_size=3, num_batches=2, prefill_chunk=chunk)
+    options = {"policy": policy, "unified": unified, "offload_dir": tmp_path, "dtype": "float32"}
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    asked, computed = [[*system], [*system]], list[int]()
+    for _ in range(3):
+        asked = [[*ids, *rng.integers(3, 96, 4 + n).tolist()] for n, ids in enumerate(asked)]
+        with LLM(reference.folder, kv_store="9MB", kv_store_dir=tmp_path / "kv", **options) as llm:
+            results = llm.generate(prompt_token_ids=asked, sampling_params=params)
+            report = llm.report()
+        assert [x.token_ids for x in results] == [reference.greedy(ids, 6) for ids in asked]
+        assert_within_plan(report)
+        computed.append(report["prompt_tokens"])
+        asked = [[*ids, *result.token_ids] for ids, result in zip(asked, results, strict=True)]
+    assert computed == [70 + 4 + 5, 2 * 1 + 4 + 5, 2 * 1 + 4 + 5]
 
 
 def test_continuations_are_scored(reference: Reference, asked: list[list[int]]) -> None:

@@ -2,12 +2,13 @@
 
     <folder>/lock                       held while files are added or evicted
     <folder>/<model>/<key>.kv           one piece: `TOKENS` tokens of a sequence, or those that are
-                                        left at its end, in all layers
+                                        left at its end, in all layers; an end also has what
+                                        recurrent layers keep of all tokens up to there
     <folder>/<model>/<key>.<id>.part    one that is being written, held by a lock of its own
 
 A piece's key is the hash of the key before it and of its own tokens, so it stands for all tokens up
 to its end. A file has a page or more of header, with the key and a checksum of every array, then
-the arrays of all layers, one after the other, each [token, ...]. It appears complete or not at all;
+the arrays of all layers, one after the other. It appears complete or not at all;
 one that is damaged is removed, and what it had is computed again. Those used longest ago are
 evicted first.
 """
@@ -22,6 +23,7 @@ import struct
 import time
 import uuid
 import zlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,41 +61,52 @@ class KVStoreError(UserError, OSError):
     """The folder of a KV store cannot be used."""
 
 
-class TokenArray(NamedTuple):
-    """An array that a layer keeps for every token: its shape and dtype for one of them."""
+class KeptArray(NamedTuple):
+    """An array that a layer keeps of a sequence: its shape and dtype for every token, or, if it
+    does not grow, for all of them."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    grows: bool = True
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one token."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+    def nbytes(self, tokens: int, is_end: bool) -> int:
+        """Returns its bytes in a piece of so many tokens."""
+        count = tokens if self.grows else int(is_end)
+        return count * int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class PieceLayout:
     """Where the arrays of a piece are in its file. layers: what each layer keeps."""
 
-    layers: tuple[tuple[TokenArray, ...], ...]
+    layers: tuple[tuple[KeptArray, ...], ...]
 
     @property
-    def arrays(self) -> list[TokenArray]:
+    def arrays(self) -> list[KeptArray]:
         return [array for layer in self.layers for array in layer]
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether a sequence's last piece differs from one amid it."""
+        return not all(array.grows for array in self.arrays)
 
     @property
     def header_bytes(self) -> int:
         """Bytes before the arrays: magic, key and checksums, rounded up to whole pages."""
         return -(-(len(MAGIC) + KEY_BYTES + 4 * len(self.arrays)) // PAGE) * PAGE
 
-    def offsets(self, tokens: int) -> list[int]:
+    def offsets(self, tokens: int, is_end: bool) -> list[int]:
         """Returns where each array of a piece begins, and the end of the last one."""
-        sizes = [tokens * array.nbytes for array in self.arrays]
+        sizes = [array.nbytes(tokens, is_end) for array in self.arrays]
         return list(accumulate(sizes, initial=self.header_bytes))
 
-    def nbytes(self, tokens: int) -> int:
+    def nbytes(self, tokens: int, is_end: bool = False) -> int:
         """Returns the bytes of a piece's file."""
-        return self.offsets(tokens)[-1]
+        return self.offsets(tokens, is_end)[-1]
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Returns the bytes of the arrays of a whole sequence."""
+        return sum(array.nbytes(tokens, self.has_ends) for array in self.arrays)
 
     def numbers(self, layer: int) -> range:
         """The numbers of a layer's arrays among all."""
@@ -133,24 +146,29 @@ class KVStore:
         self.evicted = self.written = 0
 
     def stored_tokens(self, ids: Sequence[int]) -> int:
-        """Returns how many of a sequence's first tokens are there."""
-        before, stored = b"", 0
-        for key in keys_of(ids):
+        """Returns how many of a sequence's first tokens are there, up to an end if there are
+        ends."""
+        digests = [b""]
+        for key in keys_of(ids, has_end=False):
             if key.tokens < TOKENS or not self._path(key).exists():
                 break
-            before, stored = key.digest, stored + TOKENS
-        for tokens in range(min(len(ids) - stored, TOKENS - 1), 0, -1):
-            key = PieceKey.of(before, ids[stored : stored + tokens])
-            if self._path(key).exists():
-                return stored + tokens
-        return stored
+            digests.append(key.digest)
+        has_ends = self.layout.has_ends
+        # After the last full piece first; without ends, only there.
+        for number in reversed(range(0 if has_ends else len(digests) - 1, len(digests))):
+            start = number * TOKENS
+            for tokens in range(min(len(ids) - start, TOKENS), 0, -1):
+                key = PieceKey.of(digests[number], ids[start : start + tokens], has_ends)
+                if self._path(key).exists():
+                    return start + tokens
+        return 0 if has_ends else TOKENS * (len(digests) - 1)
 
     def open(self, ids: Sequence[int]) -> StoredSequence | None:
         """Returns what is stored of a sequence; None if a piece is not there. Its files stay
         readable, whoever evicts them, until it is closed."""
         with ExitStack() as files:
             pieces = []
-            for key in keys_of(ids):
+            for key in keys_of(ids, self.layout.has_ends):
                 piece = self._opened(key)
                 if piece is None:
                     return None
@@ -166,13 +184,13 @@ class KVStore:
         except OSError:  # it is not there, or too many files are open
             return None
         header = os.pread(file, self.layout.header_bytes, 0)
-        start, nbytes = MAGIC + key.digest, self.layout.nbytes(key.tokens)
+        start, nbytes = MAGIC + key.digest, self.layout.nbytes(key.tokens, key.is_end)
         if os.fstat(file).st_size != nbytes or not header.startswith(start):
             os.close(file)
             path.unlink(missing_ok=True)
             return None
         sums = struct.unpack_from(f"<{len(self.layout.arrays)}I", header, len(start))
-        return StoredPiece(path, file, key.tokens, sums)
+        return StoredPiece(path, file, key, sums)
 
     def _path(self, key: PieceKey) -> Path:
         return self._folder / f"{key.digest.hex()}.kv"
@@ -182,15 +200,15 @@ class KVStore:
     def draft(self, ids: Sequence[int]) -> Draft | None:
         """Makes room for those pieces of a sequence that are not there; None if it lacks none, or
         there is no room."""
-        missing, left, keys = list[tuple[int, PieceKey]](), self._cap, list(keys_of(ids))
-        for number, key in enumerate(keys):
-            if not self._path(key).exists():
-                left -= self.layout.nbytes(key.tokens)
-                missing += [(number, key)] if left >= 0 else []
-        missing = missing[:MAX_OPEN_PIECES]
-        nbytes = sum(self.layout.nbytes(key.tokens) for _, key in missing)
+        keys = list(keys_of(ids, self.layout.has_ends))
+        missing = [(n, key) for n, key in enumerate(keys) if not self._path(key).exists()]
+        sizes = [self.layout.nbytes(key.tokens, key.is_end) for _, key in missing]
+        totals = list(accumulate(sizes, initial=0))
+        fitting = min(bisect_right(totals, self._cap) - 1, MAX_OPEN_PIECES)
+        is_useless = self.layout.has_ends and fitting < len(missing)  # without its end
+        missing, nbytes = missing[:fitting], totals[fitting]
         is_over = self._write_limit is not None and self.written + nbytes > self._write_limit
-        if not missing or is_over:
+        if not missing or is_useless or is_over:
             return None
         draft = Draft([], self.layout, [self._path(key) for key in keys])
         with self._locked():
@@ -210,7 +228,7 @@ class KVStore:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            os.ftruncate(file, self.layout.nbytes(key.tokens))
+            os.ftruncate(file, self.layout.nbytes(key.tokens, key.is_end))
         except BaseException:
             os.close(file)
             path.unlink()
@@ -288,19 +306,22 @@ class PieceKey(NamedTuple):
 
     digest: bytes
     tokens: int
+    is_end: bool
 
     @classmethod
-    def of(cls, before: bytes, ids: Sequence[int]) -> PieceKey:
+    def of(cls, before: bytes, ids: Sequence[int], is_end: bool) -> PieceKey:
         """Returns the key of some tokens after those of the digest `before`."""
-        tokens = np.asarray(ids, "<i4").tobytes()
-        return cls(hashlib.blake2b(before + tokens, digest_size=KEY_BYTES).digest(), len(ids))
+        named = before + np.asarray(ids, "<i4").tobytes() + b"end" * is_end
+        digest = hashlib.blake2b(named, digest_size=KEY_BYTES).digest()
+        return cls(digest, len(ids), is_end)
 
 
-def keys_of(ids: Sequence[int]) -> Iterator[PieceKey]:
-    """Yields the keys of the pieces of a sequence."""
+def keys_of(ids: Sequence[int], has_end: bool) -> Iterator[PieceKey]:
+    """Yields the keys of the pieces of a sequence; has_end: whether the last one is an end."""
     digest = b""
     for start in range(0, len(ids), TOKENS):
-        key = PieceKey.of(digest, ids[start : start + TOKENS])
+        is_end = has_end and start + TOKENS >= len(ids)
+        key = PieceKey.of(digest, ids[start : start + TOKENS], is_end)
         digest = key.digest
         yield key
 
@@ -310,7 +331,7 @@ class StoredPiece(NamedTuple):
 
     path: Path
     file: int
-    tokens: int
+    key: PieceKey
     sums: tuple[int, ...]
 
 
@@ -325,11 +346,11 @@ class StoredSequence:
 
     @property
     def tokens(self) -> int:
-        return sum(piece.tokens for piece in self.pieces)
+        return sum(piece.key.tokens for piece in self.pieces)
 
     def read(self) -> Iterator[list[np.ndarray]]:
-        """Yields the arrays of one layer after the other, each [token, ...]; two layers are read
-        ahead. Raises `DamagedError`."""
+        """Yields the arrays of one layer after the other, [token, ...] of those that grow; two
+        layers are read ahead. Raises `DamagedError`."""
         layers = range(len(self.layout.layers))
         ahead = deque(self._start(layer) for layer in layers[:2])
         try:
@@ -348,17 +369,22 @@ class StoredSequence:
 
     def _start(self, layer: int) -> tuple[list[np.ndarray], list[Future[None]]]:
         kept, numbers = self.layout.layers[layer], self.layout.numbers(layer)
-        arrays = [np.empty((self.tokens, *array.shape), array.dtype) for array in kept]
-        reads = [
-            self.pool.submit(self._read, piece, number, array[start : start + piece.tokens])
-            for array, number in zip(arrays, numbers, strict=True)
-            for piece, start in zip(self.pieces, range(0, self.tokens, TOKENS), strict=True)
-        ]
+        of_tokens = (self.tokens,)
+        arrays = [np.empty(of_tokens * each.grows + each.shape, each.dtype) for each in kept]
+        reads: list[Future[None]] = []
+        for each, array, number in zip(kept, arrays, numbers, strict=True):
+            outs = [array]
+            if each.grows:
+                outs = [array[start : start + TOKENS] for start in range(0, self.tokens, TOKENS)]
+            pieces = self.pieces[-len(outs) :]
+            for piece, out in zip(pieces, outs, strict=True):
+                reads.append(self.pool.submit(self._read, piece, number, out))
         return arrays, reads
 
     def _read(self, piece: StoredPiece, number: int, out: np.ndarray) -> None:
-        place = _bytes_of(out)
-        read = os.preadv(piece.file, [place], self.layout.offsets(piece.tokens)[number])
+        place, key = _bytes_of(out), piece.key
+        offset = self.layout.offsets(key.tokens, key.is_end)[number]
+        read = os.preadv(piece.file, [place], offset)
         if read != place.nbytes or zlib.crc32(place) != piece.sums[number]:
             piece.path.unlink(missing_ok=True)
             raise DamagedError(f"{piece.path}: array {number} is damaged")
@@ -393,10 +419,13 @@ class Draft:
         return [(start, start + tokens) for start, tokens in starts]
 
     def write(self, place: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        """Writes what a layer keeps of the piece at a place among `spans`, each [token, ...]."""
+        """Writes what a layer keeps of the piece at a place among `spans`, [token, ...] of arrays
+        that grow. Only an end has the others."""
         part = self.parts[place]
-        offsets = self.layout.offsets(part.key.tokens)
-        for number, array in zip(self.layout.numbers(layer), arrays, strict=True):
+        offsets = self.layout.offsets(part.key.tokens, part.key.is_end)
+        kept = zip(self.layout.layers[layer], self.layout.numbers(layer), strict=True)
+        numbers = [number for each, number in kept if each.grows or part.key.is_end]
+        for number, array in zip(numbers, arrays, strict=True):
             data = _bytes_of(np.ascontiguousarray(array))
             part.sums[number] = zlib.crc32(data)
             os.pwrite(part.file, data, offsets[number])
