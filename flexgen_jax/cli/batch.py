@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -16,8 +17,10 @@ from flexgen_jax.cli.commands import Command, end, now_option
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
+from flexgen_jax.errors import UserError
 
 if TYPE_CHECKING:
+    from flexgen_jax.jobs.job import Job
     from flexgen_jax.jobs.options import JobOptions, Summary
 
 
@@ -82,6 +85,13 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Say in FILE how far the job is, as JSON, every two seconds.",
 )
+@click.option(
+    "--watch",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Serve a page that shows how far the job is, to programs on this machine; 0: any free "
+    "port.",
+)
 @json_option
 @model_options
 @policy_options
@@ -96,6 +106,7 @@ def batch(
     now: datetime | None,
     ray_address: str | None,
     progress_file: Path | None,
+    watch: int | None,
     json_file: Path | None,
     **flags: Any,
 ) -> None:
@@ -124,9 +135,9 @@ def batch(
     signal.signal(signal.SIGTERM, end)
     engine = engine_options(flags, default_batches=64)
     if ray_address is None:
-        summary, report = run_here(engine, options)
+        summary, report = run_here(engine, options, watch)
     else:
-        summary, report = run_on_ray(ray_address, engine, options), {}
+        summary, report = run_on_ray(ray_address, engine, options, watch), {}
     write_json(json_file, {"summary": vars(summary), "report": report})
     errors = f", {summary.errors} of them errors" if summary.errors else ""
     click.echo(
@@ -148,17 +159,25 @@ def batch(
         sys.exit(1)
 
 
-def run_here(engine: EngineOptions, options: JobOptions) -> tuple[Summary, Mapping[str, Any]]:
-    """Runs a job in this process; returns its summary, and the engine's report on its last run."""
+def run_here(
+    engine: EngineOptions, options: JobOptions, watch: int | None
+) -> tuple[Summary, Mapping[str, Any]]:
+    """Runs a job in this process; returns its summary, and the engine's report on its last run.
+    watch: the port of a page that shows it, None for no page."""
     from flexgen_jax.jobs.job import Job
 
     with open_llm(engine) as llm:
-        summary = Job(llm, options).run()
+        job = Job(llm, options)
+        page = Page(watch, llm.name, lambda: llm.policy.in_words if llm.policy else None)
+        with watching(job, options, page):
+            summary = job.run()
         return summary, llm.report() if summary.tokens else {}
 
 
-def run_on_ray(address: str, engine: EngineOptions, options: JobOptions) -> Summary:
-    """Runs a job on the machines of a Ray cluster."""
+def run_on_ray(
+    address: str, engine: EngineOptions, options: JobOptions, watch: int | None
+) -> Summary:
+    """Runs a job on the machines of a Ray cluster; watch: as for `run_here`."""
     from flexgen_jax.jobs.fleet import Fleet
     from flexgen_jax.jobs.job import Job
     from flexgen_jax.jobs.ray_crew import RayCrew
@@ -170,7 +189,29 @@ def run_on_ray(address: str, engine: EngineOptions, options: JobOptions) -> Summ
     engine = replace(engine, dtype=dtype, progress=False)
     crew.options = engine.arguments
     with open_llm(replace(engine, stages=1, coordinator=None)) as llm:  # it computes nothing
-        return Job(Fleet(llm, crew), options).run()
+        job = Job(Fleet(llm, crew), options)
+        with watching(job, options, Page(watch, llm.name, lambda: None)):
+            return job.run()
+
+
+class Page(NamedTuple):
+    """A page that shows a job: its port, None for no page, and what `Watch` has of the model."""
+
+    port: int | None
+    model: str
+    policy: Callable[[], str | None]
+
+
+def watching(job: Job, options: JobOptions, page: Page) -> AbstractContextManager[object]:
+    """Serves a page that shows a job, if there is to be one."""
+    if page.port is None:
+        return nullcontext()
+    try:
+        from flexgen_jax.server.watch import Watch, watched
+    except ImportError as error:
+        raise UserError(f"{error.name} is missing: pip install 'flexgen-jax[serve]'") from None
+    watch = Watch(page.model, str(options.results), job.progress, page.policy)
+    return watched(watch.app(), page.port)
 
 
 def account(report: Mapping[str, Any]) -> str:

@@ -41,6 +41,14 @@ DRAIN_S = 30
     help="Where files and batches of clients are kept; a server that begins again goes on with "
     "those under way.",
 )
+@click.option(
+    "--prompt-len",
+    type=click.IntRange(1),
+    default=1024,
+    help="Plan for prompts of so many tokens. Longer ones, or more new tokens than --gen-len, wait "
+    "until the texts under way are done, and are planned for then.",
+)
+@click.option("--gen-len", type=click.IntRange(1), default=512, help="Plan for so many new tokens.")
 @model_options
 @policy_options
 def serve(
@@ -51,6 +59,8 @@ def serve(
     served_model_name: str | None,
     max_waiting: int,
     files_dir: Path,
+    prompt_len: int,
+    gen_len: int,
     **flags: Any,
 ) -> None:
     """Serve a model to programs that speak OpenAI's interface, at http://HOST:PORT/v1.
@@ -75,8 +85,14 @@ def serve(
     with open_llm(options) as llm:
         if llm.tokenizer is None:
             raise UserError("this model has no tokenizer, so it cannot be served")
-        kept = ServerOptions(served_model_name, api_key, max_waiting, files_dir.expanduser())
-        server = Server(llm, kept)
+        served = ServerOptions(
+            name=served_model_name,
+            api_key=api_key,
+            most=max_waiting,
+            folder=files_dir.expanduser(),
+            lengths=(prompt_len, gen_len),
+        )
+        server = Server(llm, served)
         config = uvicorn.Config(
             server.app(),
             host=host,

@@ -271,13 +271,18 @@ class LLM(TextModel):
         return [result for _, result in sorted(results.items())]
 
     def stream(
-        self, requests: Iterable[Request], on_token: OnToken | None = None
+        self,
+        requests: Iterable[Request],
+        on_token: OnToken | None = None,
+        lengths: tuple[int, int] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Continues requests as they come, and yields each result when it is finished.
 
         requests: an iterable, which may have no end. A thread reads it, no further ahead than the
             engine can use. What it raises is raised here, once all that was read is finished.
         on_token: called with a request's id and each of its tokens.
+        lengths: of prompts and of new tokens, for which it is planned from the start; by default
+            those of the first requests. A longer one waits until those under way are finished.
 
         An impossible request yields a result whose `error` says why. Closing the generator frees
         what is under way.
@@ -285,15 +290,20 @@ class LLM(TextModel):
         ready = self._ready = deque[RequestOutput]()
         generation = self._generation(lambda _, result: ready.append(result), on_token)
         self._serving.upcoming = generation
-        return self._streamed(requests, generation, ready)
+        expected = None if lengths is None else self._serving.expected(*lengths)
+        return self._streamed(requests, generation, ready, expected)
 
     def _streamed(
-        self, requests: Iterable[Request], generation: Generation, ready: deque[RequestOutput]
+        self,
+        requests: Iterable[Request],
+        generation: Generation,
+        ready: deque[RequestOutput],
+        expected: Workload | None,
     ) -> Generator[RequestOutput, None, None]:
         feed = Feed(requests, partial(encoded_or_failed, self._prompts.of_single()), FIRST_READ)
         incoming = Incoming(Admitted(feed, generation, ready))
         try:
-            for _ in self._serving.serve(incoming, generation, feed.allow):
+            for _ in self._serving.serve(incoming, generation, feed.allow, expected):
                 while ready:
                     yield ready.popleft()
             yield from ready

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.offload.disk.kv_store import DamagedError
+from flexgen_jax.policy.ledger import BudgetError
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
 
 FIRST_READ = 16
@@ -117,6 +119,12 @@ class Serving:
             if isinstance(generation, Generation):
                 generation.cancel(request_id)
 
+    def expected(self, prompt_len: int, gen_len: int) -> Workload:
+        """Returns a workload of texts that may be sampled, no longer than the model can take."""
+        most = self._config.max_positions
+        gen_len = min(gen_len, max(1, most // 2))
+        return Workload(min(prompt_len, max(1, most - gen_len)), gen_len, head=SAMPLE)
+
     def run_all(self, requests: Sequence[EncodedRequest], collector: Collector) -> None:
         """Runs requests that are all there."""
         collector.begin(requests)
@@ -128,15 +136,18 @@ class Serving:
         incoming: Incoming[EncodedRequest],
         collector: Collector,
         allow: Callable[[int], object] = lambda rows: None,
+        expected: Workload | None = None,
     ) -> Iterator[None]:
         """Walks all requests through the model, one step at a time.
 
         A plan that runs out of memory is replaced by a smaller one, which begins with the requests
         that are not finished; one that is too small for a request, by a larger one. allow: told how
-        many requests may be read ahead.
+        many requests may be read ahead; expected: has lengths for which there is room from the
+        start.
         """
         self._begin(incoming, collector)
-        workload: Workload | None = None
+        workload = expected
+        is_first = True
         try:
             while incoming.wait():
                 allow(1)  # no more than these while it is planned for them
@@ -152,13 +163,15 @@ class Serving:
                         is_worth=self._runner.is_worth_sharing,
                     )
                 incoming.put_back(requests)
-                together = _planned_together(requests, is_first=workload is None)
-                workload = self._workload(together, collector, workload)
+                together = _planned_together(requests, is_first)
+                is_first = False
+                least = self._workload(together, collector)
+                wanted = [least] if workload is None else [least.covering(workload), least]
                 if not incoming.is_ended:
                     if shares and self._runner.keeps_texts:
-                        workload = _with_room_for_stored(workload)
-                    workload = _as_many(workload, max(len(requests), UNKNOWN))
-                policy = self._runner.policy_for(workload)
+                        wanted = list(map(_with_room_for_stored, wanted))
+                    wanted = [_as_many(each, max(len(requests), UNKNOWN)) for each in wanted]
+                workload, policy = self._first_that_fits(wanted)
                 allow(max(1, policy.batch_size * policy.num_batches // 2))
                 try:
                     self._runner.open(policy, workload)
@@ -173,6 +186,14 @@ class Serving:
             self.running = None
             self.texts = collector.texts if isinstance(collector, Generation) else {}
 
+    def _first_that_fits(self, workloads: Sequence[Workload]) -> tuple[Workload, Policy]:
+        """Returns the first of some workloads for which there is a policy, and that; raises
+        `BudgetError` if there is none for the last one."""
+        for workload in workloads[:-1]:
+            with suppress(BudgetError):
+                return workload, self._runner.policy_for(workload)
+        return workloads[-1], self._runner.policy_for(workloads[-1])
+
     def _begin(self, incoming: Incoming[EncodedRequest], collector: Collector) -> None:
         self.check_open()
         if self.running is not None:
@@ -184,13 +205,8 @@ class Serving:
         if self.upcoming is collector:
             self.upcoming = None
 
-    def _workload(
-        self,
-        requests: Sequence[EncodedRequest],
-        collector: Collector,
-        before: Workload | None,
-    ) -> Workload:
-        """Returns the workload of requests; before: of those in front of them, if more may come."""
+    def _workload(self, requests: Sequence[EncodedRequest], collector: Collector) -> Workload:
+        """Returns the workload of requests."""
         room = self._config.max_positions - min(request.prefix_len for request in requests)
         lengths = [padded_length(len(request.own_ids), room) for request in requests]
         shared = _own_lengths(requests)
@@ -198,7 +214,7 @@ class Serving:
         head = SCORE if isinstance(collector, Scoring) else GREEDY
         if not all(request.params.is_plain for request in requests):
             head = SAMPLE
-        workload = Workload(
+        return Workload(
             prompt_len=max(lengths),
             gen_len=max(request.max_tokens for request in requests),
             num_sequences=len(requests),
@@ -208,7 +224,6 @@ class Serving:
             num_prefixes=max(1, len(shared)),
             prefix_depth=max(1, *(len(request.shared) for request in requests)),
         )
-        return workload if before is None else workload.covering(before)
 
 
 def _planned_together(

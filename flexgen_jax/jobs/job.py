@@ -322,20 +322,27 @@ class Job:
             self._report_due = max(self._report_due, now + REPORT_S)
             return
         self._report_due = now + REPORT_S
-        seconds, done = now - self._began, self._results.done
-        each = seconds / max(done - self._done_before, 1)
-        content = {
-            "requests": self._facts.lines,
-            "finished": done,
-            "errors": self._results.errors,
-            "tokens": self.summary.tokens,
-            "token_s": self.summary.tokens / max(seconds, 1e-9),
-            "eta_s": each * (self._facts.lines - done) if done > self._done_before else None,
-        }
         part = path.with_name(path.name + ".part")
         with suppress(OSError):  # which is no reason to end a job
-            part.write_text(json.dumps(content) + "\n")
+            part.write_text(json.dumps(self.progress()) + "\n")
             part.replace(path)
+
+    def progress(self) -> dict[str, Any]:
+        """Returns how far the job is, from any thread: requests, those that are finished and those
+        of them that are errors, new tokens of this run, and the seconds that are left, None as long
+        as nothing is known."""
+        seconds, tokens = time.monotonic() - self._began, self.summary.tokens
+        has_begun = self.summary.total > 0
+        done, errors = (self._results.done, self._results.errors) if has_begun else (0, 0)
+        each = seconds / max(done - self._done_before, 1)
+        return {
+            "requests": self.summary.total,
+            "finished": done,
+            "errors": errors,
+            "tokens": tokens,
+            "token_s": tokens / max(seconds, 1e-9),
+            "eta_s": each * (self.summary.total - done) if done > self._done_before else None,
+        }
 
 
 def _length(request: Request) -> int:

@@ -118,6 +118,7 @@ class BlockRun:
             ledger=self._ledger,
             arrivals=self._source,
             peaks=self._peaks,
+            keeps_last=self._keeper is not None,
         )
 
     def begin(self, step: Step, times: int) -> None:

@@ -66,6 +66,7 @@ class BlockLoop:
     and each for itself. across_skipped: see `Prefetch`. peaks: the bytes by tier that were planned;
     free buffers are given up, and batches do not shrink, where more would be in use. None if
     nothing was planned. steps: those to compute, by default in the order of the policy's schedule.
+    keeps_last: whether what layers keep of the last tokens is stored, too, for a KV store.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class BlockLoop:
         arrivals: Arrivals | None = None,
         peaks: Mapping[Tier, int] | None = None,
         steps: Steps | None = None,
+        keeps_last: bool = False,
     ) -> None:
+        self._keeps_last = keeps_last
         self._plan, self._backend, self._ledger = plan, backend, ledger
         self._tokens, self._peaks = tokens or {}, peaks
         layers = plan.spec.layers
@@ -294,9 +297,10 @@ class BlockLoop:
             self._store_state(step, computed)
 
     def _is_kept(self, step: Step) -> bool:
-        """Returns whether what a layer keeps of a step is stored: not of prompts after which no
-        token comes. That of the last tokens is for a KV store."""
-        return step.token > 0 or step.token != self._last_token(step.batch)
+        """Returns whether what a layer keeps of a step is stored, to which another one will come
+        back, or a KV store."""
+        is_last = step.token == self._last_token(step.batch)
+        return not is_last or (self._keeps_last and step.token > 0)
 
     def _store_state(self, step: Step, computed: Handle) -> None:
         """Stores what a layer keeps of a step."""

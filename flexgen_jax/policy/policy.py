@@ -95,9 +95,11 @@ class Workload:
 
     def covering(self, other: Workload) -> Workload:
         """Returns this workload with room for sequences of another one."""
+        is_longer = other.prompt_len > self.prompt_len
         return replace(
             self,
             prompt_len=max(self.prompt_len, other.prompt_len),
+            mean_prompt_len=self.mean_prompt_len or (self.prompt_len if is_longer else None),
             gen_len=max(self.gen_len, other.gen_len),
             head=max(self.head, other.head, key=lambda head: head.logit_copies),
         )

@@ -8,14 +8,13 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from flexgen_jax.engine.llm import LLM
@@ -32,6 +31,7 @@ from flexgen_jax.server.engine import Engine, EngineError, OverloadedError, Text
 from flexgen_jax.server.errors import RefusedError, error_body, on_failure, on_http, on_refused
 from flexgen_jax.server.kept import Handler, Kept, body_of
 from flexgen_jax.server.metrics import metrics_of
+from flexgen_jax.server.page import page
 
 T = TypeVar("T")
 
@@ -45,20 +45,21 @@ class ServerOptions:
 
     name: of the model, beside its own; api_key: what clients must send, None for nothing; most:
     texts that may be under way or wait; folder: where files and batches are kept, None to have
-    none.
+    none; lengths: of prompts and new tokens, for which there is room from the start.
     """
 
     name: str | None = None
     api_key: str | None = None
     most: int = 1024
     folder: Path | None = None
+    lengths: tuple[int, int] = (1024, 512)
 
 
 class Server:
     """The handlers of all routes, around one engine."""
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
-        self.llm, self.engine = llm, Engine(llm, options.most)
+        self.llm, self.engine = llm, Engine(llm, options.most, options.lengths)
         last = Path(llm.name).name
         own = (last, llm.name) if Path(llm.name).exists() else (llm.name, last)
         self.names = tuple(dict.fromkeys((*([options.name] if options.name else ()), *own)))
@@ -87,7 +88,7 @@ class Server:
             Route(path, self._guarded(handler), methods=[method])
             for method, path, handler in routes
         ]
-        free = [Route("/health", self.health), Route("/", self.page)]
+        free = [Route("/health", self.health), Route("/", page)]
         return Starlette(
             routes=[*guarded, *free], exception_handlers=handlers, lifespan=self._lifespan
         )
@@ -198,15 +199,14 @@ class Server:
                 "texts": engine.counts.texts,
                 "new_tokens": engine.counts.new_tokens,
                 "policy": None if policy is None else policy.in_words,
+                "jobs": [] if self._kept is None else self._kept.batches.progress(),
+                "talks": True,
             }
         )
 
     async def metrics(self, _request: Request) -> Response:
         content, kind = metrics_of(self.engine, self.names[0])
         return Response(content, media_type=kind)
-
-    async def page(self, _request: Request) -> Response:
-        return HTMLResponse(resources.files("flexgen_jax.server").joinpath("page.html").read_text())
 
 
 class _Cancelling:

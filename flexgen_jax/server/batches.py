@@ -104,6 +104,10 @@ class Batches:
         names = [path.stem for path in self._folder.glob("batch_*.json")]
         return sorted(map(self.get, names), key=lambda said: (-said["created_at"], said["id"]))
 
+    def progress(self) -> list[dict[str, Any]]:
+        """Returns how far the batches are that are under way."""
+        return [running.progress for running in self._running.values()]
+
     def cancel(self, batch_id: str) -> dict[str, Any]:
         """Ends a batch with the texts that it has."""
         said = self.get(batch_id)
@@ -145,10 +149,27 @@ class Running:
         self._texts: set[Text] = set()
         # Lines that are read, whose texts are not asked for yet.
         self._coming = 0
+        # When this server began with it, and the lines that had a record then.
+        self._began, self._done_before = time.monotonic(), 0
 
     @property
     def is_cancelled(self) -> bool:
         return bool(self.said["status"] == "cancelling")
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """How far it is. eta_s: seconds that are left, None as long as nothing is known."""
+        counts = self.said["request_counts"]
+        done, total = counts["completed"] + counts["failed"], counts["total"]
+        new = done - self._done_before
+        each = (time.monotonic() - self._began) / new if new > 0 else None
+        return {
+            "name": self.said["id"],
+            "done": done,
+            "failed": counts["failed"],
+            "total": total,
+            "eta_s": None if each is None else each * (total - done),
+        }
 
     def cancel(self) -> None:
         """Asks for no more texts, and ends those under way."""
@@ -167,6 +188,7 @@ class Running:
         counts = self.said["request_counts"]
         done = {*_numbers(self._answers), *(failed := _numbers(self._errors))}
         counts |= {"total": len(lines), "completed": len(done) - len(failed), "failed": len(failed)}
+        self._began, self._done_before = time.monotonic(), len(done)
         if not self.is_cancelled:
             self._enter("in_progress")
         self._keep(self.said)

@@ -75,12 +75,13 @@ class Counts:
 class Engine:
     """Runs the texts of all clients, in waves, in a thread of its own.
 
-    most: how many texts of clients that wait may be under way or wait; more are refused.
+    most: how many texts of clients that wait may be under way or wait; more are refused. lengths:
+    of prompts and new tokens, for which there is room from the start.
     """
 
-    def __init__(self, llm: LLM, most: int) -> None:
+    def __init__(self, llm: LLM, most: int, lengths: tuple[int, int]) -> None:
         self.llm, self.counts = llm, Counts()
-        self._most = most
+        self._most, self._lengths = most, lengths
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._texts: dict[str, Text] = {}
@@ -174,7 +175,7 @@ class Engine:
                     self._tell(text.request.id, EngineError(f"{type(error).__name__}: {error}"))
 
     def _stream(self, requests: Iterator[Request]) -> None:
-        for result in self.llm.stream(requests, self._add):
+        for result in self.llm.stream(requests, self._add, self._lengths):
             self._failures = 0
             self._tell(result.id, result)
 

@@ -127,7 +127,7 @@ def test_whatever_happens_no_wrong_array_comes_back(
             store = KVStore(folder, cap, "model", layout)
         elif files:
             path = files[place % len(files)]
-            content = bytearray(path.read_bytes())
+            content = bytearray(path.read_bytes()) or bytearray(1)
             content[place % len(content)] ^= 1 + place % 255
             path.write_bytes(content[: place % len(content)] if what == "truncate" else content)
         with store._locked():

@@ -239,6 +239,30 @@ def test_a_client_that_goes_away_frees_its_rows_and_too_many_are_refused(
         assert httpx.post(url, json=asked, timeout=60).status_code == 200
 
 
+def test_longer_and_sampled_texts_do_not_wait_for_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Engine._add
+
+    def slowly(self: Engine, name: str, token: int) -> None:
+        add(self, name, token)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(Engine, "_add", slowly)
+    with serving(folder, lengths=(48, 48)) as (address, server):
+        url, asked = f"{address}/v1/completions", {"model": "tiny", "ignore_eos": True}
+        greedy = {**asked, "prompt": "hi", "max_tokens": 40, "temperature": 0, "stream": True}
+        sampled = {**asked, "prompt": "longer " * 5, "max_tokens": 48}
+        with httpx.stream("POST", url, json=greedy) as first:
+            kept = first.iter_lines()  # without it the connection is closed
+            next(kept)
+            with httpx.stream("POST", url, json={**sampled, "stream": True}) as second:
+                next(second.iter_lines())
+                assert server.engine.running == 2
+        too_long = httpx.post(url, json={**sampled, "prompt": "hi " * 30, "max_tokens": 2})
+        assert too_long.status_code == 200, "it is planned for anew"
+
+
 def until_idle(server: Server) -> None:
     """Waits until no text is under way or waits."""
     deadline = time.monotonic() + 30
@@ -281,18 +305,47 @@ FIELDS += ["logprobs", "response_format", "logit_bias", "tools", "stream_options
 PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    path=st.sampled_from([*PATHS, "/v1/models", "/v1/models/../../etc/passwd", "/x"]),
-    body=st.binary(max_size=40)
+ROUTES = [*PATHS, "/v1/models", "/v1/models/../../etc/passwd", "/x", "/status", "/v1/batches"]
+ROUTES += ["/v1/files", "/v1/files/..%2f..%2fetc%2fpasswd/content", "/v1/batches/../x/cancel"]
+REQUESTS = st.tuples(
+    st.sampled_from(["POST", "POST", "POST", "GET", "DELETE", "PUT"]),
+    st.sampled_from(ROUTES),
+    st.binary(max_size=40)
     | JSON.map(lambda body: json.dumps(body).encode())
     | st.dictionaries(st.sampled_from(FIELDS), JSON).map(lambda body: json.dumps(body).encode()),
 )
-def test_nonsense_is_refused_in_the_interface_form(served: str, path: str, body: bytes) -> None:
-    answer = httpx.post(f"{served}{path}", content=body)
+
+
+def check_refused(address: str, request: tuple[str, str, bytes]) -> None:
+    method, path, body = request
+    answer = httpx.request(method, f"{address}{path}", content=body)
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         assert answer.json()["error"]["message"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(request=REQUESTS)
+def test_nonsense_is_refused_in_the_interface_form(
+    served: str, request: tuple[str, str, bytes]
+) -> None:
+    check_refused(served, request)
+
+
+@pytest.mark.slow
+def test_much_nonsense_is_refused_and_touches_nothing(folder: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    with serving(folder, folder=kept) as (address, _):
+
+        @settings(max_examples=3000, deadline=None)
+        @given(REQUESTS)
+        def refused(request: tuple[str, str, bytes]) -> None:
+            check_refused(address, request)
+
+        refused()
+        assert httpx.get(f"{address}/health").status_code == 200
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert not [path for path in kept.rglob("*") if path.is_file()]
 
 
 def test_a_body_that_is_too_large_is_refused(served: str) -> None:
@@ -402,11 +455,11 @@ def test_an_engine_that_fails_begins_anew(folder: Path) -> None:
     with serving(folder) as (address, server):
         stream, failures = server.llm.stream, iter([True, True])
 
-        def failing(requests: Any, on_token: Any) -> Any:
+        def failing(requests: Any, *more: Any) -> Any:
             if next(failures, False):
                 next(requests)
                 raise RuntimeError("broken")
-            return stream(requests, on_token)
+            return stream(requests, *more)
 
         server.llm.stream = failing  # type: ignore[method-assign]
         url, asked = f"{address}/v1/completions", {"prompt": "hi", "max_tokens": 2}
@@ -423,11 +476,11 @@ def test_a_request_that_no_plan_has_room_for_fails_alone(folder: Path) -> None:
     with serving(folder) as (address, server):
         stream = server.llm.stream
 
-        def refusing(requests: Any, on_token: Any) -> Any:
+        def refusing(requests: Any, *more: Any) -> Any:
             taken = [next(requests)]
             if taken[0].sampling_params.max_tokens == 77:
                 raise UserError("no plan fits")
-            return stream(itertools.chain(taken, requests), on_token)
+            return stream(itertools.chain(taken, requests), *more)
 
         server.llm.stream = refusing  # type: ignore[method-assign]
         url = f"{address}/v1/completions"
