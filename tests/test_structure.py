@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "cpu": {"models", "layers", "policy", "gpu"},
     "offload": {"models", "layers", "policy", "cpu"},
     "machine": {"models", "layers", "policy", "cpu", "offload"},
+    "offloading": {"models", "layers", "policy", "cpu", "offload", "machine"},
     "engine": {"models", "layers", "policy", "cpu", "offload", "machine"},
     "jobs": {"models", "engine", "machine"},
     "server": {"models", "engine", "jobs"},

@@ -7,35 +7,29 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import compress
-from typing import Any
 
-import jax
 import numpy as np
 
 from flexgen_jax.layers.encoding import encode_rows
-from flexgen_jax.layers.quantization import Kept, assemble, encode
+from flexgen_jax.layers.quantization import Kept, encode
 from flexgen_jax.models.config import DTYPES
-from flexgen_jax.models.formats.format import Leaf
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.models.tensor_spec import TensorSpec
-from flexgen_jax.models.weight_source import WeightSource, numpy_dtype
+from flexgen_jax.models.weight_source import WeightSource
 from flexgen_jax.offload.device import Device
-from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder, WeightFolder, row_ranges
-from flexgen_jax.offload.prefetch import Load, ended_on_error
-from flexgen_jax.offload.tiers import HostBuffer, writable_view
-from flexgen_jax.offload.watcher import counted
+from flexgen_jax.offload.disk.folder import OffloadFolder, WeightFolder, row_ranges
+from flexgen_jax.offload.prefetch import Load
+from flexgen_jax.offload.tiered import Stored, TieredTensors, stored_leaf
+from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.parts import WeightsPart
-from flexgen_jax.policy.policy import TIERS, Tier
+from flexgen_jax.policy.policy import Tier
 
 Progress = Callable[[int], object]
 """Called with the number of bytes that were placed."""
-
-
-Stored = tuple[str, tuple[int, ...], np.dtype]
-"""The name, shape and dtype of one stored array (leaf) in the offload folder."""
 
 
 WRITERS = 8
@@ -84,16 +78,10 @@ class Written:
         self._bytes -= nbytes
 
 
-def _stored(tensor: TensorSpec, leaf: Leaf) -> Stored:
-    name = f"{tensor.key}.{leaf.name}" if leaf.name else tensor.key
-    return name, leaf.shape, numpy_dtype(leaf.kind)
-
-
 class WeightStore:
-    """Holds every tensor in the tier that the placement gives it.
+    """Holds every tensor of a model in the tier that the placement gives it.
 
-    folder: None if the placement puts no tensor on disk; cached: keys of tensors on disk that are
-    read through the page cache, because RAM is free; may be changed between blocks.
+    folder: None if the placement puts no tensor on disk.
     """
 
     def __init__(
@@ -105,40 +93,33 @@ class WeightStore:
         folder: OffloadFolder | None = None,
     ) -> None:
         self._spec, self._formats = device.spec, device.formats
-        self._memories = device.memories
+        self._tensors = TieredTensors(device.memories, ledger, "weights")
         self._source = source
         self._tiers = tiers
-        self._ledger = ledger
         self._folder = folder
-        self.cached: frozenset[str] = frozenset()
-        self._arrays: dict[str, Kept] = {}
-        self._files: dict[str, list[DiskArray]] = {}
-        self._reserved: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+
+    @property
+    def cached(self) -> frozenset[str]:
+        """Keys of tensors on disk that are read through the page cache; may be changed between
+        blocks."""
+        return self._tensors.cached
+
+    @cached.setter
+    def cached(self, keys: frozenset[str]) -> None:
+        self._tensors.cached = keys
 
     def place(self, progress: Progress) -> None:
         """Brings every tensor to its home tier; besides the tensors, a few chunks at a time are in
         RAM."""
         tensors = list(self._spec.tensors.values())
         for tensor in tensors:
-            if self._tiers[tensor.key] != "disk":
-                self._place_in_memory(tensor)
-                progress(self._storage(tensor).nbytes)
+            tier, storage = self._tiers[tensor.key], self._storage(tensor)
+            if tier != "disk":
+                self._tensors.make(tensor.key, storage, tier, partial(self._fill, tensor))
+                progress(storage.nbytes)
         on_disk = [tensor for tensor in tensors if self._tiers[tensor.key] == "disk"]
         if on_disk:
             self._place_on_disk(on_disk, progress)
-
-    def _place_in_memory(self, tensor: TensorSpec) -> None:
-        tier = self._tiers[tensor.key]
-        self._reserve(tier, tensor)
-        storage = self._storage(tensor)
-        arrays = [
-            self._memories.host_array(leaf.shape, numpy_dtype(leaf.kind)) for leaf in storage.leaves
-        ]
-        self._fill(tensor, [writable_view(array) for array in arrays])
-        whole = assemble(storage, arrays)
-        if tier == "device":
-            whole = jax.block_until_ready(self._memories.to_device(whole, "weights", tensor.key))
-        self._arrays[tensor.key] = whole
 
     def _storage(self, tensor: TensorSpec) -> Storage:
         return self._formats.weight(tensor)
@@ -198,15 +179,15 @@ class WeightStore:
         folder = self._folder.weights(self._source.fingerprint(dtype) + suffix)
         with folder.locked(), Written(folder) as written:
             for tensor in tensors:
-                self._reserve("disk", tensor)
-                stored = [_stored(tensor, leaf) for leaf in self._storage(tensor).leaves]
+                self._tensors.reserve(tensor.key, self._storage(tensor), "disk")
+                stored = [stored_leaf(tensor.key, x) for x in self._storage(tensor).leaves]
                 missing = [not folder.has(*what) for what in stored]
                 if any(missing):
                     self._write(folder, tensor, stored, missing, written)
                 progress(self._storage(tensor).nbytes)
         for tensor in tensors:
-            stored = [_stored(tensor, leaf) for leaf in self._storage(tensor).leaves]
-            self._files[tensor.key] = [folder.open(*what) for what in stored]
+            stored = [stored_leaf(tensor.key, leaf) for leaf in self._storage(tensor).leaves]
+            self._tensors.keep_files(tensor.key, [folder.open(*what) for what in stored])
 
     def _write(
         self,
@@ -226,11 +207,6 @@ class WeightStore:
         self._fill(tensor, leaves)
         for what, leaf in compress(zip(stored, leaves, strict=True), missing):
             written.add(what, leaf)
-
-    def _reserve(self, tier: Tier, tensor: TensorSpec) -> None:
-        nbytes = self._storage(tensor).nbytes
-        self._ledger.reserve(tier, nbytes)
-        self._reserved[tier] += nbytes
 
     def _pieces(
         self, tensor: TensorSpec, multiple: int = 1
@@ -252,41 +228,19 @@ class WeightStore:
 
     def routing(self, layer: LayerSpec) -> dict[str, Kept]:
         """Returns the tensors by which a layer's experts are chosen, by path."""
-        return {tensor.path: self._arrays[tensor.key] for tensor in layer.routing}
+        return {tensor.path: self._tensors[tensor.key] for tensor in layer.routing}
 
     def resident(self, layer: LayerSpec) -> dict[str, Kept]:
         """Returns a layer's tensors, all of which are in memory, by path."""
-        return {tensor.path: self._arrays[tensor.key] for tensor in layer.tensors}
+        return {tensor.path: self._tensors[tensor.key] for tensor in layer.tensors}
 
     def fetch(self, part: WeightsPart, buffers: Sequence[HostBuffer]) -> Load[dict[str, Kept]]:
         """Starts gathering a part's tensors, by path; those on disk are read into the buffers."""
         name = f"weights of {self._spec.layers[part.layer].name}"
         if len(part.keys) == 1:
             name += f", {self._spec.tensors[part.keys[0]].path}"
-        load: Load[dict[str, Kept]] = Load("weights", name, {})
-        left = iter(buffers)
-        with ended_on_error(load.reads):
-            for key in part.keys:
-                tensor = self._spec.tensors[key]
-                if key in self._files:
-                    buffer = next(left)
-                    self._read(key, buffer, load.reads)
-                    load.tree[tensor.path] = assemble(self._storage(tensor), buffer.arrays)
-                else:
-                    load.tree[tensor.path] = self._arrays[key]
-        if load.reads:
-            nbytes = sum(buffer.layout.nbytes for buffer in buffers)
-            counted(self._memories.metrics, "disk_read", "weights", name, nbytes, load.reads)
-        return load
-
-    def _read(self, key: str, buffer: HostBuffer, reads: list[Any]) -> None:
-        """Starts reading every leaf of a tensor into a buffer; adds the futures to `reads`."""
-        for file, view in zip(self._files[key], buffer.views, strict=True):
-            file = replace(file, direct=False) if key in self.cached else file
-            reads.append(file.read_into(view))
+        keys = {self._spec.tensors[key].path: key for key in part.keys}
+        return self._tensors.load(name, keys, buffers)
 
     def close(self) -> None:
-        for tier, nbytes in self._reserved.items():
-            self._ledger.release(tier, nbytes)
-        self._arrays.clear()
-        self._files.clear()
+        self._tensors.close()

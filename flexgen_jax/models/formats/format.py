@@ -36,6 +36,16 @@ ITEM_BYTES = {
     "int32": 4,
     "e8m0": 1,
     "e4m3": 1,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int16": 2,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "bool": 1,
+    "complex64": 8,
 }
 """Bytes of a leaf's elements. "e8m0" and "e4m3" are 8-bit floats, whose bits are kept."""
 

@@ -148,6 +148,11 @@ class OffloadFolder:
         path = self.root / "weights" / fingerprint
         return WeightFolder(path, self._scratch, self._queue, self._direct)
 
+    def scratch_weights(self) -> WeightFolder:
+        """Returns a folder of tensors that live as long as this run."""
+        path = self._run / f"tensors-{uuid.uuid4().hex}"
+        return WeightFolder(path, self._scratch, self._queue, self._direct)
+
     def scratch_array(
         self,
         name: str,
@@ -274,6 +279,10 @@ class WeightFolder:
             pass
         shutil.rmtree(folder, ignore_errors=True)
         return False
+
+    def remove(self, name: str) -> None:
+        """Removes a stored tensor."""
+        shutil.rmtree(self.path / name, ignore_errors=True)
 
     def open(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> DiskArray:
         """Opens a stored tensor for reading."""

@@ -1,0 +1,160 @@
+"""Where the layers of any model should lie: a linear program over what a machine can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexgen_jax.cpu import is_cpu
+from flexgen_jax.errors import UserError
+from flexgen_jax.machine.caches import cache_folder
+from flexgen_jax.machine.profiles import cached_profile, measured_profile, read_profile
+from flexgen_jax.policy.hardware import HardwareProfile
+from flexgen_jax.policy.policy import Placement
+from flexgen_jax.progress import Progress
+from flexgen_jax.units import parse_bytes
+
+SECOND_BEST = 1e-6
+"""How much the seconds of links that do not bind count: of equally fast plans, the one that moves
+least is taken."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A plan for passes through a stack of layers.
+
+    placement: of the layers' bytes; seconds: of a pass; bounds: the seconds that each resource
+    takes for it, "compute", "disk_read", "disk_write", "host_to_device", "device_to_host"; they
+    overlap, and the largest one is the time of the pass.
+    """
+
+    placement: Placement
+    seconds: float
+    bounds: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        """The resource that takes longest."""
+        return max(self.bounds, key=lambda name: self.bounds[name])
+
+
+def profile(
+    folder: str | Path | None = None, dtype: str = "bfloat16", progress: bool = True
+) -> HardwareProfile:
+    """Returns what this machine can do: as it was measured for this folder's disk and dtype before,
+    or measured now, in one to three minutes.
+
+    folder: where leaves on disk would lie; by default in the user's cache.
+    """
+    path = Path(folder or cache_folder("offload")).expanduser()
+    known = cached_profile(dtype, path)
+    return known or measured_profile(dtype, path, is_cpu(), Progress(progress))
+
+
+def plan_layers(
+    layer_bytes: Sequence[int],
+    layer_flops: float,
+    *,
+    hardware: HardwareProfile | str | Path,
+    rows: int = 1,
+    device_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    writes: bool = False,
+    ahead: int = 2,
+) -> LayerPlan:
+    """Returns the placement of layers with which a pass through all of them takes least time, where
+    `TieredArrays.stream` moves what is not on the device (FlexGen, section 4, with the layers alone
+    to be placed).
+
+    layer_bytes: of each layer.
+    layer_flops: of each layer and pass, two for a multiplication and an addition.
+    hardware: what `profile` returns, the name of a machine, or a file that `flexgen-jax profile`
+        wrote.
+    rows: tokens or examples that are multiplied together, on which the rate of products depends.
+    device_memory, host_memory: bytes, or "8GB", that the layers may take with those on their way;
+        by default the profile's.
+    writes: whether every layer is written back in a pass, as in training.
+    ahead: as for `stream`.
+
+    Raises `UserError` if the memory has no room for layers on their way.
+    """
+    known = hardware if isinstance(hardware, HardwareProfile) else read_profile(hardware)
+    limits = [
+        parse_bytes(device_memory, "device_memory") or known.device_memory,
+        parse_bytes(host_memory, "host_memory") or known.host_memory,
+    ]
+    total, largest = float(sum(layer_bytes)), float(max(layer_bytes, default=0))
+    if total <= 0 or layer_flops < 0:
+        raise UserError("layers need bytes, and no less than 0 FLOP")
+    seconds = _seconds(known, total, largest, writes)
+    seconds["compute"] = (
+        0.0,
+        0.0,
+        len(layer_bytes) * layer_flops / known.linear[16].at(rows),
+    )
+    way = (ahead + 2) * largest
+    # What is on its way takes memory in proportion to the share that is moved.
+    moved_to_device = 0.0 if known.unified else way
+    memory = [
+        ((total - moved_to_device, 0.0), limits[0] - moved_to_device),
+        ((-way, total - way), limits[1] - way),
+    ]
+    shares = _solved(seconds, memory)
+    if shares is None:
+        raise UserError(
+            f"no placement fits: layers of {largest / 1e9:.3g} GB, {ahead + 2} of which are on "
+            f"their way, need more than {limits[0] / 1e9:.3g} GB on the device or "
+            f"{limits[1] / 1e9:.3g} GB on the host; lower `ahead`, or give more"
+        )
+    device, host = shares
+    bounds = {
+        name: at_none + device * of_device + host * of_host
+        for name, (of_device, of_host, at_none) in seconds.items()
+    }
+    return LayerPlan(Placement(device, host), max(bounds.values()), bounds)
+
+
+Line = tuple[float, float, float]
+"""Seconds by the shares on the device and the host: two slopes, and the seconds where both are
+0."""
+
+
+def _seconds(known: HardwareProfile, total: float, largest: float, writes: bool) -> dict[str, Line]:
+    """Returns how long each link takes for a pass."""
+    _, slowed = known.contention("disk_read", is_prefill=False)
+    read = slowed * total / known.disk_read.at(largest)
+    seconds: dict[str, Line] = {"disk_read": (-read, -read, read)}
+    if writes:
+        write = total / known.disk_write.at(largest)
+        seconds["disk_write"] = (-write, -write, write)
+    if not known.unified:
+        there = total / known.host_to_device.at(largest)
+        seconds["host_to_device"] = (-there, 0.0, there)
+        if writes:
+            back = total / known.device_to_host.at(largest)
+            seconds["device_to_host"] = (-back, 0.0, back)
+    return seconds
+
+
+def _solved(
+    seconds: dict[str, Line], memory: list[tuple[tuple[float, float], float]]
+) -> tuple[float, float] | None:
+    """Returns the shares on the device and the host with the least time; None if there are none."""
+    from scipy.optimize import linprog
+
+    # Variables: device, host, time. A link's line must stay below the time.
+    costs = [sum(line[i] for line in seconds.values()) * SECOND_BEST for i in (0, 1)]
+    above = [[of_device, of_host, -1.0] for of_device, of_host, _ in seconds.values()]
+    above_limits = [-at_none for *_, at_none in seconds.values()]
+    within = [[*slopes, 0.0] for slopes, _ in memory]
+    optimum = linprog(
+        c=[*costs, 1.0],
+        A_ub=[*above, *within, [1.0, 1.0, 0.0]],
+        b_ub=[*above_limits, *(limit for _, limit in memory), 1.0],
+        bounds=[(0, 1), (0, 1), (0, None)],
+    )
+    if not optimum.success:
+        return None
+    device, host = (min(1.0, max(0.0, float(x))) for x in optimum.x[:2])
+    return device, min(host, 1.0 - device)

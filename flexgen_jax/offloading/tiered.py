@@ -1,0 +1,471 @@
+"""Pytrees whose leaves lie on the device, the host and the disk, and are streamed to the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from urllib.parse import quote
+
+import jax
+import numpy as np
+
+from flexgen_jax.errors import UserError, first_line
+from flexgen_jax.layers.quantization import Kept
+from flexgen_jax.machine.caches import cache_folder
+from flexgen_jax.models.formats.storage import Storage
+from flexgen_jax.models.tensors import SafeTensors
+from flexgen_jax.offload.disk.folder import OffloadFolder, WeightFolder, row_ranges
+from flexgen_jax.offload.metrics import Metrics
+from flexgen_jax.offload.prefetch import Load
+from flexgen_jax.offload.tiered import Stored, TieredTensors, stored_leaf
+from flexgen_jax.offload.tiers import Memories
+from flexgen_jax.offload.watcher import Watcher
+from flexgen_jax.offloading.stream_memory import LayerMemory, StreamMemory, block_bytes
+from flexgen_jax.offloading.trees import FlatTree, flattened, parts_of
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.parts import Layout
+from flexgen_jax.policy.placement import Splitter
+from flexgen_jax.policy.policy import TIERS, Placement, Tier
+from flexgen_jax.units import parse_bytes
+
+SMALL = 64 << 10
+"""Leaves of fewer bytes stay on the device: they are not worth moving."""
+
+WRITES_AHEAD = 2
+"""Trees whose leaves may wait for the disk."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A tree that is kept.
+
+    keys: of its leaves, by path; version: of those on disk; writing: a write to disk under way;
+    failure: what its last write failed with.
+    """
+
+    structure: Any
+    shapes: dict[str, tuple[int, ...]]
+    storages: dict[str, Storage]
+    tiers: dict[str, Tier]
+    keys: dict[str, str]
+    layouts: dict[str, Layout]
+    version: int | None = None
+    writing: Future[None] | None = None
+    failure: str | None = None
+
+    @property
+    def on_disk(self) -> list[Layout]:
+        """The layouts of what has to be read from disk."""
+        return [self.layouts[path] for path, tier in self.tiers.items() if tier == "disk"]
+
+    @property
+    def moved(self) -> int:
+        """Bytes that are not on the device."""
+        away = [path for path, tier in self.tiers.items() if tier != "device"]
+        return sum(self.storages[path].nbytes for path in away)
+
+
+class _Arriving(NamedTuple):
+    """A tree on its way to the device."""
+
+    name: str
+    memory: LayerMemory
+    moved: Future[dict[str, Kept]]
+
+
+class TieredArrays:
+    """Pytrees by name, such as a model's layers or their activations, each leaf in the tier that
+    the placement gives it.
+
+    placement: fractions of the bytes on the device and the host, the rest on disk; they hold over
+        all trees together, in the order in which they come. Leaves of less than 64 KiB stay on the
+        device.
+    folder: where leaves on disk lie, by default in the user's cache; they go with the process.
+    device_memory, host_memory, disk_space: limits, bytes or "2GB"; None for none.
+    unified: whether the device computes with host memory itself; None for as it is, which is so on
+        a CPU.
+
+    Raises `UserError` where something would exceed a limit.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        folder: str | Path | None = None,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        disk_space: str | int | None = None,
+        unified: bool | None = None,
+    ) -> None:
+        given = (device_memory, host_memory, disk_space)
+        names = ("device_memory", "host_memory", "disk_space")
+        sizes = [parse_bytes(size, name) for size, name in zip(given, names, strict=True)]
+        self._limits: dict[Tier, int | None] = dict(zip(TIERS, sizes, strict=True))
+        self._memories = Memories(Watcher(Metrics()), unified)
+        self._tensors = TieredTensors(self._memories, Ledger({}), "layers")
+        self._splitter = Splitter(placement)
+        self._entries: dict[str, _Entry] = {}
+        self._layouts: dict[Storage, Layout] = {}
+        self._root = Path(folder or cache_folder("offload")).expanduser()
+        self._disk: OffloadFolder | None = None
+        self._files: WeightFolder | None = None
+        self._copying = ThreadPoolExecutor(1, "flexgen-copy")
+        self._writing = ThreadPoolExecutor(1, "flexgen-write")
+        self._writes: deque[_Entry] = deque()
+        self._streaming: dict[int, dict[Tier, int]] = {}
+        # Whether what is on disk outlives the process.
+        self._is_kept = False
+
+    # What there is
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the names, in the order in which they came."""
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    @property
+    def nbytes(self) -> dict[Tier, int]:
+        """Bytes of all trees, by tier."""
+        return self._tensors.used()
+
+    def peak_bytes(self, ahead: int = 2) -> dict[Tier, int]:
+        """Returns the most bytes that are in use while all trees are streamed with this look-ahead:
+        the trees themselves, and `ahead` + 2 of the largest one on its way."""
+        entries = self._entries.values()
+        read = max((block_bytes(entry.on_disk) for entry in entries), default=0)
+        moved = 0 if self._memories.unified else max((e.moved for e in entries), default=0)
+        more: dict[Tier, int] = {"device": moved, "host": read, "disk": 0}
+        return {tier: used + (ahead + 2) * more[tier] for tier, used in self.nbytes.items()}
+
+    # Writing
+
+    def put(self, name: str, tree: Any) -> None:
+        """Keeps a tree, in place of what has this name; returns when its memory is free or its
+        write to disk is under way, as of two trees at most.
+
+        A tree that takes another's place has the same structure, shapes and dtypes. If its write
+        fails, whoever asks for it is told, until it is put again.
+        """
+        flat = flattened(tree, name)
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = self._enter(name, flat)
+        elif (flat.structure, flat.storages()) != (entry.structure, entry.storages):
+            raise UserError(
+                f"{name} has {_described(entry.storages)} and cannot be replaced by "
+                f"{_described(flat.storages())}; remove it first"
+            )
+        self._finish(entry)
+        while len(self._writes) >= WRITES_AHEAD:
+            self._settle()
+        entry.failure = None
+        for path, leaf in flat.leaves.items():
+            if entry.tiers[path] != "disk":
+                self._keep(entry, path, leaf)
+        on_disk = {path: x for path, x in flat.leaves.items() if entry.tiers[path] == "disk"}
+        if on_disk:
+            entry.writing = self._writing.submit(self._write, entry, on_disk)
+            self._writes.append(entry)
+
+    def _enter(self, name: str, flat: FlatTree) -> _Entry:
+        storages = flat.storages()
+        large = [path for path, storage in storages.items() if storage.nbytes >= SMALL]
+        chosen = self._splitter.split(storages[path].nbytes for path in large)
+        tiers: dict[str, Tier] = dict.fromkeys(storages, "device")
+        tiers |= dict(zip(large, chosen, strict=True))
+        for tier in TIERS:
+            wanted = sum(s.nbytes for path, s in storages.items() if tiers[path] == tier)
+            self._check_room(tier, wanted, name)
+        entry = _Entry(
+            structure=flat.structure,
+            shapes={path: leaf.shape for path, leaf in flat.leaves.items()},
+            storages=storages,
+            tiers=tiers,
+            keys={path: f"{name}{path}" for path in storages},
+            layouts={path: self._layout(storage) for path, storage in storages.items()},
+        )
+        for path, storage in storages.items():
+            self._tensors.reserve(entry.keys[path], storage, tiers[path])
+        self._entries[name] = entry
+        return entry
+
+    def _layout(self, storage: Storage) -> Layout:
+        if storage not in self._layouts:
+            self._layouts[storage] = Layout(storage.leaves, storage.nbytes)
+        return self._layouts[storage]
+
+    def _check_room(self, tier: Tier, nbytes: int, what: str) -> None:
+        limit, used = self._limits[tier], self.nbytes[tier]
+        used += sum(stream[tier] for stream in self._streaming.values())
+        if limit is not None and used + nbytes > limit:
+            name = "disk_space" if tier == "disk" else f"{tier}_memory"
+            raise UserError(
+                f"{what} needs {nbytes} bytes of {tier} memory beside {used} in use, and {name} "
+                f"allows {limit}: raise it, place more in a slower tier, or lower `ahead`"
+            )
+
+    def _keep(self, entry: _Entry, path: str, leaf: Kept) -> None:
+        """Keeps a leaf in memory."""
+        key, tier = entry.keys[path], entry.tiers[path]
+        if tier == "device" and not self._memories.unified:
+            placed = jax.tree.map(lambda x: jax.device_put(x, self._memories.device), leaf)
+            self._tensors.keep(key, placed)
+            return
+        parts = parts_of(leaf)  # copied, since they may lie in the memory of a stream
+
+        def fill(views: list[np.ndarray]) -> None:
+            for view, part in zip(views, parts, strict=True):
+                view[...] = part
+
+        self._tensors.drop(key)
+        self._tensors.make(key, entry.storages[path], tier, fill)
+
+    def _write(self, entry: _Entry, leaves: Mapping[str, Kept]) -> None:
+        """Writes leaves beside those whose place they take, and then lets these go."""
+        before, files = entry.version, self._folder()
+        version = 0 if before is None else before + 1
+        stored = {path: self._stored(entry, path, version) for path in leaves}
+        for path, leaf in leaves.items():
+            if self._is_kept and all(files.has(*what) for what in stored[path]):
+                continue
+            for (name, shape, dtype), part in zip(stored[path], parts_of(leaf), strict=True):
+                pieces = (part[a:b] for a, b in row_ranges(part.shape, part.itemsize))
+                files.write(name, shape, dtype, pieces)
+        for path, names in stored.items():
+            self._tensors.keep_files(entry.keys[path], [files.open(*what) for what in names])
+        entry.version = version
+        if before is not None:
+            self._remove_files(entry, before)
+
+    def _stored(self, entry: _Entry, path: str, version: int) -> list[Stored]:
+        key = f"{quote(entry.keys[path], safe='')}@{version}"
+        return [stored_leaf(key, leaf) for leaf in entry.storages[path].leaves]
+
+    def _remove_files(self, entry: _Entry, version: int) -> None:
+        for path in (path for path, tier in entry.tiers.items() if tier == "disk"):
+            for name, *_ in self._stored(entry, path, version):
+                self._folder().remove(name)
+
+    def _folder(self) -> WeightFolder:
+        if self._files is None:
+            self._disk = OffloadFolder(self._root)
+            self._files = self._opened(self._disk)
+        return self._files
+
+    def _opened(self, disk: OffloadFolder) -> WeightFolder:
+        """Returns the folder of what is on disk."""
+        return disk.scratch_weights()
+
+    def _finish(self, entry: _Entry) -> None:
+        """Waits for the write of a tree."""
+        writing, entry.writing = entry.writing, None
+        error = None if writing is None else writing.exception()
+        if error is not None:
+            entry.failure = first_line(error)
+
+    def _settle(self) -> bool:
+        """Waits for the write that waits longest; returns whether there was any."""
+        if not self._writes:
+            return False
+        self._finish(self._writes.popleft())
+        return True
+
+    def remove(self, name: str) -> None:
+        """Lets a tree go."""
+        entry = self._entry(name)
+        self._finish(entry)
+        for key in entry.keys.values():
+            self._tensors.drop(key)
+        if entry.version is not None:
+            self._remove_files(entry, entry.version)
+        del self._entries[name]
+
+    # Reading
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            known = ", ".join(list(self._entries)[:5])
+            raise UserError(f"there is nothing of the name {name!r}, only {known or 'nothing'}")
+        return self._entries[name]
+
+    def __getitem__(self, name: str) -> Any:
+        """A tree on the device."""
+        return next(self.stream([name], ahead=0))[1]
+
+    def stream(
+        self, order: Iterable[str] | None = None, ahead: int = 2
+    ) -> Iterator[tuple[str, Any]]:
+        """Yields names and their trees on the device, while the next ones are on their way.
+
+        order: names, each as often as it is wanted; None for all, once. ahead: how many trees are
+        on their way at most. Memory stays within `peak_bytes`: so keep what was yielded no longer
+        than to the next tree, or copy it.
+        """
+        names = list(self if order is None else order)
+        entries = [self._entry(name) for name in names]
+        if ahead < 0:
+            raise UserError(f"ahead must be 0 or more, not {ahead}")
+        read = max((block_bytes(entry.on_disk) for entry in entries), default=0)
+        moved = 0 if self._memories.unified else max((e.moved for e in entries), default=0)
+        count = min(ahead + 2, len(names))
+        needed: dict[Tier, int] = {"device": count * moved, "host": count * read, "disk": 0}
+        for tier in TIERS:
+            self._check_room(tier, needed[tier], "a stream")
+        memory = StreamMemory(self._memories, read, count, self._settle)
+        return self._stream(names, ahead, memory, needed)
+
+    def _stream(
+        self, names: list[str], ahead: int, memory: StreamMemory, needed: dict[Tier, int]
+    ) -> Iterator[tuple[str, Any]]:
+        coming, upcoming = deque[_Arriving](), iter(names)
+        self._streaming[id(memory)] = needed
+        try:
+            for name in names:
+                while len(coming) <= ahead and (following := next(upcoming, None)) is not None:
+                    coming.append(self._start(following, memory))
+                arriving = coming.popleft()
+                arriving.memory.is_yielded = True
+                tree = self._tree(arriving.name, arriving.moved.result())
+                arriving.memory.buffers.clear()
+                del arriving
+                yield name, tree
+                del tree
+        finally:
+            for arriving in coming:
+                arriving.moved.exception()
+            del self._streaming[id(memory)]
+
+    def _start(self, name: str, memory: StreamMemory) -> _Arriving:
+        entry = self._entry(name)
+        self._finish(entry)
+        if entry.failure is not None:
+            raise UserError(f"{name} could not be written: {entry.failure}; put it again")
+        own = memory.take(entry.on_disk)
+        load = self._tensors.load(name, entry.keys, own.buffers)
+        return _Arriving(name, own, self._copying.submit(self._arrive, load, own, memory))
+
+    def _arrive(
+        self, load: Load[dict[str, Kept]], own: LayerMemory, memory: StreamMemory
+    ) -> dict[str, Kept]:
+        """Waits for the reads of a tree and copies it to the device."""
+        load.copy(self._memories)
+        moved = load.arriving
+        memory.give_back(own, moved)
+        return moved
+
+    def _tree(self, name: str, leaves: Mapping[str, Kept]) -> Any:
+        entry = self._entries[name]
+        whole = [_shaped(leaf, entry.shapes[path]) for path, leaf in leaves.items()]
+        return jax.tree.unflatten(entry.structure, whole)
+
+    # Ending
+
+    def close(self) -> None:
+        """Frees everything; what is being written is waited for."""
+        self._copying.shutdown()
+        self._writing.shutdown()
+        self._tensors.close()
+        self._entries.clear()
+        if self._disk is not None:
+            self._disk.close()
+        self._memories.watcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TieredParams(TieredArrays):
+    """A model's layers, placed when it is made; see `TieredArrays`.
+
+    layers: pytrees by name, or pairs of a name and a pytree that are made one after the other, so
+        that no more than one has to be in memory.
+    stored_as: a name for what is on disk, which then stays there: a later process that gives the
+        same name takes it as it is, and writes what is missing. Files appear whole or not at all,
+        and are compared with their checksums. Such layers cannot be replaced.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        placement: Placement,
+        *,
+        stored_as: str | None = None,
+        folder: str | Path | None = None,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        disk_space: str | int | None = None,
+        unified: bool | None = None,
+    ) -> None:
+        super().__init__(
+            placement,
+            folder=folder,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            disk_space=disk_space,
+            unified=unified,
+        )
+        self._name, self._is_kept = stored_as, stored_as is not None
+        try:
+            with self._folder().locked() if self._is_kept else nullcontext():
+                for name, tree in layers.items() if isinstance(layers, Mapping) else layers:
+                    super().put(name, tree)
+                while self._settle():
+                    pass
+            for name, entry in self._entries.items():
+                if entry.failure is not None:
+                    raise UserError(f"{name} could not be written: {entry.failure}")
+        except BaseException:
+            self.close()
+            raise
+
+    def put(self, name: str, tree: Any) -> None:
+        """Replaces a layer, see `TieredArrays.put`."""
+        if self._is_kept:
+            raise UserError(f"layers that are stored as {self._name!r} cannot be replaced")
+        super().put(name, tree)
+
+    def _opened(self, disk: OffloadFolder) -> WeightFolder:
+        if self._name is None:
+            return super()._opened(disk)
+        return disk.weights(f"layers-{quote(self._name, safe='')}")
+
+
+def checkpoint_layers(
+    folder: str | Path, layer_of: Callable[[str], str | None]
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Yields the layers of a folder of safetensors, each as its tensors by name, in the order of
+    their first tensors; only one layer is in memory.
+
+    layer_of: returns the layer of a tensor's name, None for a tensor that is not wanted.
+    """
+    tensors = SafeTensors(Path(folder).expanduser())
+    names: dict[str, list[str]] = {}
+    for name in tensors:
+        layer = layer_of(name)
+        if layer is not None:
+            names.setdefault(layer, []).append(name)
+    for layer, members in names.items():
+        yield layer, {name: tensors.rows(name)[:] for name in members}
+
+
+def _shaped(leaf: Kept, shape: tuple[int, ...]) -> Kept:
+    """Returns a leaf as it was given: a scalar was kept as an array of one element."""
+    return leaf.reshape(()) if isinstance(leaf, jax.Array) and shape == () else leaf
+
+
+def _described(storages: Mapping[str, Storage]) -> str:
+    return ", ".join(f"{path} {s.dtype}{list(s.shape)}" for path, s in storages.items())
