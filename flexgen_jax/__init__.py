@@ -9,6 +9,7 @@ from flexgen_jax.version import __version__
 __all__ = [
     "LLM",
     "EngineOptions",
+    "Model",
     "PairScore",
     "Placement",
     "Policy",
@@ -21,6 +22,7 @@ __all__ = [
     "TokenLogprob",
     "UserError",
     "__version__",
+    "register_family",
     "set_up_jax",
 ]
 
@@ -34,11 +36,14 @@ if TYPE_CHECKING:
     from flexgen_jax.engine.scoring import PairScore, ScoreOutput
     from flexgen_jax.errors import PromptError, UserError
     from flexgen_jax.machine.jax_settings import set_up_jax
+    from flexgen_jax.models.families import register_family
+    from flexgen_jax.models.loading import Model
     from flexgen_jax.policy.policy import Placement, Policy
 
 _HOMES = {
     "EngineOptions": "flexgen_jax.engine.options",
     "LLM": "flexgen_jax.engine.llm",
+    "Model": "flexgen_jax.models.loading",
     "PairScore": "flexgen_jax.engine.scoring",
     "Placement": "flexgen_jax.policy.policy",
     "Policy": "flexgen_jax.policy.policy",
@@ -50,6 +55,7 @@ _HOMES = {
     "ScoreOutput": "flexgen_jax.engine.scoring",
     "TokenLogprob": "flexgen_jax.engine.outputs",
     "UserError": "flexgen_jax.errors",
+    "register_family": "flexgen_jax.models.families",
     "set_up_jax": "flexgen_jax.machine.jax_settings",
 }
 

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "engine": {"models", "layers", "policy", "cpu", "offload", "machine"},
     "jobs": {"models", "engine", "machine"},
     "server": {"models", "engine", "jobs"},
-    "evaluation": {"models", "engine"},
+    "evaluation": {"models", "policy", "engine"},
     "cli": {
         "models",
         "layers",

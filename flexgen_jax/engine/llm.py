@@ -37,6 +37,7 @@ from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions, Message
 from flexgen_jax.models.formats.known import WeightFormat
+from flexgen_jax.models.loading import Model
 from flexgen_jax.policy.policy import Attention, Policy, Workload
 from flexgen_jax.progress import Bars, Progress
 
@@ -47,7 +48,8 @@ OnError = Literal["return", "raise"]
 class LLM(TextModel):
     """A language model whose weights, KV cache and activations lie where a policy puts them.
 
-    model: a Hugging Face folder, a hub id, or None for the toy model that ships with the package.
+    model: a Hugging Face folder, a GGUF file, a hub id, a `Model` of one's own arrays, or None for
+    the toy model that ships with the package.
     The other arguments are explained in `EngineOptions`.
 
     Raises `UserError` where something about these, or about a prompt, is wrong.
@@ -55,7 +57,7 @@ class LLM(TextModel):
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | Model | None = None,
         *,
         policy: Policy | Literal["auto"] = EngineOptions.policy,
         dtype: str = EngineOptions.dtype,

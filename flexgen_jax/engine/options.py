@@ -57,7 +57,7 @@ class EngineOptions:
         processes, and use most of a GPU's memory.
     """
 
-    model: str | Path | None = None
+    model: str | Path | Model | None = None
     policy: Policy | Literal["auto"] = "auto"
     dtype: str = "auto"
     weight_bits: int | None = None
@@ -130,6 +130,10 @@ class EngineOptions:
 
     def open_model(self) -> Model:
         """Opens the model; raises `UserError` if that is not possible."""
+        if self.stages > 1 and isinstance(self.model, Model):
+            raise UserError(
+                "stages need a model that other processes can open: save it to a folder"
+            )
         return open_model(
             name=self.model,
             dummy_weights=self.dummy_weights,

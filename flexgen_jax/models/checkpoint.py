@@ -25,6 +25,7 @@ from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.gguf.config import config_of
 from flexgen_jax.models.gguf.container import GgufFile
 from flexgen_jax.models.gguf.tensors import GgufTensors
+from flexgen_jax.models.given import GivenTensors
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import TensorSpec
@@ -50,6 +51,10 @@ BUFFERS = (
 """Ends of names of tensors that are passed over without a word: they are computed anew."""
 
 
+Opened = tuple[ModelConfig, Tensors, Mapping[str, Any]]
+"""A model's config, its tensors, and how the config says that they are quantized."""
+
+
 class Checkpoint:
     """A model's files, single or sharded, read lazily and in place.
 
@@ -63,15 +68,33 @@ class Checkpoint:
 
     reads_at_once = 1
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, given: Opened | None = None) -> None:
+        """given: what a program has in the place of files, which `folder` then only names."""
         self.folder = folder
-        self.container = GgufFile(folder) if folder.is_file() else None
-        opened = _opened_gguf(self.container) if self.container else _opened_folder(folder)
+        self.container = GgufFile(folder) if given is None and folder.is_file() else None
+        if given is not None:
+            opened = given
+        elif self.container is not None:
+            opened = _opened_gguf(self.container)
+        else:
+            opened = _opened_folder(folder)
         self.config, self._tensors, options = opened
         self.notes = list(self._tensors.notes)
         self.config = self._as_stored()
         self._where = self._match()
         self.config = replace(self.config, published=self._published(options))
+
+    @classmethod
+    def of_arrays(cls, name: str, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> Checkpoint:
+        """Returns a model of a program's own tensors; see `GivenTensors`.
+
+        raw: the config, as in `config.json`.
+        """
+        try:
+            config = read_config(raw)
+        except ConfigError as error:
+            raise CheckpointError(f"{name}: {error}") from None
+        return cls(Path(name), (config, GivenTensors(name, tensors), {}))
 
     def _has(self, name: str) -> bool:
         """Returns whether a tensor is stored, in few bits perhaps."""
@@ -293,10 +316,6 @@ class Checkpoint:
     def content(self, dtype: str) -> str:
         files = self._tensors.files.contents()
         return digest("content", FORMAT_VERSION, self.config, files, dtype)
-
-
-Opened = tuple[ModelConfig, Tensors, Mapping[str, Any]]
-"""A model's config, its tensors, and how the config says that they are quantized."""
 
 
 def _opened_folder(folder: Path) -> Opened:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -58,6 +58,32 @@ class Model:
     chat: ChatTemplate | None = None
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def from_arrays(
+        cls,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        tokenizer: str | Path | None = None,
+        name: str = "model",
+    ) -> Model:
+        """Returns a model of tensors that a program has, such as one that it has just trained.
+
+        config: as in Hugging Face's `config.json`.
+        tensors: by the names that Hugging Face gives them, "model.embed_tokens.weight": arrays of
+            NumPy or JAX, or anything that has a shape and a dtype and gives rows for slices, such
+            as `numpy.memmap` or a dataset of h5py. They must not change while the model is used.
+        tokenizer: a folder with a tokenizer's files, and perhaps a chat template; None where
+            prompts are token ids.
+        name: for messages.
+
+        Raises `UserError` if a tensor is missing, or is none of the model's.
+        """
+        checkpoint = Checkpoint.of_arrays(name, config, tensors)
+        if tokenizer is None:
+            notes = tuple(f"{name}: {note}" for note in checkpoint.notes)
+            return cls(name, checkpoint.config, checkpoint, None, notes=notes)
+        return _with_files(checkpoint, Path(tokenizer).expanduser(), name)
+
 
 def shipped_model() -> Path:
     """Returns the folder of the small trained OPT that ships with the package."""
@@ -65,7 +91,7 @@ def shipped_model() -> Path:
 
 
 def open_model(
-    name: str | Path | None,
+    name: str | Path | Model | None,
     dummy_weights: bool,
     seed: int,
     weight_bits: int | None = None,
@@ -73,11 +99,12 @@ def open_model(
 ) -> Model:
     """Opens a Hugging Face folder, a hub id or, with dummy weights, a known shape's name.
 
-    The name None stands for the shipped model. seed: for dummy weights; weight_bits: what a run
+    The name None stands for the shipped model; a model that is opened already is taken as it is.
+    seed: for dummy weights; weight_bits: what a run
     asks for, of which a model that is published in few bits has its own unless `requantizes`.
     Raises `UserError` if the model cannot be opened.
     """
-    model = _opened(name, dummy_weights, seed)
+    model = name if isinstance(name, Model) else _opened(name, dummy_weights, seed)
     published = model.config.published
     if published is None or weight_bits is None or weight_bits == 16:
         return model
@@ -100,10 +127,14 @@ def _opened(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
         return Model(str(name), config, DummyWeights(config, seed), None)
     folder = shipped_model() if name is None else _local_folder(str(name), needs_weights=True)
     checkpoint = Checkpoint(folder)
-    config = checkpoint.config
     with _files_beside(checkpoint) as files:
-        wishes = read_defaults(files)
-        tokenizer, chat = Tokenizer(files, config.bos_id), ChatTemplate(files)
+        return _with_files(checkpoint, files, str(name or folder.name))
+
+
+def _with_files(checkpoint: Checkpoint, files: Path, name: str) -> Model:
+    """Returns a model with what is in the files beside its weights."""
+    config, folder, wishes = checkpoint.config, checkpoint.folder, read_defaults(files)
+    tokenizer, chat = Tokenizer(files, config.bos_id), ChatTemplate(files)
     ends = config.eos_ids if wishes.eos_ids is None else wishes.eos_ids
     notes = [f"{folder}: {note}" for note in checkpoint.notes]
     notes += _notes_on_wishes(wishes)
@@ -120,7 +151,7 @@ def _opened(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
         )
         ends = (*ends, end)
     return Model(
-        name=str(name or folder.name),
+        name=name,
         config=replace(config, eos_ids=ends),
         source=checkpoint,
         tokenizer=tokenizer,

@@ -68,7 +68,17 @@ class Tensors(Protocol):
         """Returns a plain tensor as something whose rows can be taken by slices."""
 
     @property
-    def files(self) -> Files: ...
+    def files(self) -> Identity: ...
+
+
+class Identity(Protocol):
+    """Who a model's tensors are, so that their content is known again."""
+
+    def with_times(self) -> list[Any]:
+        """Returns what changes when the tensors do, cheaply."""
+
+    def contents(self) -> list[Any]:
+        """Returns what changes when the tensors' content does."""
 
 
 class Files:

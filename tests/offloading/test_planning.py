@@ -49,12 +49,9 @@ def test_no_placement_of_a_grid_is_faster(
     def fits(on_device: float, on_host: float) -> bool:
         disk = 1 - on_device - on_host
         way = 0.0 if unified else 4 * GB * (1 - on_device)
-        is_whole = on_device + on_host <= 1
-        return (
-            is_whole
-            and on_device * total + way <= device
-            and on_host * total + 4 * GB * disk <= host
-        )
+        has_device = on_device * total + way <= device
+        has_host = on_host * total + 4 * GB * disk <= host
+        return on_device + on_host <= 1 and has_device and has_host
 
     steps = [n / 40 for n in range(41)]
     best = min(seconds(*x) for x in itertools.product(steps, steps) if fits(*x))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
@@ -54,7 +55,7 @@ from flexgen_jax.models.families.qwen_next import (
 from flexgen_jax.models.family import Family
 from flexgen_jax.models.parts import ConfigError
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         OPT,
@@ -144,6 +145,29 @@ def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return stored
 
 
+ENTRY_POINTS = "flexgen_jax.families"
+"""The group of entry points by which other packages name their families."""
+
+
+def register_family(family: Family) -> None:
+    """Makes a family known, so that its models can be opened; see docs/adding_a_model.md.
+
+    A package that is installed may name the family as an entry point of the group
+    "flexgen_jax.families" instead. Raises `ConfigError` for a model type that another family has.
+    """
+    known = FAMILIES.get(family.model_type)
+    if known is not None and known is not family:
+        raise ConfigError(f"model_type {family.model_type!r} has a family already")
+    FAMILIES[family.model_type] = family
+
+
+def _from_entry_points(model_type: str) -> None:
+    """Makes the family of a type known, if an installed package has it."""
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name == model_type:
+            register_family(point.load())
+
+
 def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.model_type]
 
@@ -154,6 +178,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     Raises `ConfigError` for a config that is incomplete or not supported.
     """
     model_type = raw.get("model_type")
+    if isinstance(model_type, str) and model_type not in FAMILIES:
+        _from_entry_points(model_type)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(_unsupported(str(model_type)))
     quantization_of(raw)
