@@ -41,11 +41,10 @@ class Llama(linen.Module):
         """Returns the logits of a text, [token, byte]."""
 
         def linear(name: str, size: int, x: jax.Array) -> jax.Array:
-            product: jax.Array = linen.Dense(size, use_bias=False, name=name)(x)
-            return product
+            return jnp.asarray(linen.Dense(size, use_bias=False, name=name)(x))
 
         def norm(name: str, x: jax.Array) -> jax.Array:
-            return linen.RMSNorm(EPSILON, name=name)(x)
+            return jnp.asarray(linen.RMSNorm(EPSILON, name=name)(x))
 
         x = linen.Embed(BYTES, self.width, name="model.embed_tokens")(ids)
         seen = jnp.tril(jnp.ones((ids.size, ids.size), bool))

@@ -62,8 +62,8 @@ def summarised(
                 file.write(json.dumps(line) + "\n")
     Job(llm, JobOptions(source, results, is_ordered=True)).run()
     found: dict[str, list[str]] = {name: [] for name in texts}
-    for line in results.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+    for result in results.read_text(encoding="utf-8").splitlines():
+        record = json.loads(result)
         if record["error"] is not None:
             raise SystemExit(f"{record['id']}: {record['error']['message']}")
         found[record["id"].rpartition("#")[0]].append(record["text"].strip())
