@@ -74,6 +74,10 @@ class StreamMemory:
         self._copied: defaultdict[tuple[Layout, ...], list[list[HostBuffer]]] = defaultdict(list)
         self._changed = threading.Condition()
 
+    def suits(self, nbytes: int, count: int) -> bool:
+        """Returns whether there are as many blocks of such a size."""
+        return (self._nbytes, self._count) == (nbytes, count)
+
     def take(self, layouts: Sequence[Layout]) -> LayerMemory:
         """Returns buffers of some layouts; waits until a block is free. Raises `UserError` if none
         will be, because somebody keeps what was handed out."""

@@ -119,6 +119,7 @@ class TieredArrays:
         self._writing = ThreadPoolExecutor(1, "flexgen-write")
         self._writes: deque[_Entry] = deque()
         self._streaming: dict[int, dict[Tier, int]] = {}
+        self._memory: StreamMemory | None = None
         # Whether what is on disk outlives the process.
         self._is_kept = False
 
@@ -322,8 +323,15 @@ class TieredArrays:
         needed: dict[Tier, int] = {"device": count * moved, "host": count * read, "disk": 0}
         for tier in TIERS:
             self._check_room(tier, needed[tier], "a stream")
-        memory = StreamMemory(self._memories, read, count, self._settle)
-        return self._stream(names, ahead, memory, needed)
+        return self._stream(names, ahead, self._memory_of(read, count), needed)
+
+    def _memory_of(self, nbytes: int, count: int) -> StreamMemory:
+        """Returns memory for a stream: that of the last one, if it has as large blocks and is not
+        in use, since to touch new memory takes a while."""
+        last = self._memory
+        if last is None or not last.suits(nbytes, count) or id(last) in self._streaming:
+            last = self._memory = StreamMemory(self._memories, nbytes, count, self._settle)
+        return last
 
     def _stream(
         self, names: list[str], ahead: int, memory: StreamMemory, needed: dict[Tier, int]
@@ -373,6 +381,7 @@ class TieredArrays:
 
     def close(self) -> None:
         """Frees everything; what is being written is waited for."""
+        self._memory = None
         self._copying.shutdown()
         self._writing.shutdown()
         self._tensors.close()

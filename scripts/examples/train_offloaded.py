@@ -26,7 +26,7 @@ from flax import linen
 from flexgen_jax.offloading import Placement, TieredArrays, TieredParams
 
 HEADS, BYTES = 8, 256
-ADAM = optax.adam(1e-3)
+ADAM = optax.adam(3e-4)
 
 
 class Block(linen.Module):
