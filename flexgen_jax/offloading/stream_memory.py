@@ -78,6 +78,11 @@ class StreamMemory:
         """Returns whether there are as many blocks of such a size."""
         return (self._nbytes, self._count) == (nbytes, count)
 
+    def begin(self) -> None:
+        """Begins another stream: what is still kept of the last one counts no more."""
+        self._made -= len(self._taken)
+        self._taken.clear()
+
     def take(self, layouts: Sequence[Layout]) -> LayerMemory:
         """Returns buffers of some layouts; waits until a block is free. Raises `UserError` if none
         will be, because somebody keeps what was handed out."""
@@ -97,6 +102,9 @@ class StreamMemory:
                 views.append(part.view(numpy_dtype(leaf.kind)).reshape(leaf.shape))
                 offset += -(-leaf.nbytes // PAGE) * PAGE
             arrays = tuple(jax.device_put(view, self._memories.device) for view in views)
+            pairs = zip(arrays, views, strict=True)
+            is_same = all(a.unsafe_buffer_pointer() == v.ctypes.data for a, v in pairs)
+            assert is_same, "JAX copied memory that is still to be read into"
             memory.buffers.append(HostBuffer(layout, arrays, tuple(views)))
         memory.watch()
         return memory
@@ -117,7 +125,8 @@ class StreamMemory:
                 if self._made < self._count:
                     self._made += 1
                     return whole_pages(self._nbytes)
-                yielded = [memory for memory in self._taken.values() if memory.is_yielded]
+                taken = list(self._taken.values())  # at once: others give back meanwhile
+                yielded = [memory for memory in taken if memory.is_yielded]
                 self._changed.wait(LOOK_S)
             is_held = bool(yielded) and all(memory.is_held for memory in yielded)
             if is_held and not self._settle():
@@ -131,7 +140,10 @@ class StreamMemory:
 
     def _give_back(self, block: np.ndarray) -> None:
         # Also called amid other work of this thread, so it must not wait.
-        self._taken.pop(id(block), None)
+        if self._taken.pop(id(block), None) is None:  # of an earlier stream
+            if self._made >= self._count:
+                return
+            self._made += 1
         self._free.append(block)
 
 

@@ -120,6 +120,7 @@ class TieredArrays:
         self._writes: deque[_Entry] = deque()
         self._streaming: dict[int, dict[Tier, int]] = {}
         self._memory: StreamMemory | None = None
+        self._is_closed = False
         # Whether what is on disk outlives the process.
         self._is_kept = False
 
@@ -158,6 +159,7 @@ class TieredArrays:
         A tree that takes another's place has the same structure, shapes and dtypes. If its write
         fails, whoever asks for it is told, until it is put again.
         """
+        self._check_open()
         flat = flattened(tree, name)
         entry = self._entries.get(name)
         if entry is None:
@@ -295,14 +297,17 @@ class TieredArrays:
     # Reading
 
     def _entry(self, name: str) -> _Entry:
+        self._check_open()
         if name not in self._entries:
             known = ", ".join(list(self._entries)[:5])
             raise UserError(f"there is nothing of the name {name!r}, only {known or 'nothing'}")
         return self._entries[name]
 
     def __getitem__(self, name: str) -> Any:
-        """A tree on the device."""
-        return next(self.stream([name], ahead=0))[1]
+        """A tree on the device, which may be kept."""
+        entry = self._entry(name)
+        memory = StreamMemory(self._memories, block_bytes(entry.on_disk), 1, self._settle)
+        return self._tree(name, self._start(name, memory).moved.result())
 
     def stream(
         self, order: Iterable[str] | None = None, ahead: int = 2
@@ -314,7 +319,7 @@ class TieredArrays:
         than to the next tree, or copy it.
         """
         names = list(self if order is None else order)
-        entries = [self._entry(name) for name in names]
+        entries = [self._entry(name) for name in names]  # which must be there before it begins
         if ahead < 0:
             raise UserError(f"ahead must be 0 or more, not {ahead}")
         read = max((block_bytes(entry.on_disk) for entry in entries), default=0)
@@ -323,7 +328,7 @@ class TieredArrays:
         needed: dict[Tier, int] = {"device": count * moved, "host": count * read, "disk": 0}
         for tier in TIERS:
             self._check_room(tier, needed[tier], "a stream")
-        return self._stream(names, ahead, self._memory_of(read, count), needed)
+        return self._stream(names, ahead, needed, (read, count))
 
     def _memory_of(self, nbytes: int, count: int) -> StreamMemory:
         """Returns memory for a stream: that of the last one, if it has as large blocks and is not
@@ -331,12 +336,14 @@ class TieredArrays:
         last = self._memory
         if last is None or not last.suits(nbytes, count) or id(last) in self._streaming:
             last = self._memory = StreamMemory(self._memories, nbytes, count, self._settle)
+        last.begin()
         return last
 
     def _stream(
-        self, names: list[str], ahead: int, memory: StreamMemory, needed: dict[Tier, int]
+        self, names: list[str], ahead: int, needed: dict[Tier, int], blocks: tuple[int, int]
     ) -> Iterator[tuple[str, Any]]:
         coming, upcoming = deque[_Arriving](), iter(names)
+        memory = self._memory_of(*blocks)
         self._streaming[id(memory)] = needed
         try:
             for name in names:
@@ -379,9 +386,13 @@ class TieredArrays:
 
     # Ending
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UserError("this is closed; make another one")
+
     def close(self) -> None:
         """Frees everything; what is being written is waited for."""
-        self._memory = None
+        self._is_closed, self._memory = True, None
         self._copying.shutdown()
         self._writing.shutdown()
         self._tensors.close()

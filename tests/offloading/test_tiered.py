@@ -97,6 +97,34 @@ def test_what_is_kept_too_long_is_an_error(tmp_path: Path) -> None:
             same(copy, layers[str(number)])
 
 
+@pytest.mark.parametrize("unified", [True, False])
+def test_streams_that_are_left_and_begun_again(unified: bool, tmp_path: Path) -> None:
+    """Also two at a time, and with trees kept from before."""
+    layers = {str(n): layer(n) for n in range(6)}
+    with TieredParams(layers, PLACES["disk"], folder=tmp_path, unified=unified) as params:
+        first, second = params["0"], params["1"]
+        never = params.stream()
+        for number in range(4):
+            for name, tree in params.stream(ahead=1):
+                last = tree
+                if int(name) == number:
+                    break
+            same(last, layers[str(number)])
+        pairs = zip(params.stream(), params.stream([*reversed(layers)]), strict=True)
+        for (one, tree), (other, opposite) in pairs:
+            same(tree, layers[one])
+            same(opposite, layers[other])
+        same(last, layers["3"])
+        same((first, second), (layers["0"], layers["1"]))
+        assert len([name for name, _ in never]) == 6
+        stream = params.stream()
+        next(stream)
+    with pytest.raises(UserError, match="this is closed"):
+        next(stream)
+    with pytest.raises(UserError, match="this is closed"):
+        params.put("0", layer(0))
+
+
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["put", "stream", "remove", "get"]), st.integers(0, 4)), max_size=12
 )
