@@ -97,7 +97,8 @@ def _searched(x: jax.Array, counts: jax.Array, levels: int) -> tuple[jax.Array, 
 
     none = jnp.full(low.shape, jnp.inf, jnp.float32)
     _, step, least = jax.lax.fori_loop(0, TRIES, attempt, (none, _finite(0 * half), low))
-    return step, least
+    # A group of equal elements must not set the unit of its row's steps.
+    return jnp.where(half > 0, step, 0.0), least
 
 
 def _fitted(

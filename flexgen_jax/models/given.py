@@ -88,7 +88,7 @@ class GivenContent:
             named.update(repr((name, shape, self._tensors.dtype(name))).encode())
             row = max(1, int(np.prod(shape[1:])) * 4)
             step = max(1, PIECE_BYTES // row)
-            for start in range(0, shape[0] if shape else 0, step):
-                piece = np.ascontiguousarray(rows[start : start + step])
-                named.update(piece.reshape(-1).view(np.uint8).data)
+            for start in range(0, shape[0] if shape else 1, step):
+                piece = rows[start : start + step] if shape else rows[()]
+                named.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
         return named.hexdigest()

@@ -72,10 +72,10 @@ class Tensors(Protocol):
 
 
 class Identity(Protocol):
-    """Who a model's tensors are, so that their content is known again."""
+    """Identifies a model's tensors, so that their content is known again."""
 
     def with_times(self) -> list[Any]:
-        """Returns what changes when the tensors do, cheaply."""
+        """Returns what changes when the tensors do, or perhaps only their files' times."""
 
     def contents(self) -> list[Any]:
         """Returns what changes when the tensors' content does."""

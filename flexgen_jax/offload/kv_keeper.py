@@ -150,17 +150,19 @@ class KVKeeper:
         """Stores what is cached of a row, which has got `made` after its prompt."""
         prompt = running.shape.prompt_len
         columns = cached = prompt if running.is_prefix else running.growing[0].tokens
-        if self._is_packed:  # an open block is in full precision
-            columns = sum(running.lengths[: running.sealed(cached)])
+        if self._is_packed and not running.is_prefix:  # an open block is in full precision
+            columns = sum(running.lengths[: running.growing[0].sealed])
         # A state has seen all of them.
         is_useless = self._store.layout.has_ends and columns < cached
         if self._has_failed or is_useless or columns < prompt:
             return  # of a batch's last tokens, nothing is cached
         ids = [*_ids_of(running, row), *made[: columns - prompt]]
         try:
-            draft = self._store.draft(ids)
-            if draft is not None:
+            while (draft := self._store.draft(ids)) is not None:
                 self._write(draft, running, row)
+                if not draft.is_partial:
+                    break
+                self._store.settle()
         except OSError as error:
             self._has_failed = True
             self._say(f"flexgen-jax: the KV store takes nothing more: {error}")
@@ -168,7 +170,7 @@ class KVKeeper:
     def _write(self, draft: Draft, running: Running, row: int) -> None:
         try:
             for place, (start, stop) in enumerate(draft.spans):
-                is_end = place == len(draft.spans) - 1
+                is_end = draft.parts[place].key.is_end
                 for number, state in enumerate(running.layers):
                     arrays = list[np.ndarray]()
                     if state.homes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from flexgen_jax.cpu import is_cpu
 from flexgen_jax.errors import UserError
@@ -85,34 +86,67 @@ def plan_layers(
         parse_bytes(host_memory, "host_memory") or known.host_memory,
     ]
     total, largest = float(sum(layer_bytes)), float(max(layer_bytes, default=0))
-    if total <= 0 or layer_flops < 0:
-        raise UserError("layers need bytes, and no less than 0 FLOP")
+    if total <= 0 or layer_flops < 0 or rows < 1 or ahead < 0:
+        raise UserError(
+            "layers need bytes, 0 FLOP or more, 1 row or more, and `ahead` of 0 or more"
+        )
     seconds = _seconds(known, total, largest, writes)
     seconds["compute"] = (
         0.0,
         0.0,
         len(layer_bytes) * layer_flops / known.linear[16].at(rows),
     )
-    way = (ahead + 2) * largest
-    # What is on its way takes memory in proportion to the share that is moved.
-    moved_to_device = 0.0 if known.unified else way
-    memory = [
-        ((total - moved_to_device, 0.0), limits[0] - moved_to_device),
-        ((-way, total - way), limits[1] - way),
+    count = min(ahead + 2, len(layer_bytes))
+    way = count * largest
+    found = [
+        solved
+        for moves, reads in ((False, False), (True, False), (True, True))
+        if (solved := _solved(seconds, total, _room(limits, largest, way, known, moves, reads)))
     ]
-    shares = _solved(seconds, memory)
-    if shares is None:
+    if not found:
         raise UserError(
-            f"no placement fits: layers of {largest / 1e9:.3g} GB, {ahead + 2} of which are on "
+            f"no placement fits: layers of {largest / 1e9:.3g} GB, {count} of which are on "
             f"their way, need more than {limits[0] / 1e9:.3g} GB on the device or "
             f"{limits[1] / 1e9:.3g} GB on the host; lower `ahead`, or give more"
         )
-    device, host = shares
+    device, host = min(found, key=lambda shares: _time(seconds, shares))
     bounds = {
         name: at_none + device * of_device + host * of_host
         for name, (of_device, of_host, at_none) in seconds.items()
     }
     return LayerPlan(Placement(device, host), max(bounds.values()), bounds)
+
+
+class _Room(NamedTuple):
+    """What is left for layers. moves, reads: whether any is moved to the device, or read."""
+
+    device: float
+    host: float
+    moves: bool
+    reads: bool
+
+
+def _room(
+    limits: Sequence[float],
+    largest: float,
+    way: float,
+    known: HardwareProfile,
+    moves: bool,
+    reads: bool,
+) -> _Room:
+    """Returns what is left beside layers on their way; where layers are divided, whole leaves may
+    exceed a share by one of them."""
+    device = limits[0] - (largest if moves or reads else 0)
+    device -= way if moves and not known.unified else 0
+    host = limits[1] - (largest if moves or reads else 0) - (way if reads else 0)
+    return _Room(device, host, moves, reads)
+
+
+def _time(seconds: Mapping[str, Line], shares: tuple[float, float]) -> float:
+    """Returns the seconds of a pass, and a little for each link that it uses."""
+    device, host = shares
+    times = [at_none + device * a + host * b for a, b, at_none in seconds.values()]
+    return max(times) + SECOND_BEST * sum(times)
 
 
 Line = tuple[float, float, float]
@@ -137,9 +171,7 @@ def _seconds(known: HardwareProfile, total: float, largest: float, writes: bool)
     return seconds
 
 
-def _solved(
-    seconds: dict[str, Line], memory: list[tuple[tuple[float, float], float]]
-) -> tuple[float, float] | None:
+def _solved(seconds: Mapping[str, Line], total: float, room: _Room) -> tuple[float, float] | None:
     """Returns the shares on the device and the host with the least time; None if there are none."""
     from scipy.optimize import linprog
 
@@ -147,12 +179,13 @@ def _solved(
     costs = [sum(line[i] for line in seconds.values()) * SECOND_BEST for i in (0, 1)]
     above = [[of_device, of_host, -1.0] for of_device, of_host, _ in seconds.values()]
     above_limits = [-at_none for *_, at_none in seconds.values()]
-    within = [[*slopes, 0.0] for slopes, _ in memory]
+    within = [[total, 0.0, 0.0], [0.0, total, 0.0]]
+    least_device, least_both = 0.0 if room.moves else 1.0, 0.0 if room.reads else 1.0
     optimum = linprog(
         c=[*costs, 1.0],
-        A_ub=[*above, *within, [1.0, 1.0, 0.0]],
-        b_ub=[*above_limits, *(limit for _, limit in memory), 1.0],
-        bounds=[(0, 1), (0, 1), (0, None)],
+        A_ub=[*above, *within, [1.0, 1.0, 0.0], [-1.0, -1.0, 0.0]],
+        b_ub=[*above_limits, room.device, room.host, 1.0, -least_both],
+        bounds=[(least_device, 1), (0, 1), (0, None)],
     )
     if not optimum.success:
         return None

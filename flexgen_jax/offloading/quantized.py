@@ -15,7 +15,7 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.matmul import precision_for
 from flexgen_jax.layers.quantization import QuantizedArray, dequantize
-from flexgen_jax.models.formats.known import own
+from flexgen_jax.models.formats.known import OWN_GROUP, own
 from flexgen_jax.models.formats.storage import Storage
 
 SMALLEST = 4096
@@ -60,8 +60,8 @@ def quantize_tree(params: Any, bits: int = 4, where: Where | None = None) -> Any
     bits: 4 takes 4.5 bits an element, with a scale and a minimum for groups of 32 along the first
         axis, which are searched for the least error; 8 takes 8.5 bits, around zero.
     where: chooses the leaves, which must be arrays of floating-point numbers with two axes or more,
-        of which the first is summed over; by default all of 4,096 elements or more but those whose
-        path has "embed".
+        of which the first is summed over; by default all of 4,096 elements or more whose first axis
+        has 32 or more, but those whose path has "embed".
     """
     if bits not in (4, 8):
         raise UserError(f"bits must be 4 or 8, not {bits}")
@@ -73,8 +73,9 @@ def quantize_tree(params: Any, bits: int = 4, where: Where | None = None) -> Any
             return leaf
         if not _is_matrix(leaf):
             raise UserError(
-                f"{name} cannot be quantized: it must be an array of floating-point numbers with "
-                "two axes or more"
+                f"{name} ({getattr(leaf, 'dtype', type(leaf).__name__)}) cannot be quantized: it "
+                "must be an array of floating-point numbers with two axes or more; `where` chooses "
+                "leaves"
             )
         matrix = jnp.asarray(leaf).reshape(leaf.shape[0], -1).T
         storage = Storage(matrix.shape, str(matrix.dtype), own(bits))
@@ -103,13 +104,24 @@ def matmul(x: jax.Array, kernel: jax.Array | QuantizedKernel | QuantizedArray) -
     quantized.
     """
     if isinstance(kernel, QuantizedKernel):
+        _check_product(x, kernel.shape[0])
         product = kernels_of_device().matmul(x, kernel.packed, None)
         return product.reshape(*x.shape[:-1], *kernel.shape[1:])
     if isinstance(kernel, QuantizedArray):
+        _check_product(x, kernel.shape[1])
         return kernels_of_device().matmul(x, kernel, None)
     flat = kernel.reshape(kernel.shape[0], -1)
     out = jnp.matmul(x, flat, precision=precision_for(x.dtype), preferred_element_type=jnp.float32)
     return out.reshape(*x.shape[:-1], *kernel.shape[1:]).astype(x.dtype)
+
+
+def _check_product(x: jax.Array, size: int) -> None:
+    """Raises `UserError` for what a quantized kernel cannot be multiplied with."""
+    if x.shape[-1] != size or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise UserError(
+            f"x is {x.dtype}{list(x.shape)}, and must be floating-point numbers [..., {size}] for "
+            "this kernel"
+        )
 
 
 def _is_kernel(leaf: Any) -> bool:
@@ -123,4 +135,5 @@ def _is_matrix(leaf: Any) -> bool:
 
 
 def _is_large(path: str, leaf: Any) -> bool:
-    return _is_matrix(leaf) and math.prod(leaf.shape) >= SMALLEST and "embed" not in path.lower()
+    is_large = _is_matrix(leaf) and math.prod(leaf.shape) >= SMALLEST and leaf.shape[0] >= OWN_GROUP
+    return is_large and "embed" not in path.lower()

@@ -9,11 +9,11 @@ free. Elsewhere the block is free when its copy to the device is done.
 from __future__ import annotations
 
 import ctypes
-import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -27,6 +27,12 @@ from flexgen_jax.policy.parts import Layout
 LOOK_S = 0.001
 """Seconds between two looks at whether a block is free."""
 
+HELD_S = 5.0
+"""Seconds for which somebody may keep a layer that a stream waits for, such as who writes it."""
+
+LOST_S = 900.0
+"""Seconds for which a computation may use a layer that a stream waits for."""
+
 
 def block_bytes(layouts: Sequence[Layout]) -> int:
     """Returns the bytes of a block for the arrays of some layouts, each of which begins at a
@@ -39,28 +45,38 @@ class _Lease:
 
 
 @dataclass(eq=False)
-class LayerMemory:
-    """The buffers of one layer. is_yielded: whether it was handed out."""
+class Taken:
+    """A block that is in use. arrays: those in it, which this does not keep; is_yielded: whether
+    they were handed out."""
 
-    buffers: list[HostBuffer]
+    arrays: list[weakref.ref[jax.Array]]
     is_yielded: bool = False
-    _arrays: list[weakref.ref[jax.Array]] = field(default_factory=list)
-
-    def watch(self) -> None:
-        """Remembers the arrays without keeping them."""
-        self._arrays = [weakref.ref(x) for buffer in self.buffers for x in buffer.arrays]
 
     @property
     def is_held(self) -> bool:
         """Whether somebody still has one of the arrays."""
-        return any(array() is not None for array in self._arrays)
+        return any(array() is not None for array in self.arrays)
+
+
+@dataclass(eq=False)
+class LayerMemory:
+    """The buffers of one layer, and the block that they are in, if there is one."""
+
+    buffers: list[HostBuffer]
+    block: Taken | None = None
+
+    def hand_out(self) -> None:
+        """Lets go of the arrays, which somebody else has now."""
+        self.buffers.clear()
+        if self.block is not None:
+            self.block.is_yielded = True
 
 
 class StreamMemory:
     """Blocks of host memory for a stream's layers.
 
-    nbytes: of a block; count: how many there may be; settle: waits for something that may hold a
-    block for a while, and returns whether there was any.
+    nbytes: of a block; count: how many there may be; settle: waits for a write that may keep a
+    layer, and returns whether there was any.
     """
 
     def __init__(
@@ -70,9 +86,14 @@ class StreamMemory:
         self._settle = settle
         self._free: list[np.ndarray] = []
         self._made = 0
-        self._taken: dict[int, LayerMemory] = {}
-        self._copied: defaultdict[tuple[Layout, ...], list[list[HostBuffer]]] = defaultdict(list)
-        self._changed = threading.Condition()
+        self._taken: dict[int, Taken] = {}
+        # Where arrays are copied to the device: free buffers, by their layouts.
+        self._buffers: defaultdict[tuple[Layout, ...], list[list[HostBuffer]]] = defaultdict(list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks that there may be."""
+        return self._nbytes * self._count
 
     def suits(self, nbytes: int, count: int) -> bool:
         """Returns whether there are as many blocks of such a size."""
@@ -89,11 +110,9 @@ class StreamMemory:
         if not layouts:
             return LayerMemory([])
         if not self._memories.unified:
-            free = self._copied[tuple(layouts)]
-            return LayerMemory(free.pop() if free else [*map(self._memories.buffer, layouts)])
+            return LayerMemory(self._copied_buffers(tuple(layouts)))
         block = self._free_block()
-        memory, lease, offset = LayerMemory([]), _Lease(), 0
-        self._taken[id(block)] = memory
+        lease, offset, buffers = _Lease(), 0, list[HostBuffer]()
         weakref.finalize(lease, self._give_back, block).atexit = False
         for layout in layouts:
             views = []
@@ -105,9 +124,19 @@ class StreamMemory:
             pairs = zip(arrays, views, strict=True)
             is_same = all(a.unsafe_buffer_pointer() == v.ctypes.data for a, v in pairs)
             assert is_same, "JAX copied memory that is still to be read into"
-            memory.buffers.append(HostBuffer(layout, arrays, tuple(views)))
-        memory.watch()
-        return memory
+            buffers.append(HostBuffer(layout, arrays, tuple(views)))
+        taken = Taken([weakref.ref(array) for buffer in buffers for array in buffer.arrays])
+        self._taken[id(block)] = taken
+        return LayerMemory(buffers, taken)
+
+    def _copied_buffers(self, layouts: tuple[Layout, ...]) -> list[HostBuffer]:
+        if self._buffers[layouts]:
+            return self._buffers[layouts].pop()
+        if self._made < self._count:
+            self._made += 1
+        elif others := [free for free in self._buffers.values() if free]:
+            others[0].pop()  # of other layouts, whose place these take
+        return [*map(self._memories.buffer, layouts)]
 
     def give_back(self, memory: LayerMemory, moved: object) -> None:
         """Takes back buffers that are copied to the device, where `moved` is what they become;
@@ -115,31 +144,37 @@ class StreamMemory:
         if memory.buffers and not self._memories.unified:
             jax.block_until_ready(moved)
             layouts = tuple(buffer.layout for buffer in memory.buffers)
-            self._copied[layouts].append([*memory.buffers])
+            self._buffers[layouts].append([*memory.buffers])
+
+    def give_up(self, memory: LayerMemory) -> None:
+        """Forgets buffers whose layer could not be read."""
+        if memory.buffers and not self._memories.unified:
+            self._made -= 1
 
     def _free_block(self) -> np.ndarray:
+        held_since = waits_since = time.monotonic()
         while True:
-            with self._changed:
-                if self._free:
-                    return self._free.pop()
-                if self._made < self._count:
-                    self._made += 1
-                    return whole_pages(self._nbytes)
-                taken = list(self._taken.values())  # at once: others give back meanwhile
-                yielded = [memory for memory in taken if memory.is_yielded]
-                self._changed.wait(LOOK_S)
-            is_held = bool(yielded) and all(memory.is_held for memory in yielded)
-            if is_held and not self._settle():
+            if self._free:
+                return self._free.pop()
+            if self._made < self._count:
+                self._made += 1
+                return whole_pages(self._nbytes)
+            now, taken = time.monotonic(), list(self._taken.values())
+            yielded = [block for block in taken if block.is_yielded]
+            if not all(block.is_held for block in yielded) or self._settle():
+                held_since = now
+            if now - held_since > HELD_S or now - waits_since > LOST_S:
                 raise UserError(
                     f"the arrays of {len(yielded)} layers of a stream are still in use, so that "
                     "there is no memory for the next one: keep what a stream has yielded no longer "
                     "than to the next layer, or copy it with jnp.array(x, copy=True)"
                 )
+            time.sleep(LOOK_S)
             # JAX lets go of memory that was in use by a computation when it is called again.
             jax.device_put(np.int32(0), self._memories.device)
 
     def _give_back(self, block: np.ndarray) -> None:
-        # Also called amid other work of this thread, so it must not wait.
+        # Also called amid other work of any thread, so it must not wait.
         if self._taken.pop(id(block), None) is None:  # of an earlier stream
             if self._made >= self._count:
                 return

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import quote
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.errors import UserError, first_line
@@ -19,7 +22,12 @@ from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.tensors import SafeTensors
-from flexgen_jax.offload.disk.folder import OffloadFolder, WeightFolder, row_ranges
+from flexgen_jax.offload.disk.folder import (
+    OffloadError,
+    OffloadFolder,
+    WeightFolder,
+    row_ranges,
+)
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.prefetch import Load
 from flexgen_jax.offload.tiered import Stored, TieredTensors, stored_leaf
@@ -31,10 +39,14 @@ from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.placement import Splitter
 from flexgen_jax.policy.policy import TIERS, Placement, Tier
+from flexgen_jax.progress import logger
 from flexgen_jax.units import parse_bytes
 
 SMALL = 64 << 10
 """Leaves of fewer bytes stay on the device: they are not worth moving."""
+
+LONGEST_NAME = 150
+"""Characters of a file's name that say what it has; of longer ones the rest is hashed."""
 
 WRITES_AHEAD = 2
 """Trees whose leaves may wait for the disk."""
@@ -44,8 +56,8 @@ WRITES_AHEAD = 2
 class _Entry:
     """A tree that is kept.
 
-    keys: of its leaves, by path; version: of those on disk; writing: a write to disk under way;
-    failure: what its last write failed with.
+    keys: of its leaves, by path; version: of those on disk; generation: how often it was put;
+    writing: a write to disk under way; failure: what its last write failed with.
     """
 
     structure: Any
@@ -55,6 +67,7 @@ class _Entry:
     keys: dict[str, str]
     layouts: dict[str, Layout]
     version: int | None = None
+    generation: int = 0
     writing: Future[None] | None = None
     failure: str | None = None
 
@@ -71,8 +84,9 @@ class _Entry:
 
 
 class _Arriving(NamedTuple):
-    """A tree on its way to the device."""
+    """A tree on its way to the device. generation: of what was there when it began."""
 
+    generation: int
     name: str
     memory: LayerMemory
     moved: Future[dict[str, Kept]]
@@ -90,6 +104,8 @@ class TieredArrays:
     unified: whether the device computes with host memory itself; None for as it is, which is so on
         a CPU.
 
+    One thread uses it at a time.
+
     Raises `UserError` where something would exceed a limit.
     """
 
@@ -103,6 +119,8 @@ class TieredArrays:
         disk_space: str | int | None = None,
         unified: bool | None = None,
     ) -> None:
+        if not isinstance(placement, Placement):
+            raise UserError(f"placement must be a Placement, not {placement!r}")
         given = (device_memory, host_memory, disk_space)
         names = ("device_memory", "host_memory", "disk_space")
         sizes = [parse_bytes(size, name) for size, name in zip(given, names, strict=True)]
@@ -157,26 +175,46 @@ class TieredArrays:
         write to disk is under way, as of two trees at most.
 
         A tree that takes another's place has the same structure, shapes and dtypes. If its write
-        fails, whoever asks for it is told, until it is put again.
+        fails, whoever asks for it is told, until it is put again. Arrays must not be donated to a
+        computation after they were put.
         """
         self._check_open()
         flat = flattened(tree, name)
         entry = self._entries.get(name)
         if entry is None:
             entry = self._enter(name, flat)
-        elif (flat.structure, flat.storages()) != (entry.structure, entry.storages):
+            try:
+                self._replace(entry, flat)
+            except BaseException:
+                self._discard(name, entry)
+                raise
+            return
+        if (flat.structure, flat.storages()) != (entry.structure, entry.storages):
             raise UserError(
                 f"{name} has {_described(entry.storages)} and cannot be replaced by "
                 f"{_described(flat.storages())}; remove it first"
             )
+        self._replace(entry, flat)
+
+    def _replace(self, entry: _Entry, flat: FlatTree) -> None:
+        """Keeps a tree's leaves in place of those that are there."""
+        in_memory = {
+            path: parts_of(leaf)
+            for path, leaf in flat.leaves.items()
+            if entry.tiers[path] != "disk"
+        }
+        on_disk = {
+            path: _unchanging(leaf)
+            for path, leaf in flat.leaves.items()
+            if entry.tiers[path] == "disk"
+        }
         self._finish(entry)
         while len(self._writes) >= WRITES_AHEAD:
             self._settle()
         entry.failure = None
-        for path, leaf in flat.leaves.items():
-            if entry.tiers[path] != "disk":
-                self._keep(entry, path, leaf)
-        on_disk = {path: x for path, x in flat.leaves.items() if entry.tiers[path] == "disk"}
+        entry.generation += 1
+        for path, parts in in_memory.items():
+            self._keep(entry, path, parts)
         if on_disk:
             entry.writing = self._writing.submit(self._write, entry, on_disk)
             self._writes.append(entry)
@@ -211,6 +249,10 @@ class TieredArrays:
     def _check_room(self, tier: Tier, nbytes: int, what: str) -> None:
         limit, used = self._limits[tier], self.nbytes[tier]
         used += sum(stream[tier] for stream in self._streaming.values())
+        if limit is not None and self._memory is not None and tier == "host":
+            is_idle = id(self._memory) not in self._streaming
+            if is_idle and used + nbytes + self._memory.nbytes > limit:
+                self._memory = None  # of the last stream
         if limit is not None and used + nbytes > limit:
             name = "disk_space" if tier == "disk" else f"{tier}_memory"
             raise UserError(
@@ -218,14 +260,9 @@ class TieredArrays:
                 f"allows {limit}: raise it, place more in a slower tier, or lower `ahead`"
             )
 
-    def _keep(self, entry: _Entry, path: str, leaf: Kept) -> None:
-        """Keeps a leaf in memory."""
+    def _keep(self, entry: _Entry, path: str, parts: list[np.ndarray]) -> None:
+        """Keeps a leaf in memory: a copy, since it may lie in the memory of a stream."""
         key, tier = entry.keys[path], entry.tiers[path]
-        if tier == "device" and not self._memories.unified:
-            placed = jax.tree.map(lambda x: jax.device_put(x, self._memories.device), leaf)
-            self._tensors.keep(key, placed)
-            return
-        parts = parts_of(leaf)  # copied, since they may lie in the memory of a stream
 
         def fill(views: list[np.ndarray]) -> None:
             for view, part in zip(views, parts, strict=True):
@@ -239,12 +276,17 @@ class TieredArrays:
         before, files = entry.version, self._folder()
         version = 0 if before is None else before + 1
         stored = {path: self._stored(entry, path, version) for path in leaves}
-        for path, leaf in leaves.items():
-            if self._is_kept and all(files.has(*what) for what in stored[path]):
-                continue
-            for (name, shape, dtype), part in zip(stored[path], parts_of(leaf), strict=True):
-                pieces = (part[a:b] for a, b in row_ranges(part.shape, part.itemsize))
-                files.write(name, shape, dtype, pieces)
+        try:
+            for path, leaf in leaves.items():
+                if self._is_kept and all(files.has(*what) for what in stored[path]):
+                    continue
+                for (name, shape, dtype), part in zip(stored[path], parts_of(leaf), strict=True):
+                    pieces = (part[a:b] for a, b in row_ranges(part.shape, part.itemsize))
+                    files.write(name, shape, dtype, pieces)
+        except BaseException:
+            if not self._is_kept:
+                self._remove_files(entry, version)
+            raise
         for path, names in stored.items():
             self._tensors.keep_files(entry.keys[path], [files.open(*what) for what in names])
         entry.version = version
@@ -252,7 +294,10 @@ class TieredArrays:
             self._remove_files(entry, before)
 
     def _stored(self, entry: _Entry, path: str, version: int) -> list[Stored]:
-        key = f"{quote(entry.keys[path], safe='')}@{version}"
+        key = quote(entry.keys[path], safe="")
+        if len(key) > LONGEST_NAME:
+            key = key[:LONGEST_NAME] + blake2b(key.encode(), digest_size=12).hexdigest()
+        key = f"{key}@{version}"
         return [stored_leaf(key, leaf) for leaf in entry.storages[path].leaves]
 
     def _remove_files(self, entry: _Entry, version: int) -> None:
@@ -262,7 +307,10 @@ class TieredArrays:
 
     def _folder(self) -> WeightFolder:
         if self._files is None:
-            self._disk = OffloadFolder(self._root)
+            try:
+                self._disk = OffloadFolder(self._root)
+            except OffloadError as error:
+                raise UserError(str(error).replace("--offload-dir", "`folder`")) from None
             self._files = self._opened(self._disk)
         return self._files
 
@@ -287,10 +335,15 @@ class TieredArrays:
     def remove(self, name: str) -> None:
         """Lets a tree go."""
         entry = self._entry(name)
+        if self._is_kept:
+            raise UserError(f"{name} is stored for later processes, and cannot be removed")
+        self._discard(name, entry)
+
+    def _discard(self, name: str, entry: _Entry) -> None:
         self._finish(entry)
         for key in entry.keys.values():
             self._tensors.drop(key)
-        if entry.version is not None:
+        if entry.version is not None and not self._is_kept:
             self._remove_files(entry, entry.version)
         del self._entries[name]
 
@@ -299,15 +352,18 @@ class TieredArrays:
     def _entry(self, name: str) -> _Entry:
         self._check_open()
         if name not in self._entries:
-            known = ", ".join(list(self._entries)[:5])
-            raise UserError(f"there is nothing of the name {name!r}, only {known or 'nothing'}")
+            close = difflib.get_close_matches(name, self._entries, 5, 0) if self._entries else []
+            known = f"; the closest of {len(self)} names: {', '.join(close)}" if close else ""
+            raise UserError(f"there is nothing of the name {name!r}{known}")
         return self._entries[name]
 
     def __getitem__(self, name: str) -> Any:
         """A tree on the device, which may be kept."""
         entry = self._entry(name)
-        memory = StreamMemory(self._memories, block_bytes(entry.on_disk), 1, self._settle)
-        return self._tree(name, self._start(name, memory).moved.result())
+        read = block_bytes(entry.on_disk)
+        self._check_room("host", read, name)
+        memory = StreamMemory(self._memories, read, 1, self._settle)
+        return self._arrived(self._start(name, memory), memory)
 
     def stream(
         self, order: Iterable[str] | None = None, ahead: int = 2
@@ -315,13 +371,15 @@ class TieredArrays:
         """Yields names and their trees on the device, while the next ones are on their way.
 
         order: names, each as often as it is wanted; None for all, once. ahead: how many trees are
-        on their way at most. Memory stays within `peak_bytes`: so keep what was yielded no longer
-        than to the next tree, or copy it.
+        on their way while one is computed with. Memory stays within `peak_bytes`: so keep what was
+        yielded no longer than to the next tree, or copy it, and do not donate it. A tree that is
+        put while the stream goes on is yielded as it is then.
         """
+        self._check_open()
         names = list(self if order is None else order)
         entries = [self._entry(name) for name in names]  # which must be there before it begins
-        if ahead < 0:
-            raise UserError(f"ahead must be 0 or more, not {ahead}")
+        if not isinstance(ahead, int) or ahead < 0:
+            raise UserError(f"ahead must be a whole number of 0 or more, not {ahead}")
         read = max((block_bytes(entry.on_disk) for entry in entries), default=0)
         moved = 0 if self._memories.unified else max((e.moved for e in entries), default=0)
         count = min(ahead + 2, len(names))
@@ -343,23 +401,37 @@ class TieredArrays:
         self, names: list[str], ahead: int, needed: dict[Tier, int], blocks: tuple[int, int]
     ) -> Iterator[tuple[str, Any]]:
         coming, upcoming = deque[_Arriving](), iter(names)
+        for tier in TIERS:  # other streams may have begun since this one was asked for
+            self._check_room(tier, needed[tier], "a stream")
         memory = self._memory_of(*blocks)
         self._streaming[id(memory)] = needed
+        markers = Markers(self._memories)
         try:
             for name in names:
                 while len(coming) <= ahead and (following := next(upcoming, None)) is not None:
                     coming.append(self._start(following, memory))
-                arriving = coming.popleft()
-                arriving.memory.is_yielded = True
-                tree = self._tree(arriving.name, arriving.moved.result())
-                arriving.memory.buffers.clear()
-                del arriving
+                tree = self._arrived(coming.popleft(), memory)
                 yield name, tree
                 del tree
+                markers.wait_for_last()
         finally:
             for arriving in coming:
                 arriving.moved.exception()
+                arriving.memory.buffers.clear()
             del self._streaming[id(memory)]
+
+    def _arrived(self, arriving: _Arriving, memory: StreamMemory) -> Any:
+        """Returns a tree on the device, of which the caller has the only reference."""
+        name = arriving.name
+        if arriving.generation != self._entry(name).generation:  # it was put meanwhile
+            arriving.moved.exception()
+            arriving.memory.hand_out()
+            del arriving
+            arriving = self._start(name, memory)
+        try:
+            return self._tree(name, arriving.moved.result())
+        finally:
+            arriving.memory.hand_out()
 
     def _start(self, name: str, memory: StreamMemory) -> _Arriving:
         entry = self._entry(name)
@@ -368,13 +440,18 @@ class TieredArrays:
             raise UserError(f"{name} could not be written: {entry.failure}; put it again")
         own = memory.take(entry.on_disk)
         load = self._tensors.load(name, entry.keys, own.buffers)
-        return _Arriving(name, own, self._copying.submit(self._arrive, load, own, memory))
+        moved = self._copying.submit(self._arrive, load, own, memory)
+        return _Arriving(entry.generation, name, own, moved)
 
     def _arrive(
         self, load: Load[dict[str, Kept]], own: LayerMemory, memory: StreamMemory
     ) -> dict[str, Kept]:
         """Waits for the reads of a tree and copies it to the device."""
-        load.copy(self._memories)
+        try:
+            load.copy(self._memories)
+        except BaseException:
+            memory.give_up(own)
+            raise
         moved = load.arriving
         memory.give_back(own, moved)
         return moved
@@ -392,9 +469,16 @@ class TieredArrays:
 
     def close(self) -> None:
         """Frees everything; what is being written is waited for."""
+        if self._is_closed:
+            return
         self._is_closed, self._memory = True, None
         self._copying.shutdown()
         self._writing.shutdown()
+        while self._settle():
+            pass
+        for name, entry in self._entries.items():
+            if entry.failure is not None:
+                logger().warning("flexgen-jax: %s could not be written: %s", name, entry.failure)
         self._tensors.close()
         self._entries.clear()
         if self._disk is not None:
@@ -412,10 +496,11 @@ class TieredParams(TieredArrays):
     """A model's layers, placed when it is made; see `TieredArrays`.
 
     layers: pytrees by name, or pairs of a name and a pytree that are made one after the other, so
-        that no more than one has to be in memory.
+        that few have to be in memory: the one that is made, and two that wait for the disk.
     stored_as: a name for what is on disk, which then stays there: a later process that gives the
-        same name takes it as it is, and writes what is missing. Files appear whole or not at all,
-        and are compared with their checksums. Such layers cannot be replaced.
+        same name takes it as it is, whatever `layers` has, and writes what is missing. So name what
+        it holds, such as "my-model-step-1000". Files appear whole or not at all, and are compared
+        with their checksums. Such layers cannot be replaced.
     """
 
     def __init__(
@@ -442,6 +527,8 @@ class TieredParams(TieredArrays):
         try:
             with self._folder().locked() if self._is_kept else nullcontext():
                 for name, tree in layers.items() if isinstance(layers, Mapping) else layers:
+                    if name in self:
+                        raise UserError(f"two layers have the name {name!r}")
                     super().put(name, tree)
                 while self._settle():
                     pass
@@ -456,6 +543,7 @@ class TieredParams(TieredArrays):
         """Replaces a layer, see `TieredArrays.put`."""
         if self._is_kept:
             raise UserError(f"layers that are stored as {self._name!r} cannot be replaced")
+        self._entry(name)
         super().put(name, tree)
 
     def _opened(self, disk: OffloadFolder) -> WeightFolder:
@@ -480,6 +568,29 @@ def checkpoint_layers(
             names.setdefault(layer, []).append(name)
     for layer, members in names.items():
         yield layer, {name: tensors.rows(name)[:] for name in members}
+
+
+class Markers:
+    """Keeps a stream from running ahead of the device, where layers are copied to it: each marker
+    is computed after what was dispatched for a layer."""
+
+    def __init__(self, memories: Memories) -> None:
+        self._memories = memories
+        self._last: jax.Array | None = None
+
+    def wait_for_last(self) -> None:
+        """Sets a marker, and waits for the one before."""
+        if self._memories.unified:
+            return
+        last, self._last = self._last, jnp.zeros((), device=self._memories.device) + 1
+        if last is not None:
+            last.block_until_ready()
+
+
+def _unchanging(leaf: Kept) -> Kept:
+    """Returns a leaf that whoever gave it cannot change while it waits for the disk."""
+    kept: Kept = np.array(leaf) if isinstance(leaf, np.ndarray) else leaf  # type: ignore[assignment]
+    return kept
 
 
 def _shaped(leaf: Kept, shape: tuple[int, ...]) -> Kept:

@@ -137,11 +137,12 @@ class CacheBlocks:
         else:
             self._open(state)
 
-    def put_token(self, state: LayerState, computed: Handle) -> None:
-        """Stores what a layer keeps of one token; seals the open block when it is full."""
+    def put_token(self, state: LayerState, computed: Handle, is_last: bool) -> None:
+        """Stores what a layer keeps of one token; seals the open block when it is full, unless no
+        token comes after."""
         self._backend.keep(state, computed)
         state.tokens += 1
-        if state.tokens == state.full_at:
+        if state.tokens == state.full_at and not is_last:
             self._seal(state)
             self._open(state)
 

@@ -310,7 +310,8 @@ class BlockLoop:
         if state.layer.growing and step.token <= 0:
             self._cache.put_prompt(step.token, state, computed)
         elif state.layer.growing:
-            self._cache.put_token(state, computed)
+            is_last = step.token == self._last_token(step.batch)
+            self._cache.put_token(state, computed, is_last)
         if state.until is None:
             step.batch.layers_filled += 1
         state.until = step.token

@@ -141,6 +141,27 @@ def test_a_conversation_goes_on_after_a_restart(
     assert computed == [70 + 4 + 5, 2 * 1 + 4 + 5, 2 * 1 + 4 + 5]
 
 
+def test_a_piece_that_is_gone_is_written_again(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Amid a sequence whose end, with its state, is still there."""
+    monkeypatch.setattr(Planner, "is_worth_loading", lambda self, tokens, layout: tokens > 0)
+    monkeypatch.setattr(Planner, "is_worth_sharing", lambda self, saved, requests: True)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    asked = np.random.default_rng(5).integers(3, 96, 150).tolist()
+    policy, computed = Policy(batch_size=2), []
+    for turn in range(3):
+        options = {"kv_store": "9MB", "kv_store_dir": tmp_path, "policy": policy}
+        with LLM(reference.folder, dtype="float32", **options) as llm:
+            ids = [*asked, *reference.greedy(asked, 6), 5] if turn == 2 else asked
+            (result,) = llm.generate(prompt_token_ids=[ids], sampling_params=params)
+            computed.append(llm.report()["prompt_tokens"])
+        assert result.token_ids == reference.greedy(ids, 6)
+        if turn == 0:
+            max(tmp_path.rglob("*.kv"), key=lambda path: path.stat().st_mtime_ns).unlink()
+    assert computed == [150, 150, 2], "the last token of the text, and the new one"
+
+
 def test_continuations_are_scored(reference: Reference, asked: list[list[int]]) -> None:
     context, ends = asked[4][:40], ([40], [41, 42], [43, 44, 45])
     with LLM(reference.folder, dtype="float32", policy=Policy(batch_size=3)) as llm:

@@ -79,8 +79,24 @@ def test_packed_layers_are_streamed_from_disk(tmp_path: Path) -> None:
             assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.parametrize("share", [0.5, 0.05, 0.01])
+@pytest.mark.parametrize("scale", [1e-4, 0.02, 30.0])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kernels_with_many_zeros_stay_near(share: float, scale: float, bits: int) -> None:
+    """Whatever the size of their numbers: groups of equal elements must not spoil the others."""
+    rng = np.random.default_rng(2)
+    kernel = rng.normal(size=(512, 64)) * (rng.random((512, 64)) < share) * scale
+    back = dequantize_tree(quantize_tree({"kernel": kernel.astype(np.float32)}, bits))["kernel"]
+    assert np.linalg.norm(back - kernel) < 0.1 * np.linalg.norm(kernel)
+
+
 def test_what_cannot_be_quantized_is_named() -> None:
     with pytest.raises(UserError, match="bits must be 4 or 8, not 3"):
         quantize_tree(params(), 3)
-    with pytest.raises(UserError, match=r"\['out'\]\['bias'\] cannot be quantized"):
+    with pytest.raises(UserError, match=r"\['out'\]\['bias'\] \(float32\) cannot be quantized"):
         quantize_tree(params(), 4, where=lambda path, leaf: "bias" in path)
+    kernel = quantize_tree(params(), 4)["out"]["kernel"]
+    for x in (jnp.ones((2, 161)), jnp.ones((2, 160), int)):
+        with pytest.raises(UserError, match=r"x is .* must be floating-point numbers \[..., 160\]"):
+            matmul(x, kernel)
+    assert not isinstance(quantize_tree({"a": jnp.ones((8, 64, 512))})["a"], QuantizedKernel)

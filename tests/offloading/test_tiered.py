@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from flexgen_jax.errors import UserError
 from flexgen_jax.layers.quantization import dequantize, quantize
-from flexgen_jax.offloading import Placement, TieredArrays, TieredParams, checkpoint_layers
+from flexgen_jax.offloading import (
+    Placement,
+    TieredArrays,
+    TieredParams,
+    checkpoint_layers,
+    stream_memory,
+)
 
 PLACES = {
     "device": Placement(1.0, 0.0),
@@ -82,8 +88,9 @@ def test_memory_in_use_by_a_computation_is_not_read_into(unified: bool, tmp_path
     np.testing.assert_allclose(results, wanted, rtol=1e-5)
 
 
-def test_what_is_kept_too_long_is_an_error(tmp_path: Path) -> None:
+def test_what_is_kept_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = {str(n): layer(n) for n in range(6)}
+    monkeypatch.setattr(stream_memory, "HELD_S", 0.2)
     with TieredParams(layers, PLACES["disk"], folder=tmp_path, unified=True) as params:
         stream, kept = params.stream(ahead=1), []
         with pytest.raises(UserError, match="still in use"):
@@ -123,6 +130,52 @@ def test_streams_that_are_left_and_begun_again(unified: bool, tmp_path: Path) ->
         next(stream)
     with pytest.raises(UserError, match="this is closed"):
         params.put("0", layer(0))
+    with pytest.raises(UserError, match="this is closed"):
+        params.stream()
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("place", ["disk", "host", "mixed"])
+def test_what_is_put_meanwhile_is_what_comes(place: str, unified: bool, tmp_path: Path) -> None:
+    """As in an optimizer that goes up and down; and arrays that change after they were put."""
+    start = np.zeros((200, 200), np.float32)
+    with TieredArrays(PLACES[place], folder=tmp_path, unified=unified) as arrays:
+        for name in "ab":
+            arrays.put(name, {"x": start, "y": start})
+        start[:] = -5
+        seen = []
+        for name, tree in arrays.stream(["a", "b"] * 5, ahead=2):
+            seen.append(float(tree["x"][0, 0]))
+            assert (tree["x"] == seen[-1]).all() and (tree["y"] == seen[-1]).all()
+            arrays.put(name, {"x": tree["x"] + 1, "y": tree["y"] + 1})
+    assert seen == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_one_store_takes_what_another_streams(tmp_path: Path) -> None:
+    """Its writer keeps layers for a while."""
+    layers = {str(n): layer(n) for n in range(8)}
+    with (
+        TieredParams(layers, PLACES["disk"], folder=tmp_path) as params,
+        TieredArrays(PLACES["disk"], folder=tmp_path) as copies,
+    ):
+        for name, tree in params.stream(ahead=1):
+            copies.put(name, tree)
+        for name, tree in copies.stream():
+            same(tree, layers[name])
+
+
+def test_no_memory_stays_behind(tmp_path: Path) -> None:
+    """Of streams that were left, and of single trees."""
+    layers = {str(n): {"x": np.ones((1000, 1000), np.float32)} for n in range(6)}
+    held = []
+    with TieredParams(layers, PLACES["disk"], folder=tmp_path) as params:
+        for turn in range(30):
+            for _ in params.stream(ahead=1 + turn % 4):
+                break
+            assert params["3"]["x"][0, 0] == 1
+            gc.collect()
+            held.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+    assert held[-1] - held[5] < 8 * 4_000_000
 
 
 OPERATIONS = st.lists(
@@ -182,9 +235,11 @@ def test_what_is_stored_is_found_again(tmp_path: Path) -> None:
             yield str(number), layer(number + seed)
 
     options: dict[str, Any] = {"folder": tmp_path, "stored_as": "my model/v1"}
-    params = TieredParams(made([], 0), PLACES["disk"], **options)
-    with params, pytest.raises(UserError, match="cannot be replaced"):
-        params.put("1", layer(1))
+    with TieredParams(made([], 0), PLACES["disk"], **options) as params:
+        with pytest.raises(UserError, match="cannot be replaced"):
+            params.put("1", layer(1))
+        with pytest.raises(UserError, match="cannot be removed"):
+            params.remove("1")
     with TieredParams(made([], 50), PLACES["disk"], **options) as params:
         same(params["1"]["up"], layer(1)["up"])
     chunk = next(path for path in sorted(tmp_path.rglob("c/0/0")) if "down" in str(path))
@@ -227,7 +282,7 @@ def test_what_cannot_be_kept_is_named(tree: Any, said: str, tmp_path: Path) -> N
         arrays.put("y", {"a": np.zeros(3)})
         with pytest.raises(UserError, match="remove it first"):
             arrays.put("y", {"a": np.zeros(4)})
-        with pytest.raises(UserError, match="nothing of the name 'z', only y"):
+        with pytest.raises(UserError, match="nothing of the name 'z'; the closest of 1 names: y"):
             arrays.stream(["z"])
 
 

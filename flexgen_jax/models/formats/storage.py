@@ -17,7 +17,7 @@ MATMUL_BITS = (16, 8)
 GROUP_SIZE = 64
 """Elements of a group of the KV cache, and of weights in the format of FlexGen, section 5."""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the stored bytes of formats; stored weights of another version are written anew."""
 
 

@@ -153,13 +153,13 @@ class KVStore:
             if key.tokens < TOKENS or not self._path(key).exists():
                 break
             digests.append(key.digest)
-        has_ends = self.layout.has_ends
+        has_ends, names = self.layout.has_ends, set(os.listdir(self._folder))
         # After the last full piece first; without ends, only there.
         for number in reversed(range(0 if has_ends else len(digests) - 1, len(digests))):
             start = number * TOKENS
             for tokens in range(min(len(ids) - start, TOKENS), 0, -1):
                 key = PieceKey.of(digests[number], ids[start : start + tokens], has_ends)
-                if self._path(key).exists():
+                if self._path(key).name in names:
                     return start + tokens
         return 0 if has_ends else TOKENS * (len(digests) - 1)
 
@@ -204,13 +204,14 @@ class KVStore:
         missing = [(n, key) for n, key in enumerate(keys) if not self._path(key).exists()]
         sizes = [self.layout.nbytes(key.tokens, key.is_end) for _, key in missing]
         totals = list(accumulate(sizes, initial=0))
-        fitting = min(bisect_right(totals, self._cap) - 1, MAX_OPEN_PIECES)
+        fitting = bisect_right(totals, self._cap) - 1
         is_useless = self.layout.has_ends and fitting < len(missing)  # without its end
+        is_partial, fitting = fitting > MAX_OPEN_PIECES, min(fitting, MAX_OPEN_PIECES)
         missing, nbytes = missing[:fitting], totals[fitting]
         is_over = self._write_limit is not None and self.written + nbytes > self._write_limit
         if not missing or is_useless or is_over:
             return None
-        draft = Draft([], self.layout, [self._path(key) for key in keys])
+        draft = Draft([], self.layout, [self._path(key) for key in keys], is_partial)
         with self._locked():
             if not self._make_room(nbytes):
                 return None  # others are being written
@@ -239,6 +240,11 @@ class KVStore:
         """Starts putting a draft's pieces in their place, all of whose arrays are written."""
         self._finishing = [future for future in self._finishing if not future.done()]
         self._finishing.append(self._pool.submit(self._finish, draft))
+
+    def settle(self) -> None:
+        """Waits until all drafts are in their place."""
+        for future in self._finishing:
+            future.result()
 
     def _finish(self, draft: Draft) -> None:
         try:
@@ -406,11 +412,13 @@ class PieceDraft(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """Pieces of a sequence that are being written. pieces: the files of all of its pieces."""
+    """Pieces of a sequence that are being written. pieces: the files of all of its pieces;
+    is_partial: whether others are to be written when these are in their place."""
 
     parts: list[PieceDraft]
     layout: PieceLayout
     pieces: Sequence[Path]
+    is_partial: bool = False
 
     @property
     def spans(self) -> list[tuple[int, int]]:
