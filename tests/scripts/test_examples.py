@@ -52,7 +52,7 @@ def test_streamed_layers(api: str, where: Placement, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", [DISK, pytest.param(MIXED, marks=pytest.mark.slow)])
 def test_training_layer_by_layer(where: Placement, tmp_path: Path) -> None:
     """Against gradients of the whole model at once, and one Adam for all of it."""
-    script, count, width = example("train_offloaded"), 3, 128
+    script, count, width = example("train_offloaded"), 2, 128
     layers = dict(script.layers(count, width))
     table = script.first_table(width).table
 
