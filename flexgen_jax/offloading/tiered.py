@@ -310,7 +310,7 @@ class TieredArrays:
             try:
                 self._disk = OffloadFolder(self._root)
             except OffloadError as error:
-                raise UserError(str(error).replace("--offload-dir", "`folder`")) from None
+                raise _without_flags(error) from None
             self._files = self._opened(self._disk)
         return self._files
 
@@ -430,6 +430,8 @@ class TieredArrays:
             arriving = self._start(name, memory)
         try:
             return self._tree(name, arriving.moved.result())
+        except OffloadError as error:
+            raise _without_flags(error) from None
         finally:
             arriving.memory.hand_out()
 
@@ -568,6 +570,11 @@ def checkpoint_layers(
             names.setdefault(layer, []).append(name)
     for layer, members in names.items():
         yield layer, {name: tensors.rows(name)[:] for name in members}
+
+
+def _without_flags(error: OffloadError) -> UserError:
+    """Returns an error that names the argument in place of the command line's flag."""
+    return UserError(str(error).replace("--offload-dir", "`folder`"))
 
 
 class Markers:

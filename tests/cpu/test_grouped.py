@@ -91,7 +91,7 @@ def rounded(x: jax.Array) -> np.ndarray:
     return (np.rint(steps * inverse).astype(np.float64) * unit).reshape(x.shape)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("by_fours", [True, False], ids=["fours", "pairs"])
 @pytest.mark.parametrize(

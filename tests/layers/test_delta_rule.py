@@ -12,7 +12,7 @@ from flexgen_jax.layers import delta_rule
 from tests.helpers.delta import by_formula, made
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     tokens=st.sampled_from([1, 2, 17, 64]),

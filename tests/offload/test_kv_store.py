@@ -217,7 +217,7 @@ for n in range(10**6):
 
 def test_kill_at_any_moment_leaves_what_is_whole(tmp_path: Path) -> None:
     draw = random.Random(3)
-    for _ in range(6):
+    for _ in range(4):
         command = [sys.executable, "-c", WRITES, str(tmp_path)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert child.stdout is not None and child.stdout.readline() == b"begun\n"

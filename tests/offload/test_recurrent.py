@@ -48,6 +48,7 @@ def expected(reference: Reference, asked: list[list[int]]) -> list[list[int]]:
     return [reference.greedy(ids, count) for ids, count in zip(asked, NEW, strict=True)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("chunk", "schedule", "percent"),
     [(16, "diagonal", DISK), (64, "zigzag", DISK), (2048, "continuous", (100, 0) * 3)],
@@ -74,7 +75,7 @@ def test_long_and_short_prompts_give_transformers_tokens(
     assert_within_plan(report)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("percent", [(100, 0) * 3, DISK])
 def test_a_shared_prefix_changes_nothing(
     reference: Reference,
@@ -141,6 +142,7 @@ def test_a_conversation_goes_on_after_a_restart(
     assert computed == [70 + 4 + 5, 2 * 1 + 4 + 5, 2 * 1 + 4 + 5]
 
 
+@pytest.mark.few(1)
 def test_a_piece_that_is_gone_is_written_again(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +173,7 @@ def test_continuations_are_scored(reference: Reference, asked: list[list[int]]) 
         np.testing.assert_allclose(pair.logprobs, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_two_stages_give_transformers_tokens(
     reference: Reference, asked: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
