@@ -84,7 +84,9 @@ class Watch:
 def watched(app: Starlette, port: int) -> Iterator[int]:
     """Serves an application on loopback from a thread, until the end; yields the port, any free one
     for 0. Raises `UserError` if it is taken."""
-    config = uvicorn.Config(app, host=HOST, port=port, log_level="error", lifespan="off")
+    config = uvicorn.Config(
+        app, host=HOST, port=port, log_level="error", log_config=None, lifespan="off"
+    )
     server = uvicorn.Server(config)
     try:
         socket = config.bind_socket()
