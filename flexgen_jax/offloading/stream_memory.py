@@ -100,9 +100,12 @@ class StreamMemory:
         return (self._nbytes, self._count) == (nbytes, count)
 
     def begin(self) -> None:
-        """Begins another stream: what is still kept of the last one counts no more."""
-        self._made -= len(self._taken)
-        self._taken.clear()
+        """Begins another stream: what somebody keeps of the last one counts no more; what is still
+        computed with comes back."""
+        for block, taken in list(self._taken.items()):
+            if taken.is_held:
+                del self._taken[block]
+                self._made -= 1
 
     def take(self, layouts: Sequence[Layout]) -> LayerMemory:
         """Returns buffers of some layouts; waits until a block is free. Raises `UserError` if none
