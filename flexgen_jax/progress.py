@@ -47,6 +47,12 @@ def logger() -> logging.Logger:
     return named
 
 
+def seconds_left(seconds: float, done: int, left: int) -> float | None:
+    """Returns the seconds that `left` parts will take, after `done` in so many; None as long as
+    nothing is done."""
+    return seconds / done * left if done > 0 else None
+
+
 class Amount(NamedTuple):
     """Tokens that are made, and that will be in all as far as is known; finished requests."""
 

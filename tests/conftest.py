@@ -112,6 +112,14 @@ def sharing_pays() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def loading_pays(monkeypatch: pytest.MonkeyPatch, sharing_pays: None) -> None:
+    """What a KV store has is loaded whatever the profile says, too."""
+    from flexgen_jax.engine.planner import Planner
+
+    monkeypatch.setattr(Planner, "is_worth_loading", lambda self, tokens, layout: tokens > 0)
+
+
 @pytest.fixture(scope="module")
 def compiled_quickly() -> Iterator[None]:
     """XLA optimizes no code, which takes a third less time: for tests of what is computed where and

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from flexgen_jax.cli.commands import Command, end, now_option
+from flexgen_jax.cli.commands import Command, end, now_option, without_extra
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
-from flexgen_jax.errors import UserError
 
 if TYPE_CHECKING:
     from flexgen_jax.jobs.job import Job
@@ -209,7 +208,7 @@ def watching(job: Job, options: JobOptions, page: Page) -> AbstractContextManage
     try:
         from flexgen_jax.server.watch import Watch, watched
     except ImportError as error:
-        raise UserError(f"{error.name} is missing: pip install 'flexgen-jax[serve]'") from None
+        raise without_extra(error, "serve") from None
     watch = Watch(page.model, str(options.results), job.progress, page.policy)
     return watched(watch.app(), page.port)
 

@@ -20,6 +20,11 @@ CONFIG = "FLEXGEN_JAX_CONFIG"
 """The variable that names another configuration file."""
 
 
+def without_extra(error: ImportError, extra: str) -> UserError:
+    """Returns what is said of a package that an extra of this one installs."""
+    return UserError(f"{error.name} is missing: pip install 'flexgen-jax[{extra}]'")
+
+
 class Terminated(KeyboardInterrupt):
     """The process was asked to end (SIGTERM)."""
 

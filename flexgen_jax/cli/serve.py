@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from flexgen_jax.cli.commands import Command, Terminated, end
+from flexgen_jax.cli.commands import Command, Terminated, end, without_extra
 from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
 from flexgen_jax.errors import UserError
 
@@ -73,7 +73,7 @@ def serve(
         from flexgen_jax.server.announced import Announced
         from flexgen_jax.server.app import Server, ServerOptions
     except ImportError as error:
-        raise UserError(f"{error.name} is missing: pip install 'flexgen-jax[serve]'") from None
+        raise without_extra(error, "serve") from None
     if api_key == "":
         raise UserError("--api-key is empty")
     if api_key is None and not open_to_all and not _is_loopback(host):

@@ -22,6 +22,7 @@ from flexgen_jax.jobs.options import Engine, JobOptions, State, Summary
 from flexgen_jax.jobs.source import InputFacts, JobInput
 from flexgen_jax.jobs.store import Disk, Journal, Manifest, Results
 from flexgen_jax.models.chat import ChatOptions
+from flexgen_jax.progress import seconds_left
 
 WINDOW = 512
 """Lines that are read together and sorted by length, so that prompts of a batch are alike."""
@@ -334,14 +335,14 @@ class Job:
         seconds, tokens = time.monotonic() - self._began, self.summary.tokens
         has_begun = self.summary.total > 0
         done, errors = (self._results.done, self._results.errors) if has_begun else (0, 0)
-        each = seconds / max(done - self._done_before, 1)
+        new, left = done - self._done_before, self.summary.total - done
         return {
             "requests": self.summary.total,
             "finished": done,
             "errors": errors,
             "tokens": tokens,
             "token_s": tokens / max(seconds, 1e-9),
-            "eta_s": each * (self.summary.total - done) if done > self._done_before else None,
+            "eta_s": seconds_left(seconds, new, left),
         }
 
 

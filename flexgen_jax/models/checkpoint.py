@@ -29,13 +29,11 @@ from flexgen_jax.models.given import GivenTensors
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import TensorSpec
-from flexgen_jax.models.tensors import SafeTensors, Tensors
+from flexgen_jax.models.tensors import DTYPE_NAMES, SafeTensors, Tensors
 from flexgen_jax.models.weight_source import FORMAT_VERSION, digest, numpy_dtype
 
 READ = ("F32", "F16", "BF16")
 """Names of dtypes in safetensors that are read."""
-
-DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 PIECE_BYTES = 16 << 20
 """Bytes that are compared at once."""

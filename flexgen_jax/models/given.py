@@ -12,9 +12,7 @@ import numpy as np
 
 from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.formats.packed import PackedTensor
-
-DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""Names of dtypes in safetensors."""
+from flexgen_jax.models.tensors import DTYPE_NAMES
 
 PIECE_BYTES = 64 << 20
 """Bytes that are read at once to name the content."""
@@ -50,7 +48,7 @@ class GivenTensors:
 
     def dtype(self, name: str) -> str:
         kind = str(np.dtype(self._given[name].dtype))
-        return DTYPE_NAMES.get(kind, kind)
+        return next((name for name, dtype in DTYPE_NAMES.items() if dtype == kind), kind)
 
     def rows(self, name: str) -> GivenRows:
         return GivenRows(self._given[name])

@@ -41,6 +41,10 @@ KINDS: dict[str, Any] = {
 """Types of arrays for the dtypes of safetensors; of floats that NumPy does not have, the bits."""
 
 
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Dtypes by their names in safetensors."""
+
+
 class Tensors(Protocol):
     """The tensors of a model's files, by the names that Hugging Face gives them.
 

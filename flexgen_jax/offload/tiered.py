@@ -65,16 +65,9 @@ class TieredTensors:
             whole = jax.block_until_ready(self._memories.to_device(whole, self._content, key))
         self._arrays[key] = whole
 
-    def keep(self, key: str, array: Kept) -> None:
-        """Keeps a tensor that is in its home already, where its bytes are reserved."""
-        self._arrays[key] = array
-
     def keep_files(self, key: str, files: list[DiskArray]) -> None:
         """Keeps a tensor that is on disk, a file for each leaf, and whose bytes are reserved."""
         self._files[key] = files
-
-    def is_on_disk(self, key: str) -> bool:
-        return key in self._files
 
     def __getitem__(self, key: str) -> Kept:
         """A tensor that is in memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -162,11 +162,14 @@ class TieredArrays:
     def peak_bytes(self, ahead: int = 2) -> dict[Tier, int]:
         """Returns the most bytes that are in use while all trees are streamed with this look-ahead:
         the trees themselves, and `ahead` + 2 of the largest one on its way."""
-        entries = self._entries.values()
+        largest = self._largest(self._entries.values())
+        return {tier: used + (ahead + 2) * largest[tier] for tier, used in self.nbytes.items()}
+
+    def _largest(self, entries: Collection[_Entry]) -> dict[Tier, int]:
+        """Returns what the largest of some trees takes on its way, by tier."""
         read = max((block_bytes(entry.on_disk) for entry in entries), default=0)
-        moved = 0 if self._memories.unified else max((e.moved for e in entries), default=0)
-        more: dict[Tier, int] = {"device": moved, "host": read, "disk": 0}
-        return {tier: used + (ahead + 2) * more[tier] for tier, used in self.nbytes.items()}
+        moved = max((entry.moved for entry in entries), default=0)
+        return {"device": 0 if self._memories.unified else moved, "host": read, "disk": 0}
 
     # Writing
 
@@ -225,9 +228,10 @@ class TieredArrays:
         chosen = self._splitter.split(storages[path].nbytes for path in large)
         tiers: dict[str, Tier] = dict.fromkeys(storages, "device")
         tiers |= dict(zip(large, chosen, strict=True))
-        for tier in TIERS:
-            wanted = sum(s.nbytes for path, s in storages.items() if tiers[path] == tier)
-            self._check_room(tier, wanted, name)
+        wanted: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        for path, storage in storages.items():
+            wanted[tiers[path]] += storage.nbytes
+        self._check_room(wanted, name)
         entry = _Entry(
             structure=flat.structure,
             shapes={path: leaf.shape for path, leaf in flat.leaves.items()},
@@ -246,19 +250,24 @@ class TieredArrays:
             self._layouts[storage] = Layout(storage.leaves, storage.nbytes)
         return self._layouts[storage]
 
-    def _check_room(self, tier: Tier, nbytes: int, what: str) -> None:
-        limit, used = self._limits[tier], self.nbytes[tier]
-        used += sum(stream[tier] for stream in self._streaming.values())
-        if limit is not None and self._memory is not None and tier == "host":
-            is_idle = id(self._memory) not in self._streaming
-            if is_idle and used + nbytes + self._memory.nbytes > limit:
-                self._memory = None  # of the last stream
-        if limit is not None and used + nbytes > limit:
-            name = "disk_space" if tier == "disk" else f"{tier}_memory"
-            raise UserError(
-                f"{what} needs {nbytes} bytes of {tier} memory beside {used} in use, and {name} "
-                f"allows {limit}: raise it, place more in a slower tier, or lower `ahead`"
-            )
+    def _check_room(self, wanted: Mapping[Tier, int], what: str) -> None:
+        """Raises `UserError` if a tier has no room for the bytes that are wanted of it."""
+        for tier, nbytes in wanted.items():
+            limit, used = self._limits[tier], self.nbytes[tier]
+            used += sum(stream[tier] for stream in self._streaming.values())
+            if limit is None:
+                continue
+            if tier == "host" and self._memory is not None:
+                is_idle = id(self._memory) not in self._streaming
+                if is_idle and used + nbytes + self._memory.nbytes > limit:
+                    self._memory = None  # of the last stream
+            if used + nbytes > limit:
+                name = "disk_space" if tier == "disk" else f"{tier}_memory"
+                raise UserError(
+                    f"{what} needs {nbytes} bytes of {tier} memory beside {used} in use, and "
+                    f"{name} allows {limit}: raise it, place more in a slower tier, or lower "
+                    "`ahead`"
+                )
 
     def _keep(self, entry: _Entry, path: str, parts: list[np.ndarray]) -> None:
         """Keeps a leaf in memory: a copy, since it may lie in the memory of a stream."""
@@ -361,7 +370,7 @@ class TieredArrays:
         """A tree on the device, which may be kept."""
         entry = self._entry(name)
         read = block_bytes(entry.on_disk)
-        self._check_room("host", read, name)
+        self._check_room({"host": read}, name)
         memory = StreamMemory(self._memories, read, 1, self._settle)
         return self._arrived(self._start(name, memory), memory)
 
@@ -380,13 +389,10 @@ class TieredArrays:
         entries = [self._entry(name) for name in names]  # which must be there before it begins
         if not isinstance(ahead, int) or ahead < 0:
             raise UserError(f"ahead must be a whole number of 0 or more, not {ahead}")
-        read = max((block_bytes(entry.on_disk) for entry in entries), default=0)
-        moved = 0 if self._memories.unified else max((e.moved for e in entries), default=0)
+        largest = self._largest(entries)
         count = min(ahead + 2, len(names))
-        needed: dict[Tier, int] = {"device": count * moved, "host": count * read, "disk": 0}
-        for tier in TIERS:
-            self._check_room(tier, needed[tier], "a stream")
-        return self._stream(names, ahead, needed, (read, count))
+        self._check_room({tier: count * size for tier, size in largest.items()}, "a stream")
+        return self._stream(names, ahead, largest)
 
     def _memory_of(self, nbytes: int, count: int) -> StreamMemory:
         """Returns memory for a stream: that of the last one, if it has as large blocks and is not
@@ -398,12 +404,13 @@ class TieredArrays:
         return last
 
     def _stream(
-        self, names: list[str], ahead: int, needed: dict[Tier, int], blocks: tuple[int, int]
+        self, names: list[str], ahead: int, largest: Mapping[Tier, int]
     ) -> Iterator[tuple[str, Any]]:
         coming, upcoming = deque[_Arriving](), iter(names)
-        for tier in TIERS:  # other streams may have begun since this one was asked for
-            self._check_room(tier, needed[tier], "a stream")
-        memory = self._memory_of(*blocks)
+        count = min(ahead + 2, len(names))
+        needed = {tier: count * size for tier, size in largest.items()}
+        self._check_room(needed, "a stream")  # again: others may have begun meanwhile
+        memory = self._memory_of(largest["host"], count)
         self._streaming[id(memory)] = needed
         markers = Markers(self._memories)
         try:

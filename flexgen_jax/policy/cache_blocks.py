@@ -137,12 +137,12 @@ class CacheBlocks:
         else:
             self._open(state)
 
-    def put_token(self, state: LayerState, computed: Handle, is_last: bool) -> None:
-        """Stores what a layer keeps of one token; seals the open block when it is full, unless no
-        token comes after."""
+    def put_token(self, state: LayerState, computed: Handle) -> None:
+        """Stores what a layer keeps of one token; seals the open block when it is full and another
+        one comes after it."""
         self._backend.keep(state, computed)
         state.tokens += 1
-        if state.tokens == state.full_at and not is_last:
+        if state.tokens == state.full_at and state.sealed + 1 < len(state.running.lengths):
             self._seal(state)
             self._open(state)
 

@@ -310,8 +310,7 @@ class BlockLoop:
         if state.layer.growing and step.token <= 0:
             self._cache.put_prompt(step.token, state, computed)
         elif state.layer.growing:
-            is_last = step.token == self._last_token(step.batch)
-            self._cache.put_token(state, computed, is_last)
+            self._cache.put_token(state, computed)
         if state.until is None:
             step.batch.layers_filled += 1
         state.until = step.token

@@ -18,7 +18,7 @@ from typing import IO, Any
 from flexgen_jax.engine.requests import Request
 from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.lines import URLS, Line, LineError, read_line
-from flexgen_jax.progress import logger
+from flexgen_jax.progress import logger, seconds_left
 from flexgen_jax.server.bodies import chat_tokens_of, requests_of
 from flexgen_jax.server.engine import Engine, EngineError, Text
 from flexgen_jax.server.errors import RefusedError
@@ -161,14 +161,13 @@ class Running:
         """How far it is. eta_s: seconds that are left, None as long as nothing is known."""
         counts = self.said["request_counts"]
         done, total = counts["completed"] + counts["failed"], counts["total"]
-        new = done - self._done_before
-        each = (time.monotonic() - self._began) / new if new > 0 else None
+        seconds, new = time.monotonic() - self._began, done - self._done_before
         return {
             "name": self.said["id"],
             "done": done,
             "failed": counts["failed"],
             "total": total,
-            "eta_s": None if each is None else each * (total - done),
+            "eta_s": seconds_left(seconds, new, total - done),
         }
 
     def cancel(self) -> None:

@@ -21,24 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen
 
 from flexgen_jax.offloading import Placement, TieredArrays, TieredParams
+from stream_layers import LinenBlock, linen_layers
 
-HEADS, BYTES = 8, 256
+BYTES = 256
 ADAM = optax.adam(3e-4)
-
-
-class Block(linen.Module):
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        mask = linen.make_causal_mask(x[..., 0])
-        x += linen.MultiHeadDotProductAttention(HEADS)(linen.LayerNorm()(x), mask=mask)
-        wide = linen.gelu(linen.Dense(4 * x.shape[-1])(linen.LayerNorm()(x)))
-        return x + linen.Dense(x.shape[-1])(wide)
-
-
-APPLY = Block().apply
+APPLY = LinenBlock().apply
+FORWARD = jax.jit(APPLY)
 
 
 class Table(NamedTuple):
@@ -48,16 +38,9 @@ class Table(NamedTuple):
     moments: Any
 
 
-def layers(count: int, width: int) -> Iterator[tuple[str, Any]]:
-    """Yields layers of random weights, made one after the other."""
-    init = jax.jit(lambda key: Block().init(key, jnp.zeros((1, 1, width))))
-    for number in range(count):
-        yield f"layer {number}", init(jax.random.key(number))
-
-
 def first_moments(count: int, width: int) -> Iterator[tuple[str, Any]]:
     """Yields Adam's state of each layer before the first step."""
-    for name, layer in layers(count, width):
+    for name, layer in linen_layers(count, width)[0]:
         yield name, ADAM.init(layer)
 
 
@@ -93,9 +76,6 @@ def update_table(state: Table, of_head: jax.Array, of_input: jax.Array, ids: jax
     gradient = of_head.at[ids].add(of_input)
     changes, moments = ADAM.update(gradient, state.moments)
     return Table(optax.apply_updates(state.table, changes), moments)
-
-
-FORWARD = jax.jit(APPLY)
 
 
 def step(
@@ -135,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     shape, where = (args.layers, args.width), Placement(0.0, args.host)
     with (
-        TieredParams(layers(*shape), where, folder=args.folder) as params,
+        TieredParams(linen_layers(*shape)[0], where, folder=args.folder) as params,
         TieredParams(first_moments(*shape), where, folder=args.folder) as moments,
         TieredArrays(where, folder=args.folder) as inputs,
     ):

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.engine.planner import Planner
 from flexgen_jax.offload.disk.kv_store import (
     TOKENS,
     DamagedError,
@@ -262,20 +261,13 @@ def test_two_at_once_share_a_folder(tmp_path: Path) -> None:
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture
-def is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models compute faster than a disk reads."""
-    monkeypatch.setattr(Planner, "is_worth_loading", lambda self, tokens, layout: tokens > 0)
-    monkeypatch.setattr(Planner, "is_worth_sharing", lambda self, saved, requests: True)
-
-
 def rounds() -> list[list[int]]:
     """What is said in each of four rounds."""
     rng = np.random.default_rng(4)
     return [rng.integers(4, 96, count).tolist() for count in (20, 5, 9, 3)]
 
 
-@pytest.mark.usefixtures("compiled_quickly", "is_worth_it")
+@pytest.mark.usefixtures("compiled_quickly", "loading_pays")
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("percent", "chunk", "unified", "attention"),
@@ -315,7 +307,7 @@ def test_a_conversation_goes_on_after_a_restart(
         asked = [*asked, *result.token_ids]
 
 
-@pytest.mark.usefixtures("compiled_quickly", "is_worth_it")
+@pytest.mark.usefixtures("compiled_quickly", "loading_pays")
 @pytest.mark.parametrize("bits", [16, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_rows_of_batches_are_kept(
     checkpoint: Callable[[], Path], tmp_path: Path, bits: int
@@ -345,7 +337,7 @@ def test_all_rows_of_batches_are_kept(
     assert computed <= 7 * len(rows)
 
 
-@pytest.mark.usefixtures("compiled_quickly", "is_worth_it")
+@pytest.mark.usefixtures("compiled_quickly", "loading_pays")
 def test_rounds_of_a_stream_go_on_from_each_other(
     checkpoint: Callable[[], Path], tmp_path: Path
 ) -> None:
@@ -374,7 +366,7 @@ def test_rounds_of_a_stream_go_on_from_each_other(
     assert report["prompt_tokens"] == 40 + 5 + 1 + 5
 
 
-@pytest.mark.usefixtures("compiled_quickly", "is_worth_it")
+@pytest.mark.usefixtures("compiled_quickly", "loading_pays")
 def test_a_damaged_piece_is_computed_again(
     checkpoint: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.engine.planner import Planner
 from flexgen_jax.offload.batch import Computed
 from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.policy.backend import Inputs
@@ -116,14 +115,12 @@ def test_a_shared_prefix_changes_nothing(
 def test_a_conversation_goes_on_after_a_restart(
     reference: Reference,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    loading_pays: None,
     percent: tuple[int, ...],
     chunk: int,
     unified: bool,
 ) -> None:
     """From the state at the end of the round before; prompts that share a prefix leave one, too."""
-    monkeypatch.setattr(Planner, "is_worth_loading", lambda self, tokens, layout: tokens > 0)
-    monkeypatch.setattr(Planner, "is_worth_sharing", lambda self, saved, requests: True)
     rng = np.random.default_rng(3)
     system = rng.integers(3, 96, 70).tolist()
     policy = Policy.from_percent(*percent, batch_size=3, num_batches=2, prefill_chunk=chunk)
@@ -144,11 +141,9 @@ def test_a_conversation_goes_on_after_a_restart(
 
 @pytest.mark.few(1)
 def test_a_piece_that_is_gone_is_written_again(
-    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reference: Reference, tmp_path: Path, loading_pays: None
 ) -> None:
     """Amid a sequence whose end, with its state, is still there."""
-    monkeypatch.setattr(Planner, "is_worth_loading", lambda self, tokens, layout: tokens > 0)
-    monkeypatch.setattr(Planner, "is_worth_sharing", lambda self, saved, requests: True)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     asked = np.random.default_rng(5).integers(3, 96, 150).tolist()
     policy, computed = Policy(batch_size=2), []

@@ -21,6 +21,12 @@ DISK, MIXED = Placement(0.0, 0.0), Placement(0.3, 0.3)
 FOLDER = Path(__file__).parents[2] / "scripts" / "examples"
 
 
+@pytest.fixture(autouse=True)
+def from_their_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where they are run: one takes the layers of another."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
 def example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -53,7 +59,7 @@ def test_streamed_layers(api: str, where: Placement, tmp_path: Path) -> None:
 def test_training_layer_by_layer(where: Placement, tmp_path: Path) -> None:
     """Against gradients of the whole model at once, and one Adam for all of it."""
     script, count, width = example("train_offloaded"), 2, 128
-    layers = dict(script.layers(count, width))
+    layers = dict(script.linen_layers(count, width)[0])
     table = script.first_table(width).table
 
     def loss_of(weights: Any, ids: jax.Array) -> jax.Array:

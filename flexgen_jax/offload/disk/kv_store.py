@@ -153,13 +153,16 @@ class KVStore:
             if key.tokens < TOKENS or not self._path(key).exists():
                 break
             digests.append(key.digest)
-        has_ends, names = self.layout.has_ends, set(os.listdir(self._folder))
+        has_ends = self.layout.has_ends
+        # An end may be after any piece, so that looking for each file would take long.
+        names = set(os.listdir(self._folder)) if has_ends and len(digests) > 1 else None
         # After the last full piece first; without ends, only there.
         for number in reversed(range(0 if has_ends else len(digests) - 1, len(digests))):
             start = number * TOKENS
             for tokens in range(min(len(ids) - start, TOKENS), 0, -1):
                 key = PieceKey.of(digests[number], ids[start : start + tokens], has_ends)
-                if self._path(key).name in names:
+                is_there = self._path(key).exists() if names is None else key.file_name in names
+                if is_there:
                     return start + tokens
         return 0 if has_ends else TOKENS * (len(digests) - 1)
 
@@ -193,7 +196,7 @@ class KVStore:
         return StoredPiece(path, file, key, sums)
 
     def _path(self, key: PieceKey) -> Path:
-        return self._folder / f"{key.digest.hex()}.kv"
+        return self._folder / key.file_name
 
     # Writing
 
@@ -313,6 +316,10 @@ class PieceKey(NamedTuple):
     digest: bytes
     tokens: int
     is_end: bool
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.digest.hex()}.kv"
 
     @classmethod
     def of(cls, before: bytes, ids: Sequence[int], is_end: bool) -> PieceKey:
