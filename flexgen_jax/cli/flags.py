@@ -12,12 +12,13 @@ import click
 
 from flexgen_jax.cli.commands import Size, under
 from flexgen_jax.cli.stage import lead_or_join
-from flexgen_jax.engine.options import EngineOptions
+from flexgen_jax.engine.options import DRAFT_TOKENS, DRAFTS, EngineOptions
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.formats.known import WEIGHT_FORMATS
 from flexgen_jax.models.formats.storage import BITS, MATMUL_BITS
 from flexgen_jax.policy.policy import (
     ATTENTIONS,
+    MAX_DRAFT,
     Placement,
     Policy,
     PolicyError,
@@ -350,6 +351,20 @@ def _precision_flags(command: Function) -> Function:
                 help="Longer prompts are computed in chunks of so many tokens, one a pass over the "
                 "weights: fewer need less memory, and more passes. Default: "
                 f"{Policy().prefill_chunk}, or less where a plan needs it.",
+            ),
+            click.option(
+                "--draft",
+                type=click.Choice(DRAFTS),
+                help="Guess several tokens of each text, and have a pass over the weights check "
+                "them all; the text stays the same. Where weights come from the host or the disk, "
+                "few texts then take fewer passes. lookup: what followed the last tokens when "
+                "they were in the text before, as in summaries, code and JSON.",
+            ),
+            click.option(
+                "--draft-tokens",
+                type=click.IntRange(1, MAX_DRAFT),
+                metavar="K",
+                help=f"With --draft, guess so many tokens for a pass. Default: {DRAFT_TOKENS}.",
             ),
             click.option(
                 "--prefix-sharing/--no-prefix-sharing",

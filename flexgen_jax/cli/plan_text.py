@@ -143,7 +143,7 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
     if plan.written:
         lines.append(f"written to the disk: {plan.written_a_day / 1e9:.3g} GB a day of such work")
     states = problem.costs(plan.policy).hidden_bytes(plan.policy.batch_size, 1)
-    if plan.policy.activations.device < 1 and stays_on_device(1, states):
+    if plan.policy.activations.device < 1 and stays_on_device(states):
         lines.append(
             f"hidden states of single tokens stay on the device, {human(states)} for each batch"
         )

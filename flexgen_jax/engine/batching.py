@@ -34,13 +34,16 @@ class TokenChoices(Protocol):
     """What the next tokens of requests are chosen by."""
 
     def adjustments(
-        self, requests: Sequence[EncodedRequest]
+        self, request: EncodedRequest, guesses: Sequence[int]
     ) -> Sequence[Mapping[int, tuple[float, float]]]:
-        """Returns what changes each request's logits; see `SamplingParams.adjustments`."""
+        """Returns what changes a request's logits for the next token, and for those after each of
+        some guesses; see `SamplingParams.adjustments`."""
 
-    def allowed(self, requests: Sequence[EncodedRequest]) -> Sequence[np.ndarray | None]:
-        """Returns which tokens may come next in each request, see `Matcher.allowed`; None if all
-        may."""
+    def allowed(
+        self, request: EncodedRequest, guesses: Sequence[int]
+    ) -> Sequence[np.ndarray] | None:
+        """Returns which tokens may come next in a request, and after each of some guesses, see
+        `Matcher.allowed`; None if all may."""
 
     def wanted(self, requests: list[EncodedRequest]) -> list[EncodedRequest]:
         """Returns those of some requests that wait which are still to be run."""
@@ -308,30 +311,33 @@ class Waiting:
         self._chains[running] = [chains[row] for row in kept]
         running.share(spans_of(self._chains[running]))
 
-    def adjusted(self, running: Running) -> tuple[np.ndarray, ...]:
-        """Returns the arguments of `layers.sampling.adjust` for a batch's next tokens, or ()."""
-        members = self.members[running]
-        if self._choices is None or not any(r.params.is_adjusted for r in members):
+    def adjusted(self, running: Running, guesses: Sequence[int] = ()) -> tuple[np.ndarray, ...]:
+        """Returns the arguments of `layers.sampling.adjust` for a batch's next tokens, or (); see
+        `offload.batch.BatchSource`."""
+        members, choices = self.members[running], self._choices
+        if choices is None or not any(r.params.is_adjusted for r in members):
             return ()
+        rows = [changes for r in members for changes in choices.adjustments(r, guesses)]
         padding: list[Mapping[int, tuple[float, float]]] = [{}] * (
             self._given[running].size - len(members)
         )
-        return adjusting_arrays([*self._choices.adjustments(members), *padding])
+        return adjusting_arrays([*rows, *padding])
 
-    def allowed(self, running: Running) -> np.ndarray | None:
-        """Returns which tokens may come next in a batch, uint32 [batch, vocabulary / 32], or
-        None."""
-        members = self.members[running]
-        if self._choices is None or all(r.params.schema is None for r in members):
+    def allowed(self, running: Running, guesses: Sequence[int] = ()) -> np.ndarray | None:
+        """Returns which tokens may come next in a batch, uint32 [batch, vocabulary / 32], or None;
+        see `offload.batch.BatchSource`."""
+        members, choices = self.members[running], self._choices
+        if choices is None or all(r.params.schema is None for r in members):
             return None
-        masks = self._choices.allowed(members)
-        words = next((mask.size for mask in masks if mask is not None), None)
+        each = [choices.allowed(request, guesses) for request in members]
+        words = next((masks[0].size for masks in each if masks is not None), None)
         if words is None:
             return None
-        allowed = np.full((self._given[running].size, words), ~np.uint32(0))
-        for row, mask in enumerate(masks):
-            if mask is not None:
-                allowed[row] = mask
+        rows = self._given[running].size + len(guesses)
+        allowed = np.full((rows, words), ~np.uint32(0))
+        for row, masks in enumerate(each):
+            if masks is not None:
+                allowed[row : row + len(masks)] = masks
         return allowed
 
     def wait(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -41,6 +42,12 @@ class Matcher:
         self._digits = Digits()
         for token in made:
             self.take(token)
+
+    def copy(self) -> Matcher:
+        """Returns a matcher of the same text, which goes on by itself."""
+        other = copy(self)
+        other._matcher, other._digits = self._matcher.deep_copy(), copy(self._digits)
+        return other
 
     @property
     def error(self) -> str | None:

@@ -21,6 +21,7 @@ from flexgen_jax.errors import UserError, first_line
 from flexgen_jax.models.weight_source import WeightSource
 from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.metrics import Metrics
+from flexgen_jax.offload.speculation import Drafter
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.waves import Step
@@ -44,8 +45,11 @@ class LocalRunner:
         trace: Trace | None,
         breakdown: bool,
         kv_store: KVStore | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """trace, breakdown: as in `EngineOptions`; kv_store: where texts' KV cache is kept."""
+        """trace, breakdown: as in `EngineOptions`; kv_store: where texts' KV cache is kept;
+        drafter: guesses tokens where the policy has drafts."""
+        self._drafter = drafter
         self.planner = planner
         self._kv_store = kv_store
         self._source, self._progress = source, progress
@@ -107,6 +111,7 @@ class LocalRunner:
             metrics=Metrics(self._trace, self._breakdown),
             kv_store=self._kv_store,
             say=self._progress.say,
+            drafter=self._drafter,
         )
         self.session = session
         try:

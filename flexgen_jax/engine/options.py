@@ -14,6 +14,12 @@ from flexgen_jax.policy.policy import Attention, Policy
 from flexgen_jax.progress import Bars
 from flexgen_jax.units import parse_bytes
 
+DRAFT_TOKENS = 4
+"""Tokens that are guessed for a pass where nobody says how many."""
+
+DRAFTS = ("lookup",)
+"""What may guess tokens."""
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -34,6 +40,9 @@ class EngineOptions:
         elsewhere.
     attention, attention_sparsity, prefill_chunk: see `Policy`. Of these six, None is what the
         policy says.
+    draft: what guesses tokens, of which a pass over the weights then checks several: "lookup" in
+        the text so far. Each sequence becomes a batch of its own. None guesses nothing.
+    draft_tokens: how many are guessed for a pass, `DRAFT_TOKENS` by default.
     device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is what is there.
     write_limit: bytes that a plan may write to the disk a day, since that wears an SSD; None is
         without a limit. Weights, which are stored once, do not count.
@@ -68,6 +77,8 @@ class EngineOptions:
     attention: Attention | None = None
     attention_sparsity: float | None = None
     prefill_chunk: int | None = None
+    draft: str | None = None
+    draft_tokens: int | None = None
     device_memory: str | int | None = None
     host_memory: str | int | None = None
     disk_space: str | int | None = None
@@ -92,6 +103,12 @@ class EngineOptions:
             raise UserError(f"stages must be at least 1, not {self.stages!r}")
         if self.coordinator is not None and self.stages == 1:
             raise UserError("a coordinator is for several stages: give --stages N (stages=N), too")
+        if self.draft_tokens is not None and self.draft is None:
+            raise UserError('draft_tokens is for guesses: say what makes them, too: draft="lookup"')
+        if self.draft is not None and self.stages > 1:
+            raise UserError("draft does not go together with stages")
+        if self.draft is not None and self.draft not in DRAFTS:
+            raise UserError(f"draft must be one of {', '.join(DRAFTS)}, not {self.draft!r}")
         if self.policy != "auto" and not isinstance(self.policy, Policy):
             raise UserError(
                 f'policy must be "auto" or a Policy, e.g. Policy.from_percent(...), not '
@@ -126,7 +143,15 @@ class EngineOptions:
     @property
     def base_policy(self) -> Policy:
         """The policy with these changes; where it is searched, what the search starts from."""
-        return replace(Policy() if self.policy == "auto" else self.policy, **self.changes)
+        policy = replace(Policy() if self.policy == "auto" else self.policy, **self.changes)
+        if self.draft is None:
+            return policy
+        return replace(
+            policy,
+            batch_size=1,
+            num_batches=policy.batch_size * policy.num_batches,
+            draft_tokens=DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens,
+        )
 
     def open_model(self) -> Model:
         """Opens the model; raises `UserError` if that is not possible."""

@@ -143,31 +143,38 @@ class Generation:
         return sequence if sequence is not None and sequence.request == request else None
 
     def adjustments(
-        self, requests: Sequence[EncodedRequest]
+        self, request: EncodedRequest, guesses: Sequence[int] = ()
     ) -> list[dict[int, tuple[float, float]]]:
-        """Returns what changes each request's logits for its next token; see
-        `SamplingParams.adjustments`."""
-        adjustments = []
-        for request in requests:
-            sequence = self._sequences.get(request.index)
-            ids = [] if sequence is None else sequence.ids
-            adjustments.append(
-                request.params.adjustments(
-                    prompt=request.given_ids,
-                    made=ids,
-                    eos_ids=self._eos_ids,
-                    max_tokens=request.whole_limit,
-                )
+        """Returns what changes a request's logits for its next token, and for those after each of
+        some guesses; see `SamplingParams.adjustments`."""
+        sequence = self._sequences.get(request.index)
+        made = [*([] if sequence is None else sequence.ids), *guesses]
+        return [
+            request.params.adjustments(
+                prompt=request.given_ids,
+                made=made[:count],
+                eos_ids=self._eos_ids,
+                max_tokens=request.whole_limit,
             )
-        return adjustments
+            for count in range(len(made) - len(guesses), len(made) + 1)
+        ]
 
-    def allowed(self, requests: Sequence[EncodedRequest]) -> list[np.ndarray | None]:
-        """Returns which tokens may come next in each request; None if all may."""
-        masks: list[np.ndarray | None] = []
-        for request in requests:
-            sequence = self._sequences.get(request.index)
-            matcher = None if sequence is None else sequence.matcher
-            masks.append(None if matcher is None else matcher.allowed())
+    def allowed(
+        self, request: EncodedRequest, guesses: Sequence[int] = ()
+    ) -> list[np.ndarray] | None:
+        """Returns which tokens may come next in a request, and after each of some guesses as far as
+        these are allowed; None if all may."""
+        sequence = self._sequences.get(request.index)
+        matcher = None if sequence is None else sequence.matcher
+        if matcher is None:
+            return None
+        masks = [matcher.allowed()]
+        ahead = matcher.copy() if guesses else matcher
+        for guess in guesses:
+            if ahead.is_done or not masks[-1][guess // 32] >> np.uint32(guess % 32) & 1:
+                break
+            ahead.take(guess)
+            masks.append(ahead.allowed())
         return masks
 
     def unfinished(self) -> Iterator[tuple[str, list[int], list[TokenLogprob]]]:

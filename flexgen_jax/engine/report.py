@@ -45,6 +45,9 @@ class Report(TypedDict, total=False):
     # Bytes and seconds by resource, phase and content, with `breakdown`.
     breakdown: list[dict[str, Any]]
     guessed_experts: dict[str, int]
+    # Passes with guessed tokens, how many were guessed, and how many of these accepted.
+    drafts: dict[str, int]
+    tokens_a_pass: float
     # Of the KV store: bytes written, and files evicted, by this process.
     kv_store_written: int
     kv_store_evicted: int

@@ -19,6 +19,7 @@ from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.offload.metrics import Metrics
+from flexgen_jax.offload.speculation import Acceptance, Drafter
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.fit import Budgets
@@ -48,7 +49,9 @@ class Session:
         metrics: Metrics | None = None,
         kv_store: KVStore | None = None,
         say: Callable[[str], object] = lambda said: None,
+        drafter: Drafter | None = None,
     ) -> None:
+        self._drafter = drafter
         self._setting, self._formats = setting, policy.formats(setting.dtype)
         self._budgets, self._kv_store, self._say = budgets, kv_store, say
         self._device = Device.create(setting.config, self._formats, setting.unified, metrics)
@@ -62,6 +65,7 @@ class Session:
         self._report: dict[str, Any] = {}
         self._decode_steps = 0
         self._guessed: dict[str, int] = {}
+        self._acceptance = Acceptance()
         self._init_s = self._kernels_s = self._compiled_before_s = 0.0
 
     def suits(self, policy: Policy) -> bool:
@@ -147,10 +151,12 @@ class Session:
             neighbours=neighbours,
             kv_store=self._kv_store,
             say=self._say,
+            drafter=self._drafter,
         )
         with self._ledger.reserving("device", plan_workspace(self._largest)):
             yield from block.run()
         self._guessed = block.guessed
+        self._acceptance = block.acceptance
 
     def finish(self, num_sequences: int, num_tokens: int, prompts: PromptTokens) -> None:
         """Ends a run's measurements and keeps the report."""
@@ -182,6 +188,8 @@ class Session:
             "decode_steps": self._decode_steps,
             **self._device.metrics.report(),
             "guessed_experts": self._guessed,
+            "drafts": asdict(self._acceptance),
+            "tokens_a_pass": self._acceptance.tokens_a_pass,
             "storage_read_bytes": storage_read,
             "peak_bytes": self._ledger.peak,
             "device_peak_bytes": self._device.memories.device_peak_bytes(),

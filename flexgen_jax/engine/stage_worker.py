@@ -102,10 +102,10 @@ class StageSource(Slots):
     def keep(self, running: Running, rows: Sequence[int]) -> None:
         raise AssertionError("batches of stages keep their rows")
 
-    def adjusted(self, running: Running) -> tuple[np.ndarray, ...]:
+    def adjusted(self, running: Running, guesses: Sequence[int] = ()) -> tuple[np.ndarray, ...]:
         return tuple(self._more.get(running.number, {}).get("adjusted", ()))
 
-    def allowed(self, running: Running) -> np.ndarray | None:
+    def allowed(self, running: Running, guesses: Sequence[int] = ()) -> np.ndarray | None:
         allowed: np.ndarray | None = self._more.get(running.number, {}).get("allowed")
         return allowed
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flexgen_jax.cpu import kernels_of_device
 from flexgen_jax.engine.local import LocalRunner
+from flexgen_jax.engine.lookup import LookupDrafter
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.planner import Planner
 from flexgen_jax.engine.serving import Runner
@@ -66,7 +67,15 @@ def make_runner(
     if options.trace is not None:
         trace = Trace(Path(options.trace), f"flexgen_jax, {model.name}")
     kv_store = kv_store_of(options, planner, model, progress)
-    return LocalRunner(planner, model.source, progress, trace, options.breakdown, kv_store)
+    return LocalRunner(
+        planner=planner,
+        source=model.source,
+        progress=progress,
+        trace=trace,
+        breakdown=options.breakdown,
+        kv_store=kv_store,
+        drafter=None if options.draft is None else LookupDrafter(),
+    )
 
 
 def kv_store_of(

@@ -34,6 +34,9 @@ TILE = 64
 LARGEST_HEAD = 256
 """Elements of the largest head whose tiles fit a multiprocessor."""
 
+LARGEST_GROUP = 64
+"""Query heads that share keys and values, up to which their results fit a multiprocessor."""
+
 MOST_BLOCKS = 64
 """KV blocks that one kernel takes, each of which is two arguments."""
 
@@ -59,6 +62,8 @@ def can_attend(query: jax.Array, blocks: Sequence[tuple[Any, Any]]) -> bool:
     """Returns whether the kernel takes these arguments of `attend`."""
     is_narrow = query.dtype in NARROW
     if not is_narrow or len(blocks) > MOST_BLOCKS or query.shape[3] > LARGEST_HEAD:
+        return False
+    if query.shape[1] > LARGEST_GROUP * blocks[0][0].shape[1]:
         return False
     arrays = [array for block in blocks for array in block]
     return all(

@@ -19,7 +19,7 @@ from flexgen_jax.layers.latent_attention import LatentAttention
 from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.norm import Norm
 from flexgen_jax.layers.rotary import Branches, Rows
-from flexgen_jax.layers.self_attention import Arrays, SelfAttention
+from flexgen_jax.layers.self_attention import Arrays, SelfAttention, attend_earlier
 from flexgen_jax.layers.sparse_attention import attend_top
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.delta_net import DeltaNetSpec
@@ -29,13 +29,16 @@ T = TypeVar("T", bound=tuple[jax.Array, ...])
 
 
 def append(tail: T, new: T, at: jax.Array) -> T:
-    """Writes what a layer keeps of a token into the tail, the open KV block, at index `at`, in
-    place if it is donated."""
-    appended: T = jax.tree.map(
-        lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, x, at, axis=into.ndim - 2),
-        tail,
-        new,
-    )
+    """Writes what a layer keeps of some tokens into the tail, the open KV block, from index `at`
+    on, in place if it is donated; those for which it has no room are left out."""
+
+    def written(into: jax.Array, x: jax.Array) -> jax.Array:
+        tokens = x.shape[-2]
+        if tokens == 1:
+            return jax.lax.dynamic_update_slice_in_dim(into, x, at, axis=into.ndim - 2)
+        return into.at[..., at + jnp.arange(tokens), :].set(x, mode="drop")
+
+    appended: T = jax.tree.map(written, tail, new)
     return appended
 
 
@@ -116,30 +119,38 @@ class DecoderLayer(nn.Module):
         most: int = 0,
         appends: bool = False,
     ) -> tuple[jax.Array, Arrays]:
-        """Runs one token's hidden states, [batch, 1, hidden], through the layer.
+        """Runs the hidden states of a token, or of consecutive ones, [batch, token, hidden],
+        through the layer.
 
-        Returns the new hidden states, and the token's key and value, or with `appends` the tail
-        with these. `blocks` hold the tokens from
-        0 on and are full; `tail` holds the tokens after them up to `position` (int32 [], the new
-        token's index), and has room for more. With `counts`, int32 [batch], attention is sparse:
-        each sequence attends to that number of earlier tokens, which is at most `most`.
+        Returns the new hidden states, and the tokens' keys and values, or with `appends` the tail
+        with these. `blocks` hold the tokens from 0 on and are full; `tail` holds the tokens after
+        them up to `position` (int32 [], the index of the first new token), and has room for more.
+        With `counts`, int32 [batch], attention is sparse: each sequence attends with its one token
+        to that number of earlier tokens, which is at most `most`.
         """
         spec = self.parts.attention
         query, new = self.project(hidden, position, rows)
         starts = jnp.array([0, *accumulate(block[0].shape[2] for block in blocks)])
         if appends:  # before attention reads the tail: the other way round XLA would copy it
             tail = append(tail, new, position - starts[-1])
-        first = first_seen(position, rows.first_valid, spec.window)
         cache = tuple(map(sides, (*blocks, tail)))
         if counts is None:
-            here = self.kernels.decode_attention(query, cache, starts, position, first, spec)
+            here = attend_earlier(
+                query=query,
+                blocks=cache,
+                starts=starts,
+                position=position,
+                first_valid=rows.first_valid,
+                spec=spec,
+                kernels=self.kernels,
+            )
         else:
             here = attend_top(
                 query=query,
                 blocks=cache,
                 starts=starts,
                 position=position,
-                first_valid=first,
+                first_valid=first_seen(position, rows.first_valid, spec.window),
                 counts=counts,
                 most=most,
                 tuning=self.kernels.tuning,
@@ -150,7 +161,7 @@ class DecoderLayer(nn.Module):
     def project(
         self, hidden: jax.Array, position: jax.Array, rows: Rows
     ) -> tuple[jax.Array, Arrays]:
-        """Computes `decode` up to attention: the query, and the new token's key and value."""
+        """Computes `decode` up to attention: the query, and the new tokens' keys and values."""
         projected: tuple[jax.Array, Arrays]
         projected = self.attention.project(self._attention_input(hidden), position, rows)
         return projected
@@ -185,16 +196,19 @@ class DecoderLayer(nn.Module):
         start: jax.Array,
         rows: Rows,
         asked: int,
+        known: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """Runs some tokens, [batch, token, hidden], through a layer that does not attend.
 
         blocks: what it keeps of earlier tokens, from the first one on; the last block may have room
         for more; state: what it replaces with every token; start: int32 [], the index of the first
-        token; asked: for how many of the last tokens hidden states are wanted. Returns them, what
-        the layer keeps of all tokens, and the new state.
+        token; asked: for how many of the last tokens hidden states are wanted; known: int32 [], how
+        many of the tokens the new state has seen, None for all. Returns the hidden states, what the
+        layer keeps of all tokens, and the new state.
         """
+        more = () if known is None else (known,)
         out, new, state = self.attention.mix(
-            self._attention_input(hidden), blocks, state, start, rows
+            self._attention_input(hidden), blocks, state, start, rows, *more
         )
         return self._after_attention(hidden[:, -asked:], out[:, -asked:]), new, state
 

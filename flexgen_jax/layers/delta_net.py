@@ -76,6 +76,7 @@ class GatedDeltaNet(nn.Module):
         state: tuple[jax.Array, ...],
         start: jax.Array,
         rows: Rows,
+        known: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """Computes some tokens, x: [batch, token, hidden]; see `DecoderLayer.mix`. Padding writes
         nothing, and nothing fades with it."""
@@ -94,10 +95,16 @@ class GatedDeltaNet(nn.Module):
             out, after = self.kernels.delta_step(only, matrices)
         else:
             out, after = self._in_chunks(given, matrices, tokens)
+        seen = jnp.int32(tokens) if known is None else known
+        if known is not None:
+            is_known = is_real & (jnp.arange(tokens) < known)[:, None]
+            given = (joined, jnp.where(is_known, fade, 0), given[2], is_known)
+            _, after = self._in_chunks(given, matrices, tokens)
         heads = self.norm(out.reshape(batch, tokens, -1, spec.value_size).astype(self.dtype))
         gate = jax.nn.silu(self.z(x).astype(jnp.float32)).reshape(heads.shape)
         result = (heads * gate).astype(self.dtype).reshape(batch, tokens, -1)
-        kept = joined[:, -(spec.width - 1) :].astype(jnp.float32)
+        kept = jax.lax.dynamic_slice_in_dim(joined, seen, spec.width - 1, axis=1)
+        kept = kept.astype(jnp.float32)
         return self.out(result), (), (kept, after)
 
     def _sides(

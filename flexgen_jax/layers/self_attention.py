@@ -22,6 +22,7 @@ from flexgen_jax.layers.attention import (
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.norm import Norm
+from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.rotary import Branches, Rows, angles, position_factors, rotate
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.parts import AttentionSpec
@@ -36,6 +37,41 @@ def _apart(x: jax.Array, branches: Branches) -> jax.Array:
     batch, heads, _, size = x.shape
     split = x.reshape(batch, heads, branches.count, branches.tokens, size)
     return split.swapaxes(1, 2).reshape(-1, heads, branches.tokens, size)
+
+
+def attend_earlier(
+    query: jax.Array,
+    blocks: tuple[tuple[Kept, Kept], ...],
+    starts: jax.Array,
+    position: jax.Array,
+    first_valid: jax.Array,
+    spec: AttentionSpec,
+    kernels: Kernels,
+) -> Partial:
+    """Attends with a new token, or with consecutive ones, to what is kept of the tokens before
+    them.
+
+    query: [batch, head, token, head_dim], scaled; position: int32 [], the index of the first new
+    token; the others are as in `Kernels.decode_attention`, but for `first_valid`, which does not
+    know of a window. Returns fp32 [batch, head, token, head_dim], and the log-sum-exp.
+    """
+    tokens = query.shape[2]
+
+    def attend(asked: jax.Array, at: jax.Array, spec: AttentionSpec) -> Partial:
+        first = first_seen(at, first_valid, spec.window)
+        return kernels.decode_attention(asked, blocks, starts, position, first, spec)
+
+    if tokens == 1:
+        return attend(query, position, spec)
+    if spec.window is not None:  # each token sees others
+        each = [attend(query[:, :, n : n + 1], position + n, spec) for n in range(tokens)]
+        outs, sums = zip(*each, strict=True)
+        return jnp.concatenate(outs, axis=2), jnp.concatenate(sums, axis=2)
+    # All of them see the same: a head's tokens are to the kernel heads that share keys and values.
+    heads = query.shape[1] * tokens
+    asked = query.reshape(query.shape[0], heads, 1, query.shape[3])
+    out, lse = attend(asked, position, replace(spec, num_heads=heads))
+    return out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])
 
 
 class SelfAttention(nn.Module):
@@ -210,11 +246,15 @@ class SelfAttention(nn.Module):
     def join(
         self, x: jax.Array, query: jax.Array, new: Arrays, partials: list[Partial]
     ) -> jax.Array:
-        """Merges the new token's attention to itself with partial results for the cache.
+        """Merges the new tokens' attention to themselves with partial results for the cache.
 
-        x: the token, [batch, 1, hidden]. Returns [batch, 1, hidden].
+        x: the tokens, [batch, token, hidden]. Returns an array of its shape.
         """
-        itself = attend_itself(query, *sides(new), self.kernels.tuning, self.spec.softcap)
+        if x.shape[1] == 1:
+            itself = attend_itself(query, *sides(new), self.kernels.tuning, self.spec.softcap)
+        else:
+            none, start = jnp.zeros(x.shape[0], jnp.int32), jnp.int32(0)
+            itself = self.kernels.chunk_attention(query, *sides(new), none, start, self.spec)
         return self._result(x, self._with_sinks(merge([itself, *partials]))[0])
 
     def project_chunk(
@@ -245,6 +285,6 @@ class SelfAttention(nn.Module):
         return self._result(x, attended)
 
     def project(self, x: jax.Array, position: jax.Array, rows: Rows) -> tuple[jax.Array, Arrays]:
-        """Projects x, [batch, 1, hidden], to a query (scaled), [batch, head, 1, head_dim], and what
-        is kept of the token."""
+        """Projects x, [batch, token, hidden], to a query (scaled), [batch, head, token, head_dim],
+        and what is kept of the tokens."""
         return self._asked(x, position, rows), self._kept(x, position, rows)

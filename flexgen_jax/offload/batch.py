@@ -12,6 +12,7 @@ import numpy as np
 from flexgen_jax.layers.rotary import Branches, Rows
 from flexgen_jax.offload.disk.kv_store import StoredSequence
 from flexgen_jax.offload.disk.records import Records
+from flexgen_jax.offload.speculation import DraftedText
 from flexgen_jax.policy.arrivals import Planned
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, HeadUse
@@ -105,13 +106,14 @@ class BatchSource(Arrivals, Protocol):
     def keep(self, running: Running, rows: Sequence[int]) -> None:
         """Leaves a batch with these rows, in this order."""
 
-    def adjusted(self, running: Running) -> tuple[np.ndarray, ...]:
+    def adjusted(self, running: Running, guesses: Sequence[int] = ()) -> tuple[np.ndarray, ...]:
         """Returns what a batch's next tokens are chosen by: arguments of `layers.sampling.adjust`,
-        or ()."""
+        or (). guesses: tokens that may come in its one row; what those after each of them are
+        chosen by are then further rows."""
 
-    def allowed(self, running: Running) -> np.ndarray | None:
+    def allowed(self, running: Running, guesses: Sequence[int] = ()) -> np.ndarray | None:
         """Returns which tokens may come next in a batch, see `layers.sampling.only_allowed`; None
-        if all may."""
+        if all may. guesses: as for `adjusted`."""
 
 
 class AllThere(Planned):
@@ -124,10 +126,10 @@ class AllThere(Planned):
     def given(self, running: Running) -> Batch:
         return self._given[running]
 
-    def adjusted(self, running: Running) -> tuple[np.ndarray, ...]:
+    def adjusted(self, running: Running, guesses: Sequence[int] = ()) -> tuple[np.ndarray, ...]:
         return ()
 
-    def allowed(self, running: Running) -> np.ndarray | None:
+    def allowed(self, running: Running, guesses: Sequence[int] = ()) -> np.ndarray | None:
         return None
 
     def keep(self, running: Running, rows: Sequence[int]) -> None:
@@ -161,7 +163,7 @@ Returns the rows that need more tokens, None for all."""
 class Moment(NamedTuple):
     """The place of a token in a batch's sequences."""
 
-    # The new token's index.
+    # The index of the new token, or of the first one.
     position: int
     # int32 [batch], each sequence's first valid token.
     first_valid: np.ndarray
@@ -213,6 +215,8 @@ class BatchArrays:
     rows: Rows | None = None
     sampling: tuple[jax.Array, ...] = ()
     ids: Any = None
+    # Where passes have guesses, the text, whose latest tokens are on the host.
+    text: DraftedText | None = None
     checks: Any = None
     # The rows that need more tokens, and those that the batch was left with last.
     left: Sequence[int] = ()
@@ -233,3 +237,11 @@ def arrays_of(running: Running) -> BatchArrays:
     """Returns what the runtime has of a batch."""
     arrays: BatchArrays = running.payload
     return arrays
+
+
+def prompt_ids(running: Running, row: int) -> list[int]:
+    """Returns the token ids of a row's prompt, prefixes included."""
+    prefixes = running.prefixes_of(row)
+    before = prompt_ids(prefixes[-1], 0) if prefixes else []
+    given = arrays_of(running).given
+    return [*before, *given.ids[row, given.first_valid[row] :].tolist()]

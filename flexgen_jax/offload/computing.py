@@ -148,16 +148,20 @@ class Computing:
         span, arrays, layer = step.batch.span(step.token), arrays_of(step.batch), step.layer
         cache: LayerCache | None = None if inputs.cache is None else inputs.cache.arriving
         state = self._layers[layer].replaced
+        is_prompt = step.token <= 0
+        has_guesses = not is_prompt and span.tokens > 1
         program = self._dispatch.get(
             programs.mix,
             step,
             tokens=span.tokens,
-            asked=1 if step.batch.only_last(layer) else span.tokens,
+            asked=1 if is_prompt and step.batch.only_last(layer) else span.tokens,
             blocks=() if cache is None else cache.here.lengths,
             tail=0 if cache is None else cache.here.tail,
-            cuts=() if step.token > 0 else self._cuts(step),
+            cuts=self._cuts(step) if is_prompt else (),
             donates=state_of(step).may_overwrite(step.token),
+            has_guesses=has_guesses,
         )
+        known = (self._device.memories.numbers(step.batch.cached_by_pass),) if has_guesses else ()
         hidden, new, replaced, checks = program(
             weights,
             hidden_of(inputs),
@@ -166,8 +170,9 @@ class Computing:
             self._device.memories.numbers(span.start),
             arrays.checks,
             arrays.placed,
+            *known,
         )
-        if step.token > 0 and cache is not None:
+        if not is_prompt and cache is not None:
             self._dispatch.ask_for(step, new)
         return Computed(checks, hidden, new, replaced=replaced)
 

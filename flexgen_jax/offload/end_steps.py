@@ -70,6 +70,8 @@ class EndSteps:
         if step.token > 0:
             if self._neighbours is not None:
                 return self._neighbours.ids(step)
+            if arrays.text is not None:
+                return arrays.text.computed
             chosen: jax.Array = arrays.ids
             return chosen
         start, tokens = step.batch.span(step.token)
@@ -81,6 +83,8 @@ class EndSteps:
         rows = Rows.of(given.first_valid, given.prompt_len, given.before, given.most)
         arrays.rows = jax.tree.map(constant, rows)
         arrays.sampling = tuple(map(constant, given.sampling))
+        if arrays.text is not None:
+            arrays.text.sampling = tuple(map(constant, arrays.text.of_pass(given.sampling)))
 
     def shrink(self, step: Step) -> None:
         """Leaves a batch with the rows that its `BatchArrays` say, before a step in the
@@ -96,7 +100,7 @@ class EndSteps:
         given, memories = arrays_of(running).given, self._device.memories
         if given.sampling:
             memories.numbers(token + 1)  # for `head`
-        position = given.prompt_len + token
+        position = running.span(token + 1).start
         where = (memories.numbers(position), arrays_of(running).placed)
         if not self._plan.policy.is_sparse:
             return Moment(position, given.first_valid, where)
@@ -147,11 +151,19 @@ class EndSteps:
     ) -> tuple[Any, Any]:
         """Chooses the next tokens."""
         sampling, given = arrays.sampling, arrays.given
-        if sampling:
-            sampling = (*sampling, self._device.memories.numbers(step.token))
+        text = arrays.text if step.token > 0 else None
+        place = step.token
         # By now all of the batch's tokens before this one are known here.
-        adjusted = self._source.adjusted(step.batch)
-        allowed = self._source.allowed(step.batch)
+        if text is None:
+            adjusted = self._source.adjusted(step.batch)
+            allowed = self._source.allowed(step.batch)
+        else:
+            sampling, place = text.sampling, text.first_place
+            adjusted = tuple(map(text.spread, self._source.adjusted(step.batch, text.guesses)))
+            allowed = self._source.allowed(step.batch, text.guesses)
+            allowed = None if allowed is None else text.spread(allowed)
+        if sampling:
+            sampling = (*sampling, self._device.memories.numbers(place))
         choice = Choice(
             not sampling,
             adjusted[0].shape[1] if adjusted else 0,
@@ -159,7 +171,10 @@ class EndSteps:
             allowed is not None,
         )
         masks = () if allowed is None else (allowed,)
-        program = self._device.programs.get(programs.head, rows=given.size, choice=choice)
+        tokens = 1 if text is None else text.pass_tokens
+        program = self._device.programs.get(
+            programs.head, rows=given.size, choice=choice, tokens=tokens
+        )
         result, checks = program(*arguments, *sampling, *adjusted, *masks)
         arrays.ids = result if given.logprobs is None else result[0]
         return result, checks

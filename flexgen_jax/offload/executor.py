@@ -22,6 +22,7 @@ from flexgen_jax.offload.batch import (
     Neighbours,
     OnResult,
     arrays_of,
+    prompt_ids,
 )
 from flexgen_jax.offload.computing import Computing
 from flexgen_jax.offload.device import Device
@@ -31,6 +32,7 @@ from flexgen_jax.offload.kv_cache import KVCache, take_rows_of
 from flexgen_jax.offload.kv_keeper import KVKeeper
 from flexgen_jax.offload.prefetch import Load, Write
 from flexgen_jax.offload.replaced import ReplacedStore
+from flexgen_jax.offload.speculation import Acceptance, DraftedText, Drafter
 from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.backend import Inputs, Part
@@ -58,7 +60,8 @@ class BlockRun:
     """Batches passing through the model: a backend of `BlockLoop`.
 
     peaks: those that the batches stay within, None for no limit; neighbours: None unless this run
-    is a stage. guessed: how many experts were loaded by a guess, and then chosen or not.
+    is a stage; drafter: guesses tokens, if the policy asks for it. guessed: how many experts were
+    loaded by a guess, and then chosen or not; acceptance: of guessed tokens.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class BlockRun:
         neighbours: Neighbours | None = None,
         kv_store: KVStore | None = None,
         say: Callable[[str], object] = lambda said: None,
+        drafter: Drafter | None = None,
     ) -> None:
+        self._drafter = drafter
         self._device, self._weights, self._plan = device, weights, plan
         self._source, self._neighbours = source, neighbours
         self._ledger, self._peaks = ledger, peaks
@@ -96,6 +101,7 @@ class BlockRun:
             self._keeper = KVKeeper(kv_store, plan, self._cache, self._replaced, say)
         self._trimmed_at = time.monotonic()
         self.guessed: dict[str, int] = {}
+        self.acceptance = Acceptance()
 
     def run(self) -> Iterator[None]:
         """Computes the steps of all batches, one at a time."""
@@ -121,7 +127,7 @@ class BlockRun:
             keeps_last=self._keeper is not None,
         )
 
-    def begin(self, step: Step, times: int) -> None:
+    def begin(self, step: Step, times: int) -> int:
         if step.batch.payload is None:
             self._enter(step.batch)
         self._device.metrics.enter("decode" if step.token > 0 else "prefill")
@@ -130,16 +136,34 @@ class BlockRun:
         if time.monotonic() - self._trimmed_at > TRIM_S:
             trim_heap()
             self._trimmed_at = time.monotonic()
+        text = arrays_of(step.batch).text
+        begins = text is not None and step.token > 0 and not step.layer
+        return text.begin_pass() if text is not None and begins else 1
 
     def _enter(self, running: Running) -> None:
         """Takes in a batch, whose arrays are freed when it closes."""
         running.payload = BatchArrays(self._source.given(running))
         running.closing.callback(_forget, running)
+        if self._drafter is not None and not running.is_prefix and self._plan.policy.draft_tokens:
+            self._begin_text(running)
         self._cache.enter(running)
         self._replaced.enter(running)
         self._computing.enter(running)
         if self._keeper is not None:
             self._keeper.enter(running)
+
+    def _begin_text(self, running: Running) -> None:
+        """Has tokens of a batch's text be guessed."""
+        assert self._drafter is not None, "it guesses"
+        draft, policy = self._drafter.begin(), self._plan.policy
+        running.closing.callback(draft.close)
+        arrays_of(running).text = DraftedText(
+            draft=draft,
+            draft_tokens=policy.draft_tokens,
+            pass_tokens=policy.pass_tokens,
+            acceptance=self.acceptance,
+            ids=prompt_ids(running, row=0),
+        )
 
     # Moving
 
@@ -228,15 +252,38 @@ class BlockRun:
         if step.layer <= self._plan.spec.last_decoder or not self._plan.config.has_head:
             return None
         result = jax.tree.map(np.asarray, computed.result)
+        arrays: BatchArrays | None = step.batch.payload
+        text = None if arrays is None else arrays.text
+        left = self._told(step, result) if text is None else self._accept(step, text, result)
+        if left is None:
+            return None
+        if arrays is not None:
+            arrays.left = left
+        return len(left)
+
+    def _told(self, step: Step, result: Any) -> Sequence[int] | None:
+        """Hands on the head's result for a token of each row; returns the rows that need more."""
         left = self._on_result(step, result)
         if self._keeper is not None and left is not None and step.batch.payload is not None:
             ids = result[0] if isinstance(result, tuple) else result
             self._keeper.took(step.batch, ids, left)
-        if left is None:
-            return None
-        if step.batch.payload is not None:
-            arrays_of(step.batch).left = left
-        return len(left)
+        return left
+
+    def _accept(self, step: Step, text: DraftedText, result: Any) -> Sequence[int] | None:
+        """Hands on those tokens of a pass that are of the text, one after the other."""
+        chosen = (result[0] if isinstance(result, tuple) else result)[:, 0]
+        places, cached = range(1), 0
+        if step.token > 0:
+            places, cached = text.accepted(chosen), step.batch.cached_by_pass
+            text.count(len(places) - 1)
+        left, taken = None, list[int]()
+        for place in places:
+            left = self._told(step, jax.tree.map(lambda x: x[place : place + 1], result))  # noqa: B023
+            taken.append(int(chosen[place]))
+            if not left:
+                break
+        text.end_pass(cached, taken)
+        return left
 
     def shrink(self, step: Step, rows: int) -> None:
         arrays = arrays_of(step.batch)

@@ -127,25 +127,28 @@ class KVCache:
         state.payload.blocks[state.sealed] = BlockArrays(arrays, views)
 
     def ask(self, state: LayerState, new: Block) -> None:
-        """Starts moving what a layer keeps of a token to where `append` will want it."""
+        """Starts moving what a layer keeps of some tokens to where `append` will want it."""
         if state.payload.blocks[state.sealed].views:
             self._memories.ask(new, "cache", _name(state))
 
     def append(self, state: LayerState, new: Block) -> None:
-        """Writes what a layer keeps of a token to the open block."""
+        """Writes what a layer keeps of a token to the open block, or of those that a pass caches."""
         block: BlockArrays = state.payload.blocks[state.sealed]
+        cached = state.running.cached_by_pass
         if block.views:
             for view, array in zip(block.views, new, strict=True):
-                view[..., block.used, :] = np.asarray(array)[..., 0, :]
-        else:
-            append = self._program(programs.append, state, state.sealed)
+                into = view[..., block.used : block.used + cached, :]
+                into[...] = np.asarray(array)[..., :cached, :]
+        else:  # what is written of guesses will be overwritten
+            tokens = new[0].shape[-2]
+            append = self._program(programs.append, state, state.sealed, tokens=tokens)
             block.arrays = append(block.arrays, new, self._memories.numbers(block.used))
-        block.used += 1
+        block.used += cached
 
     def replace(self, state: LayerState, arrays: Block) -> None:
-        """Takes an open block to which a program has appended a token."""
+        """Takes an open block to which a program has appended tokens."""
         block: BlockArrays = state.payload.blocks[state.sealed]
-        block.arrays, block.used = arrays, block.used + 1
+        block.arrays, block.used = arrays, block.used + state.running.cached_by_pass
 
     def quantize(self, state: LayerState, number: int) -> None:
         """Quantizes a full block on the device."""
@@ -156,11 +159,14 @@ class KVCache:
             jax.block_until_ready(sealed)
         self._keep(state, number, sealed)
 
-    def _program(self, kind: programs.Program[Any], state: LayerState, number: int) -> Any:
+    def _program(
+        self, kind: programs.Program[Any], state: LayerState, number: int, **shape: int
+    ) -> Any:
         """Returns a program that works on an open block."""
         running = state.running
+        tail = running.lengths[number]
         return self._device.programs.get(
-            kind, layer=state.layer, rows=running.rows, tail=running.lengths[number]
+            kind, layer=state.layer, rows=running.rows, tail=tail, **shape
         )
 
     def write(self, part: SealedPart) -> Write:

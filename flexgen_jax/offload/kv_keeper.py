@@ -15,7 +15,7 @@ from flexgen_jax.layers.quantization import assemble
 from flexgen_jax.models.spec import ModelSpec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.models.weight_source import numpy_dtype
-from flexgen_jax.offload.batch import arrays_of
+from flexgen_jax.offload.batch import arrays_of, prompt_ids
 from flexgen_jax.offload.disk.kv_store import (
     Draft,
     KeptArray,
@@ -156,7 +156,7 @@ class KVKeeper:
         is_useless = self._store.layout.has_ends and columns < cached
         if self._has_failed or is_useless or columns < prompt:
             return  # of a batch's last tokens, nothing is cached
-        ids = [*_ids_of(running, row), *made[: columns - prompt]]
+        ids = [*prompt_ids(running, row), *made[: columns - prompt]]
         try:
             while (draft := self._store.draft(ids)) is not None:
                 self._write(draft, running, row)
@@ -205,14 +205,6 @@ class KVKeeper:
         if arrays is None:
             return [view[row] for view in self._replaced.read(state.slot).views]
         return [_row_of(array, row) for array in arrays]
-
-
-def _ids_of(running: Running, row: int) -> list[int]:
-    """Returns the token ids of a row's prompt, prefixes included."""
-    prefixes = running.prefixes_of(row)
-    before = _ids_of(prefixes[-1], 0) if prefixes else []
-    given = arrays_of(running).given
-    return [*before, *given.ids[row, given.first_valid[row] :].tolist()]
 
 
 def _columns_of_row(

@@ -37,7 +37,7 @@ class Question(NamedTuple):
         return int(self.query.shape[0])
 
     def attend(self, blocks: tuple[Block, ...], at: BlocksAt) -> Any:
-        program = self._program(programs.attend, at)
+        program = self._program(programs.attend, at, tokens=self.query.shape[2])
         return self._watched(program(self.query, blocks, *self._where(at)))
 
     def rank(self, keys: tuple[Kept, ...], at: BlocksAt) -> Ranked:
@@ -52,9 +52,9 @@ class Question(NamedTuple):
         program = self._program(programs.attend_ranked, at, room=self.room)
         return self._watched(program(values, ranked, counts))
 
-    def _program(self, kind: Any, at: BlocksAt, **room: int) -> Any:
+    def _program(self, kind: Any, at: BlocksAt, **shape: int) -> Any:
         return self.device.programs.get(
-            kind, layer=self.layer, rows=self.rows, blocks=at.lengths, tail=at.tail, **room
+            kind, layer=self.layer, rows=self.rows, blocks=at.lengths, tail=at.tail, **shape
         )
 
     def _where(self, at: BlocksAt) -> tuple[Any, ...]:

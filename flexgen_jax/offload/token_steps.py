@@ -1,4 +1,5 @@
-"""Decodes one token of each sequence in layers that attend: on the device, or in two places."""
+"""Decodes in layers that attend: one token of each sequence, or several of one, some of which are
+guesses; on the device, or in two places."""
 
 from __future__ import annotations
 
@@ -51,7 +52,13 @@ class TokenSteps:
         state, here = running.layers[step.layer - 1], cache.here
         appends, (*sealed, opened) = state.appends(cache.sealed), cache.blocks
         program = self._dispatch.get(
-            programs.decode, step, blocks=here.lengths, tail=here.tail, room=room, appends=appends
+            programs.decode,
+            step,
+            blocks=here.lengths,
+            tail=here.tail,
+            room=room,
+            appends=appends,
+            tokens=policy.pass_tokens,
         )
         arrays = arrays_of(running)
         where = arrays.moments[step.token].arguments(self._layers[step.layer].attention.window)
@@ -84,7 +91,8 @@ class TokenSteps:
             question, cache, lambda: self._project_early(early, weights, inputs.weights)
         )
         partials += [] if to_prefixes is None else [to_prefixes]
-        program = self._dispatch.get(programs.finish, step, places=len(partials))
+        tokens = self._plan.policy.pass_tokens
+        program = self._dispatch.get(programs.finish, step, places=len(partials), tokens=tokens)
         hidden, checks = program(weights, hidden, arrays.checks, query, new, partials)
         return Computed(checks, hidden, new)
 
@@ -98,7 +106,9 @@ class TokenSteps:
             return known[1]
         where = arrays_of(step.batch).moments[step.token].where
         projected: tuple[jax.Array, Block]
-        projected = self._dispatch.get(programs.project, step)(weights, hidden, *where)
+        tokens = self._plan.policy.pass_tokens
+        project = self._dispatch.get(programs.project, step, tokens=tokens)
+        projected = project(weights, hidden, *where)
         self._device.memories.ask(projected[0], "attention", "queries")
         self._dispatch.watch(step, loads, projected[0], " (projection)")
         return projected

@@ -62,8 +62,9 @@ class Backend(Protocol):
     of a batch, and `Running.closing`, to which it says how that is given back.
     """
 
-    def begin(self, step: Step, times: int) -> None:
-        """A step begins, which stands for so many tokens."""
+    def begin(self, step: Step, times: int) -> int:
+        """A step begins, which stands for so many tokens. Returns how many of its tokens are known,
+        rather than guessed; of more than one, a step in the embedding alone says it."""
 
     def allocate(self, layout: Layout) -> Handle:
         """Makes a host buffer."""

@@ -138,10 +138,10 @@ class CacheBlocks:
             self._open(state)
 
     def put_token(self, state: LayerState, computed: Handle) -> None:
-        """Stores what a layer keeps of one token; seals the open block when it is full and another
-        one comes after it."""
+        """Stores what a layer keeps of one token, or of those that a pass caches; seals the open
+        block when it is full and another one comes after it."""
         self._backend.keep(state, computed)
-        state.tokens += 1
+        state.tokens += state.running.cached_by_pass
         if state.tokens == state.full_at and state.sealed + 1 < len(state.running.lengths):
             self._seal(state)
             self._open(state)

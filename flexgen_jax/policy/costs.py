@@ -90,7 +90,7 @@ class ModelBytes:
     def keeps_states(self, rows: int) -> bool:
         """Returns whether a batch's hidden states of one token stay on the device, whatever the
         policy says."""
-        return stays_on_device(1, self.hidden_bytes(rows, 1))
+        return stays_on_device(self.hidden_bytes(rows, 1))
 
     def layer_bytes(self, layer: LayerSpec) -> int:
         """Bytes of a layer's large tensors, which a policy places."""

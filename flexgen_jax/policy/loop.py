@@ -162,7 +162,13 @@ class BlockLoop:
     def _do(self, step: Step) -> None:
         """Dispatches a step, stores the results of the one before, and reads ahead."""
         self._begun = step
-        self._backend.begin(step, self._tokens.get(step.token, 1))
+        if self._begins_pass(step):
+            self._retire_latest(step)  # what the last pass accepted is computed by this one
+            if not step.batch.is_going:
+                return
+        known = self._backend.begin(step, self._tokens.get(step.token, 1))
+        if self._begins_pass(step):
+            step.batch.begin_pass(step.token, known)
         if step.batch.shrinks_at(step.token):
             self._shrink(step)
             if not step.batch.is_going:
@@ -186,6 +192,11 @@ class BlockLoop:
         if moves:
             self._visits.read_ahead(step.visit)
             self._prefetch.read_ahead()
+
+    def _begins_pass(self, step: Step) -> bool:
+        """Returns whether a batch's next pass begins, of which some tokens are guessed."""
+        is_pass = self._plan.policy.draft_tokens and step.token > 0
+        return bool(is_pass) and self._kinds[step.layer] == "embedding"
 
     def _waits(self, step: Step) -> bool:
         """Returns whether a step's weights are copied only when the layer before is computed."""

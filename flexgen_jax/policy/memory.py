@@ -46,8 +46,8 @@ class Idle:
     depends on time takes the most memory that it can.
     """
 
-    def begin(self, step: Step, times: int) -> None:
-        pass
+    def begin(self, step: Step, times: int) -> int:
+        return 1
 
     def allocate(self, layout: Layout) -> Handle:
         return None
@@ -224,8 +224,9 @@ def _telling_tokens(
 
 
 def _hidden_bytes(plan: BlockPlan) -> int:
-    """Returns the bytes of the hidden states of one token of each sequence."""
-    return plan.spec.hidden_bytes(sum(plan.shape.batch_sizes), 1, plan.dtype)
+    """Returns the bytes of the hidden states of a step after the prompt, of each sequence."""
+    tokens = plan.policy.pass_tokens
+    return plan.spec.hidden_bytes(sum(plan.shape.batch_sizes), tokens, plan.dtype)
 
 
 def _held_between(batches: Sequence[Running], seals: int) -> dict[Tier, list[int]]:
@@ -280,11 +281,12 @@ def plan_workspace(plan: BlockPlan) -> int:
             setting=plan.setting,
             formats=plan.formats,
             rows=rows,
-            tokens=max(chunks),
+            tokens=max(*chunks, plan.policy.pass_tokens),
             head=plan.shape.head,
             unpacks=plan.unpacks,
             is_chunked=len(chunks) > 1,
             prefix=plan.shape.prefix,
+            pass_tokens=plan.policy.pass_tokens,
         )
         for rows, chunks in shapes
     )
@@ -299,17 +301,19 @@ def workspace_bytes(
     unpacks: bool = False,
     is_chunked: bool = False,
     prefix: int = 0,
+    pass_tokens: int = 1,
 ) -> int:
     """Returns the bytes of temporaries and results of the largest computation.
 
     That is a layer's prefill of `rows` prompts of `tokens` tokens, or the head. unpacks: whether a
     layer's weights are unpacked as a whole; is_chunked: whether these tokens are a chunk, which
-    attends to earlier ones; prefix: tokens before all prompts.
+    attends to earlier ones; prefix: tokens before all prompts; pass_tokens: those of each sequence
+    that a step after the prompt computes.
     """
     spec, sizes = model_spec(setting.config), setting.sizes
     plain = replace(formats, weight_bits=16) if unpacks else formats
     group = sizes.prefill_sequences(rows, tokens, plain.weight_bits)
-    formed = min(sizes.scored_rows, group * tokens) if head == SCORE else rows
+    formed = min(sizes.scored_rows, group * tokens) if head == SCORE else rows * pass_tokens
     logits = head.logit_copies * formed * setting.config.vocab_size * 4
     of_head = logits + _unpacked_table(spec, formats, sizes, formed)
     of_layers = max(

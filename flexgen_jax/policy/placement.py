@@ -183,19 +183,19 @@ SMALL_STATES = 4 << 20
 """Hidden states of one token of fewer bytes a batch stay on the device."""
 
 
-def stays_on_device(tokens: int, nbytes: int) -> bool:
-    """Returns whether a batch's hidden states of `nbytes` bytes are on the device, whatever the
-    policy says."""
-    return tokens == 1 and nbytes < SMALL_STATES
+def stays_on_device(nbytes: int) -> bool:
+    """Returns whether a batch's hidden states of a step after the prompt, of `nbytes` bytes, are on
+    the device, whatever the policy says."""
+    return nbytes < SMALL_STATES
 
 
-def home_of_hidden(home: Tier, tokens: int, nbytes: int) -> Tier:
-    """Returns the tier of hidden states of `tokens` tokens per sequence, `nbytes` in all, for which
-    the policy chose `home`.
+def home_of_hidden(home: Tier, is_short: bool, nbytes: int) -> Tier:
+    """Returns the tier of hidden states of `nbytes` bytes, for which the policy chose `home`;
+    is_short: whether they are of a step after the prompt, or of its last token alone.
 
-    Small ones of one token stay on the device: a copy would wait behind weights, and hold up the
-    next layer, longer than the memory is worth. Larger ones of one token never go to disk.
+    Small ones of that kind stay on the device: a copy would wait behind weights, and hold up the
+    next layer, longer than the memory is worth. Larger ones never go to disk.
     """
-    if stays_on_device(tokens, nbytes):
+    if is_short and stays_on_device(nbytes):
         return "device"
-    return "host" if tokens == 1 and home == "disk" else home
+    return "host" if is_short and home == "disk" else home

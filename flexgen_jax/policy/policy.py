@@ -20,6 +20,9 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 Attention = Literal["auto", "device", "host"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
+MAX_DRAFT = 16
+"""The most tokens that may be guessed for a pass."""
+
 PROMPT_BLOCK_FACTOR = 4
 """Length of a prompt's KV blocks relative to those of generated tokens."""
 
@@ -162,6 +165,11 @@ class Policy:
     With `attention_sparsity` below 1, each head of a decoding token attends to itself and to this
     fraction of the tokens before it, those with the highest scores (section 5). The values of
     blocks that are not on the device are then never moved to it.
+
+    With `draft_tokens`, each pass through the layers also computes so many guessed tokens of a
+    sequence, and keeps those that the model itself would have chosen (Leviathan, Kalman and Matias
+    2023, "Fast Inference from Transformers via Speculative Decoding"). Every sequence is then a
+    batch of its own, since each goes on by another number of tokens.
     """
 
     weights: Placement = Placement()
@@ -180,6 +188,7 @@ class Policy:
     matmul_bits: int = 16
     attention_sparsity: float = 1.0
     weight_format: WeightFormat = "own"
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_batches", "kv_block_tokens", "prefill_chunk"):
@@ -204,6 +213,26 @@ class Policy:
             raise PolicyError(
                 "attention_sparsity is the fraction of tokens attended to, more than 0 and at "
                 f"most 1 (all), not {fraction:g}"
+            )
+        self._check_drafts()
+
+    def _check_drafts(self) -> None:
+        count = self.draft_tokens
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_DRAFT:
+            raise PolicyError(f"draft_tokens must be from 0 to {MAX_DRAFT}, not {count!r}")
+        if not count:
+            return
+        if self.batch_size != 1:
+            raise PolicyError(
+                f"draft_tokens needs a batch_size of 1, not {self.batch_size}: each sequence goes "
+                f"on by another number of tokens; give num_batches={self.batch_size} instead"
+            )
+        if self.is_sparse:
+            raise PolicyError("draft_tokens does not go together with attention_sparsity below 1")
+        if self.attention == "host":
+            raise PolicyError(
+                "draft_tokens needs attention on the device, not on the host: one token at a time "
+                "is attended to there"
             )
 
     @classmethod
@@ -248,9 +277,15 @@ class Policy:
         )
 
     @property
+    def pass_tokens(self) -> int:
+        """The tokens of a sequence that a pass after the prompt computes: the guesses, and those
+        that the last pass found, one more than it accepted, which are only now cached."""
+        return 2 * self.draft_tokens + 1
+
+    @property
     def attends_on_host(self) -> bool:
         """Whether blocks of the host and disk tiers are attended to where they are."""
-        return self.attention != "device"
+        return self.attention != "device" and not self.draft_tokens
 
     @property
     def values_stay(self) -> bool:

@@ -281,6 +281,15 @@ def _replaced(
     )
 
 
+class Pass(NamedTuple):
+    """A step after the prompt in all layers: its number, as in `Step`, the index of the first token
+    that it computes, and how many of its tokens it caches."""
+
+    token: int
+    start: int
+    cached: int
+
+
 @dataclass(eq=False, repr=False)
 class Running:
     """A batch under way."""
@@ -328,6 +337,8 @@ class Running:
 
     def __post_init__(self) -> None:
         self.hidden = ReplacedSlot(self, "activations")
+        # The latest pass after the prompt, where it starts, and how many of its tokens it caches.
+        self._pass = Pass(0, self.shape.prompt_len - 1, 1)
         self._sizes: dict[int, list[BlockSizes]] = {}
         self._hidden_parts: dict[tuple[int, int], ReplacedPart] = {}
 
@@ -378,9 +389,29 @@ class Running:
     def span(self, token: int) -> Span:
         """Returns what the step of a token computes of its sequences."""
         if token > 0:
-            return Span(self.shape.prompt_len + token - 1, 1)
+            return Span(self._start_of(token), self.plan.policy.pass_tokens)
         index = token - self.tokens.start
         return Span(sum(self.chunks[:index]), self.chunks[index])
+
+    def _start_of(self, token: int) -> int:
+        """Returns the index of the first token that a step after the prompt computes; steps to come
+        count as if they cached one token each."""
+        latest = self._pass
+        if token <= latest.token:
+            return latest.start
+        return latest.start + latest.cached + token - latest.token - 1
+
+    def begin_pass(self, token: int, known: int) -> None:
+        """Begins a step after the prompt that computes several tokens, the first `known` of which
+        are no guesses: these are cached, as far as the open KV block has room."""
+        start = self._start_of(token)
+        room = next((x for total in accumulate(self.lengths) if (x := total - start) > 0), known)
+        self._pass = Pass(token, start, min(known, room))
+
+    @property
+    def cached_by_pass(self) -> int:
+        """How many of its tokens the latest step after the prompt caches."""
+        return self._pass.cached
 
     def prompt_blocks(self, token: int) -> range:
         """Returns the numbers of the KV blocks that a prompt's step makes."""
@@ -441,7 +472,9 @@ class Running:
 
     def _hidden_part(self, token: int, layer: int) -> ReplacedPart:
         plan, rows = self.plan, self.rows
-        tokens = 1 if token > 0 or self.only_last(layer) else self.span(token).tokens
+        is_last = token <= 0 and self.only_last(layer)
+        tokens = 1 if is_last else self.span(token).tokens
         storage = Storage(plan.spec.hidden_shape(rows, tokens), plan.dtype)
-        home = home_of_hidden(self.hidden_homes[layer], tokens, storage.nbytes)
+        is_short = token > 0 or tokens == 1
+        home = home_of_hidden(self.hidden_homes[layer], is_short, storage.nbytes)
         return _replaced(plan, self.hidden, layer, home, [storage])

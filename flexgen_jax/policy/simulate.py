@@ -100,10 +100,11 @@ class Simulation:
         prefill_s, decode_s = self._phases
         return Prediction(prefill_s, decode_s, self._clock.busy, self._clock.bytes, peak)
 
-    def begin(self, step: Step, times: int) -> None:
+    def begin(self, step: Step, times: int) -> int:
         self._end_step()
         self._clock.weight = times
         self._clock.is_prefill = step.token <= 0
+        return 1
 
     def _end_step(self) -> None:
         clock = self._clock

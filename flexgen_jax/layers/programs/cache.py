@@ -19,7 +19,7 @@ from flexgen_jax.layers.attention import (
     sides,
 )
 from flexgen_jax.layers.decoder import T
-from flexgen_jax.layers.decoder import append as append_token
+from flexgen_jax.layers.decoder import append as append_tokens
 from flexgen_jax.layers.groups import in_groups
 from flexgen_jax.layers.programs.table import (
     Traceable,
@@ -31,6 +31,7 @@ from flexgen_jax.layers.programs.table import (
 )
 from flexgen_jax.layers.quantization import Kept, quantize_as
 from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.layers.self_attention import attend_earlier
 from flexgen_jax.layers.sparse_attention import Ranked, rank
 from flexgen_jax.layers.sparse_attention import attend_ranked as attend_to_ranked
 from flexgen_jax.models.formats.storage import kv_storage
@@ -48,11 +49,11 @@ def sealed(formats: Formats, block: T) -> Any:
 
 
 @program
-def append(model: Traceable, layer: LayerSpec, rows: int, tail: int) -> Traced:
-    """Appends a token to a tail: (tail, which is donated, what the layer keeps of the token, index)
+def append(model: Traceable, layer: LayerSpec, rows: int, tail: int, tokens: int = 1) -> Traced:
+    """Appends tokens to a tail: (tail, which is donated, what the layer keeps of the tokens, index)
     -> tail."""
-    arguments = (model.tail(layer, rows, tail), model.tail(layer, rows, 1), ints())
-    return Traced(append_token, arguments, donated=(0,))
+    arguments = (model.tail(layer, rows, tail), model.tail(layer, rows, tokens), ints())
+    return Traced(append_tokens, arguments, donated=(0,))
 
 
 @program
@@ -67,9 +68,15 @@ def seal(model: Traceable, layer: LayerSpec, rows: int, tail: int) -> Traced:
 
 @program
 def attend(
-    model: Traceable, layer: LayerSpec, rows: int, blocks: tuple[int, ...], tail: int
+    model: Traceable,
+    layer: LayerSpec,
+    rows: int,
+    blocks: tuple[int, ...],
+    tail: int,
+    tokens: int = 1,
 ) -> Traced:
-    """Attends to KV blocks: (query, blocks, starts, position, rows) -> partial result.
+    """Attends to KV blocks of tokens before `position`: (query, blocks, starts, position, rows) ->
+    partial result.
 
     The tail is the last of the blocks, unless its length is 0; starts: int32 [block], the index of
     each block's first token.
@@ -83,13 +90,19 @@ def attend(
         position: jax.Array,
         rows: Rows,
     ) -> Partial:
-        first = first_seen(position, rows.first_valid, attention.window)
-        cache = tuple(map(sides, blocks))
-        return kernels.decode_attention(query, cache, starts, position, first, attention)
+        return attend_earlier(
+            query=query,
+            blocks=tuple(map(sides, blocks)),
+            starts=starts,
+            position=position,
+            first_valid=rows.first_valid,
+            spec=attention,
+            kernels=kernels,
+        )
 
     cache = model.blocks(layer, rows, blocks, tail)
     placed = (ints(len(cache)), ints(), rows_of(rows))
-    return Traced(run, (model.query(layer, rows), cache, *placed))
+    return Traced(run, (model.query(layer, rows, tokens), cache, *placed))
 
 
 @program

@@ -48,15 +48,16 @@ def embed(model: Traceable, rows: int, tokens: int, branches: Branches | None = 
 
 
 @program
-def head(model: Traceable, rows: int, choice: Choice) -> Traced:
-    """Chooses tokens: (weights, hidden [batch, 1, hidden], checks, unless the choice is greedy the
-    further arguments of `sample`, if some logits are adjusted those of `adjust`, if only some
-    tokens are allowed that of `only_allowed`) -> ids [batch, 1], checks; with log-probabilities,
-    the ids come with `log_probabilities`."""
+def head(model: Traceable, rows: int, choice: Choice, tokens: int = 1) -> Traced:
+    """Chooses tokens: (weights, hidden [batch, token, hidden], checks, unless the choice is greedy
+    the further arguments of `sample`, if some logits are adjusted those of `adjust`, if only some
+    tokens are allowed that of `only_allowed`) -> ids [batch x token, 1], checks; with
+    log-probabilities, the ids come with `log_probabilities`. Each token's further arguments are
+    those of a row."""
     module = Head(model.config, model.kernels, model.dtype)
 
     def run(weights: Weights, hidden: jax.Array, checks: jax.Array, *given: jax.Array) -> Any:
-        logits = apply(module, weights, hidden[:, -1])
+        logits = apply(module, weights, hidden.reshape(-1, hidden.shape[-1]))
         changed = logits
         if choice.is_masked:
             *given, allowed = given  # type: ignore[assignment]
@@ -70,7 +71,8 @@ def head(model: Traceable, rows: int, choice: Choice) -> Traced:
             return ids[:, None], checks
         return (ids[:, None], *log_probabilities(logits, ids, choice.logprobs)), checks
 
-    arguments = [model.weights(model.spec.head), model.hidden(rows, 1), CHECKS]
+    arguments = [model.weights(model.spec.head), model.hidden(rows, tokens), CHECKS]
+    rows *= tokens
     if not choice.is_greedy:
         keys, each = jax.ShapeDtypeStruct((rows, 2), jnp.uint32), floats(rows)
         arguments += [each, ints(rows), each, each, keys, ints(rows), ints()]

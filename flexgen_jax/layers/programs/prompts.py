@@ -163,10 +163,12 @@ def mix(
     tail: int = 0,
     cuts: tuple[int, ...] = (),
     donates: bool = False,
+    has_guesses: bool = False,
 ) -> Traced:
     """Computes some tokens in a layer that does not attend: (weights, hidden, KV blocks of earlier
-    tokens, what is replaced with every token, index of the first token, checks, rows) -> hidden
-    states of the last `asked` tokens, what the layer keeps of all tokens, what is replaced, checks.
+    tokens, what is replaced with every token, index of the first token, checks, rows, and with
+    `has_guesses` how many of the tokens are none) -> hidden states of the last `asked` tokens, what
+    the layer keeps of all tokens, what is replaced, checks.
 
     The open block is the last one, unless its length `tail` is 0. What the layer keeps are sealed
     blocks of `cuts` tokens, or, without these, arrays of the tokens for the open block. donates:
@@ -184,10 +186,12 @@ def mix(
         start: jax.Array,
         checks: jax.Array,
         rows: Rows,
+        *known: jax.Array,
     ) -> Any:
         def some(hidden: jax.Array, *each: jax.Array) -> Any:
-            group, state = Rows(*each[:3]), each[3:]
-            return apply(module, weights, hidden, blocks, state, start, group, asked, method="mix")
+            state, where = each[3:], (start, Rows(*each[:3]))
+            given = (hidden, blocks, state, *where, asked, *known)
+            return apply(module, weights, *given, method="mix")
 
         hidden, new, state = in_groups(some, at_once, hidden, *rows[:3], *state)
         kept = _cut(formats, new, cuts) if cuts else new
@@ -201,6 +205,7 @@ def mix(
         ints(),
         CHECKS,
         rows_of(rows),
+        *((ints(),) if has_guesses else ()),
     )
     return Traced(run, arguments, donated=(3,) if donates else ())
 

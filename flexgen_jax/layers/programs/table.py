@@ -51,8 +51,9 @@ class Program(Generic[P]):
     takes and returns."""
 
     build: Callable[Concatenate[Traceable, P], Traced]
-    # Whether it computes one token of each sequence: a lone sequence is compiled for then.
-    is_of_one_token: bool = False
+    # Whether it decodes, as a rule one token of each sequence: of a lone sequence, its products
+    # have one row.
+    is_decoding: bool = False
 
     @property
     def name(self) -> str:
@@ -70,9 +71,10 @@ def program(build: Callable[Concatenate[Traceable, P], Traced]) -> Program[P]:
     return Program(build)
 
 
-def program_of_one_token(build: Callable[Concatenate[Traceable, P], Traced]) -> Program[P]:
-    """Makes a kind of program that computes one token of each of `rows` sequences."""
-    return Program(build, is_of_one_token=True)
+def decoding_program(build: Callable[Concatenate[Traceable, P], Traced]) -> Program[P]:
+    """Makes a kind of program that decodes: it computes `tokens` tokens, by default one, of each of
+    `rows` sequences."""
+    return Program(build, is_decoding=True)
 
 
 @dataclass(frozen=True, eq=False)  # compared in every step: `_traceable` makes one of a kind
@@ -195,7 +197,7 @@ def compiled(
         options["layer"] = model.spec.layers[layer]
     function, arguments, donated = kind.build(model, **options)
     lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-    is_lone = kind.is_of_one_token and options["rows"] == 1
+    is_lone = kind.is_decoding and options["rows"] == options.get("tokens", 1) == 1
     return lowered.compile(compiler_options=model.kernels.compiler_options(model.formats, is_lone))
 
 

@@ -1,4 +1,5 @@
-"""Programs of a decoder layer that attends, for one token of each sequence."""
+"""Programs of a decoder layer that attends, for a token of each sequence, or for consecutive ones
+some of which are guesses."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from flexgen_jax.layers.programs.table import (
     Weights,
     apply,
     checked,
+    decoding_program,
     ints,
-    program_of_one_token,
     rows_of,
 )
 from flexgen_jax.layers.rotary import Rows
@@ -24,7 +25,7 @@ from flexgen_jax.layers.self_attention import Arrays
 from flexgen_jax.models.spec import LayerSpec
 
 
-@program_of_one_token
+@decoding_program
 def decode(
     model: Traceable,
     layer: LayerSpec,
@@ -33,13 +34,14 @@ def decode(
     tail: int,
     room: int = 0,
     appends: bool = False,
+    tokens: int = 1,
 ) -> Traced:
-    """Decodes one token: (weights, hidden, blocks, tail, checks, position, rows, counts) -> hidden,
-    new key and value, checks.
+    """Decodes: (weights, hidden, blocks, tail, checks, position, rows, counts) -> hidden, new keys
+    and values, checks.
 
-    room: for sparse attention the most tokens that are attended to; if it is 0, attention is dense
-    and there is no argument `counts`. With `appends`, the tail is donated, and comes back with the
-    new key and value in place of these.
+    position: the index of the first of the tokens. room: for sparse attention the most tokens that
+    are attended to; if it is 0, attention is dense and there is no argument `counts`. With
+    `appends`, the tail is donated, and comes back with the new keys and values in place of these.
     """
     module = model.decoder(layer)
 
@@ -58,7 +60,7 @@ def decode(
 
     arguments = (
         model.weights(layer),
-        model.hidden(rows, 1),
+        model.hidden(rows, tokens),
         model.blocks(layer, rows, blocks),
         model.tail(layer, rows, tail),
         CHECKS,
@@ -69,7 +71,7 @@ def decode(
     return Traced(run, arguments, donated=(3,) if appends else ())
 
 
-@program_of_one_token
+@decoding_program
 def decode_joined(
     model: Traceable,
     layers: tuple[int, ...],
@@ -118,28 +120,28 @@ def decode_joined(
     return Traced(run, arguments, donated=(3,))
 
 
-@program_of_one_token
-def project(model: Traceable, layer: LayerSpec, rows: int) -> Traced:
-    """Computes `decode` up to attention: (weights, hidden, position, rows) -> query, new key and
-    value."""
+@decoding_program
+def project(model: Traceable, layer: LayerSpec, rows: int, tokens: int = 1) -> Traced:
+    """Computes `decode` up to attention: (weights, hidden, position, rows) -> query, new keys and
+    values."""
     module = model.decoder(layer)
 
     def run(weights: Weights, hidden: jax.Array, position: jax.Array, rows: Rows) -> Any:
         return apply(module, weights, hidden, position, rows, method="project")
 
-    return Traced(run, (model.weights(layer), model.hidden(rows, 1), ints(), rows_of(rows)))
+    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), ints(), rows_of(rows)))
 
 
-@program_of_one_token
-def finish(model: Traceable, layer: LayerSpec, rows: int, places: int) -> Traced:
-    """Computes `decode` after attention: (weights, hidden, checks, query, new key and value, a list
-    of partial results, one for each place) -> hidden, checks."""
+@decoding_program
+def finish(model: Traceable, layer: LayerSpec, rows: int, places: int, tokens: int = 1) -> Traced:
+    """Computes `decode` after attention: (weights, hidden, checks, query, new keys and values, a
+    list of partial results, one for each place) -> hidden, checks."""
     module = model.decoder(layer)
 
     def run(weights: Weights, hidden: jax.Array, checks: jax.Array, *attended: Any) -> Any:
         hidden = apply(module, weights, hidden, *attended, method="finish")
         return hidden, checked(checks, jnp.isfinite(hidden).all())
 
-    partials = [model.partial(layer, rows)] * places
-    attended = (model.query(layer, rows), model.tail(layer, rows, 1), partials)
-    return Traced(run, (model.weights(layer), model.hidden(rows, 1), CHECKS, *attended))
+    partials = [model.partial(layer, rows, tokens)] * places
+    attended = (model.query(layer, rows, tokens), model.tail(layer, rows, tokens), partials)
+    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), CHECKS, *attended))
