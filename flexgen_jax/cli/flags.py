@@ -12,7 +12,7 @@ import click
 
 from flexgen_jax.cli.commands import Size, under
 from flexgen_jax.cli.stage import lead_or_join
-from flexgen_jax.engine.options import DRAFT_TOKENS, DRAFTS, EngineOptions
+from flexgen_jax.engine.options import DRAFT_TOKENS, EngineOptions
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.formats.known import WEIGHT_FORMATS
 from flexgen_jax.models.formats.storage import BITS, MATMUL_BITS
@@ -354,11 +354,13 @@ def _precision_flags(command: Function) -> Function:
             ),
             click.option(
                 "--draft",
-                type=click.Choice(DRAFTS),
+                metavar="lookup|self-4bit|MODEL",
                 help="Guess several tokens of each text, and have a pass over the weights check "
                 "them all; the text stays the same. Where weights come from the host or the disk, "
                 "few texts then take fewer passes. lookup: what followed the last tokens when "
-                "they were in the text before, as in summaries, code and JSON.",
+                "they were in the text before, as in summaries, code and JSON; self-4bit: the "
+                "model itself in 4 bits, for which the GPU has room; or a smaller model with the "
+                "same tokens. A plan guesses only where that pays.",
             ),
             click.option(
                 "--draft-tokens",

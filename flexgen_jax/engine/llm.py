@@ -69,7 +69,7 @@ class LLM(TextModel):
         attention: Attention | None = None,
         attention_sparsity: float | None = None,
         prefill_chunk: int | None = None,
-        draft: str | None = None,
+        draft: str | Path | Model | None = None,
         draft_tokens: int | None = None,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,

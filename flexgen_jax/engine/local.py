@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from flexgen_jax.engine.batching import NOTHING_KEPT, KeptTexts, Waiting, made_batch
+from flexgen_jax.engine.drafting import Drafting
 from flexgen_jax.engine.feed import Incoming
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
 from flexgen_jax.engine.outputs import Generation
@@ -21,7 +22,6 @@ from flexgen_jax.errors import UserError, first_line
 from flexgen_jax.models.weight_source import WeightSource
 from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.metrics import Metrics
-from flexgen_jax.offload.speculation import Drafter
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.waves import Step
@@ -45,11 +45,11 @@ class LocalRunner:
         trace: Trace | None,
         breakdown: bool,
         kv_store: KVStore | None = None,
-        drafter: Drafter | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """trace, breakdown: as in `EngineOptions`; kv_store: where texts' KV cache is kept;
-        drafter: guesses tokens where the policy has drafts."""
-        self._drafter = drafter
+        drafting: what guesses tokens where the policy has drafts."""
+        self._drafting = drafting
         self.planner = planner
         self._kv_store = kv_store
         self._source, self._progress = source, progress
@@ -102,7 +102,7 @@ class LocalRunner:
             return self.session
         self._close_session()
         session = Session(
-            setting=self.planner.setting,
+            setting=self.planner.planned_setting,
             policy=policy,
             workload=workload,
             budgets=self.planner.budgets,
@@ -111,7 +111,7 @@ class LocalRunner:
             metrics=Metrics(self._trace, self._breakdown),
             kv_store=self._kv_store,
             say=self._progress.say,
-            drafter=self._drafter,
+            drafter=None if self._drafting is None else self._drafting.drafter,
         )
         self.session = session
         try:
@@ -157,6 +157,8 @@ class LocalRunner:
         incoming.put_back(waiting.unfinished())
         session.finish(waiting.entered, collector.num_tokens - before, waiting.prompts)
         self.planner.observe(*session.disk_reads())
+        if self._drafting is not None:
+            self._drafting.observe(session.acceptance)
 
     def back_off(self, error: Exception) -> None:
         if not is_out_of_memory(error):
@@ -194,6 +196,8 @@ class LocalRunner:
         self._close_session()
         if self._kv_store is not None:
             self._kv_store.close()
+        if self._drafting is not None:
+            self._drafting.drafter.close()
         if self._trace is not None:
             self._trace.close()
 

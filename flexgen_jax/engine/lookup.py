@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flexgen_jax.offload.speculation import Draws
+
 LONGEST, SHORTEST = 5, 2
 """Most and least tokens that are looked up, the most first."""
 
@@ -18,6 +20,9 @@ class LookupDrafter:
     def begin(self) -> LookupDraft:
         return LookupDraft()
 
+    def close(self) -> None:
+        pass
+
 
 class LookupDraft:
     """Knows where each sequence of a few tokens was last, and the time before that."""
@@ -27,7 +32,7 @@ class LookupDraft:
         self._after: dict[tuple[int, ...], tuple[int, int]] = {}
         self._seen = 0
 
-    def guess(self, ids: Sequence[int], count: int) -> Sequence[int]:
+    def guess(self, ids: Sequence[int], count: int, draws: Draws) -> Sequence[int]:
         """Returns what followed the longest sequence of last tokens that was there before.
 
         After 1 2 3 9 1 2 3, the last three tokens were there before, and 9 1 2 followed.

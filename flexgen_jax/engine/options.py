@@ -17,8 +17,8 @@ from flexgen_jax.units import parse_bytes
 DRAFT_TOKENS = 4
 """Tokens that are guessed for a pass where nobody says how many."""
 
-DRAFTS = ("lookup",)
-"""What may guess tokens."""
+LOOKUP, SELF_4BIT = "lookup", "self-4bit"
+"""What may guess tokens, besides a model."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,10 @@ class EngineOptions:
         elsewhere.
     attention, attention_sparsity, prefill_chunk: see `Policy`. Of these six, None is what the
         policy says.
-    draft: what guesses tokens, of which a pass over the weights then checks several: "lookup" in
-        the text so far. Each sequence becomes a batch of its own. None guesses nothing.
+    draft: what guesses tokens, of which a pass over the weights then checks several: "lookup", what
+        followed the same tokens in the text so far; "self-4bit", the model itself with weights in 4
+        bits; or a smaller model with the same tokens, named as `model` is. The device has room for
+        all of it. Each sequence becomes a batch of its own. None guesses nothing.
     draft_tokens: how many are guessed for a pass, `DRAFT_TOKENS` by default.
     device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is what is there.
     write_limit: bytes that a plan may write to the disk a day, since that wears an SSD; None is
@@ -77,7 +79,7 @@ class EngineOptions:
     attention: Attention | None = None
     attention_sparsity: float | None = None
     prefill_chunk: int | None = None
-    draft: str | None = None
+    draft: str | Path | Model | None = None
     draft_tokens: int | None = None
     device_memory: str | int | None = None
     host_memory: str | int | None = None
@@ -107,8 +109,6 @@ class EngineOptions:
             raise UserError('draft_tokens is for guesses: say what makes them, too: draft="lookup"')
         if self.draft is not None and self.stages > 1:
             raise UserError("draft does not go together with stages")
-        if self.draft is not None and self.draft not in DRAFTS:
-            raise UserError(f"draft must be one of {', '.join(DRAFTS)}, not {self.draft!r}")
         if self.policy != "auto" and not isinstance(self.policy, Policy):
             raise UserError(
                 f'policy must be "auto" or a Policy, e.g. Policy.from_percent(...), not '

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from flexgen_jax.engine.drafting import Drafting
 from flexgen_jax.engine.prediction import predicted_time
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.errors import first_line
@@ -16,7 +17,7 @@ from flexgen_jax.policy.fit import Budgets, Fitter
 from flexgen_jax.policy.hardware import DiskReads, HardwareProfile
 from flexgen_jax.policy.ledger import BudgetError
 from flexgen_jax.policy.machines import generic_machine
-from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.policy.policy import SCORE, Policy, Workload
 from flexgen_jax.policy.problem import Choices, Plan, Problem
 from flexgen_jax.policy.search import evaluate, search
 from flexgen_jax.policy.shapes import Setting
@@ -61,6 +62,7 @@ class Planner:
     progress: Progress
     write_limit: int | None = None
     profile: HardwareProfile | None = None
+    drafting: Drafting | None = None
     _plan: Plan | None = field(default=None, init=False)
     _budgets: Budgets | None = field(default=None, init=False)
     _backed_off: int = field(default=0, init=False)
@@ -96,11 +98,12 @@ class Planner:
         """Returns a policy that fits; raises `BudgetError` with the numbers and the nearest policy
         that fits."""
         if not self.is_auto:
-            self._check(self._fitter(workload), self.policy)
+            policy = self._base(workload)
+            self._check(self._fitter(workload), policy)
             if self.write_limit is not None:
                 problem = self.problem(workload)
-                self._check_writes(problem, evaluate(problem, self.policy))
-            return self.policy
+                self._check_writes(problem, evaluate(problem, policy))
+            return policy
         best = self._best(workload)
         self._plan = self._staying(self.problem(workload), best)
         return self._plan.policy
@@ -157,22 +160,35 @@ class Planner:
         """Returns a policy that fits where the linear program, whose memory is an estimate, finds
         none."""
         fitter = self._fitter(replace(workload, num_sequences=workload.num_sequences or 1))
-        policy = fitter.largest_batches(self.policy)
+        base = self._base(workload)
+        policy = fitter.largest_batches(base)
         if policy is None:
-            self._check(fitter, self.policy)
-        return policy or self.policy
+            self._check(fitter, base)
+        return policy or base
+
+    def _base(self, workload: Workload) -> Policy:
+        """Returns the policy that was asked for, without guesses where prompts are scored."""
+        return replace(self.policy, draft_tokens=0) if workload.head == SCORE else self.policy
 
     def problem(self, workload: Workload) -> Problem:
         """Returns the search problem for this model, machine and workload."""
+        base = self._base(workload)
         return Problem(
-            setting=self.setting,
+            setting=self.planned_setting,
             hw=self._known_profile(),
             budgets=self.budgets,
             workload=workload,
-            base=self.policy,
-            choices=Choices.keeping(self.policy),
+            base=base,
+            choices=Choices.keeping(base),
             write_limit=self.write_limit,
         )
+
+    @property
+    def planned_setting(self) -> Setting:
+        """The setting with what guesses are expected to bring."""
+        if self.drafting is None:
+            return self.setting
+        return replace(self.setting, drafts=self.drafting.rates(self._known_profile()))
 
     def _known_profile(self) -> HardwareProfile:
         """Returns the best profile known without measuring: the given one, a cached one, or a
@@ -267,7 +283,7 @@ class Planner:
         return True
 
     def _fitter(self, workload: Workload) -> Fitter:
-        return Fitter(self.setting, workload, self.budgets)
+        return Fitter(self.planned_setting, workload, self.budgets)
 
     def _check_writes(self, problem: Problem, plan: Plan) -> None:
         excess = problem.excess_writes(plan)

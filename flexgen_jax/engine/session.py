@@ -36,7 +36,10 @@ from flexgen_jax.progress import Progress
 
 
 class Session:
-    """Runs blocks of batches under one placement of the weights."""
+    """Runs blocks of batches under one placement of the weights.
+
+    acceptance: of the tokens that were guessed in the last run.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class Session:
         self._report: dict[str, Any] = {}
         self._decode_steps = 0
         self._guessed: dict[str, int] = {}
-        self._acceptance = Acceptance()
+        self.acceptance = Acceptance()
         self._init_s = self._kernels_s = self._compiled_before_s = 0.0
 
     def suits(self, policy: Policy) -> bool:
@@ -153,10 +156,11 @@ class Session:
             say=self._say,
             drafter=self._drafter,
         )
-        with self._ledger.reserving("device", plan_workspace(self._largest)):
+        taken = plan_workspace(self._largest) + self._largest.draft_bytes
+        with self._ledger.reserving("device", taken):
             yield from block.run()
         self._guessed = block.guessed
-        self._acceptance = block.acceptance
+        self.acceptance = block.acceptance
 
     def finish(self, num_sequences: int, num_tokens: int, prompts: PromptTokens) -> None:
         """Ends a run's measurements and keeps the report."""
@@ -188,8 +192,8 @@ class Session:
             "decode_steps": self._decode_steps,
             **self._device.metrics.report(),
             "guessed_experts": self._guessed,
-            "drafts": asdict(self._acceptance),
-            "tokens_a_pass": self._acceptance.tokens_a_pass,
+            "drafts": asdict(self.acceptance),
+            "tokens_a_pass": self.acceptance.tokens_a_pass,
             "storage_read_bytes": storage_read,
             "peak_bytes": self._ledger.peak,
             "device_peak_bytes": self._device.memories.device_peak_bytes(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flexgen_jax.cpu import kernels_of_device
+from flexgen_jax.engine.drafting import drafting_of
 from flexgen_jax.engine.local import LocalRunner
-from flexgen_jax.engine.lookup import LookupDrafter
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.planner import Planner
 from flexgen_jax.engine.serving import Runner
@@ -50,8 +50,10 @@ def make_runner(
     dtype = resolve_dtype(options.dtype, model.config, on_cpu)
     device_memory, host_memory, disk_space = options.budgets
     policy = options.policy_on(unified, model.config)
+    setting = Setting(model.config, dtype, unified, kernels_of_device().sizes)
+    drafting = drafting_of(options, model, setting, progress)
     planner = Planner(
-        setting=Setting(model.config, dtype, unified, kernels_of_device().sizes),
+        setting=setting,
         policy=policy,
         is_auto=options.is_auto,
         device_memory=device_memory,
@@ -62,6 +64,7 @@ def make_runner(
         progress=progress,
         write_limit=parse_bytes(options.write_limit, "write_limit"),
         profile=read_profile(options.hardware) if options.hardware is not None else None,
+        drafting=drafting,
     )
     trace = None
     if options.trace is not None:
@@ -74,7 +77,7 @@ def make_runner(
         trace=trace,
         breakdown=options.breakdown,
         kv_store=kv_store,
-        drafter=None if options.draft is None else LookupDrafter(),
+        drafting=drafting,
     )
 
 

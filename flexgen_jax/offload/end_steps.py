@@ -71,7 +71,7 @@ class EndSteps:
             if self._neighbours is not None:
                 return self._neighbours.ids(step)
             if arrays.text is not None:
-                return arrays.text.computed
+                return arrays.text.pass_ids
             chosen: jax.Array = arrays.ids
             return chosen
         start, tokens = step.batch.span(step.token)
@@ -84,7 +84,7 @@ class EndSteps:
         arrays.rows = jax.tree.map(constant, rows)
         arrays.sampling = tuple(map(constant, given.sampling))
         if arrays.text is not None:
-            arrays.text.sampling = tuple(map(constant, arrays.text.of_pass(given.sampling)))
+            arrays.text.draws = tuple(map(constant, arrays.text.of_pass(given.sampling)))
 
     def shrink(self, step: Step) -> None:
         """Leaves a batch with the rows that its `BatchArrays` say, before a step in the
@@ -158,7 +158,7 @@ class EndSteps:
             adjusted = self._source.adjusted(step.batch)
             allowed = self._source.allowed(step.batch)
         else:
-            sampling, place = text.sampling, text.first_place
+            sampling, place = text.draws if text.computed > 1 else sampling, text.first_place
             adjusted = tuple(map(text.spread, self._source.adjusted(step.batch, text.guesses)))
             allowed = self._source.allowed(step.batch, text.guesses)
             allowed = None if allowed is None else text.spread(allowed)
@@ -171,7 +171,7 @@ class EndSteps:
             allowed is not None,
         )
         masks = () if allowed is None else (allowed,)
-        tokens = 1 if text is None else text.pass_tokens
+        tokens = 1 if text is None else text.computed
         program = self._device.programs.get(
             programs.head, rows=given.size, choice=choice, tokens=tokens
         )

@@ -32,7 +32,7 @@ from flexgen_jax.offload.kv_cache import KVCache, take_rows_of
 from flexgen_jax.offload.kv_keeper import KVKeeper
 from flexgen_jax.offload.prefetch import Load, Write
 from flexgen_jax.offload.replaced import ReplacedStore
-from flexgen_jax.offload.speculation import Acceptance, DraftedText, Drafter
+from flexgen_jax.offload.speculation import Acceptance, DraftedText, Drafter, Pace
 from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.backend import Inputs, Part
@@ -42,6 +42,7 @@ from flexgen_jax.policy.parts import Layout, WeightsPart
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Tier
 from flexgen_jax.policy.running import (
+    Begun,
     CachedPart,
     LayerState,
     PromptPart,
@@ -102,6 +103,7 @@ class BlockRun:
         self._trimmed_at = time.monotonic()
         self.guessed: dict[str, int] = {}
         self.acceptance = Acceptance()
+        self._pace = Pace(plan.policy.draft_tokens, self.acceptance)
 
     def run(self) -> Iterator[None]:
         """Computes the steps of all batches, one at a time."""
@@ -127,7 +129,7 @@ class BlockRun:
             keeps_last=self._keeper is not None,
         )
 
-    def begin(self, step: Step, times: int) -> int:
+    def begin(self, step: Step, times: int) -> Begun:
         if step.batch.payload is None:
             self._enter(step.batch)
         self._device.metrics.enter("decode" if step.token > 0 else "prefill")
@@ -138,7 +140,7 @@ class BlockRun:
             self._trimmed_at = time.monotonic()
         text = arrays_of(step.batch).text
         begins = text is not None and step.token > 0 and not step.layer
-        return text.begin_pass() if text is not None and begins else 1
+        return text.begin_pass() if text is not None and begins else Begun()
 
     def _enter(self, running: Running) -> None:
         """Takes in a batch, whose arrays are freed when it closes."""
@@ -155,13 +157,13 @@ class BlockRun:
     def _begin_text(self, running: Running) -> None:
         """Has tokens of a batch's text be guessed."""
         assert self._drafter is not None, "it guesses"
-        draft, policy = self._drafter.begin(), self._plan.policy
+        draft, arrays = self._drafter.begin(), arrays_of(running)
         running.closing.callback(draft.close)
-        arrays_of(running).text = DraftedText(
+        arrays.text = DraftedText(
             draft=draft,
-            draft_tokens=policy.draft_tokens,
-            pass_tokens=policy.pass_tokens,
-            acceptance=self.acceptance,
+            pass_tokens=self._plan.policy.pass_tokens,
+            pace=self._pace,
+            sampling=arrays.given.sampling,
             ids=prompt_ids(running, row=0),
         )
 
@@ -275,7 +277,6 @@ class BlockRun:
         places, cached = range(1), 0
         if step.token > 0:
             places, cached = text.accepted(chosen), step.batch.cached_by_pass
-            text.count(len(places) - 1)
         left, taken = None, list[int]()
         for place in places:
             left = self._told(step, jax.tree.map(lambda x: x[place : place + 1], result))  # noqa: B023

@@ -65,7 +65,8 @@ class ExpertSteps:
         """Returns the experts that the next layer would choose for a step's hidden states: most of
         those that it will."""
         layer = self._layers[step.layer + 1]
-        program = self._programs.get(programs.guess, layer=layer, rows=hidden.shape[0])
+        rows, tokens, _ = hidden.shape
+        program = self._programs.get(programs.guess, layer=layer, rows=rows, tokens=tokens)
         numbers = program(self._weights.routing(layer), hidden)
         return set(np.unique(np.asarray(numbers)).tolist())
 

@@ -132,7 +132,7 @@ class KVCache:
             self._memories.ask(new, "cache", _name(state))
 
     def append(self, state: LayerState, new: Block) -> None:
-        """Writes what a layer keeps of a token to the open block, or of those that a pass caches."""
+        """Writes what a layer keeps of a token, or of all that a pass caches, to the open block."""
         block: BlockArrays = state.payload.blocks[state.sealed]
         cached = state.running.cached_by_pass
         if block.views:

@@ -58,7 +58,7 @@ class TokenSteps:
             tail=here.tail,
             room=room,
             appends=appends,
-            tokens=policy.pass_tokens,
+            tokens=step.batch.span(step.token).tokens,
         )
         arrays = arrays_of(running)
         where = arrays.moments[step.token].arguments(self._layers[step.layer].attention.window)
@@ -91,7 +91,7 @@ class TokenSteps:
             question, cache, lambda: self._project_early(early, weights, inputs.weights)
         )
         partials += [] if to_prefixes is None else [to_prefixes]
-        tokens = self._plan.policy.pass_tokens
+        tokens = step.batch.span(step.token).tokens
         program = self._dispatch.get(programs.finish, step, places=len(partials), tokens=tokens)
         hidden, checks = program(weights, hidden, arrays.checks, query, new, partials)
         return Computed(checks, hidden, new)
@@ -106,7 +106,7 @@ class TokenSteps:
             return known[1]
         where = arrays_of(step.batch).moments[step.token].where
         projected: tuple[jax.Array, Block]
-        tokens = self._plan.policy.pass_tokens
+        tokens = step.batch.span(step.token).tokens
         project = self._dispatch.get(programs.project, step, tokens=tokens)
         projected = project(weights, hidden, *where)
         self._device.memories.ask(projected[0], "attention", "queries")

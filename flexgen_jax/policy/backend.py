@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from flexgen_jax.policy.parts import Layout, WeightsPart
 from flexgen_jax.policy.running import (
+    Begun,
     CachedPart,
     Handle,
     LayerState,
@@ -62,9 +63,9 @@ class Backend(Protocol):
     of a batch, and `Running.closing`, to which it says how that is given back.
     """
 
-    def begin(self, step: Step, times: int) -> int:
-        """A step begins, which stands for so many tokens. Returns how many of its tokens are known,
-        rather than guessed; of more than one, a step in the embedding alone says it."""
+    def begin(self, step: Step, times: int) -> Begun:
+        """A step begins, which stands for so many tokens. Of a pass with guesses, the answer counts
+        that the embedding's step gets."""
 
     def allocate(self, layout: Layout) -> Handle:
         """Makes a host buffer."""

@@ -50,6 +50,7 @@ def policies(problem: Problem) -> Iterator[Policy]:
             choices.attentions,
             choices.sparsities,
             _copies(problem),
+            choices.draft_tokens,
         )
     )
     sizes = set(BATCH_SIZES)
@@ -59,7 +60,9 @@ def policies(problem: Problem) -> Iterator[Policy]:
     for size, batches in product(sorted(sizes), NUM_BATCHES):
         if wanted and size * (batches - 1) >= wanted:
             continue
-        for weight_bits, cache_bits, attention, sparsity, copies in variants:
+        for weight_bits, cache_bits, attention, sparsity, copies, guesses in variants:
+            if guesses and (size > 1 or attention == "host" or sparsity < 1):
+                continue
             yield replace(
                 problem.base,
                 batch_size=size,
@@ -69,6 +72,7 @@ def policies(problem: Problem) -> Iterator[Policy]:
                 attention=attention,
                 attention_sparsity=sparsity,
                 copies_ahead=copies,
+                draft_tokens=guesses,
             )
 
 
@@ -171,7 +175,7 @@ def _is_no_larger(first: Policy, second: Policy) -> bool:
     """Returns whether `first` has no larger or more batches, and attends in the way of `second`."""
     alike = all(
         getattr(first, name) == getattr(second, name)
-        for name in ("attention", "is_sparse", "copies_ahead")
+        for name in ("attention", "is_sparse", "copies_ahead", "draft_tokens")
     )
     fewer = first.batch_size <= second.batch_size and first.num_batches <= second.num_batches
     return alike and fewer
@@ -193,6 +197,8 @@ def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
     for by_size, by_count in ((0.75, 1), (1.25, 1), (1.5, 1), (1, 0.75), (1, 1.5), (0.75, 1.5)):
         size = max(1, round(policy.batch_size * by_size))
         count = max(1, round(policy.num_batches * by_count))
+        if policy.draft_tokens and size > 1:
+            continue
         wanted = problem.workload.num_sequences
         if not wanted or size * (count - 1) < wanted:
             yield replace(policy, batch_size=size, num_batches=count)

@@ -40,9 +40,9 @@ class Clock:
         self._links = {"host_to_device": 0.0, "device_to_host": 0.0, "disk_write": 0.0}
         self._lanes: tuple[deque[list[float]], ...] = (deque(), deque())
         self._disk = 0.0
-        self.weight = 1  # number of tokens that the current one stands for
+        self.weight = 1.0  # number of passes that the current one stands for
         self.busy = dict.fromkeys(RESOURCES, 0.0)
-        self.bytes = dict.fromkeys(TRANSFERS, 0)
+        self.bytes = dict.fromkeys(TRANSFERS, 0.0)
 
     def wait(self, until: float) -> None:
         self.now = max(self.now, until)
@@ -57,6 +57,11 @@ class Clock:
         self._device = max(self._device, self.now, ready) + seconds
         self.busy["compute"] += seconds * self.weight
         return self._device
+
+    def guess(self, seconds: float) -> None:
+        """Guesses tokens on the device, after what it computes, while the thread waits."""
+        if seconds:
+            self.wait(self.compute(seconds))
 
     def host_compute(self, seconds: float, ready: float) -> None:
         """Attends on the CPU from the time `ready` on, while the thread waits."""

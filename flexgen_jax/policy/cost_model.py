@@ -65,7 +65,8 @@ class BlockTerms:
 
     prefill, decode: for one decoder layer, and when decoding for one token, by resource (the
     paper's ctog, gtoc, dtoc and ctod under the names of `TRANSFERS`, and comp). T_pre and T_gen are
-    at least as long as each of them. ends: seconds of embedding and head, for all tokens.
+    at least as long as each of them. passes: steps after the prompt, as many as tokens unless some
+    are guessed; ends: seconds of embedding and head, for all tokens, and of guessing.
     sequences: number of sequences in the block; written: bytes that a block writes to the disk,
     where the block of generated tokens that is open in the end is not.
     """
@@ -73,14 +74,14 @@ class BlockTerms:
     prefill: dict[str, LinearTerm]
     decode: dict[str, LinearTerm]
     layers: int
-    tokens: int
+    passes: float
     ends: float
     sequences: int
     written: LinearTerm
 
     def total_s(self, prefill: float, decode: float) -> float:
         """Returns a block's seconds (the paper's T) from those of one layer, T_pre and T_gen."""
-        return self.layers * (prefill + (self.tokens - 1) * decode) + self.ends
+        return self.layers * (prefill + self.passes * decode) + self.ends
 
     def estimate(self, fractions: Mapping[str, float]) -> tuple[float, float]:
         """Returns a block's seconds of prefill and of decoding at the given fractions."""
@@ -88,9 +89,9 @@ class BlockTerms:
             max(term.at(fractions) for term in terms.values())
             for terms in (self.prefill, self.decode)
         ]
-        ends = self.ends / self.tokens
+        ends = self.ends / (1 + self.passes)
         first = self.layers * longest[0] + ends
-        return first, (self.tokens - 1) * (self.layers * longest[1] + ends)
+        return first, self.passes * (self.layers * longest[1] + ends)
 
 
 def block_terms(costs: Costs, workload: Workload) -> BlockTerms:
@@ -98,8 +99,9 @@ def block_terms(costs: Costs, workload: Workload) -> BlockTerms:
     policy = costs.policy
     rows, batches = policy.batch_size, policy.num_batches
     layers = len(costs.spec.decoders)
-    formed = rows * (workload.prompt_len if workload.scores_prompts else 1)
-    ends = workload.gen_len * batches * (costs.head_s(formed) + 2 * costs.hw.step_s)
+    formed = rows * (workload.prompt_len if workload.scores_prompts else policy.pass_tokens)
+    passes = (workload.gen_len - 1) / costs.tokens_a_pass
+    ends = (1 + passes) * batches * (costs.head_s(formed) + 2 * costs.hw.step_s + costs.draft_s)
     prefill, decode = _prefill(costs, workload), _decode(costs, workload)
     sealed = sum(generated_blocks(workload.gen_len, policy.kv_block_tokens)[:-1])
     written = decode.moved["disk_write"] * sealed + prefill.moved["disk_write"]
@@ -107,7 +109,7 @@ def block_terms(costs: Costs, workload: Workload) -> BlockTerms:
         prefill=_combine(costs, prefill, is_prefill=True),
         decode=_combine(costs, decode, is_prefill=False),
         layers=layers,
-        tokens=workload.gen_len,
+        passes=passes,
         ends=ends,
         sequences=rows * batches,
         written=written * layers,
@@ -121,9 +123,9 @@ def _weights(costs: Costs, reads_ends: bool) -> tuple[LinearTerm, LinearTerm]:
     """
     policy = costs.policy
     moves = 1 if policy.order.shares_weights else policy.num_batches
-    rows = policy.batch_size * (policy.num_batches if moves == 1 else 1)
+    tokens = policy.batch_size * (policy.num_batches if moves == 1 else 1) * policy.pass_tokens
     layer = costs.mean(
-        costs.layer_bytes if reads_ends else lambda layer: costs.decode_bytes(layer, rows)
+        costs.layer_bytes if reads_ends else lambda layer: costs.decode_bytes(layer, tokens)
     )
     ends = costs.end_bytes() / len(costs.spec.decoders)
     read = layer * moves + (ends if reads_ends else 0)
@@ -187,8 +189,10 @@ def _shared_s(costs: Costs, workload: Workload, tokens: int) -> float:
 
 
 def _decode(costs: Costs, workload: Workload) -> Work:
-    """Returns one layer's work for one token, on average: with s + n/2 tokens before it."""
+    """Returns one layer's work for one token, or one pass with guesses, on average: with s + n/2
+    tokens before it."""
     policy, hw = costs.policy, costs.hw
+    tokens = policy.pass_tokens
     rows, batches = policy.batch_size, policy.num_batches
     before = workload.prompt_len + workload.gen_len / 2
     mean, share = costs.mean, costs.moved_share
@@ -198,8 +202,8 @@ def _decode(costs: Costs, workload: Workload) -> Work:
             lambda layer: costs.kv_bytes(layer, 1, workload.prefix_len)
         )
     state = batches * mean(lambda layer: costs.state_bytes(layer, rows))
-    hidden = 0 if costs.keeps_states(rows) else batches * costs.hidden_bytes(rows, 1)
-    token = batches * mean(lambda layer: costs.open_kv_bytes(layer, rows, 1))
+    hidden = 0 if costs.keeps_states(rows) else batches * costs.hidden_bytes(rows, tokens)
+    token = batches * mean(lambda layer: costs.open_kv_bytes(layer, rows, tokens))
     query = batches * mean(lambda layer: costs.query_bytes(layer, rows))
     copied, read = _weights(costs, False)
     size = policy.kv_block_tokens
@@ -233,10 +237,10 @@ def _decode(costs: Costs, workload: Workload) -> Work:
         shared = prompt_chunks(workload.prefix_len, policy.prefill_chunk)
         each = mean(lambda layer: costs.kv_read_s(layer, 1, shared))
         cached += workload.num_prefixes * each / batches
-    products = mean(lambda layer: costs.linear_s(layer, rows))
+    products = mean(lambda layer: costs.linear_s(layer, rows * tokens))
     fixed = batches * (products + hw.step_s + (hw.split_s if policy.values_stay else 0))
     if workload.prefix_len:
-        fixed += _shared_s(costs, workload, 1)
+        fixed += _shared_s(costs, workload, tokens)
     fixed += mean(costs.unpack_s)
     device = LinearTerm({"cg": on_device}, fixed) + LinearTerm(AWAY_C) * moved
     return Work(links, device, LinearTerm(AWAY_C) * on_host, LinearTerm({"cd": batches * cached}))

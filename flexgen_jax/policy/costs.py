@@ -58,7 +58,7 @@ class ModelBytes:
     def attended_elements(self, layer: LayerSpec, rows: int, tokens: float) -> float:
         """Elements that reading takes as long as a token's attention to some tokens does: more than
         are kept where so many heads share them that computing binds."""
-        heads = layer.attention.group if layer.attends else 1
+        heads = layer.attention.group * self.policy.pass_tokens if layer.attends else 1
         return self.kv_elements(layer, rows, tokens) * max(1.0, heads / READ_HEADS)
 
     def kv_bytes(self, layer: LayerSpec, rows: int, tokens: int) -> int:
@@ -88,9 +88,9 @@ class ModelBytes:
         return self.spec.hidden_bytes(rows, tokens, self.formats.dtype)
 
     def keeps_states(self, rows: int) -> bool:
-        """Returns whether a batch's hidden states of one token stay on the device, whatever the
-        policy says."""
-        return stays_on_device(self.hidden_bytes(rows, 1))
+        """Returns whether a batch's hidden states of a step after the prompt stay on the device,
+        whatever the policy says."""
+        return stays_on_device(self.hidden_bytes(rows, self.policy.pass_tokens))
 
     def layer_bytes(self, layer: LayerSpec) -> int:
         """Bytes of a layer's large tensors, which a policy places."""
@@ -138,6 +138,16 @@ class Costs(ModelBytes):
         self._host = hw.host_attention[policy.cache_bits]
         kept = policy.attention_sparsity
         self._read_share = (1 + kept) / 2  # all keys are read, and the values attended to
+
+    @property
+    def tokens_a_pass(self) -> float:
+        """The tokens of a text that a pass after the prompt is expected to find."""
+        return self.setting.drafts.tokens_a_pass(self.policy.draft_tokens)
+
+    @property
+    def draft_s(self) -> float:
+        """Seconds of guessing for a pass of a sequence."""
+        return self.setting.drafts.token_s * self.policy.draft_tokens
 
     def linear_s(self, layer: LayerSpec, rows: float) -> float:
         """Seconds of a decoder layer's products: the paper's linear_layer, 8 h1^2 + 4 h1 h2 FLOPs

@@ -65,12 +65,16 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
         setting=costs.setting,
         formats=costs.formats,
         rows=rows,
-        tokens=chunk,
+        tokens=max(chunk, policy.pass_tokens),
         head=workload.head,
         unpacks=costs.unpacks,
         is_chunked=bool(others),
         prefix=workload.prefix_len,
+        pass_tokens=policy.pass_tokens,
     )
+    if policy.draft_tokens:
+        tokens = batches * (workload.prefix_len + prompt + workload.gen_len)
+        work += costs.setting.drafts.held(tokens)
     device = home["g"] + LinearTerm({}, work)
     host = home["c"] + LinearTerm(
         {
@@ -83,7 +87,7 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
             "hd": (ahead.hidden_reads + PENDING_WRITES + 2) * hidden,
         }
     )
-    states = batches * costs.hidden_bytes(rows, 1)
+    states = batches * costs.hidden_bytes(rows, policy.pass_tokens)
     if costs.keeps_states(rows):
         device = device + LinearTerm({"hc": states, "hd": states})
     else:
@@ -144,7 +148,7 @@ def solve(
         at_most(memory["device"] + memory["host"], budgets.shared, {}, 1e9)
     if max_written is not None:
         at_most(terms.written, max_written, {}, 1e9)
-    steps = terms.layers * (terms.tokens - 1)
+    steps = terms.layers * terms.passes
     if max_latency is not None:
         whole = {"T_pre": float(terms.layers), "T_gen": float(steps)}
         at_most(LinearTerm({}, terms.ends), max_latency, whole, 1.0)

@@ -166,9 +166,9 @@ class BlockLoop:
             self._retire_latest(step)  # what the last pass accepted is computed by this one
             if not step.batch.is_going:
                 return
-        known = self._backend.begin(step, self._tokens.get(step.token, 1))
+        begun = self._backend.begin(step, self._tokens.get(step.token, 1))
         if self._begins_pass(step):
-            step.batch.begin_pass(step.token, known)
+            step.batch.begin_pass(step.token, begun)
         if step.batch.shrinks_at(step.token):
             self._shrink(step)
             if not step.batch.is_going:

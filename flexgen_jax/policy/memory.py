@@ -22,6 +22,7 @@ from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, HeadUse, Tier
 from flexgen_jax.policy.running import (
+    Begun,
     Handle,
     LayerState,
     PromptPart,
@@ -46,8 +47,12 @@ class Idle:
     depends on time takes the most memory that it can.
     """
 
-    def begin(self, step: Step, times: int) -> int:
-        return 1
+    def __init__(self, pass_tokens: int = 1) -> None:
+        """pass_tokens: those that a pass after the prompt computes."""
+        self._begun = Begun(computed=pass_tokens)
+
+    def begin(self, step: Step, times: int) -> Begun:
+        return self._begun
 
     def allocate(self, layout: Layout) -> Handle:
         return None
@@ -258,7 +263,8 @@ def dry_run(
     tokens, arrivals: see `BlockLoop`.
     """
     ledger = planned_ledger(plan)
-    loop = BlockLoop(plan, Idle(), ledger, tokens, across_skipped=False, arrivals=arrivals)
+    idle = Idle(plan.policy.pass_tokens)
+    loop = BlockLoop(plan, idle, ledger, tokens, across_skipped=False, arrivals=arrivals)
     loop.run()
     return ledger.peak
 
@@ -268,7 +274,7 @@ def planned_ledger(plan: BlockPlan) -> Ledger:
     ledger = Ledger({})
     for tier, nbytes in plan.weights_held.items():
         ledger.reserve(tier, nbytes)
-    ledger.reserve("device", plan_workspace(plan))
+    ledger.reserve("device", plan_workspace(plan) + plan.draft_bytes)
     return ledger
 
 

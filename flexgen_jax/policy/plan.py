@@ -78,6 +78,16 @@ class BlockPlan:
     def ahead(self) -> Ahead:
         return Ahead.of(self.policy)
 
+    @property
+    def draft_bytes(self) -> int:
+        """What makes guesses takes of the device's memory; 0 where no tokens are guessed."""
+        if not self.policy.draft_tokens:
+            return 0
+        shape = self.shape
+        each = shape.prefix + shape.gen_len
+        tokens = sum(shape.prompt_lens) + each * len(shape.batch_sizes)
+        return self.setting.drafts.held(tokens)
+
     # Batches
 
     def chunks(self, batch: BatchShape) -> tuple[int, ...]:

@@ -25,14 +25,17 @@ class Choices:
     sparsities: tuple[float, ...] = (1.0,)
     kv_block_tokens: tuple[int, ...] = (32, 16, 8, 4)
     prefill_chunks: tuple[int, ...] = (2048, 512, 128)
+    draft_tokens: tuple[int, ...] = (0,)
 
     @classmethod
     def keeping(cls, policy: Policy) -> Choices:
         """Returns choices that keep a policy's bits, sparsity and, unless it is "auto", attention.
 
         KV blocks may be smaller than the policy's, down to an eighth, since every sequence has an
-        open one; where nothing fits, chunks of prompts may be, too.
+        open one; where nothing fits, chunks of prompts may be, too. Fewer tokens may be guessed
+        than the policy's, or none.
         """
+        guesses = policy.draft_tokens
         most, chunk = policy.kv_block_tokens, policy.prefill_chunk
         return cls(
             weight_bits=(policy.weight_bits,),
@@ -41,6 +44,7 @@ class Choices:
             sparsities=(policy.attention_sparsity,),
             kv_block_tokens=tuple(most >> n for n in range(4) if most >> n),
             prefill_chunks=tuple(chunk >> n for n in (0, 2, 4) if chunk >> n),
+            draft_tokens=tuple(dict.fromkeys((0, -(-guesses // 2), guesses))),
         )
 
 

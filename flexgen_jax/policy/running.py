@@ -283,11 +283,20 @@ def _replaced(
 
 class Pass(NamedTuple):
     """A step after the prompt in all layers: its number, as in `Step`, the index of the first token
-    that it computes, and how many of its tokens it caches."""
+    that it computes, the number of these, and how many of them it caches."""
 
     token: int
     start: int
+    computed: int
     cached: int
+
+
+class Begun(NamedTuple):
+    """What a pass computes of a sequence: `computed` tokens, the first `known` of which are no
+    guesses."""
+
+    known: int = 1
+    computed: int = 1
 
 
 @dataclass(eq=False, repr=False)
@@ -337,10 +346,11 @@ class Running:
 
     def __post_init__(self) -> None:
         self.hidden = ReplacedSlot(self, "activations")
-        # The latest pass after the prompt, where it starts, and how many of its tokens it caches.
-        self._pass = Pass(0, self.shape.prompt_len - 1, 1)
+        # The latest step after the prompt; before the first one, as if that was the prompt's last
+        # token.
+        self._pass = Pass(token=0, start=self.shape.prompt_len - 1, computed=1, cached=1)
         self._sizes: dict[int, list[BlockSizes]] = {}
-        self._hidden_parts: dict[tuple[int, int], ReplacedPart] = {}
+        self._hidden_parts: dict[tuple[int, int, int], ReplacedPart] = {}
 
     def close(self) -> None:
         """Frees everything that the batch has."""
@@ -389,7 +399,9 @@ class Running:
     def span(self, token: int) -> Span:
         """Returns what the step of a token computes of its sequences."""
         if token > 0:
-            return Span(self._start_of(token), self.plan.policy.pass_tokens)
+            is_begun = token <= self._pass.token
+            most = self.plan.policy.pass_tokens
+            return Span(self._start_of(token), self._pass.computed if is_begun else most)
         index = token - self.tokens.start
         return Span(sum(self.chunks[:index]), self.chunks[index])
 
@@ -401,12 +413,12 @@ class Running:
             return latest.start
         return latest.start + latest.cached + token - latest.token - 1
 
-    def begin_pass(self, token: int, known: int) -> None:
-        """Begins a step after the prompt that computes several tokens, the first `known` of which
-        are no guesses: these are cached, as far as the open KV block has room."""
-        start = self._start_of(token)
+    def begin_pass(self, token: int, begun: Begun) -> None:
+        """Begins a step after the prompt, whose known tokens are cached as far as the open KV block
+        has room."""
+        start, known = self._start_of(token), begun.known
         room = next((x for total in accumulate(self.lengths) if (x := total - start) > 0), known)
-        self._pass = Pass(token, start, min(known, room))
+        self._pass = Pass(token, start, begun.computed, min(known, room))
 
     @property
     def cached_by_pass(self) -> int:
@@ -464,7 +476,7 @@ class Running:
 
     def hidden_part(self, token: int, layer: int) -> ReplacedPart:
         """Returns what the output of `layer` for a step's token takes."""
-        key = (min(token, 1), layer)
+        key = (min(token, 1), layer, self.span(token).tokens if token > 0 else 0)
         part = self._hidden_parts.get(key)
         if part is None:
             part = self._hidden_parts[key] = self._hidden_part(token, layer)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.policy.drafts import DraftRates
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.policy import GREEDY, SCORE, HeadUse, Policy, Workload
 
@@ -21,6 +22,8 @@ class Setting:
     unified: bool
     # How much work the kernels that will compute take at once.
     sizes: KernelSizes = field(default_factory=KernelSizes)
+    # Of what guesses tokens, where a policy has that.
+    drafts: DraftRates = field(default_factory=DraftRates)
 
 
 @dataclass(frozen=True)

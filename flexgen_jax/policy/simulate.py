@@ -23,6 +23,7 @@ from flexgen_jax.policy.parts import Layout, WeightsPart
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Tier
 from flexgen_jax.policy.running import (
+    Begun,
     CachedPart,
     Handle,
     LayerState,
@@ -98,13 +99,18 @@ class Simulation:
         """Returns what the clock counted, after the loop has ended."""
         self._end_step()
         prefill_s, decode_s = self._phases
-        return Prediction(prefill_s, decode_s, self._clock.busy, self._clock.bytes, peak)
+        moved = {link: round(nbytes) for link, nbytes in self._clock.bytes.items()}
+        return Prediction(prefill_s, decode_s, self._clock.busy, moved, peak)
 
-    def begin(self, step: Step, times: int) -> int:
+    def begin(self, step: Step, times: int) -> Begun:
         self._end_step()
-        self._clock.weight = times
-        self._clock.is_prefill = step.token <= 0
-        return 1
+        clock = self._clock
+        clock.is_prefill = step.token <= 0
+        # A pass finds several tokens: one that is walked for each stands for a part of one.
+        clock.weight = times if clock.is_prefill else times / self._costs.tokens_a_pass
+        if not clock.is_prefill and not step.layer:
+            clock.guess(self._costs.draft_s)
+        return Begun(computed=self._plan.policy.pass_tokens)
 
     def _end_step(self) -> None:
         clock = self._clock

@@ -52,7 +52,8 @@ class SimulatedSteps:
             return clock.compute(fixed, ready)
         if layer.kind == "head":
             batch = step.batch.shape
-            formed = rows * (batch.prompt_len if batch.scores_prompt else 1)
+            asked = self._plan.policy.pass_tokens if step.token > 0 else 1
+            formed = rows * (batch.prompt_len if batch.scores_prompt else asked)
             return clock.compute(fixed + costs.head_s(formed), ready)
         for load in (inputs.cache, inputs.replaced):
             ready = ready if load is None else max(ready, load.ready)
@@ -79,8 +80,9 @@ class SimulatedSteps:
         clock, costs, layer = self._clock, self._costs, self._layers[step.layer]
         rows = step.batch.rows
         here, there, asks_host = self._tokens(step)
-        routed_s = costs.experts_s(layer, rows) if inputs.experts is not None else 0.0
-        linear = costs.linear_s(layer, rows) + self._prefix_s(step, rows) - routed_s
+        computed = rows * self._plan.policy.pass_tokens
+        routed_s = costs.experts_s(layer, computed) if inputs.experts is not None else 0.0
+        linear = costs.linear_s(layer, computed) + self._prefix_s(step, computed) - routed_s
         if not asks_host:
             attention = costs.device_attention_s(layer, rows, here)
             routed = clock.compute(fixed + linear + attention, ready)

@@ -51,9 +51,9 @@ class Visits:
         self._read_for: int | None = None
         self._copied_for: int | None = None
         self._read_until = -1
-        # The rows of all batches, None if they may have changed.
+        # The tokens of all batches that a pass computes, None if their rows may have changed.
         self._rows: int | None = None
-        # A visit, and the rows that have chosen experts in it.
+        # A visit, and how many tokens have chosen experts in it.
         self._routed = (-1, 0)
         # The experts of each layer that have to be loaded, by number.
         self._experts: dict[int, dict[int, WeightsPart]] = {}
@@ -181,7 +181,8 @@ class Visits:
         if not step.batch.is_in_prompt and any(running.is_in_prompt for running in self._going):
             return False
         if self._rows is None:
-            self._rows = sum(running.rows for running in self._going)
+            tokens = self._plan.policy.pass_tokens
+            self._rows = sum(running.rows for running in self._going) * tokens
         return few_are_chosen(self._plan.spec.layers[step.layer], self._rows)
 
     def count_rows(self) -> None:
@@ -194,7 +195,8 @@ class Visits:
         if experts is None or not self._loads_chosen(step):
             return None
         visit, before = self._routed
-        rows = step.batch.rows + (before if visit == step.visit else 0)
+        rows = step.batch.rows * step.batch.span(step.token).tokens
+        rows += before if visit == step.visit else 0
         self._routed = (step.visit, rows)
         later = next(iter(self._ahead.visits(step.visit, 1, counts_all=True)), None)
         guesses = later is not None and self._loads_chosen(later)

@@ -54,17 +54,17 @@ def route(model: Traceable, layer: LayerSpec, rows: int, tokens: int) -> Traced:
 
 
 @program
-def guess(model: Traceable, layer: LayerSpec, rows: int) -> Traced:
-    """Guesses a layer's experts: (its tensors for routing, hidden states of one token of the layer
-    before) -> numbers of experts, int32 [batch, top]."""
+def guess(model: Traceable, layer: LayerSpec, rows: int, tokens: int = 1) -> Traced:
+    """Guesses a layer's experts: (its tensors for routing, hidden states of the layer before) ->
+    numbers of experts, int32 [batch x token, top]."""
     router = _router(model, layer)
 
     def run(weights: Weights, hidden: jax.Array) -> Any:
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        return apply(router, weights, tokens, method="guess")
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return apply(router, weights, flat, method="guess")
 
     weights = {tensor.path: abstract(model.formats.weight(tensor)) for tensor in layer.routing}
-    return Traced(run, (weights, model.hidden(rows, 1)))
+    return Traced(run, (weights, model.hidden(rows, tokens)))
 
 
 @program

@@ -1,0 +1,262 @@
+"""Guesses by a model that lies on the device as a whole: a smaller one with the same tokens, or the
+same one in 4 bits. One token after the other is taken; where the text is drawn, with the draws that
+the text's own tokens will have, so that models that agree guess what will be drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexgen_jax.errors import UserError
+from flexgen_jax.layers import programs
+from flexgen_jax.layers.attention import Block
+from flexgen_jax.layers.rotary import Rows
+from flexgen_jax.layers.sampling import Choice
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.loading import Model
+from flexgen_jax.models.spec import LayerSpec, ModelSpec
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.offload.device import Device
+from flexgen_jax.offload.speculation import Draws
+from flexgen_jax.offload.weights import WeightStore
+from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.policy import Policy
+from flexgen_jax.progress import Progress
+
+CHUNKS = (1, 8, 64)
+"""Tokens of a text that a program takes at once; the last ones of a chunk may be none."""
+
+SMALLEST_CACHE, CACHE_GROWTH = 256, 4
+"""Tokens of a text's first KV cache, and how many times as large the next one is."""
+
+
+def check_drafts(draft: Model, target: Model) -> None:
+    """Raises `UserError` for a model that cannot guess another one's tokens."""
+    spec = model_spec(draft.config)
+    if draft.config.has_experts:
+        raise UserError(f"--draft {draft.name}: a model with experts cannot guess tokens")
+    if any(layer.growing and not layer.attends for layer in spec.decoders):
+        raise UserError(f"--draft {draft.name}: its {draft.config.model_type} layers cannot guess")
+    ours, theirs = target.tokenizer, draft.tokenizer
+    if draft is target or draft.source is target.source or ours is None or theirs is None:
+        if draft.config.vocab_size < target.config.vocab_size:
+            raise UserError(
+                f"--draft {draft.name} has {draft.config.vocab_size} tokens, and {target.name} "
+                f"{target.config.vocab_size}: they must be the same"
+            )
+        return
+    size = min(draft.config.vocab_size, target.config.vocab_size)
+    other = next((n for n in range(size) if ours.piece(n) != theirs.piece(n)), None)
+    if other is not None:
+        raise UserError(
+            f"--draft {draft.name} has other tokens than {target.name}: {other} is "
+            f"{theirs.piece(other)!r} in one, and {ours.piece(other)!r} in the other"
+        )
+
+
+class ModelDrafter:
+    """Makes drafts by a model; see `offload.speculation.Drafter`. Its weights are brought to the
+    device for the first text.
+
+    model: is not changed; policy: has the bits of its weights; dtype: what it computes in; limit:
+    the number of tokens that the guessed model knows.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        policy: Policy,
+        dtype: str,
+        unified: bool,
+        limit: int,
+        progress: Progress,
+    ) -> None:
+        self._model, self._policy, self._dtype, self._unified = model, policy, dtype, unified
+        self._progress, self._limit = progress, limit
+        self._is_open = False
+
+    @cached_property
+    def network(self) -> Network:
+        """The model on the device."""
+        formats = self._policy.formats(self._dtype)
+        device = Device.create(self._model.config, formats, self._unified)
+        tensors = device.spec.tensors
+        weights = WeightStore(
+            device, self._model.source, dict.fromkeys(tensors, "device"), Ledger({})
+        )
+        total = sum(formats.weight(tensor).nbytes for tensor in tensors.values())
+        with self._progress.placing(total) as placed:
+            weights.place(placed)
+        self._is_open = True
+        return Network(device, weights)
+
+    def begin(self) -> ModelDraft:
+        return ModelDraft(self.network, self._model.config, self._limit)
+
+    def close(self) -> None:
+        if self._is_open:
+            self.network.close()
+            del self.network
+            self._is_open = False
+
+
+class Network:
+    """A model on the device, and the programs of its layers for one text."""
+
+    def __init__(self, device: Device, weights: WeightStore) -> None:
+        self._device, self._store = device, weights
+        self._programs = device.programs
+        self._weights = {layer.index: weights.resident(layer) for layer in device.spec.layers}
+        self._checks = device.memories.numbers((1, 0))
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._device.spec
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self._device.formats.dtype)
+
+    def close(self) -> None:
+        """Frees the weights."""
+        self._weights.clear()
+        self._store.close()
+        self._device.close()
+
+    def rows(self, most: int) -> Rows:
+        """Says that a text is one without padding, of at most so many tokens."""
+        one = np.zeros(1, np.int32)
+        constant = self._device.memories.constant
+        return Rows(*map(constant, (one, one, np.array([most], np.int32))))
+
+    def run(self, ids: Any, start: int, known: int, kept: TextState) -> jax.Array:
+        """Runs tokens, int32 [1, token], from index `start` on through the layers, the first
+        `known` of which change what is kept. Returns hidden states, [1, token, hidden]."""
+        numbers, tokens = self._device.memories.numbers, ids.shape[1]
+        embed = self._programs.get(programs.embed, rows=1, tokens=tokens)
+        hidden: jax.Array
+        hidden, checks = embed(self._weights[0], ids, numbers(start), kept.rows)
+        for layer in self.spec.decoders:
+            weights, number = self._weights[layer.index], layer.index - 1
+            if layer.attends:
+                decode = self._get(programs.decode, layer, tokens, tail=kept.room, appends=True)
+                where = (numbers(start), kept.rows)
+                hidden, kept.tails[number], checks = decode(
+                    weights, hidden, (), kept.tails[number], checks, *where
+                )
+            else:
+                shape = {"asked": tokens, "tail": 0, "cuts": (), "has_guesses": True}
+                mix = self._get(programs.mix, layer, tokens, **shape)
+                given = (weights, hidden, (), kept.states[number], numbers(start), checks)
+                hidden, _, kept.states[number], checks = mix(*given, kept.rows, numbers(known))
+        return hidden
+
+    def _get(self, kind: Any, layer: LayerSpec, tokens: int, **shape: Any) -> Any:
+        """Returns a program of a layer."""
+        return self._programs.get(kind, layer=layer, rows=1, tokens=tokens, blocks=(), **shape)
+
+    def choose(self, hidden: jax.Array, draws: Draws) -> jax.Array:
+        """Returns the token, int32 [1, 1], after hidden states of one, [1, 1, hidden]."""
+        choice = Choice(is_greedy=not draws.sampling)
+        place = (self._device.memories.numbers(draws.token),) if draws.sampling else ()
+        head = self._programs.get(programs.head, rows=1, choice=choice)
+        weights = self._weights[self.spec.head.index]
+        token, _ = head(weights, hidden, self._checks, *draws.sampling, *place)
+        chosen: jax.Array = token
+        return chosen
+
+
+class TextState:
+    """What the layers keep of a text: of those that attend KV caches with room for `room` tokens,
+    of others what they replace with every token."""
+
+    def __init__(self, network: Network) -> None:
+        self._spec, self._dtype = network.spec, network.dtype
+        self.room = 0
+        self.rows = network.rows(0)
+        self.tails: list[Block] = [() for _ in self._spec.decoders]
+        self.states: list[tuple[jax.Array, ...]] = [
+            tuple(
+                jnp.zeros(leaf.array_shape(1), leaf.dtype or self._dtype) for leaf in layer.replaced
+            )
+            for layer in self._spec.decoders
+        ]
+
+    def make_room(self, network: Network, tokens: int) -> None:
+        """Makes room for so many tokens; the programs for it are compiled anew."""
+        if tokens <= self.room:
+            return
+        before, self.room = self.room, max(self.room, SMALLEST_CACHE)
+        while self.room < tokens:
+            self.room *= CACHE_GROWTH
+        self.rows = network.rows(self.room)
+        for number, layer in enumerate(self._spec.decoders):
+            if layer.attends and before:
+                self.tails[number] = tuple(_longer(x, self.room) for x in self.tails[number])
+            elif layer.attends:
+                shapes = [leaf.array_shape(1, self.room) for leaf in layer.growing]
+                self.tails[number] = tuple(jnp.zeros(shape, self._dtype) for shape in shapes)
+
+
+def _longer(x: Any, room: int) -> jax.Array:
+    """Returns [..., token, element] with zeros after it, for `room` tokens."""
+    widths = [(0, 0)] * x.ndim
+    widths[-2] = (0, room - x.shape[-2])
+    return jnp.pad(x, widths)
+
+
+@jax.jit
+def _one(hidden: jax.Array, index: int) -> jax.Array:
+    """Returns the hidden states of one token, [1, 1, hidden]."""
+    one: jax.Array = jax.lax.dynamic_slice_in_dim(hidden, index, 1, axis=1)
+    return one
+
+
+class ModelDraft:
+    """Guesses how one text goes on; see `offload.speculation.Draft`."""
+
+    def __init__(self, network: Network, config: ModelConfig, limit: int) -> None:
+        self._network, self._config, self._limit = network, config, limit
+        self._kept = TextState(network)
+        self._seen = 0
+
+    def guess(self, ids: Sequence[int], count: int, draws: Draws) -> Sequence[int]:
+        is_long = len(ids) + count > self._config.max_positions
+        if is_long or max(ids[self._seen :]) >= self._config.vocab_size:
+            return ()  # of a text that the model cannot take
+        kept, network = self._kept, self._network
+        kept.make_room(network, len(ids) + count)
+        hidden = self._read(ids)
+        states = list(kept.states)  # guesses leave nothing there
+        guesses = [network.choose(hidden, draws)]
+        for number in range(1, count):
+            hidden = network.run(guesses[-1], len(ids) + number - 1, 1, kept)
+            guesses.append(network.choose(hidden, draws._replace(token=draws.token + number)))
+        kept.states = states
+        tokens = [int(guess[0, 0]) for guess in jax.device_get(guesses)]
+        known = next((n for n, token in enumerate(tokens) if token >= self._limit), count)
+        return tokens[:known]
+
+    def _read(self, ids: Sequence[int]) -> jax.Array:
+        """Runs the tokens that have come through the model; returns the last one's hidden
+        states."""
+        while True:
+            left = ids[self._seen :]
+            size = next((size for size in CHUNKS if size >= len(left)), CHUNKS[-1])
+            known = min(size, len(left))
+            chunk = np.zeros((1, size), np.int32)
+            chunk[0, :known] = left[:known]
+            hidden = self._network.run(chunk, self._seen, known, self._kept)
+            self._seen += known
+            if known == len(left):
+                last: jax.Array = _one(hidden, known - 1)
+                return last
+
+    def close(self) -> None:
+        self._kept = TextState(self._network)
+        self._seen = 0
