@@ -52,7 +52,13 @@ class WarmUp:
                 self._prompt(running, layer)
             for count in range(len(running.blocks.generated)):
                 for state in running.layers:
-                    self._token(state, len(running.blocks.prompt) + count)
+                    for tokens in self._passes:
+                        self._token(state, len(running.blocks.prompt) + count, tokens)
+
+    @property
+    def _passes(self) -> tuple[int, ...]:
+        """How many tokens of a sequence a step after the prompt may compute."""
+        return tuple({1, self._plan.policy.pass_tokens})
 
     def _get(self, kind: Program[Any], layer: LayerSpec, **shape: Any) -> None:
         self._of_layers.get(kind, layer=layer, **shape)
@@ -60,11 +66,13 @@ class WarmUp:
     def _ends(self, running: Running) -> None:
         """The embedding and the head."""
         config, rows = self._plan.config, running.rows
-        lengths = {*running.chunks, *((1,) if running.blocks.generated else ())}
+        lengths = {*running.chunks, *(self._passes if running.blocks.generated else ())}
         for tokens in lengths if config.has_embedding else ():
             self._programs.get(programs.embed, rows=rows, tokens=tokens)
         if config.has_head and not running.is_prefix:
-            self._programs.get(programs.head, rows=rows, choice=Choice(is_greedy=True))
+            for tokens in (1, *self._passes):
+                choice = Choice(is_greedy=True)
+                self._programs.get(programs.head, rows=rows, choice=choice, tokens=tokens)
 
     def _prompt(self, running: Running, layer: LayerSpec) -> None:
         """A layer's programs for prompts: for whole ones or first chunks, and for later chunks."""
@@ -95,7 +103,8 @@ class WarmUp:
         asked: int,
         blocks: tuple[int, ...],
         tail: int,
-        cuts: tuple[int, ...],
+        cuts: tuple[int, ...] = (),
+        has_guesses: bool = False,
     ) -> None:
         """A layer that does not attend."""
         running, layer = state.running, state.layer
@@ -109,6 +118,7 @@ class WarmUp:
             tail=tail if layer.growing else 0,
             cuts=cuts,
             donates=state.may_overwrite(token),
+            has_guesses=has_guesses,
         )
 
     def _chunk(
@@ -140,18 +150,27 @@ class WarmUp:
                 is_first=is_first and not number,
             )
 
-    def _token(self, state: LayerState, sealed: int) -> None:
-        """A layer's programs for a token when `sealed` KV blocks are sealed."""
+    def _token(self, state: LayerState, sealed: int, tokens: int) -> None:
+        """A layer's programs for so many tokens of each sequence when `sealed` KV blocks are
+        sealed."""
         running, layer = state.running, state.layer
         rows, tail = running.rows, running.lengths[sealed]
         here, there = state.places(sealed)
         if self._plan.formats.cache_bits < 16 and layer.growing:
             self._programs.get(programs.seal, layer=layer, rows=rows, tail=tail)
-        self._experts(layer, rows, 1)
+        self._experts(layer, rows, tokens, is_prompt=False)
         if not layer.attends:
-            self._mix(state, 1, 1, 1, here.lengths, here.tail, cuts=())
+            self._mix(
+                state=state,
+                token=1,
+                tokens=tokens,
+                asked=tokens,
+                blocks=here.lengths,
+                tail=here.tail,
+                has_guesses=tokens > 1,
+            )
         elif there.starts or running.shared:
-            self._split(state, sealed)
+            self._split(state, sealed, tokens)
         else:
             appends = state.appends(sealed)
             self._joined(state, sealed)
@@ -163,16 +182,19 @@ class WarmUp:
                 tail=here.tail,
                 room=self._room(running, sealed),
                 appends=appends,
+                tokens=tokens,
             )
             if appends:
                 return
         if here.tail and not self._plan.unified and layer.growing:
-            self._programs.get(programs.append, layer=layer, rows=rows, tail=here.tail)
+            self._programs.get(
+                programs.append, layer=layer, rows=rows, tail=here.tail, tokens=tokens
+            )
 
     def _joined(self, state: LayerState, sealed: int) -> None:
         """The program of a layer with those after it."""
         layers = self._joined_layers.get(state.layer.index)
-        if layers is None or state.running.shared:
+        if layers is None or state.running.shared or self._plan.policy.draft_tokens:
             return
         here, _ = state.places(sealed)
         self._of_layers.get(
@@ -188,14 +210,14 @@ class WarmUp:
         policy = self._plan.policy
         return policy.attended(sum(running.lengths[: sealed + 1])) if policy.is_sparse else 0
 
-    def _split(self, state: LayerState, sealed: int) -> None:
+    def _split(self, state: LayerState, sealed: int, tokens: int) -> None:
         """Attention in several places: on the device, on the host, and to a prefix."""
         running, layer, rows = state.running, state.layer, state.running.rows
         here, there = state.places(sealed)
         places = bool(here.starts) + bool(there.starts) + bool(running.shared)
-        self._get(programs.project, layer, rows=rows)
-        self._get(programs.finish, layer, rows=rows, places=places)
-        self._to_prefixes(running, layer, asked=1, is_first=True)
+        self._get(programs.project, layer, rows=rows, tokens=tokens)
+        self._get(programs.finish, layer, rows=rows, places=places, tokens=tokens)
+        self._to_prefixes(running, layer, asked=tokens, is_first=True)
         room = self._room(running, sealed)
 
         def to_blocks(kind: Program[Any], at: BlocksAt, **more: int) -> None:
@@ -204,14 +226,14 @@ class WarmUp:
             )
 
         if here.starts and not room:
-            to_blocks(programs.attend, here)
+            to_blocks(programs.attend, here, tokens=tokens)
         elif here.starts:
             to_blocks(programs.rank_tokens, here, room=room)
             to_blocks(programs.attend_ranked, here, room=room)
         if room and there.starts and not self._plan.policy.attends_on_host:
             to_blocks(programs.rank_tokens, there, room=room)
 
-    def _experts(self, layer: LayerSpec, rows: int, tokens: int) -> None:
+    def _experts(self, layer: LayerSpec, rows: int, tokens: int, is_prompt: bool = True) -> None:
         """What a layer's experts compute of `tokens` tokens of each row."""
         if layer.experts is None:
             return
@@ -219,5 +241,5 @@ class WarmUp:
         self._get(programs.expert, layer, tokens=rows * tokens)
         program, shape = programs.ending(layer, rows, tokens)
         self._of_layers.get(program, **shape)
-        if tokens == 1:
-            self._get(programs.guess, layer, rows=rows)
+        if tokens == 1 or not is_prompt:
+            self._get(programs.guess, layer, rows=rows, tokens=tokens)

@@ -164,7 +164,6 @@ class BlockRun:
             pass_tokens=self._plan.policy.pass_tokens,
             pace=self._pace,
             sampling=arrays.given.sampling,
-            ids=prompt_ids(running, row=0),
         )
 
     # Moving
@@ -275,7 +274,9 @@ class BlockRun:
         """Hands on those tokens of a pass that are of the text, one after the other."""
         chosen = (result[0] if isinstance(result, tuple) else result)[:, 0]
         places, cached = range(1), 0
-        if step.token > 0:
+        if step.token <= 0:
+            text.ids = prompt_ids(step.batch, row=0)  # by now prefixes are there, too
+        else:
             places, cached = text.accepted(chosen), step.batch.cached_by_pass
         left, taken = None, list[int]()
         for place in places:

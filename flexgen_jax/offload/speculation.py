@@ -139,8 +139,9 @@ class DraftedText:
     # Those of the whole run.
     pace: Pace
     sampling: tuple[np.ndarray, ...]
-    # All tokens so far, those of prefixes too; how many of them are generated.
-    ids: list[int]
+    # All tokens so far, those of prefixes too, from the end of the prompt on; how many of them are
+    # generated.
+    ids: list[int] = field(default_factory=list)
     made: int = 0
     # How many of the last tokens are not cached, and, of the pass under way, how many of its first
     # tokens are no guesses, how many it computes, and the guesses.

@@ -39,6 +39,7 @@ class Ending(Idle):
     """A backend whose texts end by themselves, after the tokens of `ends` by request."""
 
     def __init__(self, head: int, queue: Waiting, ends: Sequence[int]) -> None:
+        super().__init__()
         self._head, self._queue, self._ends = head, queue, ends
         self.steps: list[Step] = []
         self.finished: set[int] = set()

@@ -1,0 +1,327 @@
+"""Guessed tokens change no text, wherever the data lie and however many guesses are right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_jax import LLM, Policy, Request, SamplingParams
+from flexgen_jax.engine import drafting
+from flexgen_jax.engine.lookup import LONGEST, SHORTEST, LookupDraft
+from flexgen_jax.errors import UserError
+from flexgen_jax.models.loading import Model
+from flexgen_jax.offload.speculation import PROBE, Acceptance, DraftedText, Draws, Pace
+from flexgen_jax.policy.drafts import DraftRates
+from flexgen_jax.policy.policy import MAX_DRAFT, PolicyError
+from tests.helpers.cases import covering
+from tests.helpers.drafts import Scripted
+from tests.helpers.models import BASE as OPT
+from tests.helpers.models import PLACEMENTS, assert_within_plan, prompts, random_tensors
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+TOKENS = 24
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+CHOSEN = {
+    "greedy": GREEDY,
+    "sampled": SamplingParams(
+        max_tokens=TOKENS, temperature=0.9, top_k=20, seed=5, ignore_eos=True
+    ),
+    "penalised": SamplingParams(
+        max_tokens=TOKENS,
+        temperature=0.7,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        no_repeat_ngram_size=3,
+        min_tokens=9,
+        logprobs=3,
+    ),
+}
+
+Guessing = Callable[[Sequence[Sequence[int]], int], Scripted]
+
+
+@pytest.fixture(autouse=True)
+def memory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs say of guesses is not the user's."""
+    monkeypatch.setattr(drafting, "cache_folder", lambda name: tmp_path / name)
+
+
+@pytest.fixture
+def always_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses are made whatever they cost."""
+    monkeypatch.setattr(Pace, "count", lambda pace: pace.most)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch, always_guessing: None) -> Guessing:
+    """Has texts guessed that are known."""
+
+    def use(texts: Sequence[Sequence[int]], wrong: int) -> Scripted:
+        script = Scripted(texts, wrong)
+        monkeypatch.setattr(drafting, "LookupDrafter", lambda: script)
+        return script
+
+    return use
+
+
+def model() -> Model:
+    return Model.from_arrays(OPT, random_tensors(OPT))
+
+
+def policy_of(percent: Sequence[float], **options: Any) -> Policy:
+    fixed = {"batch_size": 1, "num_batches": 3, "kv_block_tokens": 8}
+    return Policy.from_percent(*percent, **fixed | options)
+
+
+def texts(params: SamplingParams, **options: Any) -> tuple[list[Any], Any]:
+    """What becomes of prompts, and the run's report."""
+    with LLM(model(), dtype="float32", **options) as llm:
+        results = llm.generate(prompt_token_ids=prompts(), sampling_params=params)
+        report = llm.report()
+    assert report is not None
+    assert_within_plan(report)
+    return [(r.token_ids, r.logprobs and [x.logprob for x in r.logprobs]) for r in results], report
+
+
+CASES = covering([*PLACEMENTS], [True, False], [1, 4, 8], [*CHOSEN], together=2)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(("percent", "unified", "count", "kind"), CASES)
+def test_guesses_change_no_text(
+    scripted: Guessing,
+    tmp_path: Path,
+    percent: tuple[int, ...],
+    unified: bool,
+    count: int,
+    kind: str,
+) -> None:
+    params = CHOSEN[kind]
+    plain, _ = texts(params, policy=Policy(batch_size=4))
+    script = scripted([[*p, *ids] for p, (ids, _) in zip(prompts(), plain, strict=True)], wrong=5)
+    policy = policy_of(percent, prefill_chunk=7)
+    options = {"draft": "lookup", "draft_tokens": count, "offload_dir": tmp_path}
+    guessed, report = texts(params, policy=policy, unified=unified, **options)
+    for (ids, logprobs), (expected, others) in zip(guessed, plain, strict=True):
+        assert ids == expected
+        if others is not None:
+            np.testing.assert_allclose(logprobs, others, atol=2e-5)
+    drafts = report["drafts"]
+    assert drafts["accepted"] > 0 and drafts["wrong"] > 0
+    assert report["tokens_a_pass"] > 1.5
+    assert script.begun == len(prompts()) == script.closed - 1  # once for all of them
+
+
+@pytest.mark.usefixtures("always_guessing")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_model_itself_in_4_bits_guesses_what_is_drawn(
+    shipped: Path | None, temperature: float
+) -> None:
+    """It has the draws that the tokens will have, so that random texts are guessed as well."""
+    params = SamplingParams(max_tokens=30, temperature=temperature, seed=2, ignore_eos=True)
+    said = ["The sea is", "Once upon a time there was"]
+    ids, found = [], 0.0
+    for draft in (None, "self-4bit"):
+        with LLM(dtype="float32", policy=policy_of(PLACEMENTS[2]), draft=draft) as llm:
+            results = llm.generate(said, SamplingParams(**vars(params)))
+            ids.append([result.token_ids for result in results])
+            report = llm.report()
+            assert report is not None
+            found = report["tokens_a_pass"]
+    assert ids[0] == ids[1] and found > 2.5
+
+
+def test_texts_end_amid_a_pass(scripted: Guessing) -> None:
+    """By a stop string, an end token or the number of tokens; a cancelled one ends, too."""
+    plain, _ = texts(GREEDY, policy=Policy(batch_size=4))
+    ids = [made for made, _ in plain]
+    scripted([[*p, *made] for p, made in zip(prompts(), ids, strict=True)], wrong=1000)
+    policy = policy_of(PLACEMENTS[0])
+    with LLM(model(), dtype="float32", policy=policy, draft="lookup", draft_tokens=8) as llm:
+        wanted = []
+        for n, prompt in enumerate(prompts()):
+            end = ids[n][5 + n]
+            params = SamplingParams(max_tokens=TOKENS, temperature=0, stop_token_ids=[end])
+            wanted.append(Request(str(n), prompt_token_ids=prompt, sampling_params=params))
+        for result in llm.stream(wanted):
+            n = int(result.id)
+            made = ids[n][: ids[n].index(ids[n][5 + n]) + 1]
+            eos = [made.index(token) + 1 for token in (OPT["eos_token_id"],) if token in made]
+            assert result.token_ids == made[: min([len(made), *eos])]
+        short = SamplingParams(max_tokens=7, temperature=0, ignore_eos=True)
+        results = llm.generate(prompt_token_ids=prompts(), sampling_params=short)
+        assert [r.token_ids for r in results] == [made[:7] for made in ids]
+        assert {r.finish_reason for r in results} == {"length"}
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_what_is_shared_and_kept_changes_no_text(
+    scripted: Guessing, tmp_path: Path, unified: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefix that prompts share, and what a KV store has of earlier texts."""
+    rng = np.random.default_rng(3)
+    begin = rng.integers(3, 96, 40).tolist()
+    asked = [[*begin, *rng.integers(3, 96, 4 + n).tolist()] for n in range(3)]
+    with LLM(model(), dtype="float32", policy=Policy(batch_size=3)) as llm:
+        plain = llm.generate(prompt_token_ids=asked, sampling_params=GREEDY, prefix=begin)
+    ids = [result.token_ids for result in plain]
+    scripted([[*p, *made] for p, made in zip(asked, ids, strict=True)], wrong=4)
+    policy = policy_of(PLACEMENTS[0], kv_block_tokens=4)
+    options = {"policy": policy, "draft": "lookup", "unified": unified, "kv_store": "1GB"}
+    for _ in range(2):
+        with LLM(model(), dtype="float32", kv_store_dir=tmp_path / "kv", **options) as llm:
+            results = llm.generate(prompt_token_ids=asked, sampling_params=GREEDY, prefix=begin)
+            report = llm.report()
+        assert [result.token_ids for result in results] == ids
+        assert report is not None and report["tokens_a_pass"] > 1.5
+
+
+def test_json_of_a_schema(always_guessing: None) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"n": {"enum": [1, 2]}},
+            "required": ["n"],
+            "additionalProperties": False,
+        },
+        "minItems": 6,
+        "maxItems": 6,
+    }
+    params = SamplingParams(max_tokens=150, temperature=0.5, seed=1, json_schema=schema)
+    made, passes = [], 1.0
+    for draft in (None, "lookup"):
+        with LLM(dtype="float32", policy=policy_of(PLACEMENTS[0]), draft=draft) as llm:
+            (result,) = llm.generate(["A list of numbers:"], params)
+            report = llm.report()
+            assert report is not None
+            passes = report["tokens_a_pass"]
+        made.append(result.text)
+        assert len(json.loads(result.text)) == 6
+    assert made[0] == made[1] and passes > 1.5
+
+
+# Looking up
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.data())
+def test_lookup_finds_what_followed_last_time(ids: list[int], count: int, data: Any) -> None:
+    """The longest sequence of last tokens that was there before, at its latest place."""
+    draft, draws = LookupDraft(), Draws((), 0)
+    cut = data.draw(st.integers(1, len(ids)))
+    draft.guess(ids[:cut], count, draws)  # in two steps
+    guesses = list(draft.guess(ids, count, draws))
+    expected: list[int] = []
+    for size in range(min(LONGEST, len(ids)), SHORTEST - 1, -1):
+        ends = [n for n in range(size, len(ids)) if ids[n - size : n] == ids[-size:]]
+        if ends:
+            longer = list(ids)
+            for _ in range(count):
+                longer.append(longer[ends[-1] + len(longer) - len(ids)])
+            expected = longer[len(ids) :]
+            break
+    assert guesses == expected
+
+
+# What is expected, and how many guesses are worth it
+
+
+@given(st.floats(0, 0.99), st.integers(1, MAX_DRAFT))
+def test_tokens_a_pass_are_those_of_a_simulation(rate: float, count: int) -> None:
+    found = DraftRates(rate).tokens_a_pass(count)
+    assert found == pytest.approx((1 - rate ** (count + 1)) / (1 - rate))
+    assert DraftRates.accepted_of(found, count) == pytest.approx(rate, abs=1e-3)
+
+
+def paced(rate: float, guessing_s: float, plain_s: float, guess_s: float) -> Pace:
+    """After 100 guesses that came after right ones."""
+    right = round(100 * rate)
+    pace = Pace(4, Acceptance(passes=50, accepted=right, wrong=100 - right))
+    pace.guessing.extend([guessing_s, 10 * guessing_s])
+    pace.plain.append(plain_s)
+    pace.guess_s.append(guess_s)
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("rate", "guessing_s", "plain_s", "guess_s", "count"),
+    [
+        (0.6, 1.0, 1.0, 0.0, 4),  # weights stream, and looking up is free
+        (0.1, 2.0, 1.0, 0.0, 0),  # few are right, and computing binds
+        (0.6, 1.0, 1.0, 0.3, 1),  # a model's guesses take time
+        (0.9, 1.0, 1.0, 0.1, 4),
+        (0.0, 1.0, 1.0, 0.1, 0),
+    ],
+)
+def test_as_many_are_guessed_as_are_worth_it(
+    rate: float, guessing_s: float, plain_s: float, guess_s: float, count: int
+) -> None:
+    pace = paced(rate, guessing_s, plain_s, guess_s)
+    counts = [pace.count() for _ in range(2 * PROBE)]
+    assert counts.count(count) == 2 * PROBE - 2
+    assert bool(counts[PROBE - 1]) != bool(count)  # to see whether it has changed
+
+
+class Silent:
+    def guess(self, ids: Sequence[int], count: int, draws: Draws) -> Sequence[int]:
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_pass_without_guesses_computes_one_token() -> None:
+    text = DraftedText(Silent(), 9, Pace(4, Acceptance()), (), ids=[5, 6, 7])
+    text.end_pass(0, [8])
+    assert text.begin_pass().computed == 1 and text.pass_ids.tolist() == [[8]]
+    text.end_pass(1, [9, 10])  # as if a guess had been right
+    begun = text.begin_pass()
+    assert (begun.known, begun.computed) == (2, 9)
+    assert text.pass_ids.tolist() == [[9, 10, *[10] * 7]] and text.first_place == 2
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_tokens": 3}, "draft_tokens"),
+        ({"draft": "lookup", "draft_tokens": 99}, "from 0 to 16"),
+        ({"draft": "lookup", "attention_sparsity": 0.5}, "attention_sparsity"),
+        ({"draft": "lookup", "attention": "host"}, "attention on the device"),
+        ({"draft": "lookup", "stages": 2}, "stages"),
+        ({"draft": "self-4bit", "weight_bits": 4}, "few bits already"),
+        ({"draft": "no/such-model"}, "no/such-model"),
+    ],
+)
+def test_what_cannot_be_is_said(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        LLM(**options)
+
+
+def test_a_batch_has_one_sequence() -> None:
+    with pytest.raises(PolicyError, match="num_batches=8"):
+        Policy(batch_size=8, draft_tokens=2)
+
+
+def test_other_tokens_are_refused(shipped: Path | None, tmp_path: Path) -> None:
+    other = Model.from_arrays(OPT, random_tensors(OPT), name="another")
+    with pytest.raises(UserError, match="another has 96 tokens"):
+        LLM(draft=other)
+
+
+@pytest.fixture
+def shipped() -> Iterator[Path | None]:
+    """The model that ships with the package."""
+    yield None
