@@ -232,6 +232,13 @@ def plan_options(command: Function) -> Function:
                 "some quality.",
             ),
             click.option(
+                "--draft-accepted",
+                type=click.FloatRange(0, 1),
+                metavar="SHARE",
+                help="With --draft, the share of guesses that are right if those before them are; "
+                "default: what such texts are expected to have.",
+            ),
+            click.option(
                 "--latency-curve",
                 type=click.Path(dir_okay=False, path_type=Path),
                 metavar="FILE",

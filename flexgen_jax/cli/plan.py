@@ -52,6 +52,7 @@ def plan(
     min_throughput: float | None,
     allow_compression: bool,
     allow_sparsity: float | None,
+    draft_accepted: float | None,
     latency_curve: Path | None,
     json_file: Path | None,
     **flags: Any,
@@ -76,7 +77,8 @@ def plan(
         prefix_len=prefix_len,
         num_prefixes=num_prefixes if prefix_len else 1,
     )
-    problem = make_problem(options, workload, choices, Progress(options.progress))
+    progress = Progress(options.progress)
+    problem = make_problem(options, workload, choices, progress, draft_accepted)
     problem = replace(problem, max_latency=max_latency, min_throughput=min_throughput)
     given = None if options.is_auto else options.base_policy
     if options.progress:
@@ -106,13 +108,24 @@ def plan_choices(
         more |= {name: (16, 4) for name in ("weight_bits", "cache_bits") if name not in fixed}
     if allow_sparsity and allow_sparsity < 1 and "attention_sparsity" not in fixed:
         more["sparsities"] = (1.0, allow_sparsity)
-    return replace(Choices.keeping(replace(Policy(), **fixed)), **more)
+    return replace(Choices.keeping(searched_from(options)), **more)
+
+
+def searched_from(options: EngineOptions) -> Policy:
+    """Returns the policy from which a search starts: that of the flags which fix none."""
+    return replace(options, policy="auto").base_policy
 
 
 def make_problem(
-    options: EngineOptions, workload: Workload, choices: Choices, progress: Progress
+    options: EngineOptions,
+    workload: Workload,
+    choices: Choices,
+    progress: Progress,
+    draft_accepted: float | None = None,
 ) -> Problem:
-    """Returns the search that the options ask for; without hardware, for this machine."""
+    """Returns the search that the options ask for; without hardware, for this machine.
+    draft_accepted: as for `planned_rates`."""
+    from flexgen_jax.engine.drafting import planned_rates
     from flexgen_jax.machine.profiles import read_profile, this_machine
     from flexgen_jax.models.loading import resolve_dtype, shape_of
 
@@ -140,13 +153,14 @@ def make_problem(
             raise UserError(
                 f"{options.hardware} was profiled in {profile.dtype}; choose that with --dtype"
             )
-    base = replace(Policy(), **options.changes)
+    setting = Setting(config, kind, profile.unified, profile.sizes)
+    rates = planned_rates(options, setting, profile, draft_accepted)
     return Problem(
-        setting=Setting(config, kind, profile.unified, profile.sizes),
+        setting=replace(setting, drafts=rates),
         hw=profile,
         budgets=budgets,
         workload=workload,
-        base=base,
+        base=searched_from(options),
         choices=choices,
         write_limit=parse_bytes(options.write_limit),
     )

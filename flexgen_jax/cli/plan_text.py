@@ -96,8 +96,8 @@ def _described(plan: Plan) -> dict[str, Any]:
     }
 
 
-def flags_of(policy: Policy) -> str:
-    """Formats a policy as flags of the command line."""
+def flags_of(policy: Policy, draft: str = "") -> str:
+    """Formats a policy as flags of the command line; draft: what guesses tokens, if it has that."""
     percent = " ".join(f"{x:g}" for x in policy.percent)
     flags = (
         f"--percent {percent} --batch-size {policy.batch_size} --num-batches {policy.num_batches}"
@@ -108,6 +108,8 @@ def flags_of(policy: Policy) -> str:
     for name in (*names, "attention_sparsity"):
         if getattr(policy, name) != getattr(default, name):
             flags += f" --{name.replace('_', '-')} {getattr(policy, name)}"
+    if policy.draft_tokens:
+        flags += f" --draft {draft} --draft-tokens {policy.draft_tokens}"
     flags += "" if policy.copies_ahead else " --no-copy-ahead"
     return flags + ("" if policy.overlap else " --no-overlap")
 
@@ -121,7 +123,7 @@ def _shared(work: Workload) -> str:
 
 def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any]]) -> str:
     """Formats the plan for people."""
-    plan, work = plans[0], problem.workload
+    plan, work, draft = plans[0], problem.workload, problem.setting.drafts.name
     total = max(plan.total_s, 1e-12)
     busy = {
         name: seconds / total for name, seconds in plan.busy_s.items() if seconds > 0.005 * total
@@ -131,7 +133,7 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
         f"{plan.num_sequences} x ({work.prompt_len} + {work.gen_len}) tokens{_shared(work)} in "
         f"{problem.setting.dtype} on {problem.hw.name}, {blocks} "
         f"block{'s' if blocks > 1 else ''} of {plan.block_sequences}",
-        f"policy: {flags_of(plan.policy)}",
+        f"policy: {flags_of(plan.policy, draft)}",
         f"that is: {plan.policy.in_words}",
         f"predicted: {plan.throughput:.3g} token/s (prefill {plan.prefill_s:.1f} s, decode "
         f"{plan.decode_s:.1f} s, total {plan.total_s:.1f} s)",
@@ -140,6 +142,14 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
             f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in busy.items()
         ),
     ]
+    if plan.policy.draft_tokens:
+        found = problem.costs(plan.policy).tokens_a_pass
+        lines.append(
+            f"guesses: {plan.policy.draft_tokens} for a pass, which then finds {found:.2f} tokens "
+            f"of a text if {100 * problem.setting.drafts.accepted:.0f} % are right"
+        )
+    elif draft:
+        lines.append("guesses: none, since a pass with them takes longer than they save")
     if plan.written:
         lines.append(f"written to the disk: {plan.written_a_day / 1e9:.3g} GB a day of such work")
     states = problem.costs(plan.policy).hidden_bytes(plan.policy.batch_size, 1)
@@ -156,7 +166,7 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
         change = 100 * (other.throughput / plan.throughput - 1)
         lines.append(
             f"next best: {other.throughput:.3g} token/s ({change:+.1f} %{_why_not(plan, other)}): "
-            f"{flags_of(other.policy)}"
+            f"{flags_of(other.policy, draft)}"
         )
     lines += [f"{idea['times']:.1f} times as fast with {idea['change']}" for idea in ideas]
     return "\n".join(lines)

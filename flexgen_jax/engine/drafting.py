@@ -7,13 +7,14 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from flexgen_jax.engine.draft_model import ModelDrafter, check_drafts
 from flexgen_jax.engine.lookup import LookupDrafter
 from flexgen_jax.engine.options import LOOKUP, SELF_4BIT, EngineOptions
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine.caches import cache_folder
-from flexgen_jax.models.loading import Model, open_model
+from flexgen_jax.models.loading import Model, open_model, shape_of
 from flexgen_jax.offload.speculation import Acceptance, Drafter
 from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.drafts import DraftRates
@@ -36,19 +37,26 @@ KEPT_SHARE = 0.5
 """The weight of what was measured before, beside a run's."""
 
 
+class Guessing(NamedTuple):
+    """A model that guesses, and the bits of its weights."""
+
+    setting: Setting
+    policy: Policy
+
+
 @dataclass(frozen=True)
 class Drafting:
     """What guesses tokens, and how often it was right so far.
 
-    setting, policy: of the model that guesses, None where there is none; memory: the file in which
-    the share of right guesses is kept between runs.
+    guessing: the model that guesses and its bits, None where there is none; memory: the file in
+    which the share of right guesses is kept between runs.
     """
 
+    name: str
     drafter: Drafter
     expected: float
     memory: Path
-    setting: Setting | None = None
-    policy: Policy | None = None
+    guessing: Guessing | None = None
 
     @property
     def accepted(self) -> float:
@@ -60,18 +68,7 @@ class Drafting:
 
     def rates(self, hw: HardwareProfile) -> DraftRates:
         """Returns what planning needs to know."""
-        if self.setting is None or self.policy is None:
-            return DraftRates(self.accepted)
-        costs = Costs(self.setting, self.policy, hw)
-        layers = costs.spec.decoders
-        seconds = sum(costs.linear_s(layer, 1) + hw.step_s for layer in layers)
-        tensors = costs.spec.tensors.values()
-        return DraftRates(
-            accepted=self.accepted,
-            token_s=seconds + costs.head_s(1) + 2 * hw.step_s,
-            device_bytes=sum(costs.formats.weight(tensor).nbytes for tensor in tensors),
-            token_bytes=sum(costs.open_kv_bytes(layer, 1, 1) for layer in layers),
-        )
+        return rates_of(self.name, self.guessing, hw, self.accepted)
 
     def observe(self, acceptance: Acceptance) -> None:
         """Keeps how often guesses were right, for later plans."""
@@ -87,19 +84,60 @@ class Drafting:
             fresh.replace(self.memory)
 
 
+def rates_of(
+    name: str, guessing: Guessing | None, hw: HardwareProfile, accepted: float
+) -> DraftRates:
+    """Returns the rates of guesses, which a model makes if there is one."""
+    if guessing is None:
+        return DraftRates(name, accepted)
+    costs = Costs(*guessing, hw)
+    layers = costs.spec.decoders
+    seconds = sum(costs.linear_s(layer, 1) + hw.step_s for layer in layers)
+    tensors = costs.spec.tensors.values()
+    return DraftRates(
+        name=name,
+        accepted=accepted,
+        token_s=seconds + costs.head_s(1) + 2 * hw.step_s,
+        device_bytes=sum(costs.formats.weight(tensor).nbytes for tensor in tensors),
+        token_bytes=sum(costs.open_kv_bytes(layer, 1, 1) for layer in layers),
+    )
+
+
+def planned_rates(
+    options: EngineOptions, setting: Setting, hw: HardwareProfile, accepted: float | None
+) -> DraftRates:
+    """Returns the rates of guesses for a plan, before any model is opened; accepted: the share of
+    right guesses, None for what is expected."""
+    draft = options.draft
+    if draft is None:
+        return DraftRates()
+    name = draft.name if isinstance(draft, Model) else str(draft)
+    accepted = EXPECTED.get(name, OF_A_MODEL) if accepted is None else accepted
+    if draft == LOOKUP:
+        return DraftRates(name, accepted)
+    guessing = Guessing(setting, Policy(weight_bits=4))
+    if draft != SELF_4BIT:
+        config = draft.config if isinstance(draft, Model) else shape_of(name)
+        bits = 16 if config.published is None else config.published.bits
+        guessing = Guessing(replace(setting, config=config), Policy(weight_bits=bits))
+    return rates_of(name, guessing, hw, accepted)
+
+
 def drafting_of(
     options: EngineOptions, model: Model, setting: Setting, progress: Progress
 ) -> Drafting | None:
     """Returns what the options have guess tokens, None if that is nothing; raises `UserError` for
     what cannot."""
     draft = options.draft
+    if draft is None and options.base_policy.draft_tokens:
+        draft = LOOKUP  # a policy asks for guesses, and does not say whose
     if draft is None:
         return None
     name = draft.name if isinstance(draft, Model) else str(draft)
     key = f"{model.source.fingerprint(setting.dtype)}\n{name}"
     memory = cache_folder("drafts") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     if draft == LOOKUP:
-        return Drafting(LookupDrafter(), EXPECTED[LOOKUP], memory)
+        return Drafting(name, LookupDrafter(), EXPECTED[LOOKUP], memory)
     guessing, policy = model, Policy(weight_bits=4)
     if draft != SELF_4BIT:
         guessing, policy = open_model(draft, options.dummy_weights, options.seed), Policy()
@@ -120,9 +158,9 @@ def drafting_of(
         progress=progress,
     )
     return Drafting(
+        name=name,
         drafter=drafter,
-        expected=EXPECTED.get(str(draft), OF_A_MODEL),
+        expected=EXPECTED.get(name, OF_A_MODEL),
         memory=memory,
-        setting=replace(setting, config=guessing.config),
-        policy=policy,
+        guessing=Guessing(replace(setting, config=guessing.config), policy),
     )

@@ -119,7 +119,8 @@ class Pace:
             return 0 if self._passes % PROBE == 0 else self.most
         each = min(self.guess_s, default=0.0)
         speeds = {
-            count: DraftRates(rate).tokens_a_pass(count) / (min(self.guessing) + count * each)
+            count: DraftRates(accepted=rate).tokens_a_pass(count)
+            / (min(self.guessing) + count * each)
             for count in range(1, self.most + 1)
         }
         best = max(speeds, key=lambda count: (speeds[count], -count))

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 class DraftRates:
     """How good and how fast guesses are.
 
-    accepted: the probability that a guess is right if those before it are; token_s: seconds of
-    guessing a token of a sequence, while which nothing else is computed; device_bytes, token_bytes:
-    what makes the guesses takes of the device's memory, and for each token of a sequence.
+    name: of what guesses, as it is asked for; accepted: the probability that a guess is right if
+    those before it are; token_s: seconds of guessing a token of a sequence, while which nothing
+    else is computed; device_bytes, token_bytes: what makes the guesses takes of the device's
+    memory, and for each token of a sequence.
     """
 
+    name: str = ""
     accepted: float = 0.0
     token_s: float = 0.0
     device_bytes: int = 0
@@ -34,6 +36,6 @@ class DraftRates:
         low, high = 0.0, 1.0
         for _ in range(40):
             middle = (low + high) / 2
-            is_less = DraftRates(middle).tokens_a_pass(guesses) < tokens_a_pass
+            is_less = DraftRates(accepted=middle).tokens_a_pass(guesses) < tokens_a_pass
             low, high = (middle, high) if is_less else (low, middle)
         return low

@@ -238,7 +238,7 @@ def test_lookup_finds_what_followed_last_time(ids: list[int], count: int, data: 
 
 @given(st.floats(0, 0.99), st.integers(1, MAX_DRAFT))
 def test_tokens_a_pass_are_those_of_a_simulation(rate: float, count: int) -> None:
-    found = DraftRates(rate).tokens_a_pass(count)
+    found = DraftRates(accepted=rate).tokens_a_pass(count)
     assert found == pytest.approx((1 - rate ** (count + 1)) / (1 - rate))
     assert DraftRates.accepted_of(found, count) == pytest.approx(rate, abs=1e-3)
 
