@@ -45,6 +45,20 @@ def memory_cgroup(limit: int) -> Iterator[Path]:
             time.sleep(0.1)
 
 
+@contextmanager
+def inside(limit: int | None) -> Iterator[None]:
+    """Holds this process to a memory cgroup, if there is a limit."""
+    if limit is None:
+        yield
+        return
+    with memory_cgroup(limit) as group:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+
+
 def drop_page_cache() -> bool:
     """Empties the page cache; returns whether that was allowed: it takes root, and containers often
     have the kernel's settings read-only."""

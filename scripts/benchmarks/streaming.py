@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from disk_rate import read_rate
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.offloading import Placement, TieredParams
 from flexgen_jax.units import parse_bytes
-from limits import drop_page_cache, memory_cgroup
+from limits import drop_page_cache, inside
 
 WIDTH, LAYERS = 2048, 24
 SHAPES = {
@@ -137,20 +135,6 @@ def measure(folder: Path, tokens: int, turns: int) -> dict[str, Any]:
         "hidden": hidden / min(seconds["reading"], seconds["computing"]),
         "engine": of_engine(folder / "engine"),
     }
-
-
-@contextmanager
-def inside(limit: int | None) -> Iterator[None]:
-    """Holds this process to a memory cgroup, if there is a limit."""
-    if limit is None:
-        yield
-        return
-    with memory_cgroup(limit) as group:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        try:
-            yield
-        finally:
-            (group.parent / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def main() -> None:

