@@ -15,7 +15,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.engine import drafting
+from flexgen_jax.offload.speculation import Pace
 from tests.helpers.cases import covering
+from tests.helpers.drafts import Scripted
 from tests.helpers.families import NEW_TOKENS, VARIANTS, Reference
 from tests.helpers.models import assert_within_plan, prompts
 
@@ -66,6 +69,33 @@ def test_tokens_are_those_of_transformers(
         report = llm.report()
     assert [result.token_ids for result in results] == reference.tokens
     assert_within_plan(report)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("family", VARIANTS)
+def test_guessed_tokens_change_none(
+    references: Callable[[str, int], Reference],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+) -> None:
+    """Also of layers with a state, which goes on from one that has seen no guess."""
+    reference = references(family, 0)
+    texts = [[*p, *ids] for p, ids in zip(prompts(), reference.tokens, strict=True)]
+    monkeypatch.setattr(drafting, "LookupDrafter", lambda: Scripted(texts, wrong=5))
+    monkeypatch.setattr(drafting, "cache_folder", lambda name: tmp_path / name)
+    monkeypatch.setattr(Pace, "count", lambda pace: pace.most)
+    policy = Policy.from_percent(
+        *(30, 40, 20, 50, 0, 100), batch_size=1, num_batches=4, kv_block_tokens=4
+    )
+    with LLM(
+        reference.folder, policy=policy, dtype="float32", offload_dir=tmp_path, draft="lookup"
+    ) as llm:
+        results = llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
+        report = llm.report()
+    assert [result.token_ids for result in results] == reference.tokens
+    assert_within_plan(report)
+    assert report["tokens_a_pass"] > 2
 
 
 def test_longrope_has_frequencies_for_long_sequences(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ CASES = [
     ("experts", {"prefill_chunk": 16}, {}),
     ("experts", {"weight_bits": 4}, {}),
     ("a shared expert", {}, {}),
+    ("dense", {"batch_size": 1, "num_batches": 3, "draft_tokens": 2}, {"unified": False}),
+    ("experts", {"batch_size": 1, "num_batches": 3, "draft_tokens": 2}, {}),
 ]
 
 
@@ -52,7 +54,7 @@ def test_a_greedy_run_compiles_nothing_after_warming_up(
     tmp_path: Path, name: str, policy: dict[str, Any], options: dict[str, Any]
 ) -> None:
     write_model(tmp_path, name)
-    given = Policy(batch_size=3, kv_block_tokens=4, **policy)
+    given = Policy(**{"batch_size": 3, "kv_block_tokens": 4, **policy})
     with LLM(tmp_path, dtype="float32", policy=given, dummy_weights=True, **options) as llm:
         llm.warm_up(32, 7, 3)
         params = SamplingParams.plain(7)

@@ -13,6 +13,7 @@ import pytest
 from flexgen_jax.machine.profiles import read_profile
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.policy.candidates import frontier
+from flexgen_jax.policy.drafts import DraftRates
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, ProfileError, Rate
 from flexgen_jax.policy.machines import MACHINES, known_machine
@@ -298,3 +299,48 @@ def test_a_policys_kv_blocks_are_the_largest_that_are_tried() -> None:
     assert Choices.keeping(Policy(kv_block_tokens=12)).kv_block_tokens == (12, 6, 3, 1)
     assert Choices.keeping(Policy(kv_block_tokens=2)).kv_block_tokens == (2, 1)
     assert Choices.keeping(Policy()) == Choices()
+
+
+@pytest.mark.parametrize(
+    ("model", "sequences", "accepted", "is_worth"),
+    [
+        ("facebook/opt-30b", 1, 0.6, True),  # the weights come from the host
+        ("facebook/opt-30b", 64, 0.6, False),  # a large batch does more for a pass
+        ("facebook/opt-30b", 4, 0.1, False),
+    ],
+)
+def test_tokens_are_guessed_where_that_pays(
+    model: str, sequences: int, accepted: float, is_worth: bool
+) -> None:
+    base = Policy(batch_size=1, num_batches=8, draft_tokens=8)
+    rates = DraftRates("lookup", accepted)
+    asked = problem(
+        setting=Setting(known_shape(model), "float16", unified=False, drafts=rates),
+        workload=Workload(256, 64, sequences),
+        base=base,
+        choices=Choices.keeping(base),
+    )
+    best = search(asked)[0]
+    plain = search(replace(asked, choices=replace(asked.choices, draft_tokens=(0,))))[0]
+    assert (best.policy.draft_tokens > 0) == is_worth
+    assert best.throughput >= plain.throughput
+    if is_worth:
+        assert best.policy.batch_size == 1
+        assert 1.3 < best.throughput / plain.throughput < rates.tokens_a_pass(8)
+
+
+def test_a_draft_takes_memory_and_time() -> None:
+    hw = known_machine("t4-16gb")
+    policy = Policy(batch_size=1, num_batches=2, draft_tokens=4)
+    rates = DraftRates("self-4bit", 0.8, token_s=0.1, device_bytes=10**9, token_bytes=1000)
+    setting = Setting(known_shape("facebook/opt-1.3b"), "float16", unified=False)
+    workload = Workload(128, 41, 2)
+    free = problem(setting=setting, workload=workload, base=policy)
+    taking = replace(free, setting=replace(setting, drafts=rates))
+    memory = taking.peak(policy)["device"] - free.peak(policy)["device"]
+    assert memory == 10**9 + 2 * (128 + 41) * 1000
+    found = rates.tokens_a_pass(4)
+    quick = replace(free, setting=replace(setting, drafts=replace(rates, token_s=0.0)))
+    seconds = evaluate(taking, policy).decode_s - evaluate(quick, policy).decode_s
+    assert seconds == pytest.approx(2 * 40 / found * 4 * 0.1, rel=0.05)  # of each of two texts
+    assert hw.device_memory > memory
