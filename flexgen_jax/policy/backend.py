@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from flexgen_jax.policy.parts import Layout, WeightsPart
-from flexgen_jax.policy.running import (
-    Begun,
+from flexgen_jax.policy.layer_state import (
     CachedPart,
     Handle,
     LayerState,
@@ -15,6 +13,8 @@ from flexgen_jax.policy.running import (
     ReplacedPart,
     SealedPart,
 )
+from flexgen_jax.policy.parts import Layout, WeightsPart
+from flexgen_jax.policy.running import Begun
 from flexgen_jax.policy.waves import Step
 
 Part = WeightsPart | CachedPart | ReplacedPart
