@@ -12,7 +12,7 @@ from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.errors import first_line
 from flexgen_jax.machine.limits import detect_budgets
 from flexgen_jax.machine.profiles import cached_profile, measured_profile, record_disk_reads
-from flexgen_jax.offload.disk.kv_store import PieceLayout
+from flexgen_jax.offload.disk.kv_pieces import PieceLayout
 from flexgen_jax.policy.fit import Budgets, Fitter
 from flexgen_jax.policy.hardware import DiskReads, HardwareProfile
 from flexgen_jax.policy.ledger import BudgetError

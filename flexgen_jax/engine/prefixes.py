@@ -9,7 +9,7 @@ import numpy as np
 
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.offload.batch import Batch
-from flexgen_jax.offload.disk.kv_store import StoredSequence
+from flexgen_jax.offload.disk.kv_pieces import StoredSequence
 from flexgen_jax.policy.admission import Admission
 from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.shapes import BatchShape

@@ -19,7 +19,7 @@ from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.offload.disk.kv_store import DamagedError
+from flexgen_jax.offload.disk.kv_pieces import DamagedError
 from flexgen_jax.policy.ledger import BudgetError
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
 

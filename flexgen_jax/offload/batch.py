@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from flexgen_jax.layers.rotary import Branches, Rows
-from flexgen_jax.offload.disk.kv_store import StoredSequence
+from flexgen_jax.offload.disk.kv_pieces import StoredSequence
 from flexgen_jax.offload.disk.records import Records
 from flexgen_jax.offload.speculation import DraftedText
 from flexgen_jax.policy.arrivals import Planned

@@ -16,12 +16,8 @@ from flexgen_jax.models.spec import ModelSpec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.models.weight_source import numpy_dtype
 from flexgen_jax.offload.batch import arrays_of, prompt_ids
-from flexgen_jax.offload.disk.kv_store import (
-    Draft,
-    KeptArray,
-    KVStore,
-    PieceLayout,
-)
+from flexgen_jax.offload.disk.kv_pieces import KeptArray, PieceLayout
+from flexgen_jax.offload.disk.kv_store import Draft, KVStore
 from flexgen_jax.offload.kv_cache import BlockArrays, KVCache
 from flexgen_jax.offload.replaced import ReplacedStore
 from flexgen_jax.policy.layer_state import LayerState, PromptPart, ReplacedPart

@@ -4,6 +4,7 @@ in few bits, and plans for machines. See docs/library.md."""
 from __future__ import annotations
 
 from flexgen_jax.layers.quantization import QuantizedArray
+from flexgen_jax.offloading.params import TieredParams, checkpoint_layers
 from flexgen_jax.offloading.planning import LayerPlan, plan_layers, profile
 from flexgen_jax.offloading.quantized import (
     QuantizedKernel,
@@ -11,7 +12,7 @@ from flexgen_jax.offloading.quantized import (
     matmul,
     quantize_tree,
 )
-from flexgen_jax.offloading.tiered import TieredArrays, TieredParams, checkpoint_layers
+from flexgen_jax.offloading.tiered import TieredArrays
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.policy import Placement
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self
-from urllib.parse import quote
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.errors import UserError, first_line
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.models.formats.storage import Storage
-from flexgen_jax.models.tensors import SafeTensors
 from flexgen_jax.offload.disk.folder import (
     OffloadError,
     OffloadFolder,
@@ -30,9 +24,18 @@ from flexgen_jax.offload.disk.folder import (
 )
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.prefetch import Load
-from flexgen_jax.offload.tiered import Stored, TieredTensors, stored_leaf
+from flexgen_jax.offload.tiered import TieredTensors
 from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offload.watcher import Watcher
+from flexgen_jax.offloading.entries import (
+    Arriving,
+    Entry,
+    Markers,
+    described,
+    shaped,
+    unchanging,
+    without_flags,
+)
 from flexgen_jax.offloading.stream_memory import LayerMemory, StreamMemory, block_bytes
 from flexgen_jax.offloading.trees import FlatTree, flattened, parts_of
 from flexgen_jax.policy.ledger import Ledger
@@ -45,51 +48,8 @@ from flexgen_jax.units import parse_bytes
 SMALL = 64 << 10
 """Leaves of fewer bytes stay on the device: they are not worth moving."""
 
-LONGEST_NAME = 150
-"""Characters of a file's name that say what it has; of longer ones the rest is hashed."""
-
 WRITES_AHEAD = 2
 """Trees whose leaves may wait for the disk."""
-
-
-@dataclass(eq=False)
-class _Entry:
-    """A tree that is kept.
-
-    keys: of its leaves, by path; version: of those on disk; generation: how often it was put;
-    writing: a write to disk under way; failure: what its last write failed with.
-    """
-
-    structure: Any
-    shapes: dict[str, tuple[int, ...]]
-    storages: dict[str, Storage]
-    tiers: dict[str, Tier]
-    keys: dict[str, str]
-    layouts: dict[str, Layout]
-    version: int | None = None
-    generation: int = 0
-    writing: Future[None] | None = None
-    failure: str | None = None
-
-    @property
-    def on_disk(self) -> list[Layout]:
-        """The layouts of what has to be read from disk."""
-        return [self.layouts[path] for path, tier in self.tiers.items() if tier == "disk"]
-
-    @property
-    def moved(self) -> int:
-        """Bytes that are not on the device."""
-        away = [path for path, tier in self.tiers.items() if tier != "device"]
-        return sum(self.storages[path].nbytes for path in away)
-
-
-class _Arriving(NamedTuple):
-    """A tree on its way to the device. generation: of what was there when it began."""
-
-    generation: int
-    name: str
-    memory: LayerMemory
-    moved: Future[dict[str, Kept]]
 
 
 class TieredArrays:
@@ -128,14 +88,14 @@ class TieredArrays:
         self._memories = Memories(Watcher(Metrics()), unified)
         self._tensors = TieredTensors(self._memories, Ledger({}), "layers")
         self._splitter = Splitter(placement)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._layouts: dict[Storage, Layout] = {}
         self._root = Path(folder or cache_folder("offload")).expanduser()
         self._disk: OffloadFolder | None = None
         self._files: WeightFolder | None = None
         self._copying = ThreadPoolExecutor(1, "flexgen-copy")
         self._writing = ThreadPoolExecutor(1, "flexgen-write")
-        self._writes: deque[_Entry] = deque()
+        self._writes: deque[Entry] = deque()
         self._streaming: dict[int, dict[Tier, int]] = {}
         self._memory: StreamMemory | None = None
         self._is_closed = False
@@ -165,7 +125,7 @@ class TieredArrays:
         largest = self._largest(self._entries.values())
         return {tier: used + (ahead + 2) * largest[tier] for tier, used in self.nbytes.items()}
 
-    def _largest(self, entries: Collection[_Entry]) -> dict[Tier, int]:
+    def _largest(self, entries: Collection[Entry]) -> dict[Tier, int]:
         """Returns what the largest of some trees takes on its way, by tier."""
         read = max((block_bytes(entry.on_disk) for entry in entries), default=0)
         moved = max((entry.moved for entry in entries), default=0)
@@ -194,12 +154,12 @@ class TieredArrays:
             return
         if (flat.structure, flat.storages()) != (entry.structure, entry.storages):
             raise UserError(
-                f"{name} has {_described(entry.storages)} and cannot be replaced by "
-                f"{_described(flat.storages())}; remove it first"
+                f"{name} has {described(entry.storages)} and cannot be replaced by "
+                f"{described(flat.storages())}; remove it first"
             )
         self._replace(entry, flat)
 
-    def _replace(self, entry: _Entry, flat: FlatTree) -> None:
+    def _replace(self, entry: Entry, flat: FlatTree) -> None:
         """Keeps a tree's leaves in place of those that are there."""
         in_memory = {
             path: parts_of(leaf)
@@ -207,7 +167,7 @@ class TieredArrays:
             if entry.tiers[path] != "disk"
         }
         on_disk = {
-            path: _unchanging(leaf)
+            path: unchanging(leaf)
             for path, leaf in flat.leaves.items()
             if entry.tiers[path] == "disk"
         }
@@ -222,7 +182,7 @@ class TieredArrays:
             entry.writing = self._writing.submit(self._write, entry, on_disk)
             self._writes.append(entry)
 
-    def _enter(self, name: str, flat: FlatTree) -> _Entry:
+    def _enter(self, name: str, flat: FlatTree) -> Entry:
         storages = flat.storages()
         large = [path for path, storage in storages.items() if storage.nbytes >= SMALL]
         chosen = self._splitter.split(storages[path].nbytes for path in large)
@@ -232,7 +192,7 @@ class TieredArrays:
         for path, storage in storages.items():
             wanted[tiers[path]] += storage.nbytes
         self._check_room(wanted, name)
-        entry = _Entry(
+        entry = Entry(
             structure=flat.structure,
             shapes={path: leaf.shape for path, leaf in flat.leaves.items()},
             storages=storages,
@@ -269,7 +229,7 @@ class TieredArrays:
                     "`ahead`"
                 )
 
-    def _keep(self, entry: _Entry, path: str, parts: list[np.ndarray]) -> None:
+    def _keep(self, entry: Entry, path: str, parts: list[np.ndarray]) -> None:
         """Keeps a leaf in memory: a copy, since it may lie in the memory of a stream."""
         key, tier = entry.keys[path], entry.tiers[path]
 
@@ -280,11 +240,11 @@ class TieredArrays:
         self._tensors.drop(key)
         self._tensors.make(key, entry.storages[path], tier, fill)
 
-    def _write(self, entry: _Entry, leaves: Mapping[str, Kept]) -> None:
+    def _write(self, entry: Entry, leaves: Mapping[str, Kept]) -> None:
         """Writes leaves beside those whose place they take, and then lets these go."""
         before, files = entry.version, self._folder()
         version = 0 if before is None else before + 1
-        stored = {path: self._stored(entry, path, version) for path in leaves}
+        stored = {path: entry.stored(path, version) for path in leaves}
         try:
             for path, leaf in leaves.items():
                 if self._is_kept and all(files.has(*what) for what in stored[path]):
@@ -302,16 +262,9 @@ class TieredArrays:
         if before is not None:
             self._remove_files(entry, before)
 
-    def _stored(self, entry: _Entry, path: str, version: int) -> list[Stored]:
-        key = quote(entry.keys[path], safe="")
-        if len(key) > LONGEST_NAME:
-            key = key[:LONGEST_NAME] + blake2b(key.encode(), digest_size=12).hexdigest()
-        key = f"{key}@{version}"
-        return [stored_leaf(key, leaf) for leaf in entry.storages[path].leaves]
-
-    def _remove_files(self, entry: _Entry, version: int) -> None:
+    def _remove_files(self, entry: Entry, version: int) -> None:
         for path in (path for path, tier in entry.tiers.items() if tier == "disk"):
-            for name, *_ in self._stored(entry, path, version):
+            for name, *_ in entry.stored(path, version):
                 self._folder().remove(name)
 
     def _folder(self) -> WeightFolder:
@@ -319,7 +272,7 @@ class TieredArrays:
             try:
                 self._disk = OffloadFolder(self._root)
             except OffloadError as error:
-                raise _without_flags(error) from None
+                raise without_flags(error) from None
             self._files = self._opened(self._disk)
         return self._files
 
@@ -327,7 +280,7 @@ class TieredArrays:
         """Returns the folder of what is on disk."""
         return disk.scratch_weights()
 
-    def _finish(self, entry: _Entry) -> None:
+    def _finish(self, entry: Entry) -> None:
         """Waits for the write of a tree."""
         writing, entry.writing = entry.writing, None
         error = None if writing is None else writing.exception()
@@ -348,7 +301,7 @@ class TieredArrays:
             raise UserError(f"{name} is stored for later processes, and cannot be removed")
         self._discard(name, entry)
 
-    def _discard(self, name: str, entry: _Entry) -> None:
+    def _discard(self, name: str, entry: Entry) -> None:
         self._finish(entry)
         for key in entry.keys.values():
             self._tensors.drop(key)
@@ -358,7 +311,7 @@ class TieredArrays:
 
     # Reading
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Entry:
         self._check_open()
         if name not in self._entries:
             close = difflib.get_close_matches(name, self._entries, 5, 0) if self._entries else []
@@ -406,7 +359,7 @@ class TieredArrays:
     def _stream(
         self, names: list[str], ahead: int, largest: Mapping[Tier, int]
     ) -> Iterator[tuple[str, Any]]:
-        coming, upcoming = deque[_Arriving](), iter(names)
+        coming, upcoming = deque[Arriving](), iter(names)
         count = min(ahead + 2, len(names))
         needed = {tier: count * size for tier, size in largest.items()}
         self._check_room(needed, "a stream")  # again: others may have begun meanwhile
@@ -427,7 +380,7 @@ class TieredArrays:
                 arriving.memory.buffers.clear()
             del self._streaming[id(memory)]
 
-    def _arrived(self, arriving: _Arriving, memory: StreamMemory) -> Any:
+    def _arrived(self, arriving: Arriving, memory: StreamMemory) -> Any:
         """Returns a tree on the device, of which the caller has the only reference."""
         name = arriving.name
         if arriving.generation != self._entry(name).generation:  # it was put meanwhile
@@ -438,11 +391,11 @@ class TieredArrays:
         try:
             return self._tree(name, arriving.moved.result())
         except OffloadError as error:
-            raise _without_flags(error) from None
+            raise without_flags(error) from None
         finally:
             arriving.memory.hand_out()
 
-    def _start(self, name: str, memory: StreamMemory) -> _Arriving:
+    def _start(self, name: str, memory: StreamMemory) -> Arriving:
         entry = self._entry(name)
         self._finish(entry)
         if entry.failure is not None:
@@ -450,7 +403,7 @@ class TieredArrays:
         own = memory.take(entry.on_disk)
         load = self._tensors.load(name, entry.keys, own.buffers)
         moved = self._copying.submit(self._arrive, load, own, memory)
-        return _Arriving(entry.generation, name, own, moved)
+        return Arriving(entry.generation, name, own, moved)
 
     def _arrive(
         self, load: Load[dict[str, Kept]], own: LayerMemory, memory: StreamMemory
@@ -467,7 +420,7 @@ class TieredArrays:
 
     def _tree(self, name: str, leaves: Mapping[str, Kept]) -> Any:
         entry = self._entries[name]
-        whole = [_shaped(leaf, entry.shapes[path]) for path, leaf in leaves.items()]
+        whole = [shaped(leaf, entry.shapes[path]) for path, leaf in leaves.items()]
         return jax.tree.unflatten(entry.structure, whole)
 
     # Ending
@@ -499,118 +452,3 @@ class TieredArrays:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class TieredParams(TieredArrays):
-    """A model's layers, placed when it is made; see `TieredArrays`.
-
-    layers: pytrees by name, or pairs of a name and a pytree that are made one after the other, so
-        that few have to be in memory: the one that is made, and two that wait for the disk.
-    stored_as: a name for what is on disk, which then stays there: a later process that gives the
-        same name takes it as it is, whatever `layers` has, and writes what is missing. So name what
-        it holds, such as "my-model-step-1000". Files appear whole or not at all, and are compared
-        with their checksums. Such layers cannot be replaced.
-    """
-
-    def __init__(
-        self,
-        layers: Mapping[str, Any] | Iterable[tuple[str, Any]],
-        placement: Placement,
-        *,
-        stored_as: str | None = None,
-        folder: str | Path | None = None,
-        device_memory: str | int | None = None,
-        host_memory: str | int | None = None,
-        disk_space: str | int | None = None,
-        unified: bool | None = None,
-    ) -> None:
-        super().__init__(
-            placement,
-            folder=folder,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            disk_space=disk_space,
-            unified=unified,
-        )
-        self._name, self._is_kept = stored_as, stored_as is not None
-        try:
-            with self._folder().locked() if self._is_kept else nullcontext():
-                for name, tree in layers.items() if isinstance(layers, Mapping) else layers:
-                    if name in self:
-                        raise UserError(f"two layers have the name {name!r}")
-                    super().put(name, tree)
-                while self._settle():
-                    pass
-            for name, entry in self._entries.items():
-                if entry.failure is not None:
-                    raise UserError(f"{name} could not be written: {entry.failure}")
-        except BaseException:
-            self.close()
-            raise
-
-    def put(self, name: str, tree: Any) -> None:
-        """Replaces a layer, see `TieredArrays.put`."""
-        if self._is_kept:
-            raise UserError(f"layers that are stored as {self._name!r} cannot be replaced")
-        self._entry(name)
-        super().put(name, tree)
-
-    def _opened(self, disk: OffloadFolder) -> WeightFolder:
-        if self._name is None:
-            return super()._opened(disk)
-        return disk.weights(f"layers-{quote(self._name, safe='')}")
-
-
-def checkpoint_layers(
-    folder: str | Path, layer_of: Callable[[str], str | None]
-) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-    """Yields the layers of a folder of safetensors, each as its tensors by name, in the order of
-    their first tensors; only one layer is in memory.
-
-    layer_of: returns the layer of a tensor's name, None for a tensor that is not wanted.
-    """
-    tensors = SafeTensors(Path(folder).expanduser())
-    names: dict[str, list[str]] = {}
-    for name in tensors:
-        layer = layer_of(name)
-        if layer is not None:
-            names.setdefault(layer, []).append(name)
-    for layer, members in names.items():
-        yield layer, {name: tensors.rows(name)[:] for name in members}
-
-
-def _without_flags(error: OffloadError) -> UserError:
-    """Returns an error that names the argument in place of the command line's flag."""
-    return UserError(str(error).replace("--offload-dir", "`folder`"))
-
-
-class Markers:
-    """Keeps a stream from running ahead of the device, where layers are copied to it: each marker
-    is computed after what was dispatched for a layer."""
-
-    def __init__(self, memories: Memories) -> None:
-        self._memories = memories
-        self._last: jax.Array | None = None
-
-    def wait_for_last(self) -> None:
-        """Sets a marker, and waits for the one before."""
-        if self._memories.unified:
-            return
-        last, self._last = self._last, jnp.zeros((), device=self._memories.device) + 1
-        if last is not None:
-            last.block_until_ready()
-
-
-def _unchanging(leaf: Kept) -> Kept:
-    """Returns a leaf that whoever gave it cannot change while it waits for the disk."""
-    kept: Kept = np.array(leaf) if isinstance(leaf, np.ndarray) else leaf  # type: ignore[assignment]
-    return kept
-
-
-def _shaped(leaf: Kept, shape: tuple[int, ...]) -> Kept:
-    """Returns a leaf as it was given: a scalar was kept as an array of one element."""
-    return leaf.reshape(()) if isinstance(leaf, jax.Array) and shape == () else leaf
-
-
-def _described(storages: Mapping[str, Storage]) -> str:
-    return ", ".join(f"{path} {s.dtype}{list(s.shape)}" for path, s in storages.items())

@@ -64,7 +64,7 @@ class Scripted:
 
     def guess(self, ids: Sequence[int], count: int, draws: Draws) -> Sequence[int]:
         size = len(ids)
-        text = next(text for text in self._texts if list(text[:size]) == list(ids))
+        text = next((text for text in self._texts if list(text[:size]) == list(ids)), ())
         return [
             token if self._rng.random() < self._rate else token ^ 1
             for token in text[size : size + count]
@@ -152,11 +152,11 @@ def compared(off: Measured, on: Measured, sequences: int) -> dict[str, Any]:
     }
 
 
-def speed(tokens: int, folder: Path) -> Iterator[dict[str, Any]]:
+def speed(tokens: int, folder: Path, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yields SmolLM2 with all weights on disk, with guesses and without."""
     model = smollm2()
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    for sequences in (1, 4):
+    for sequences in counts:
         options = {"policy": policy_of(ON_DISK, sequences, False), "offload_dir": folder}
         offs = {}
         with LLM(model, **options) as llm:
@@ -171,11 +171,13 @@ def speed(tokens: int, folder: Path) -> Iterator[dict[str, Any]]:
                     yield row | compared(offs[kind], on, sequences)
 
 
-def shape(name: str, tokens: int, folder: Path, rate: float) -> Iterator[dict[str, Any]]:
+def shape(
+    name: str, tokens: int, folder: Path, rate: float, counts: Sequence[int]
+) -> Iterator[dict[str, Any]]:
     """Yields a known shape with all weights on disk, with scripted guesses and without."""
     rng = np.random.default_rng(1)
     params = SamplingParams.plain(tokens)
-    for sequences in (1, 4):
+    for sequences in counts:
         prompts = rng.integers(10, 5000, (sequences, 128)).tolist()
         options = {"model": name, "dummy_weights": True, "offload_dir": folder}
         with LLM(policy=policy_of(ON_DISK, sequences, False), **options) as llm:
@@ -197,6 +199,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--shape", default="facebook/opt-1.3b")
     parser.add_argument("--rate", type=float, default=0.6, help="Share of right guesses.")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
@@ -209,9 +212,9 @@ def main() -> None:
         if args.part == "acceptance":
             made = acceptance(args.tokens)
         elif args.part == "speed":
-            made = speed(args.tokens, folder)
+            made = speed(args.tokens, folder, args.sequences)
         else:
-            made = shape(args.shape, args.tokens, folder, args.rate)
+            made = shape(args.shape, args.tokens, folder, args.rate, args.sequences)
         for row in made:
             print(row, flush=True)
             rows.append(row)

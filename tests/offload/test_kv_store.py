@@ -20,13 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.offload.disk.kv_store import (
-    TOKENS,
-    DamagedError,
-    KeptArray,
-    KVStore,
-    PieceLayout,
-)
+from flexgen_jax.offload.disk.kv_pieces import TOKENS, DamagedError, KeptArray, PieceLayout
+from flexgen_jax.offload.disk.kv_store import KVStore
 from tests.helpers.cases import pairwise
 from tests.helpers.models import PLACEMENTS, assert_within_plan
 from tests.helpers.numpy_opt import reference

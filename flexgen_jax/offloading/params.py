@@ -1,0 +1,98 @@
+"""A model's parameters as a pytree of layers, on the device, the host and the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from flexgen_jax.errors import UserError
+from flexgen_jax.models.tensors import SafeTensors
+from flexgen_jax.offload.disk.folder import (
+    OffloadFolder,
+    WeightFolder,
+)
+from flexgen_jax.offloading.tiered import TieredArrays
+from flexgen_jax.policy.policy import Placement
+
+
+class TieredParams(TieredArrays):
+    """A model's layers, placed when it is made; see `TieredArrays`.
+
+    layers: pytrees by name, or pairs of a name and a pytree that are made one after the other, so
+        that few have to be in memory: the one that is made, and two that wait for the disk.
+    stored_as: a name for what is on disk, which then stays there: a later process that gives the
+        same name takes it as it is, whatever `layers` has, and writes what is missing. So name what
+        it holds, such as "my-model-step-1000". Files appear whole or not at all, and are compared
+        with their checksums. Such layers cannot be replaced.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        placement: Placement,
+        *,
+        stored_as: str | None = None,
+        folder: str | Path | None = None,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        disk_space: str | int | None = None,
+        unified: bool | None = None,
+    ) -> None:
+        super().__init__(
+            placement,
+            folder=folder,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            disk_space=disk_space,
+            unified=unified,
+        )
+        self._name, self._is_kept = stored_as, stored_as is not None
+        try:
+            with self._folder().locked() if self._is_kept else nullcontext():
+                for name, tree in layers.items() if isinstance(layers, Mapping) else layers:
+                    if name in self:
+                        raise UserError(f"two layers have the name {name!r}")
+                    super().put(name, tree)
+                while self._settle():
+                    pass
+            for name, entry in self._entries.items():
+                if entry.failure is not None:
+                    raise UserError(f"{name} could not be written: {entry.failure}")
+        except BaseException:
+            self.close()
+            raise
+
+    def put(self, name: str, tree: Any) -> None:
+        """Replaces a layer, see `TieredArrays.put`."""
+        if self._is_kept:
+            raise UserError(f"layers that are stored as {self._name!r} cannot be replaced")
+        self._entry(name)
+        super().put(name, tree)
+
+    def _opened(self, disk: OffloadFolder) -> WeightFolder:
+        if self._name is None:
+            return super()._opened(disk)
+        return disk.weights(f"layers-{quote(self._name, safe='')}")
+
+
+def checkpoint_layers(
+    folder: str | Path, layer_of: Callable[[str], str | None]
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Yields the layers of a folder of safetensors, each as its tensors by name, in the order of
+    their first tensors; only one layer is in memory.
+
+    layer_of: returns the layer of a tensor's name, None for a tensor that is not wanted.
+    """
+    tensors = SafeTensors(Path(folder).expanduser())
+    names: dict[str, list[str]] = {}
+    for name in tensors:
+        layer = layer_of(name)
+        if layer is not None:
+            names.setdefault(layer, []).append(name)
+    for layer, members in names.items():
+        yield layer, {name: tensors.rows(name)[:] for name in members}
