@@ -24,12 +24,12 @@ from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import DiskReads
-from flexgen_jax.policy.layer_state import LayerState
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.memory import peak_bytes, plan_workspace
 from flexgen_jax.policy.placement import page_cached, place_weights, realised
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import TIERS, Policy, Tier, Workload
+from flexgen_jax.policy.running import LayerState
 from flexgen_jax.policy.shapes import BlockShape, Setting
 from flexgen_jax.policy.waves import Step
 from flexgen_jax.progress import Progress

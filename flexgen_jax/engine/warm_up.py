@@ -13,9 +13,8 @@ from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.dispatch import sharing_rows
 from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.joined import joined_layers
-from flexgen_jax.policy.layer_state import BlocksAt, LayerState
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.running import BlocksAt, LayerState, Running
 
 
 def warm_up(device: Device, plan: BlockPlan) -> float:

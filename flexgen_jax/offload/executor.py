@@ -36,19 +36,20 @@ from flexgen_jax.offload.speculation import Acceptance, DraftedText, Drafter, Pa
 from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.backend import Inputs, Part
-from flexgen_jax.policy.layer_state import (
-    CachedPart,
-    LayerState,
-    PromptPart,
-    ReplacedPart,
-    SealedPart,
-)
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.parts import Layout, WeightsPart
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Tier
-from flexgen_jax.policy.running import Begun, Running
+from flexgen_jax.policy.running import (
+    Begun,
+    CachedPart,
+    LayerState,
+    PromptPart,
+    ReplacedPart,
+    Running,
+    SealedPart,
+)
 from flexgen_jax.policy.stages import StageLoop
 from flexgen_jax.policy.waves import Step
 

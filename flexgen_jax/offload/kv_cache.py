@@ -28,9 +28,15 @@ from flexgen_jax.offload.disk.records import Records
 from flexgen_jax.offload.prefetch import Load, Write, ended_on_error, finish
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.watcher import counted
-from flexgen_jax.policy.layer_state import BlocksAt, CachedPart, LayerState, PromptPart, SealedPart
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.running import (
+    BlocksAt,
+    CachedPart,
+    LayerState,
+    PromptPart,
+    Running,
+    SealedPart,
+)
 
 
 @jax.tree_util.register_dataclass

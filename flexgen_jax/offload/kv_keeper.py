@@ -20,10 +20,9 @@ from flexgen_jax.offload.disk.kv_pieces import KeptArray, PieceLayout
 from flexgen_jax.offload.disk.kv_store import Draft, KVStore
 from flexgen_jax.offload.kv_cache import BlockArrays, KVCache
 from flexgen_jax.offload.replaced import ReplacedStore
-from flexgen_jax.policy.layer_state import LayerState, PromptPart, ReplacedPart
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import SCORE
-from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.running import LayerState, PromptPart, ReplacedPart, Running
 
 PREFIX_END = -1
 """The token of a prefix's last step, see `Running.tokens`."""

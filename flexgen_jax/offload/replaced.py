@@ -15,8 +15,7 @@ from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder
 from flexgen_jax.offload.prefetch import Load, Write
 from flexgen_jax.offload.tiers import HostBuffer, Memories
 from flexgen_jax.offload.watcher import counted
-from flexgen_jax.policy.layer_state import ReplacedPart, ReplacedSlot
-from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.running import ReplacedPart, ReplacedSlot, Running
 
 Arrays = tuple[jax.Array, ...]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from flexgen_jax.policy.layer_state import LayerState, ReplacedSlot
 from flexgen_jax.policy.placement import Homes, Placer
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.running import LayerState, ReplacedSlot, Running
 from flexgen_jax.policy.shapes import BatchShape
 from flexgen_jax.policy.sharing import Shared, spans_of
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from flexgen_jax.policy.layer_state import (
+from flexgen_jax.policy.parts import Layout, WeightsPart
+from flexgen_jax.policy.running import (
+    Begun,
     CachedPart,
     Handle,
     LayerState,
@@ -13,8 +15,6 @@ from flexgen_jax.policy.layer_state import (
     ReplacedPart,
     SealedPart,
 )
-from flexgen_jax.policy.parts import Layout, WeightsPart
-from flexgen_jax.policy.running import Begun
 from flexgen_jax.policy.waves import Step
 
 Part = WeightsPart | CachedPart | ReplacedPart

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 from flexgen_jax.policy.backend import Backend
-from flexgen_jax.policy.layer_state import Buffer
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.parts import Layout
+from flexgen_jax.policy.running import Buffer
 
 
 class Ring:

@@ -1,4 +1,4 @@
-"""Opens, seals and writes KV blocks, and reserves their memory; see `layer_state.py`.
+"""Opens, seals and writes KV blocks, and reserves their memory; see `running.py`.
 
 An open block whose home is the disk is kept on the host until it is full.
 """
@@ -9,11 +9,16 @@ from collections.abc import Sequence
 
 from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.buffers import Ring
-from flexgen_jax.policy.layer_state import CachedPart, Handle, LayerState, SealedPart
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import TIERS, Tier
-from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.running import (
+    CachedPart,
+    Handle,
+    LayerState,
+    Running,
+    SealedPart,
+)
 
 PENDING_WRITES = 3
 """Number of steps whose KV blocks, and of steps whose hidden states, may wait for the disk."""

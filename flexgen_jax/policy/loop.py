@@ -18,14 +18,13 @@ from flexgen_jax.policy.arrivals import Planned
 from flexgen_jax.policy.backend import Backend, Inputs
 from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.cache_blocks import CacheBlocks
-from flexgen_jax.policy.layer_state import Handle
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loads import Loader
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Tier
 from flexgen_jax.policy.prefetch import Prefetch, state_of
 from flexgen_jax.policy.replaced import ReplacedArrays
-from flexgen_jax.policy.running import Running
+from flexgen_jax.policy.running import Handle, Running
 from flexgen_jax.policy.shrinking import Shrinking
 from flexgen_jax.policy.visits import Visits
 from flexgen_jax.policy.waves import Arrivals, LookAhead, Step, Steps, Waves

@@ -16,13 +16,20 @@ from flexgen_jax.policy.arrivals import Alone, LastOneLate, Planned
 from flexgen_jax.policy.backend import Inputs, Part
 from flexgen_jax.policy.cache_blocks import PENDING_WRITES
 from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.layer_state import Handle, LayerState, PromptPart, ReplacedPart, SealedPart
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, HeadUse, Tier
-from flexgen_jax.policy.running import Begun, Running
+from flexgen_jax.policy.running import (
+    Begun,
+    Handle,
+    LayerState,
+    PromptPart,
+    ReplacedPart,
+    Running,
+    SealedPart,
+)
 from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.policy.waves import Step
 

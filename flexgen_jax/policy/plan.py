@@ -1,6 +1,6 @@
 """The plan of a run: what does not depend on which batches are there.
 
-What a batch has, and where, is in `running.py` and `layer_state.py`.
+What a batch has, and where, is in `running.py`.
 """
 
 from __future__ import annotations

@@ -17,20 +17,21 @@ from typing import Protocol
 from flexgen_jax.policy.backend import Inputs, Part
 from flexgen_jax.policy.clock import Clock, Loading
 from flexgen_jax.policy.costs import Costs
-from flexgen_jax.policy.layer_state import (
-    CachedPart,
-    Handle,
-    LayerState,
-    PromptPart,
-    ReplacedPart,
-    SealedPart,
-)
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.memory import planned_ledger
 from flexgen_jax.policy.parts import Layout, WeightsPart
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Tier
-from flexgen_jax.policy.running import Begun, Running
+from flexgen_jax.policy.running import (
+    Begun,
+    CachedPart,
+    Handle,
+    LayerState,
+    PromptPart,
+    ReplacedPart,
+    Running,
+    SealedPart,
+)
 from flexgen_jax.policy.simulated_steps import SimulatedSteps
 from flexgen_jax.policy.waves import Arrivals, Step
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from flexgen_jax.policy.backend import Inputs
 from flexgen_jax.policy.clock import Clock
 from flexgen_jax.policy.costs import Costs
-from flexgen_jax.policy.layer_state import LayerState
 from flexgen_jax.policy.plan import BlockPlan
+from flexgen_jax.policy.running import LayerState
 from flexgen_jax.policy.waves import Step
 
 GUESSED = 0.8

@@ -18,19 +18,19 @@ from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.costs import Costs
-from flexgen_jax.policy.layer_state import (
-    CachedPart,
-    LayerState,
-    PromptPart,
-    ReplacedPart,
-    SealedPart,
-)
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.memory import plan_workspace, planned_ledger
 from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
+from flexgen_jax.policy.running import (
+    CachedPart,
+    LayerState,
+    PromptPart,
+    ReplacedPart,
+    SealedPart,
+)
 from flexgen_jax.policy.shapes import BlockShape, Setting
 from flexgen_jax.policy.simulate import Simulation
 from flexgen_jax.policy.waves import Step

@@ -25,7 +25,7 @@ from flexgen_jax.offload.disk import folder as disk_folder
 from flexgen_jax.offload.disk.direct_reads import Piece, read_file, whole_pages
 from flexgen_jax.offload.disk.folder import OffloadError, OffloadFolder
 from flexgen_jax.policy.cache_blocks import CacheBlocks
-from flexgen_jax.policy.layer_state import CachedPart, LayerState
+from flexgen_jax.policy.running import CachedPart, LayerState
 from tests.helpers.models import prompts
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -15,12 +15,12 @@ from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.policy.buffers import Ring
-from flexgen_jax.policy.layer_state import CachedPart, ReplacedPart
 from flexgen_jax.policy.ledger import BudgetError, Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.memory import Idle, dry_run, peak_bytes, planned_ledger
 from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.policy import Policy
+from flexgen_jax.policy.running import CachedPart, ReplacedPart
 from flexgen_jax.policy.shapes import BlockShape
 from flexgen_jax.policy.simulate import simulate
 from tests.helpers.blocks import BACKENDS, Call, plan_of, run_block
