@@ -13,8 +13,9 @@ from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.dispatch import sharing_rows
 from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.joined import joined_layers
+from flexgen_jax.policy.passes import BlocksAt
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import BlocksAt, LayerState, Running
+from flexgen_jax.policy.running import LayerState, Running
 
 
 def warm_up(device: Device, plan: BlockPlan) -> float:

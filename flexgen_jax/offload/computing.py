@@ -161,7 +161,7 @@ class Computing:
             donates=state_of(step).may_overwrite(step.token),
             has_guesses=has_guesses,
         )
-        known = (self._device.memories.numbers(step.batch.cached_by_pass),) if has_guesses else ()
+        known = (self._device.memories.numbers(step.batch.passes.cached),) if has_guesses else ()
         hidden, new, replaced, checks = program(
             weights,
             hidden_of(inputs),

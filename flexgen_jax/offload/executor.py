@@ -39,10 +39,10 @@ from flexgen_jax.policy.backend import Inputs, Part
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.parts import Layout, WeightsPart
+from flexgen_jax.policy.passes import Begun
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Tier
 from flexgen_jax.policy.running import (
-    Begun,
     CachedPart,
     LayerState,
     PromptPart,
@@ -277,7 +277,7 @@ class BlockRun:
         if step.token <= 0:
             text.ids = prompt_ids(step.batch, row=0)  # by now prefixes are there, too
         else:
-            places, cached = text.accepted(chosen), step.batch.cached_by_pass
+            places, cached = text.accepted(chosen), step.batch.passes.cached
         left, taken = None, list[int]()
         for place in places:
             left = self._told(step, jax.tree.map(lambda x: x[place : place + 1], result))  # noqa: B023

@@ -28,15 +28,9 @@ from flexgen_jax.offload.disk.records import Records
 from flexgen_jax.offload.prefetch import Load, Write, ended_on_error, finish
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.watcher import counted
+from flexgen_jax.policy.passes import BlocksAt
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import (
-    BlocksAt,
-    CachedPart,
-    LayerState,
-    PromptPart,
-    Running,
-    SealedPart,
-)
+from flexgen_jax.policy.running import CachedPart, LayerState, PromptPart, Running, SealedPart
 
 
 @jax.tree_util.register_dataclass
@@ -134,7 +128,7 @@ class KVCache:
     def append(self, state: LayerState, new: Block) -> None:
         """Writes what a layer keeps of a token, or of all that a pass caches, to the open block."""
         block: BlockArrays = state.payload.blocks[state.sealed]
-        cached = state.running.cached_by_pass
+        cached = state.running.passes.cached
         if block.views:
             for view, array in zip(block.views, new, strict=True):
                 into = view[..., block.used : block.used + cached, :]
@@ -148,7 +142,7 @@ class KVCache:
     def replace(self, state: LayerState, arrays: Block) -> None:
         """Takes an open block to which a program has appended tokens."""
         block: BlockArrays = state.payload.blocks[state.sealed]
-        block.arrays, block.used = arrays, block.used + state.running.cached_by_pass
+        block.arrays, block.used = arrays, block.used + state.running.passes.cached
 
     def quantize(self, state: LayerState, number: int) -> None:
         """Quantizes a full block on the device."""

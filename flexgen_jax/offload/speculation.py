@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from flexgen_jax.policy.drafts import DraftRates
-from flexgen_jax.policy.running import Begun
+from flexgen_jax.policy.passes import Begun
 
 PROBE = 32
 """Every so many passes, the other way is taken, with guesses or without, to see what it costs."""

@@ -6,15 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from flexgen_jax.policy.parts import Layout, WeightsPart
-from flexgen_jax.policy.running import (
-    Begun,
-    CachedPart,
-    Handle,
-    LayerState,
-    PromptPart,
-    ReplacedPart,
-    SealedPart,
-)
+from flexgen_jax.policy.passes import Begun, Handle
+from flexgen_jax.policy.running import CachedPart, LayerState, PromptPart, ReplacedPart, SealedPart
 from flexgen_jax.policy.waves import Step
 
 Part = WeightsPart | CachedPart | ReplacedPart

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.parts import Layout
-from flexgen_jax.policy.running import Buffer
+from flexgen_jax.policy.passes import Buffer
 
 
 class Ring:

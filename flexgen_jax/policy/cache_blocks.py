@@ -10,15 +10,10 @@ from collections.abc import Sequence
 from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.passes import Handle
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import TIERS, Tier
-from flexgen_jax.policy.running import (
-    CachedPart,
-    Handle,
-    LayerState,
-    Running,
-    SealedPart,
-)
+from flexgen_jax.policy.running import CachedPart, LayerState, Running, SealedPart
 
 PENDING_WRITES = 3
 """Number of steps whose KV blocks, and of steps whose hidden states, may wait for the disk."""
@@ -141,7 +136,7 @@ class CacheBlocks:
         """Stores what a layer keeps of one token, or of those that a pass caches; seals the open
         block when it is full and another one comes after it."""
         self._backend.keep(state, computed)
-        state.tokens += state.running.cached_by_pass
+        state.tokens += state.running.passes.cached
         if state.tokens == state.full_at and state.sealed + 1 < len(state.running.lengths):
             self._seal(state)
             self._open(state)

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from flexgen_jax.policy.backend import Backend, Part
 from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.running import Buffer, Handle
+from flexgen_jax.policy.passes import Buffer, Handle
 
 K = TypeVar("K", bound=Hashable)
 

@@ -20,11 +20,12 @@ from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.cache_blocks import CacheBlocks
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loads import Loader
+from flexgen_jax.policy.passes import Handle
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Tier
 from flexgen_jax.policy.prefetch import Prefetch, state_of
 from flexgen_jax.policy.replaced import ReplacedArrays
-from flexgen_jax.policy.running import Handle, Running
+from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.shrinking import Shrinking
 from flexgen_jax.policy.visits import Visits
 from flexgen_jax.policy.waves import Arrivals, LookAhead, Step, Steps, Waves
@@ -168,7 +169,7 @@ class BlockLoop:
                 return
         begun = self._backend.begin(step, self._tokens.get(step.token, 1))
         if self._begins_pass(step):
-            step.batch.begin_pass(step.token, begun)
+            step.batch.passes.begin(step.token, begun, step.batch.lengths)
         if step.batch.shrinks_at(step.token):
             self._shrink(step)
             if not step.batch.is_going:

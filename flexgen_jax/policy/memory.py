@@ -19,17 +19,10 @@ from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.parts import Layout
+from flexgen_jax.policy.passes import Begun, Handle
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, HeadUse, Tier
-from flexgen_jax.policy.running import (
-    Begun,
-    Handle,
-    LayerState,
-    PromptPart,
-    ReplacedPart,
-    Running,
-    SealedPart,
-)
+from flexgen_jax.policy.running import LayerState, PromptPart, ReplacedPart, Running, SealedPart
 from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.policy.waves import Step
 

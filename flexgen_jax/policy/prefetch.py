@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from flexgen_jax.policy.buffers import Ring
 from flexgen_jax.policy.cache_blocks import CacheBlocks
 from flexgen_jax.policy.loads import Loader, PartLoad, Stream
+from flexgen_jax.policy.passes import Handle
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.replaced import ReplacedArrays
-from flexgen_jax.policy.running import Handle, LayerState, Running
+from flexgen_jax.policy.running import LayerState, Running
 from flexgen_jax.policy.waves import LookAhead, Step
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.cache_blocks import PENDING_WRITES
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.running import Handle, ReplacedPart, ReplacedSlot, Running
+from flexgen_jax.policy.passes import Handle
+from flexgen_jax.policy.running import ReplacedPart, ReplacedSlot, Running
 
 
 class ReplacedArrays:

@@ -19,21 +19,12 @@ from typing import Any, Literal, NamedTuple
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.policy.parts import Layout
+from flexgen_jax.policy.passes import BlocksAt, Buffer, Handle, Passes
 from flexgen_jax.policy.placement import home_of_hidden
 from flexgen_jax.policy.plan import BlockPlan, Blocks, BlockSizes
 from flexgen_jax.policy.policy import TIERS, Tier
 from flexgen_jax.policy.shapes import BatchShape, Span
 from flexgen_jax.policy.sharing import Shared
-
-Handle = Any
-"""Whatever a backend makes; the loop only hands it back."""
-
-
-class Buffer(NamedTuple):
-    """A host buffer, and its backend's handle."""
-
-    layout: Layout
-    handle: Handle
 
 
 class CachedPart(NamedTuple):
@@ -80,17 +71,6 @@ class SealedPart(NamedTuple):
 
     state: LayerState
     blocks: Sequence[int]
-
-
-class BlocksAt(NamedTuple):
-    """The KV blocks of one layer and batch whose values are in one place, device or host."""
-
-    # Token counts of the sealed blocks.
-    lengths: tuple[int, ...]
-    # Token count of the open block, 0 if it is elsewhere.
-    tail: int
-    # The index of the first token of each of these blocks.
-    starts: tuple[int, ...]
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -281,24 +261,6 @@ def _replaced(
     )
 
 
-class Pass(NamedTuple):
-    """A step after the prompt in all layers: its number, as in `Step`, the index of the first token
-    that it computes, the number of these, and how many of them it caches."""
-
-    token: int
-    start: int
-    computed: int
-    cached: int
-
-
-class Begun(NamedTuple):
-    """What a pass computes of a sequence: `computed` tokens, the first `known` of which are no
-    guesses."""
-
-    known: int = 1
-    computed: int = 1
-
-
 @dataclass(eq=False, repr=False)
 class Running:
     """A batch under way."""
@@ -346,9 +308,7 @@ class Running:
 
     def __post_init__(self) -> None:
         self.hidden = ReplacedSlot(self, "activations")
-        # The latest step after the prompt; before the first one, as if that was the prompt's last
-        # token.
-        self._pass = Pass(token=0, start=self.shape.prompt_len - 1, computed=1, cached=1)
+        self.passes = Passes(self.shape.prompt_len)
         self._sizes: dict[int, list[BlockSizes]] = {}
         self._hidden_parts: dict[tuple[int, int, int], ReplacedPart] = {}
 
@@ -399,31 +359,9 @@ class Running:
     def span(self, token: int) -> Span:
         """Returns what the step of a token computes of its sequences."""
         if token > 0:
-            is_begun = token <= self._pass.token
-            most = self.plan.policy.pass_tokens
-            return Span(self._start_of(token), self._pass.computed if is_begun else most)
+            return self.passes.span(token, self.plan.policy.pass_tokens)
         index = token - self.tokens.start
         return Span(sum(self.chunks[:index]), self.chunks[index])
-
-    def _start_of(self, token: int) -> int:
-        """Returns the index of the first token that a step after the prompt computes; steps to come
-        count as if they cached one token each."""
-        latest = self._pass
-        if token <= latest.token:
-            return latest.start
-        return latest.start + latest.cached + token - latest.token - 1
-
-    def begin_pass(self, token: int, begun: Begun) -> None:
-        """Begins a step after the prompt, whose known tokens are cached as far as the open KV block
-        has room."""
-        start, known = self._start_of(token), begun.known
-        room = next((x for total in accumulate(self.lengths) if (x := total - start) > 0), known)
-        self._pass = Pass(token, start, begun.computed, min(known, room))
-
-    @property
-    def cached_by_pass(self) -> int:
-        """How many of its tokens the latest step after the prompt caches."""
-        return self._pass.cached
 
     def prompt_blocks(self, token: int) -> range:
         """Returns the numbers of the KV blocks that a prompt's step makes."""

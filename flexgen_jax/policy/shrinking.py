@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.cache_blocks import CacheBlocks
 from flexgen_jax.policy.ledger import Ledger
+from flexgen_jax.policy.passes import Handle
 from flexgen_jax.policy.policy import Tier
 from flexgen_jax.policy.prefetch import Prefetch, state_of
-from flexgen_jax.policy.running import Handle, Running
+from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.waves import Step
 
 ROWS_OF_A_LARGE_BATCH = 64

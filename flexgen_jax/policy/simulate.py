@@ -20,12 +20,11 @@ from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.memory import planned_ledger
 from flexgen_jax.policy.parts import Layout, WeightsPart
+from flexgen_jax.policy.passes import Begun, Handle
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Tier
 from flexgen_jax.policy.running import (
-    Begun,
     CachedPart,
-    Handle,
     LayerState,
     PromptPart,
     ReplacedPart,

@@ -14,8 +14,9 @@ from flexgen_jax.policy.backend import ChosenExperts
 from flexgen_jax.policy.cache_blocks import CacheBlocks
 from flexgen_jax.policy.loads import Loader, PartLoad, Stream
 from flexgen_jax.policy.parts import WeightsPart
+from flexgen_jax.policy.passes import Handle
 from flexgen_jax.policy.plan import BlockPlan, few_are_chosen
-from flexgen_jax.policy.running import CachedPart, Handle, Running
+from flexgen_jax.policy.running import CachedPart, Running
 from flexgen_jax.policy.waves import LookAhead, Step
 
 VisitPart = tuple[int, WeightsPart | CachedPart]

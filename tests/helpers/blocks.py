@@ -24,13 +24,7 @@ from flexgen_jax.policy.memory import plan_workspace, planned_ledger
 from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
-from flexgen_jax.policy.running import (
-    CachedPart,
-    LayerState,
-    PromptPart,
-    ReplacedPart,
-    SealedPart,
-)
+from flexgen_jax.policy.running import CachedPart, LayerState, PromptPart, ReplacedPart, SealedPart
 from flexgen_jax.policy.shapes import BlockShape, Setting
 from flexgen_jax.policy.simulate import Simulation
 from flexgen_jax.policy.waves import Step
