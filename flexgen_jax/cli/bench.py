@@ -191,6 +191,13 @@ def bench_summary(report: Report) -> str:
         if device_peak is not None
         else ""
     )
+    drafts = report.get("drafts", {})
+    guesses = ""
+    if drafts.get("passes"):
+        guesses = (
+            f"\nguesses: {drafts['guessed']} in {drafts['passes']} passes, {drafts['accepted']} of "
+            f"them right; a pass found {report['tokens_a_pass']:.2f} tokens of a text"
+        )
     return (
         f"{report['model']}, {report['num_sequences']} x ({report['prompt_len']} + "
         f"{report['gen_len']}) tokens, {report['dtype']}\n"
@@ -199,7 +206,7 @@ def bench_summary(report: Report) -> str:
         f"placing weights {report['init_s']:.1f} s and compiling {report['compile_s']:.1f} s "
         f"not counted)\n"
         f"moved: {moved or 'nothing'}\nmoved for a token of every sequence: {each or 'nothing'}\n"
-        f"busy: {busy}\npeak: {peaks}{own}"
+        f"busy: {busy}\npeak: {peaks}{own}{guesses}"
     )
 
 

@@ -45,8 +45,9 @@ class Report(TypedDict, total=False):
     # Bytes and seconds by resource, phase and content, with `breakdown`.
     breakdown: list[dict[str, Any]]
     guessed_experts: dict[str, int]
-    # Passes with guessed tokens, how many were guessed, and how many of these accepted.
-    drafts: dict[str, int]
+    # Of guessed tokens, see `offload.speculation.Acceptance`; and how many tokens of a text a pass
+    # found.
+    drafts: dict[str, Any]
     tokens_a_pass: float
     # Of the KV store: bytes written, and files evicted, by this process.
     kv_store_written: int

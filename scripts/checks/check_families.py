@@ -1,8 +1,8 @@
 """Checks model families against transformers, everywhere their data can lie.
 
 For both variants of each family, greedy tokens in fp32 must be transformers' under four placements,
-two schedules and both places of attention; with weights and cache in 4 bits they must be equal
-under all of these.
+two schedules and both places of attention, and with guessed tokens, some of them wrong, under the
+four placements; with weights and cache in 4 bits they must be equal under all of these but guesses.
 
     python scripts/checks/check_families.py [FAMILY ...]
 """
@@ -20,6 +20,9 @@ import jax
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.engine import drafting
+from flexgen_jax.offload.speculation import Pace
+from tests.helpers.drafts import Scripted
 from tests.helpers.families import NEW_TOKENS, VARIANTS, Reference
 from tests.helpers.models import PLACEMENTS, prompts
 
@@ -57,18 +60,45 @@ def tokens(folder: Path, bits: int) -> Iterator[list[list[int]]]:
         yield [result.token_ids for result in found]
 
 
+def with_guesses(folder: Path, reference: Reference) -> Iterator[list[list[int]]]:
+    """Yields the tokens of every prompt with guesses, every fifth of which is wrong, for each
+    placement."""
+    texts = [[*p, *ids] for p, ids in zip(prompts(), reference.tokens, strict=True)]
+    drafting.LookupDrafter = lambda: Scripted(texts, wrong=5)  # type: ignore[assignment, misc]
+    Pace.count = lambda pace: pace.most  # type: ignore[method-assign]
+    for number, percent in enumerate(PLACEMENTS):
+        policy = Policy.from_percent(*percent, batch_size=1, num_batches=4, kv_block_tokens=4)
+        with (
+            tempfile.TemporaryDirectory() as offload,
+            LLM(
+                folder,
+                dtype="float32",
+                policy=policy,
+                offload_dir=offload,
+                unified=HAS_ONE_MEMORY and number % 2 > 0,
+                draft="lookup",
+                draft_tokens=(1, 2, 4, 8)[number],
+            ) as llm,
+        ):
+            found = llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
+        yield [result.token_ids for result in found]
+
+
 def main() -> None:
     wrong = 0
     for family, variant in product(sys.argv[1:] or VARIANTS, (0, 1)):
         with tempfile.TemporaryDirectory() as folder:
             reference = Reference(Path(folder), family, variant)
             plain = [found == reference.tokens for found in tokens(Path(folder), 16)]
+            guesses = with_guesses(Path(folder), reference)
+            guessed = [found == reference.tokens for found in guesses]
             packed = list(tokens(Path(folder), 4))
         equal = [found == packed[0] for found in packed]
-        wrong += plain.count(False) + equal.count(False)
+        wrong += plain.count(False) + guessed.count(False) + equal.count(False)
         print(
             f"{family} {variant}: {sum(plain)} of {len(plain)} ways give transformers' tokens, "
-            f"{sum(equal)} of {len(equal)} equal ones with 4 bits",
+            f"so do {sum(guessed)} of {len(guessed)} with guesses, "
+            f"{sum(equal)} of {len(equal)} give equal ones with 4 bits",
             flush=True,
         )
     print(f"{wrong} wrong")
