@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def texts(params: SamplingParams, **options: Any) -> tuple[list[Any], Any]:
 CASES = covering([*PLACEMENTS], [True, False], [1, 4, 8], [*CHOSEN], together=2)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("percent", "unified", "count", "kind"), CASES)
 def test_guesses_change_no_text(
     scripted: Guessing,
@@ -121,10 +121,8 @@ def test_guesses_change_no_text(
 
 
 @pytest.mark.usefixtures("always_guessing")
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_model_itself_in_4_bits_guesses_what_is_drawn(
-    shipped: Path | None, temperature: float
-) -> None:
+@pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_the_model_itself_in_4_bits_guesses_what_is_drawn(temperature: float) -> None:
     """It has the draws that the tokens will have, so that random texts are guessed as well."""
     params = SamplingParams(max_tokens=30, temperature=temperature, seed=2, ignore_eos=True)
     said = ["The sea is", "Once upon a time there was"]
@@ -162,7 +160,7 @@ def test_texts_end_amid_a_pass(scripted: Guessing) -> None:
         assert {r.finish_reason for r in results} == {"length"}
 
 
-@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("unified", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_shared_and_kept_changes_no_text(
     scripted: Guessing, tmp_path: Path, unified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +182,7 @@ def test_what_is_shared_and_kept_changes_no_text(
         assert report is not None and report["tokens_a_pass"] > 1.5
 
 
+@pytest.mark.slow
 def test_json_of_a_schema(always_guessing: None) -> None:
     pytest.importorskip("llguidance")
     schema = {
@@ -315,13 +314,7 @@ def test_a_batch_has_one_sequence() -> None:
         Policy(batch_size=8, draft_tokens=2)
 
 
-def test_other_tokens_are_refused(shipped: Path | None, tmp_path: Path) -> None:
+def test_other_tokens_are_refused() -> None:
     other = Model.from_arrays(OPT, random_tensors(OPT), name="another")
     with pytest.raises(UserError, match="another has 96 tokens"):
         LLM(draft=other)
-
-
-@pytest.fixture
-def shipped() -> Iterator[Path | None]:
-    """The model that ships with the package."""
-    yield None
