@@ -19,7 +19,7 @@ from flexgen_jax.engine.sampling import (
     sampling_arrays,
 )
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.offload.batch import Batch
+from flexgen_jax.offload.batch import Batch, Guesses
 from flexgen_jax.policy.admission import Admission
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY
@@ -311,33 +311,37 @@ class Waiting:
         self._chains[running] = [chains[row] for row in kept]
         running.share(spans_of(self._chains[running]))
 
-    def adjusted(self, running: Running, guesses: Sequence[int] = ()) -> tuple[np.ndarray, ...]:
+    def adjusted(self, running: Running, guesses: Guesses = ()) -> tuple[np.ndarray, ...]:
         """Returns the arguments of `layers.sampling.adjust` for a batch's next tokens, or (); see
         `offload.batch.BatchSource`."""
         members, choices = self.members[running], self._choices
         if choices is None or not any(r.params.is_adjusted for r in members):
             return ()
-        rows = [changes for r in members for changes in choices.adjustments(r, guesses)]
+        own = [*guesses[: len(members)], *[()] * (len(members) - len(guesses))]
+        each = zip(members, own, strict=True)
+        rows = [changes for r, those in each for changes in choices.adjustments(r, those)]
         padding: list[Mapping[int, tuple[float, float]]] = [{}] * (
             self._given[running].size - len(members)
         )
         return adjusting_arrays([*rows, *padding])
 
-    def allowed(self, running: Running, guesses: Sequence[int] = ()) -> np.ndarray | None:
+    def allowed(self, running: Running, guesses: Guesses = ()) -> np.ndarray | None:
         """Returns which tokens may come next in a batch, uint32 [batch, vocabulary / 32], or None;
         see `offload.batch.BatchSource`."""
         members, choices = self.members[running], self._choices
         if choices is None or all(r.params.schema is None for r in members):
             return None
-        each = [choices.allowed(request, guesses) for request in members]
+        own = [*guesses[: len(members)], *[()] * (len(members) - len(guesses))]
+        each = [choices.allowed(r, those) for r, those in zip(members, own, strict=True)]
         words = next((masks[0].size for masks in each if masks is not None), None)
         if words is None:
             return None
-        rows = self._given[running].size + len(guesses)
-        allowed = np.full((rows, words), ~np.uint32(0))
-        for row, masks in enumerate(each):
+        rows = self._given[running].size + sum(map(len, own))
+        allowed, row = np.full((rows, words), ~np.uint32(0)), 0
+        for masks, those in zip(each, own, strict=True):
             if masks is not None:
                 allowed[row : row + len(masks)] = masks
+            row += 1 + len(those)
         return allowed
 
     def wait(self) -> bool:

@@ -43,7 +43,7 @@ class EngineOptions:
     draft: what guesses tokens, of which a pass over the weights then checks several: "lookup", what
         followed the same tokens in the text so far; "self-4bit", the model itself with weights in 4
         bits; or a smaller model with the same tokens, named as `model` is. The device has room for
-        all of it. Each sequence becomes a batch of its own. None guesses nothing.
+        all of it. None guesses nothing.
     draft_tokens: how many are guessed for a pass, `DRAFT_TOKENS` by default.
     device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is what is there.
     write_limit: bytes that a plan may write to the disk a day, since that wears an SSD; None is
@@ -146,12 +146,8 @@ class EngineOptions:
         policy = replace(Policy() if self.policy == "auto" else self.policy, **self.changes)
         if self.draft is None:
             return policy
-        return replace(
-            policy,
-            batch_size=1,
-            num_batches=policy.batch_size * policy.num_batches,
-            draft_tokens=DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens,
-        )
+        count = DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
+        return replace(policy, draft_tokens=count)
 
     def open_model(self) -> Model:
         """Opens the model; raises `UserError` if that is not possible."""

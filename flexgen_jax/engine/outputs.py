@@ -121,13 +121,13 @@ class Generation:
         return self._grammars.matcher(request.params.schema, request.given_ids, request.made_ids)
 
     def receive(self, requests: Sequence[EncodedRequest], token: int, result: Any) -> list[int]:
-        """Takes a token of each request of a batch, int32 [batch, 1], or this with its
+        """Takes a token of each request of a batch, int32 [batch, 1], -1 for none, or this with its
         `layers.sampling.log_probabilities`; returns the rows of those that are not finished. token:
         the number of the token."""
         ids, *logprobs = result if isinstance(result, tuple) else (result,)
         for row, (request, chosen_id) in enumerate(zip(requests, ids[:, 0], strict=False)):
             sequence = self._under_way(request)
-            if sequence is None:
+            if sequence is None or chosen_id < 0:
                 continue
             if logprobs and request.params.logprobs is not None:
                 chosen, top_ids, top = (x[row] for x in logprobs)

@@ -34,7 +34,7 @@ from flexgen_jax.machine.profiles import cached_profile, measured_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import resolve_dtype
-from flexgen_jax.offload.batch import Batch
+from flexgen_jax.offload.batch import Batch, Guesses
 from flexgen_jax.offload.chain import Chain, measured_link
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.policy.fit import Budgets
@@ -102,10 +102,10 @@ class StageSource(Slots):
     def keep(self, running: Running, rows: Sequence[int]) -> None:
         raise AssertionError("batches of stages keep their rows")
 
-    def adjusted(self, running: Running, guesses: Sequence[int] = ()) -> tuple[np.ndarray, ...]:
+    def adjusted(self, running: Running, guesses: Guesses = ()) -> tuple[np.ndarray, ...]:
         return tuple(self._more.get(running.number, {}).get("adjusted", ()))
 
-    def allowed(self, running: Running, guesses: Sequence[int] = ()) -> np.ndarray | None:
+    def allowed(self, running: Running, guesses: Guesses = ()) -> np.ndarray | None:
         allowed: np.ndarray | None = self._more.get(running.number, {}).get("allowed")
         return allowed
 

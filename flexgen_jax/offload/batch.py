@@ -12,7 +12,7 @@ import numpy as np
 from flexgen_jax.layers.rotary import Branches, Rows
 from flexgen_jax.offload.disk.kv_pieces import StoredSequence
 from flexgen_jax.offload.disk.records import Records
-from flexgen_jax.offload.speculation import DraftedText
+from flexgen_jax.offload.speculation import DraftedTexts
 from flexgen_jax.policy.arrivals import Planned
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, HeadUse
@@ -97,6 +97,10 @@ class Batch:
         return padding
 
 
+Guesses = Sequence[Sequence[int]]
+"""Guessed tokens of each row of a batch, () where nothing is guessed."""
+
+
 class BatchSource(Arrivals, Protocol):
     """The batches of a run."""
 
@@ -106,12 +110,12 @@ class BatchSource(Arrivals, Protocol):
     def keep(self, running: Running, rows: Sequence[int]) -> None:
         """Leaves a batch with these rows, in this order."""
 
-    def adjusted(self, running: Running, guesses: Sequence[int] = ()) -> tuple[np.ndarray, ...]:
+    def adjusted(self, running: Running, guesses: Guesses = ()) -> tuple[np.ndarray, ...]:
         """Returns what a batch's next tokens are chosen by: arguments of `layers.sampling.adjust`,
-        or (). guesses: tokens that may come in its one row; what those after each of them are
-        chosen by are then further rows."""
+        or (). guesses: tokens that may come in each row; what the tokens after them are chosen by
+        then stands after the row."""
 
-    def allowed(self, running: Running, guesses: Sequence[int] = ()) -> np.ndarray | None:
+    def allowed(self, running: Running, guesses: Guesses = ()) -> np.ndarray | None:
         """Returns which tokens may come next in a batch, see `layers.sampling.only_allowed`; None
         if all may. guesses: as for `adjusted`."""
 
@@ -126,10 +130,10 @@ class AllThere(Planned):
     def given(self, running: Running) -> Batch:
         return self._given[running]
 
-    def adjusted(self, running: Running, guesses: Sequence[int] = ()) -> tuple[np.ndarray, ...]:
+    def adjusted(self, running: Running, guesses: Guesses = ()) -> tuple[np.ndarray, ...]:
         return ()
 
-    def allowed(self, running: Running, guesses: Sequence[int] = ()) -> np.ndarray | None:
+    def allowed(self, running: Running, guesses: Guesses = ()) -> np.ndarray | None:
         return None
 
     def keep(self, running: Running, rows: Sequence[int]) -> None:
@@ -155,9 +159,9 @@ class Neighbours(Protocol):
 
 
 OnResult = Callable[[Step, Any], Sequence[int] | None]
-"""Receives a step and the head's result for it: ids [batch, 1], these with `log_probabilities`, or
-of what is scored the log-probabilities and whether they are greedy choices, both [batch, token].
-Returns the rows that need more tokens, None for all."""
+"""Receives a step and the head's result for it: ids [batch, 1], -1 for none, these with
+`log_probabilities`, or of what is scored the log-probabilities and whether they are greedy choices,
+both [batch, token]. Returns the rows that need more tokens, None for all."""
 
 
 class Moment(NamedTuple):
@@ -215,8 +219,8 @@ class BatchArrays:
     rows: Rows | None = None
     sampling: tuple[jax.Array, ...] = ()
     ids: Any = None
-    # Where passes have guesses, the text, whose latest tokens are on the host.
-    text: DraftedText | None = None
+    # Where passes have guesses, the texts, whose latest tokens are on the host.
+    texts: DraftedTexts | None = None
     checks: Any = None
     # The rows that need more tokens, and those that the batch was left with last.
     left: Sequence[int] = ()

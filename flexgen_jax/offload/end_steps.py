@@ -70,8 +70,8 @@ class EndSteps:
         if step.token > 0:
             if self._neighbours is not None:
                 return self._neighbours.ids(step)
-            if arrays.text is not None:
-                return arrays.text.pass_ids
+            if arrays.texts is not None:
+                return arrays.texts.pass_ids
             chosen: jax.Array = arrays.ids
             return chosen
         start, tokens = step.batch.span(step.token)
@@ -83,8 +83,8 @@ class EndSteps:
         rows = Rows.of(given.first_valid, given.prompt_len, given.before, given.most)
         arrays.rows = jax.tree.map(constant, rows)
         arrays.sampling = tuple(map(constant, given.sampling))
-        if arrays.text is not None:
-            arrays.text.draws = tuple(map(constant, arrays.text.of_pass(given.sampling)))
+        if arrays.texts is not None:
+            arrays.texts.draws = tuple(map(constant, arrays.texts.of_pass()))
 
     def shrink(self, step: Step) -> None:
         """Leaves a batch with the rows that its `BatchArrays` say, before a step in the
@@ -151,17 +151,19 @@ class EndSteps:
     ) -> tuple[Any, Any]:
         """Chooses the next tokens."""
         sampling, given = arrays.sampling, arrays.given
-        text = arrays.text if step.token > 0 else None
+        texts = arrays.texts if step.token > 0 else None
         place = step.token
         # By now all of the batch's tokens before this one are known here.
-        if text is None:
+        if texts is None:
             adjusted = self._source.adjusted(step.batch)
             allowed = self._source.allowed(step.batch)
         else:
-            sampling, place = text.draws if text.computed > 1 else sampling, text.first_place
-            adjusted = tuple(map(text.spread, self._source.adjusted(step.batch, text.guesses)))
-            allowed = self._source.allowed(step.batch, text.guesses)
-            allowed = None if allowed is None else text.spread(allowed)
+            if sampling:
+                each = texts.draws if texts.computed > 1 else sampling[:-1]
+                sampling, place = (*each, self._device.memories.constant(texts.places)), 0
+            adjusted = tuple(map(texts.spread, self._source.adjusted(step.batch, texts.guesses)))
+            allowed = self._source.allowed(step.batch, texts.guesses)
+            allowed = None if allowed is None else texts.spread(allowed)
         if sampling:
             sampling = (*sampling, self._device.memories.numbers(place))
         choice = Choice(
@@ -171,7 +173,7 @@ class EndSteps:
             allowed is not None,
         )
         masks = () if allowed is None else (allowed,)
-        tokens = 1 if text is None else text.computed
+        tokens = 1 if texts is None else texts.computed
         program = self._device.programs.get(
             programs.head, rows=given.size, choice=choice, tokens=tokens
         )

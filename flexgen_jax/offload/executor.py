@@ -32,7 +32,7 @@ from flexgen_jax.offload.kv_cache import KVCache, take_rows_of
 from flexgen_jax.offload.kv_keeper import KVKeeper
 from flexgen_jax.offload.prefetch import Load, Write
 from flexgen_jax.offload.replaced import ReplacedStore
-from flexgen_jax.offload.speculation import Acceptance, DraftedText, Drafter, Pace
+from flexgen_jax.offload.speculation import Acceptance, DraftedText, DraftedTexts, Drafter, Pace
 from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.backend import Inputs, Part
@@ -138,33 +138,34 @@ class BlockRun:
         if time.monotonic() - self._trimmed_at > TRIM_S:
             trim_heap()
             self._trimmed_at = time.monotonic()
-        text = arrays_of(step.batch).text
-        begins = text is not None and step.token > 0 and not step.layer
-        return text.begin_pass() if text is not None and begins else Begun()
+        texts = arrays_of(step.batch).texts
+        if texts is None or step.token <= 0 or step.layer:
+            return Begun()
+        return texts.begin_pass()
 
     def _enter(self, running: Running) -> None:
         """Takes in a batch, whose arrays are freed when it closes."""
         running.payload = BatchArrays(self._source.given(running))
         running.closing.callback(_forget, running)
         if self._drafter is not None and not running.is_prefix and self._plan.policy.draft_tokens:
-            self._begin_text(running)
+            self._begin_texts(running)
         self._cache.enter(running)
         self._replaced.enter(running)
         self._computing.enter(running)
         if self._keeper is not None:
             self._keeper.enter(running)
 
-    def _begin_text(self, running: Running) -> None:
-        """Has tokens of a batch's text be guessed."""
+    def _begin_texts(self, running: Running) -> None:
+        """Has tokens of a batch's texts be guessed."""
         assert self._drafter is not None, "it guesses"
-        draft, arrays = self._drafter.begin(), arrays_of(running)
-        running.closing.callback(draft.close)
-        arrays.text = DraftedText(
-            draft=draft,
+        arrays = arrays_of(running)
+        arrays.texts = DraftedTexts(
             pass_tokens=self._plan.policy.pass_tokens,
             pace=self._pace,
+            rows=[DraftedText(self._drafter.begin()) for _ in range(arrays.given.size)],
             sampling=arrays.given.sampling,
         )
+        running.closing.callback(arrays.texts.close)
 
     # Moving
 
@@ -254,8 +255,8 @@ class BlockRun:
             return None
         result = jax.tree.map(np.asarray, computed.result)
         arrays: BatchArrays | None = step.batch.payload
-        text = None if arrays is None else arrays.text
-        left = self._told(step, result) if text is None else self._accept(step, text, result)
+        texts = None if arrays is None else arrays.texts
+        left = self._told(step, result) if texts is None else self._accept(step, texts, result)
         if left is None:
             return None
         if arrays is not None:
@@ -270,21 +271,31 @@ class BlockRun:
             self._keeper.took(step.batch, ids, left)
         return left
 
-    def _accept(self, step: Step, text: DraftedText, result: Any) -> Sequence[int] | None:
-        """Hands on those tokens of a pass that are of the text, one after the other."""
-        chosen = (result[0] if isinstance(result, tuple) else result)[:, 0]
-        places, cached = range(1), 0
+    def _accept(self, step: Step, texts: DraftedTexts, result: Any) -> Sequence[int] | None:
+        """Hands on those tokens of a pass that are of the texts: the first one of each row, then
+        the second ones, and so on."""
+        ids = result[0] if isinstance(result, tuple) else result
+        chosen = ids.reshape(len(texts.rows), -1)
+        places, cached = [range(1)] * len(texts.rows), 0
         if step.token <= 0:
-            text.ids = prompt_ids(step.batch, row=0)  # by now prefixes are there, too
+            for row, text in enumerate(texts.rows):
+                text.ids = prompt_ids(step.batch, row)  # by now prefixes are there, too
         else:
-            places, cached = text.accepted(chosen), step.batch.passes.cached
-        left, taken = None, list[int]()
-        for place in places:
-            left = self._told(step, jax.tree.map(lambda x: x[place : place + 1], result))  # noqa: B023
-            taken.append(int(chosen[place]))
-            if not left:
+            places, cached = texts.found(chosen), step.batch.passes.cached
+        left: Sequence[int] | None = range(len(texts.rows))
+        for number in range(max(map(len, places))):
+            rows = [row for row in left or () if number < len(places[row])]
+            if not rows:
                 break
-        text.end_pass(cached, taken)
+            at = np.zeros(len(texts.rows), int)
+            at[rows] = [row * chosen.shape[1] + places[row][number] for row in rows]
+            those = jax.tree.map(lambda x: x[at], result)  # noqa: B023
+            taken = those[0] if isinstance(those, tuple) else those
+            taken[[row for row in range(len(at)) if row not in rows]] = -1
+            left = self._told(step, those)
+            for row in rows:
+                texts.rows[row].take(int(taken[row, 0]))
+        texts.end_pass(cached, range(len(texts.rows)) if left is None else left)
         return left
 
     def shrink(self, step: Step, rows: int) -> None:
@@ -295,6 +306,8 @@ class BlockRun:
         self._source.keep(step.batch, chosen)
         arrays.given = self._source.given(step.batch)
         arrays.taken = np.array(chosen, np.int32)
+        if arrays.texts is not None:
+            arrays.texts.shrink(chosen)
         if self._keeper is not None:
             self._keeper.shrink(step.batch, chosen, len(left))
         arrays.left = range(len(left))

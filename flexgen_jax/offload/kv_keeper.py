@@ -90,15 +90,16 @@ class KVKeeper:
         running.closing.callback(self._texts.pop, running)
 
     def took(self, running: Running, ids: np.ndarray, left: Sequence[int]) -> None:
-        """Takes note of tokens that rows have got, int32 [batch, 1], and stores those that are
-        finished with it; left: the others."""
+        """Takes note of tokens that rows have got, int32 [batch, 1], -1 for none, and stores those
+        that are finished with it; left: the others."""
         texts = self._texts.get(running)
         if texts is None:
             return
         finished = texts.left.difference(left)
         texts.left.intersection_update(left)
         for row in sorted(finished):
-            self._keep(running, row, [int(each[row, 0]) for each in texts.made])
+            made = (int(each[row, 0]) for each in texts.made)
+            self._keep(running, row, [token for token in made if token >= 0])
         texts.made.append(ids)
 
     def shrink(self, running: Running, rows: Sequence[int], left: int) -> None:

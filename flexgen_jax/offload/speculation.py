@@ -10,7 +10,8 @@ With two guesses, a pass computes five tokens. Say that "a b" is known, and "c d
 Only what is known at the beginning, here "a b", is cached: the KV cache never has a guess, and a
 layer with a state, which nothing can be taken out of, goes on from a state that has seen no guess.
 What is accepted is computed once more by the next pass. Where weights have to come from the host or
-the disk, computing a few tokens more costs little.
+the disk, computing a few tokens more costs little. The rows of a batch are cached up to the same
+token: the row that finds the fewest says how far.
 
 Tokens are drawn as they would be without guesses: by the text's own key and the token's number. A
 guess is right if it is that token, so that sampled texts are the same as without guesses, too.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -132,76 +133,35 @@ class Pace:
 
 @dataclass(eq=False)
 class DraftedText:
-    """The text of a batch of one row whose passes have guesses."""
+    """One row of a batch whose passes have guesses."""
 
     draft: Draft
-    # The most tokens that a pass computes.
-    pass_tokens: int
-    # Those of the whole run.
-    pace: Pace
-    sampling: tuple[np.ndarray, ...]
     # All tokens so far, those of prefixes too, from the end of the prompt on; how many of them are
     # generated.
     ids: list[int] = field(default_factory=list)
     made: int = 0
     # How many of the last tokens are not cached, and, of the pass under way, how many of its first
-    # tokens are no guesses, how many it computes, and the guesses.
+    # tokens are no guesses, and the guesses.
     uncached: int = 0
     known: int = 1
-    computed: int = 1
     guesses: list[int] = field(default_factory=list)
-    # On the device, what the tokens of a pass are drawn by: of each, the arguments of
-    # `layers.sampling.sample` but for the logits and the token.
-    draws: tuple[jax.Array, ...] = ()
-    # When the latest pass began, and all guessing until then.
-    _began: tuple[float, float] | None = None
+    # Whether it has all its tokens, or is a row that fills up the batch.
+    is_done: bool = False
 
-    def begin_pass(self) -> Begun:
-        """Guesses the tokens of the next pass."""
-        acceptance = self.pace.acceptance
-        now = time.perf_counter()
-        if self._began is not None:
-            began, guessed_s = self._began
-            seconds = now - began - (acceptance.guess_s - guessed_s)
-            (self.pace.guessing if self.computed > 1 else self.pace.plain).append(seconds)
-            if self.guesses:
-                self.pace.guess_s.append((acceptance.guess_s - guessed_s) / len(self.guesses))
-        self._began = (now, acceptance.guess_s)
+    def begin_pass(self, count: int, pass_tokens: int, sampling: tuple[np.ndarray, ...]) -> None:
+        """Guesses up to `count` tokens for the next pass."""
         self.known = self.uncached
-        count = min(self.pace.count(), self.pass_tokens - self.known)
+        count = min(count, pass_tokens - self.known)
         self.guesses = []
         if count > 0:
-            draws = Draws(self.sampling, self.made)
-            self.guesses = list(self.draft.guess(self.ids, count, draws))[:count]
-            acceptance.guess_s += time.perf_counter() - now
-        self.computed = 1 if self.known + len(self.guesses) == 1 else self.pass_tokens
-        return Begun(self.known, self.computed)
-
-    @property
-    def pass_ids(self) -> np.ndarray:
-        """The tokens that the pass computes, int32 [1, token]; its last ones may be neither known
-        nor guessed, and mean nothing."""
-        ids = [*self.ids[len(self.ids) - self.known :], *self.guesses]
-        return np.array([ids + ids[-1:] * (self.computed - len(ids))], np.int32)
+            self.guesses = list(self.draft.guess(self.ids, count, Draws(sampling, self.made)))
+            del self.guesses[count:]
 
     @property
     def first_place(self) -> int:
         """The number, among the generated tokens, of the one that is chosen after the pass's first
         token."""
         return self.made - self.known + 1
-
-    def of_pass(self, sampling: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns what each token of a pass is drawn by, from what the text's are."""
-        each = [np.repeat(array, self.pass_tokens, axis=0) for array in sampling]
-        if each:
-            each[-1] = each[-1] + np.arange(self.pass_tokens, dtype=np.int32)
-        return each
-
-    def spread(self, rows: np.ndarray) -> np.ndarray:
-        """Returns what the pass's tokens are chosen by, [pass token, ...], of that after the last
-        known one and after each guess, [1 + guess, ...]."""
-        places = np.arange(self.computed) - (self.known - 1)
-        return rows[np.clip(places, 0, len(rows) - 1)]
 
     def accepted(self, chosen: np.ndarray) -> range:
         """Returns the places in the pass after which the chosen tokens are those of the text: the
@@ -212,21 +172,141 @@ class DraftedText:
             if chosen[place] != guess:
                 break
             stop += 1
-        self._count(stop - last - 1)
         return range(last, stop)
 
-    def _count(self, right: int) -> None:
-        acceptance = self.pace.acceptance
-        acceptance.all_passes += 1
-        acceptance.found += 1 + right
-        if self.guesses:
-            acceptance.passes += 1
-            acceptance.guessed += len(self.guesses)
-            acceptance.accepted += right
-            acceptance.wrong += right < len(self.guesses)
+    def take(self, token: int) -> None:
+        """Appends a token that was found."""
+        self.ids.append(token)
+        self.made += 1
+        self.uncached += 1
 
-    def end_pass(self, cached: int, taken: Sequence[int]) -> None:
-        """Ends a pass that cached some of its tokens, and found tokens of the text."""
-        self.uncached += len(taken) - cached
-        self.ids += taken
-        self.made += len(taken)
+
+@dataclass(eq=False)
+class DraftedTexts:
+    """The rows of a batch whose passes have guesses.
+
+    All rows of a batch are cached up to the same token. A text that is ahead of others has more
+    known tokens in a pass, and fewer guesses: with two guesses, five known tokens at most.
+    """
+
+    # The most tokens of a row that a pass computes.
+    pass_tokens: int
+    pace: Pace
+    rows: list[DraftedText]
+    # What the rows are drawn by: the arguments of `layers.sampling.sample` but for the logits and
+    # the token, () for the likeliest tokens.
+    sampling: tuple[np.ndarray, ...]
+    # How many tokens of a row the pass under way computes.
+    computed: int = 1
+    # On the device, what the tokens of a pass are drawn by, without the numbers of the tokens.
+    draws: tuple[jax.Array, ...] = ()
+    # When the latest pass began, and all guessing until then.
+    _began: tuple[float, float] | None = None
+
+    @property
+    def going(self) -> list[DraftedText]:
+        """The texts that need more tokens."""
+        return [text for text in self.rows if not text.is_done]
+
+    def begin_pass(self) -> Begun:
+        """Guesses the tokens of the next pass."""
+        acceptance, now = self.pace.acceptance, time.perf_counter()
+        self._time(now)
+        self._began = (now, acceptance.guess_s)
+        count = self.pace.count()
+        for row, text in enumerate(self.rows):
+            if not text.is_done:
+                sampling = tuple(array[row : row + 1] for array in self.sampling)
+                text.begin_pass(count, self.pass_tokens, sampling)
+        acceptance.guess_s += time.perf_counter() - now
+        is_plain = all(text.known + len(text.guesses) == 1 for text in self.going)
+        self.computed = 1 if is_plain else self.pass_tokens
+        return Begun(min(text.known for text in self.going), self.computed)
+
+    def _time(self, now: float) -> None:
+        """Takes note of the seconds since the last pass began."""
+        if self._began is None:
+            return
+        began, guessed_s = self._began
+        guess_s = self.pace.acceptance.guess_s - guessed_s
+        seconds = self.pace.guessing if self.computed > 1 else self.pace.plain
+        seconds.append(now - began - guess_s)
+        most = max((len(text.guesses) for text in self.rows), default=0)
+        if most:
+            self.pace.guess_s.append(guess_s / most)
+
+    @property
+    def pass_ids(self) -> np.ndarray:
+        """The tokens that the pass computes, int32 [batch, token]; a row's last ones may be neither
+        known nor guessed, and mean nothing."""
+        ids = np.zeros((len(self.rows), self.computed), np.int32)
+        for row, text in zip(ids, self.rows, strict=True):
+            if not text.is_done:
+                known = [*text.ids[len(text.ids) - text.known :], *text.guesses]
+                row[: len(known)], row[len(known) :] = known, known[-1]
+        return ids
+
+    def of_pass(self) -> list[np.ndarray]:
+        """Returns what the tokens of a pass with guesses are drawn by, [batch x token, ...],
+        without their numbers."""
+        return [np.repeat(array, self.pass_tokens, axis=0) for array in self.sampling[:-1]]
+
+    @property
+    def places(self) -> np.ndarray:
+        """The numbers of the tokens that are chosen after those of the pass, among all of each
+        text, int32 [batch x token]."""
+        first = np.array([text.first_place for text in self.rows], np.int32) + self.sampling[-1]
+        each = first[:, None] + np.arange(self.computed, dtype=np.int32)
+        numbers: np.ndarray = each.reshape(-1)
+        return numbers
+
+    def spread(self, rows: np.ndarray) -> np.ndarray:
+        """Returns what the pass's tokens are chosen by, [batch x token, ...], of what the token
+        after each row's last known one and after each of its guesses is, [some, ...]."""
+        index, start = [], 0
+        for text in self.rows:
+            places = np.arange(self.computed) - (text.known - 1)
+            index.append(start + np.clip(places, 0, len(text.guesses)))
+            start += 1 + len(text.guesses)
+        return rows[np.concatenate(index)]
+
+    @property
+    def guesses(self) -> list[list[int]]:
+        """The guesses of each row."""
+        return [text.guesses for text in self.rows]
+
+    def found(self, chosen: np.ndarray) -> list[range]:
+        """Returns the places of each row's tokens that are those of its text, and counts them.
+        chosen: int32 [batch, token]."""
+        places = [
+            range(0) if text.is_done else text.accepted(row)
+            for text, row in zip(self.rows, chosen, strict=True)
+        ]
+        acceptance = self.pace.acceptance
+        for text, those in zip(self.rows, places, strict=True):
+            right = len(those) - 1
+            acceptance.all_passes += not text.is_done
+            acceptance.found += len(those)
+            if text.guesses and not text.is_done:
+                acceptance.passes += 1
+                acceptance.guessed += len(text.guesses)
+                acceptance.accepted += right
+                acceptance.wrong += right < len(text.guesses)
+        return places
+
+    def end_pass(self, cached: int, left: Container[int]) -> None:
+        """Ends a pass that cached some tokens of each row; left: the rows that need more."""
+        for row, text in enumerate(self.rows):
+            text.uncached -= cached
+            if row not in left:
+                text.is_done, text.guesses, text.known = True, [], 1
+
+    def shrink(self, rows: Sequence[int]) -> None:
+        """Leaves these rows."""
+        self.rows = [self.rows[row] for row in rows]
+        self.sampling = tuple(array[np.array(rows)] for array in self.sampling)
+
+    def close(self) -> None:
+        """Frees what the drafts have."""
+        for text in self.rows:
+            text.draft.close()

@@ -61,7 +61,7 @@ def policies(problem: Problem) -> Iterator[Policy]:
         if wanted and size * (batches - 1) >= wanted:
             continue
         for weight_bits, cache_bits, attention, sparsity, copies, guesses in variants:
-            if guesses and (size > 1 or attention == "host" or sparsity < 1):
+            if guesses and (attention == "host" or sparsity < 1):
                 continue
             yield replace(
                 problem.base,
@@ -197,8 +197,6 @@ def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
     for by_size, by_count in ((0.75, 1), (1.25, 1), (1.5, 1), (1, 0.75), (1, 1.5), (0.75, 1.5)):
         size = max(1, round(policy.batch_size * by_size))
         count = max(1, round(policy.num_batches * by_count))
-        if policy.draft_tokens and size > 1:
-            continue
         wanted = problem.workload.num_sequences
         if not wanted or size * (count - 1) < wanted:
             yield replace(policy, batch_size=size, num_batches=count)

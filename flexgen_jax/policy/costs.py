@@ -142,12 +142,14 @@ class Costs(ModelBytes):
     @property
     def tokens_a_pass(self) -> float:
         """The tokens of a text that a pass after the prompt is expected to find."""
-        return self.setting.drafts.tokens_a_pass(self.policy.draft_tokens)
+        policy = self.policy
+        return self.setting.drafts.tokens_a_pass(policy.draft_tokens, policy.batch_size)
 
     @property
     def draft_s(self) -> float:
-        """Seconds of guessing for a pass of a sequence."""
-        return self.setting.drafts.token_s * self.policy.draft_tokens
+        """Seconds of guessing for a pass of a batch."""
+        guesses = self.policy.draft_tokens * self.policy.batch_size
+        return self.setting.drafts.token_s * guesses
 
     def linear_s(self, layer: LayerSpec, rows: float) -> float:
         """Seconds of a decoder layer's products: the paper's linear_layer, 8 h1^2 + 4 h1 h2 FLOPs

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,12 @@ class DraftRates:
     device_bytes: int = 0
     token_bytes: int = 0
 
-    def tokens_a_pass(self, guesses: int) -> float:
-        """Returns the expected number of tokens that a pass with so many guesses finds (Leviathan
-        et al. 2023, equation 1): one, and the guesses until the first wrong one."""
-        return sum(self.accepted**count for count in range(guesses + 1))
+    def tokens_a_pass(self, guesses: int, rows: int = 1) -> float:
+        """Returns the expected number of tokens of a text that a pass with so many guesses finds:
+        one, and the guesses until the first wrong one (Leviathan et al. 2023, equation 1); rows:
+        of the batch, which go on together."""
+        alone = sum(self.accepted**count for count in range(guesses + 1))
+        return alone if rows == 1 else min(alone, _together(self.accepted, guesses, rows))
 
     def held(self, tokens: int) -> int:
         """Returns the bytes of the device's memory that guessing for some tokens takes."""
@@ -39,3 +43,24 @@ class DraftRates:
             is_less = DraftRates(accepted=middle).tokens_a_pass(guesses) < tokens_a_pass
             low, high = (middle, high) if is_less else (low, middle)
         return low
+
+
+PASSES = 400
+"""Passes by which the progress of several rows is estimated."""
+
+
+@lru_cache(maxsize=512)
+def _together(accepted: float, guesses: int, rows: int) -> float:
+    """Returns how many tokens a pass finds where the rows of a batch go on together: each row has
+    at most 2 `guesses` + 1 tokens in a pass, and all are cached as far as the last one knows."""
+    draw, most = random.Random(0), 2 * guesses + 1  # noqa: S311
+    known, total = [1] * rows, 0
+    for _ in range(PASSES):
+        cached = min(known)
+        total += cached
+        for row, count in enumerate(known):
+            right, room = 0, min(guesses, most - count)
+            while right < room and draw.random() < accepted:
+                right += 1
+            known[row] = count - cached + 1 + right
+    return total / PASSES

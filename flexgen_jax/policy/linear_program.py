@@ -73,7 +73,7 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
         pass_tokens=policy.pass_tokens,
     )
     if policy.draft_tokens:
-        tokens = batches * (workload.prefix_len + prompt + workload.gen_len)
+        tokens = rows * batches * (workload.prefix_len + prompt + workload.gen_len)
         work += costs.setting.drafts.held(tokens)
     device = home["g"] + LinearTerm({}, work)
     host = home["c"] + LinearTerm(

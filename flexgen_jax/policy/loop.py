@@ -167,14 +167,14 @@ class BlockLoop:
             self._retire_latest(step)  # what the last pass accepted is computed by this one
             if not step.batch.is_going:
                 return
-        begun = self._backend.begin(step, self._tokens.get(step.token, 1))
-        if self._begins_pass(step):
-            step.batch.passes.begin(step.token, begun, step.batch.lengths)
         if step.batch.shrinks_at(step.token):
             self._shrink(step)
             if not step.batch.is_going:
                 return
-        elif not step.batch.is_going:
+        begun = self._backend.begin(step, self._tokens.get(step.token, 1))
+        if self._begins_pass(step):
+            step.batch.passes.begin(step.token, begun, step.batch.lengths)
+        if not step.batch.is_going:
             self._enter(step)
         moves = not self._plan.is_resident
         if moves and self._waits(step):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
+from operator import mul
 from typing import NamedTuple
 
 from flexgen_jax.models.config import ModelConfig
@@ -84,8 +85,8 @@ class BlockPlan:
         if not self.policy.draft_tokens:
             return 0
         shape = self.shape
-        each = shape.prefix + shape.gen_len
-        tokens = sum(shape.prompt_lens) + each * len(shape.batch_sizes)
+        each = (shape.prefix + tokens + shape.gen_len for tokens in shape.prompt_lens)
+        tokens = sum(map(mul, shape.batch_sizes, each))
         return self.setting.drafts.held(tokens)
 
     # Batches

@@ -168,8 +168,8 @@ class Policy:
 
     With `draft_tokens`, each pass through the layers also computes so many guessed tokens of a
     sequence, and keeps those that the model itself would have chosen (Leviathan, Kalman and Matias
-    2023, "Fast Inference from Transformers via Speculative Decoding"). Every sequence is then a
-    batch of its own, since each goes on by another number of tokens.
+    2023, "Fast Inference from Transformers via Speculative Decoding"). The sequences of a batch
+    stay within a pass of each other: the one with the fewest right guesses holds the others up.
     """
 
     weights: Placement = Placement()
@@ -222,11 +222,6 @@ class Policy:
             raise PolicyError(f"draft_tokens must be from 0 to {MAX_DRAFT}, not {count!r}")
         if not count:
             return
-        if self.batch_size != 1:
-            raise PolicyError(
-                f"draft_tokens needs a batch_size of 1, not {self.batch_size}: each sequence goes "
-                f"on by another number of tokens; give num_batches={self.batch_size} instead"
-            )
         if self.is_sparse:
             raise PolicyError("draft_tokens does not go together with attention_sparsity below 1")
         if self.attention == "host":

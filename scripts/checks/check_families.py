@@ -67,7 +67,7 @@ def with_guesses(folder: Path, reference: Reference) -> Iterator[list[list[int]]
     drafting.LookupDrafter = lambda: Scripted(texts, wrong=5)  # type: ignore[assignment, misc]
     Pace.count = lambda pace: pace.most  # type: ignore[method-assign]
     for number, percent in enumerate(PLACEMENTS):
-        policy = Policy.from_percent(*percent, batch_size=1, num_batches=4, kv_block_tokens=4)
+        policy = Policy.from_percent(*percent, batch_size=3, num_batches=2, kv_block_tokens=4)
         with (
             tempfile.TemporaryDirectory() as offload,
             LLM(

@@ -86,7 +86,7 @@ def test_guessed_tokens_change_none(
     monkeypatch.setattr(drafting, "cache_folder", lambda name: tmp_path / name)
     monkeypatch.setattr(Pace, "count", lambda pace: pace.most)
     policy = Policy.from_percent(
-        *(30, 40, 20, 50, 0, 100), batch_size=1, num_batches=4, kv_block_tokens=4
+        *(30, 40, 20, 50, 0, 100), batch_size=3, num_batches=2, kv_block_tokens=4
     )
     with LLM(
         reference.folder, policy=policy, dtype="float32", offload_dir=tmp_path, draft="lookup"

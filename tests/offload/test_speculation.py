@@ -17,9 +17,16 @@ from flexgen_jax.engine import drafting
 from flexgen_jax.engine.lookup import LONGEST, SHORTEST, LookupDraft
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.loading import Model
-from flexgen_jax.offload.speculation import PROBE, Acceptance, DraftedText, Draws, Pace
+from flexgen_jax.offload.speculation import (
+    PROBE,
+    Acceptance,
+    DraftedText,
+    DraftedTexts,
+    Draws,
+    Pace,
+)
 from flexgen_jax.policy.drafts import DraftRates
-from flexgen_jax.policy.policy import MAX_DRAFT, PolicyError
+from flexgen_jax.policy.policy import MAX_DRAFT
 from tests.helpers.cases import covering
 from tests.helpers.drafts import Scripted
 from tests.helpers.models import BASE as OPT
@@ -77,7 +84,7 @@ def model() -> Model:
 
 
 def policy_of(percent: Sequence[float], **options: Any) -> Policy:
-    fixed = {"batch_size": 1, "num_batches": 3, "kv_block_tokens": 8}
+    fixed = {"batch_size": 3, "num_batches": 2, "kv_block_tokens": 8}
     return Policy.from_percent(*percent, **fixed | options)
 
 
@@ -91,23 +98,24 @@ def texts(params: SamplingParams, **options: Any) -> tuple[list[Any], Any]:
     return [(r.token_ids, r.logprobs and [x.logprob for x in r.logprobs]) for r in results], report
 
 
-CASES = covering([*PLACEMENTS], [True, False], [1, 4, 8], [*CHOSEN], together=2)
+CASES = covering([*PLACEMENTS], [True, False], [1, 4, 8], [1, 3], [*CHOSEN], together=2)
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("percent", "unified", "count", "kind"), CASES)
+@pytest.mark.parametrize(("percent", "unified", "count", "rows", "kind"), CASES)
 def test_guesses_change_no_text(
     scripted: Guessing,
     tmp_path: Path,
     percent: tuple[int, ...],
     unified: bool,
     count: int,
+    rows: int,
     kind: str,
 ) -> None:
     params = CHOSEN[kind]
     plain, _ = texts(params, policy=Policy(batch_size=4))
     script = scripted([[*p, *ids] for p, (ids, _) in zip(prompts(), plain, strict=True)], wrong=5)
-    policy = policy_of(percent, prefill_chunk=7)
+    policy = policy_of(percent, prefill_chunk=7, batch_size=rows)
     options = {"draft": "lookup", "draft_tokens": count, "offload_dir": tmp_path}
     guessed, report = texts(params, policy=policy, unified=unified, **options)
     for (ids, logprobs), (expected, others) in zip(guessed, plain, strict=True):
@@ -116,8 +124,9 @@ def test_guesses_change_no_text(
             np.testing.assert_allclose(logprobs, others, atol=2e-5)
     drafts = report["drafts"]
     assert drafts["accepted"] > 0 and drafts["wrong"] > 0
-    assert report["tokens_a_pass"] > 1.5
-    assert script.begun == len(prompts()) == script.closed - 1  # once for all of them
+    assert report["tokens_a_pass"] > 1.3
+    assert script.begun >= len(prompts())
+    assert script.closed == script.begun + 1  # once for all of them
 
 
 @pytest.mark.usefixtures("always_guessing")
@@ -271,6 +280,16 @@ def test_as_many_are_guessed_as_are_worth_it(
     assert bool(counts[PROBE - 1]) != bool(count)  # to see whether it has changed
 
 
+class Known:
+    """Guesses that tokens count up."""
+
+    def guess(self, ids: Sequence[int], count: int, draws: Draws) -> Sequence[int]:
+        return range(ids[-1] + 1, ids[-1] + 1 + count)
+
+    def close(self) -> None:
+        pass
+
+
 class Silent:
     def guess(self, ids: Sequence[int], count: int, draws: Draws) -> Sequence[int]:
         return ()
@@ -280,13 +299,36 @@ class Silent:
 
 
 def test_a_pass_without_guesses_computes_one_token() -> None:
-    text = DraftedText(Silent(), 9, Pace(4, Acceptance()), (), ids=[5, 6, 7])
-    text.end_pass(0, [8])
-    assert text.begin_pass().computed == 1 and text.pass_ids.tolist() == [[8]]
-    text.end_pass(1, [9, 10])  # as if a guess had been right
-    begun = text.begin_pass()
+    text = DraftedText(Silent(), ids=[5, 6, 7])
+    texts = DraftedTexts(9, Pace(4, Acceptance()), [text], sampling=())
+    text.take(8)
+    assert texts.begin_pass().computed == 1 and texts.pass_ids.tolist() == [[8]]
+    for token in (9, 10):  # as if a guess had been right
+        text.take(token)
+    texts.end_pass(1, left=[0])
+    begun = texts.begin_pass()
     assert (begun.known, begun.computed) == (2, 9)
-    assert text.pass_ids.tolist() == [[9, 10, *[10] * 7]] and text.first_place == 2
+    assert texts.pass_ids.tolist() == [[9, 10, *[10] * 7]] and text.first_place == 2
+
+
+def test_rows_wait_for_the_one_that_knows_least() -> None:
+    texts = DraftedTexts(
+        *(5, Pace(2, Acceptance())), [DraftedText(Known(), ids=[0]) for _ in range(3)], sampling=()
+    )
+    for text in texts.rows:
+        text.take(1)
+    texts.end_pass(0, left=[0, 1])  # the third one has all its tokens
+    assert texts.begin_pass() == (1, 5)
+    assert texts.pass_ids.tolist() == [[1, 2, 3, 3, 3], [1, 2, 3, 3, 3], [0] * 5]
+    places = texts.found(np.array([[2, 3, 4, 0, 0], [7, 0, 0, 0, 0], [0] * 5]))
+    assert places == [range(3), range(1), range(0)]
+    for token in (2, 3, 4):
+        texts.rows[0].take(token)
+    texts.rows[1].take(7)
+    texts.end_pass(1, left=[0, 1])
+    assert texts.begin_pass() == (1, 5)  # the first one has three known tokens, and two guesses
+    assert texts.pass_ids.tolist() == [[2, 3, 4, 5, 6], [7, 8, 9, 9, 9], [0] * 5]
+    assert texts.spread(np.arange(7)).tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 6, 6, 6, 6, 6]
 
 
 # What is asked for
@@ -307,11 +349,6 @@ def test_a_pass_without_guesses_computes_one_token() -> None:
 def test_what_cannot_be_is_said(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         LLM(**options)
-
-
-def test_a_batch_has_one_sequence() -> None:
-    with pytest.raises(PolicyError, match="num_batches=8"):
-        Policy(batch_size=8, draft_tokens=2)
 
 
 def test_other_tokens_are_refused() -> None:
