@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flexgen_jax.cli.commands import Command, now_option
-from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
+from flexgen_jax.cli.engine_flags import engine_options, open_llm
+from flexgen_jax.cli.flags import model_options, policy_options
 from flexgen_jax.cli.generate import parse_variables
 from flexgen_jax.errors import PromptError, UserError
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from flexgen_jax.cli.commands import Size, under
 from flexgen_jax.cli.stage import lead_or_join
 from flexgen_jax.engine.options import DRAFT_TOKENS, EngineOptions
-from flexgen_jax.errors import UserError
 from flexgen_jax.models.formats.known import WEIGHT_FORMATS
 from flexgen_jax.models.formats.storage import BITS, MATMUL_BITS
 from flexgen_jax.policy.policy import (
     ATTENTIONS,
     MAX_DRAFT,
-    Placement,
     Policy,
-    PolicyError,
 )
 from flexgen_jax.policy.schedules import SCHEDULES
-
-if TYPE_CHECKING:
-    from flexgen_jax.engine.llm import LLM
 
 Function = Callable[..., Any]
 """A function that is, or becomes, a command."""
@@ -382,89 +374,3 @@ def _precision_flags(command: Function) -> Function:
             ),
         ],
     )
-
-
-def parse_split(name: str, text: str) -> Placement:
-    """Parses "device=20,host=80" as a placement; what is left of 100 goes to disk."""
-    shares: dict[str, float] = {}
-    for part in text.split(","):
-        tier, _, percent = part.partition("=")
-        try:
-            value = float(percent)
-        except ValueError:
-            value = -1.0
-        if tier.strip() not in ("device", "host", "disk") or value < 0:
-            raise PolicyError(f"--{name} {text}: write for example device=20,host=80")
-        shares[tier.strip()] = value / 100
-    try:
-        placement = Placement(shares.get("device", 0.0), shares.get("host", 0.0))
-    except PolicyError as error:
-        raise PolicyError(f"--{name} {text}: {error}") from None
-    if "disk" in shares and abs(shares["disk"] - placement.disk) > 1e-6:
-        raise PolicyError(f"--{name} {text}: the three do not add up to 100")
-    return placement
-
-
-def build_policy(
-    policy_file: str,
-    percent: tuple[float, ...] | None,
-    weights: str | None,
-    cache: str | None,
-    activations: str | None,
-    default_batches: int,
-    **shape: Any,
-) -> Policy | None:
-    """Returns the policy that the flags describe; None for auto."""
-    named = {"weights": weights, "cache": cache, "activations": activations}
-    given = {name: parse_split(name, text) for name, text in named.items() if text is not None}
-    changes = {name: value for name, value in shape.items() if value is not None}
-    if changes.pop("no_overlap", False):
-        changes["overlap"] = False
-    if changes.pop("no_copy_ahead", False):
-        changes["copies_ahead"] = False
-    if policy_file != "auto":
-        if percent or given:
-            raise PolicyError("--policy FILE and placement flags exclude each other")
-        try:
-            policy = Policy.from_json(Path(policy_file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise PolicyError(f"cannot read --policy {policy_file}: {error}") from None
-        except PolicyError as error:
-            raise PolicyError(f"--policy {policy_file}: {error}") from None
-        return replace(policy, **changes)
-    if percent and given:
-        raise PolicyError("--percent and --weights, --cache, --activations exclude each other")
-    if not percent and not given and not changes:
-        return None
-    changes.setdefault("batch_size", min(default_batches, Policy().batch_size))
-    if percent:
-        return Policy.from_percent(*percent, **changes)
-    placements: dict[str, Any] = given
-    return Policy(**placements, **changes)
-
-
-def engine_options(
-    flags: Mapping[str, Any], default_batches: int, shows_tokens: bool = False, **more: Any
-) -> EngineOptions:
-    """What the shared flags say, and `more`; default_batches: sequences in a batch where a policy
-    is given without that number, at most; shows_tokens: whether tokens are shown themselves, so
-    that no bar counts them."""
-    names = {field.name for field in fields(EngineOptions)}
-    own = {name: value for name, value in flags.items() if name in names}
-    shape = {name: value for name, value in flags.items() if name not in own}
-    policy = build_policy(default_batches=default_batches, **shape)
-    if own["progress"] is None:
-        own["progress"] = sys.stderr.isatty()
-    if own["progress"] and shows_tokens:
-        own["progress"] = "placing"
-    return EngineOptions(policy=policy or "auto", **own, **more)
-
-
-def open_llm(options: EngineOptions) -> LLM:
-    """The `LLM` with these options."""
-    from flexgen_jax.engine.llm import LLM
-
-    try:
-        return LLM(**options.arguments)
-    except RuntimeError as error:
-        raise UserError(f"cannot start: {error}") from None

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from flexgen_jax.cli.commands import Command, now_option
-from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
+from flexgen_jax.cli.engine_flags import engine_options, open_llm
+from flexgen_jax.cli.flags import model_options, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import PromptError, UserError

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flexgen_jax.cli.commands import Command
-from flexgen_jax.cli.flags import engine_options, model_options, plan_options, policy_options
+from flexgen_jax.cli.engine_flags import engine_options
+from flexgen_jax.cli.flags import model_options, plan_options, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.cli.plan_text import plan_json, plan_text, staged_json, staged_text
 from flexgen_jax.engine.options import EngineOptions

@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from flexgen_jax.cli.commands import Command, Terminated, end, without_extra
-from flexgen_jax.cli.flags import engine_options, model_options, open_llm, policy_options
+from flexgen_jax.cli.engine_flags import engine_options, open_llm
+from flexgen_jax.cli.flags import model_options, policy_options
 from flexgen_jax.errors import UserError
 
 DRAIN_S = 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -63,6 +64,12 @@ class Entry:
         if len(key) > LONGEST_NAME:
             key = key[:LONGEST_NAME] + blake2b(key.encode(), digest_size=12).hexdigest()
         return [stored_leaf(f"{key}@{version}", leaf) for leaf in self.storages[path].leaves]
+
+
+@lru_cache(maxsize=1024)
+def layout_of(storage: Storage) -> Layout:
+    """Returns the layout of a tensor's buffer; there is one object for equal tensors."""
+    return Layout(storage.leaves, storage.nbytes)
 
 
 class Arriving(NamedTuple):

@@ -15,7 +15,6 @@ import numpy as np
 from flexgen_jax.errors import UserError, first_line
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.machine.caches import cache_folder
-from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.offload.disk.folder import (
     OffloadError,
     OffloadFolder,
@@ -32,6 +31,7 @@ from flexgen_jax.offloading.entries import (
     Entry,
     Markers,
     described,
+    layout_of,
     shaped,
     unchanging,
     without_flags,
@@ -39,7 +39,6 @@ from flexgen_jax.offloading.entries import (
 from flexgen_jax.offloading.stream_memory import LayerMemory, StreamMemory, block_bytes
 from flexgen_jax.offloading.trees import FlatTree, flattened, parts_of
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.placement import Splitter
 from flexgen_jax.policy.policy import TIERS, Placement, Tier
 from flexgen_jax.progress import logger
@@ -89,7 +88,6 @@ class TieredArrays:
         self._tensors = TieredTensors(self._memories, Ledger({}), "layers")
         self._splitter = Splitter(placement)
         self._entries: dict[str, Entry] = {}
-        self._layouts: dict[Storage, Layout] = {}
         self._root = Path(folder or cache_folder("offload")).expanduser()
         self._disk: OffloadFolder | None = None
         self._files: WeightFolder | None = None
@@ -198,17 +196,12 @@ class TieredArrays:
             storages=storages,
             tiers=tiers,
             keys={path: f"{name}{path}" for path in storages},
-            layouts={path: self._layout(storage) for path, storage in storages.items()},
+            layouts={path: layout_of(storage) for path, storage in storages.items()},
         )
         for path, storage in storages.items():
             self._tensors.reserve(entry.keys[path], storage, tiers[path])
         self._entries[name] = entry
         return entry
-
-    def _layout(self, storage: Storage) -> Layout:
-        if storage not in self._layouts:
-            self._layouts[storage] = Layout(storage.leaves, storage.nbytes)
-        return self._layouts[storage]
 
     def _check_room(self, wanted: Mapping[Tier, int], what: str) -> None:
         """Raises `UserError` if a tier has no room for the bytes that are wanted of it."""

@@ -71,7 +71,7 @@ def test_tokens_are_those_of_transformers(
     assert_within_plan(report)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", VARIANTS)
 def test_guessed_tokens_change_none(
     references: Callable[[str, int], Reference],
