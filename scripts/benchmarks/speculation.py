@@ -85,9 +85,9 @@ def smollm2() -> Model:
     return open_model(kept, False, 0, weight_bits=8, requantizes=True)
 
 
-def policy_of(percent: tuple[int, ...], sequences: int, is_guessing: bool) -> Policy:
-    """All sequences in one batch, or, with guesses, each in its own."""
-    size, batches = (1, sequences) if is_guessing else (sequences, 1)
+def policy_of(percent: tuple[int, ...], sequences: int, alone: bool = False) -> Policy:
+    """All sequences in one batch, or each in its own."""
+    size, batches = (1, sequences) if alone else (sequences, 1)
     return Policy.from_percent(*percent, batch_size=size, num_batches=batches)
 
 
@@ -121,7 +121,7 @@ def acceptance(tokens: int) -> Iterator[dict[str, Any]]:
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     for draft in ("lookup", "self-4bit"):
         for count in (1, 2, 4, 8):
-            policy = policy_of(ON_DISK, 1, is_guessing=True)
+            policy = policy_of(ON_DISK, 1)
             with LLM(model, policy=policy, draft=draft, draft_tokens=count) as llm:
                 for kind, text in ASKED.items():
                     run = Measured(llm, [text], params, warms=False)
@@ -152,18 +152,20 @@ def compared(off: Measured, on: Measured, sequences: int) -> dict[str, Any]:
     }
 
 
-def speed(tokens: int, folder: Path, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
+def speed(
+    tokens: int, folder: Path, counts: Sequence[int], drafts: Sequence[str], alone: bool
+) -> Iterator[dict[str, Any]]:
     """Yields SmolLM2 with all weights on disk, with guesses and without."""
     model = smollm2()
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     for sequences in counts:
-        options = {"policy": policy_of(ON_DISK, sequences, False), "offload_dir": folder}
+        options = {"policy": policy_of(ON_DISK, sequences), "offload_dir": folder}
         offs = {}
         with LLM(model, **options) as llm:
             for kind, text in ASKED.items():
                 offs[kind] = Measured(llm, [text] * sequences, params, warms=True)
-        for draft in ("lookup", "self-4bit"):
-            options["policy"] = policy_of(ON_DISK, sequences, True)
+        for draft in drafts:
+            options["policy"] = policy_of(ON_DISK, sequences, alone)
             with LLM(model, draft=draft, **options) as llm:
                 for kind, text in ASKED.items():
                     on = Measured(llm, [text] * sequences, params, warms=True)
@@ -172,7 +174,7 @@ def speed(tokens: int, folder: Path, counts: Sequence[int]) -> Iterator[dict[str
 
 
 def shape(
-    name: str, tokens: int, folder: Path, rate: float, counts: Sequence[int]
+    name: str, tokens: int, folder: Path, rate: float, counts: Sequence[int], alone: bool
 ) -> Iterator[dict[str, Any]]:
     """Yields a known shape with all weights on disk, with scripted guesses and without."""
     rng = np.random.default_rng(1)
@@ -180,10 +182,10 @@ def shape(
     for sequences in counts:
         prompts = rng.integers(10, 5000, (sequences, 128)).tolist()
         options = {"model": name, "dummy_weights": True, "offload_dir": folder}
-        with LLM(policy=policy_of(ON_DISK, sequences, False), **options) as llm:
+        with LLM(policy=policy_of(ON_DISK, sequences), **options) as llm:
             off = Measured(llm, prompts, params, warms=True)
         drafting.LookupDrafter = lambda texts=off.texts: Scripted(texts, rate)  # type: ignore
-        policy = policy_of(ON_DISK, sequences, True)
+        policy = policy_of(ON_DISK, sequences, alone)
         with LLM(policy=policy, draft="lookup", **options) as llm:
             on = Measured(llm, prompts, params, warms=True)
         yield {"shape": name, "sequences": sequences} | compared(off, on, sequences)
@@ -200,6 +202,8 @@ def main() -> None:
     parser.add_argument("--shape", default="facebook/opt-1.3b")
     parser.add_argument("--rate", type=float, default=0.6, help="Share of right guesses.")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--drafts", nargs="+", default=["lookup", "self-4bit"])
+    parser.add_argument("--alone", action="store_true", help="With guesses, batches of one row.")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
@@ -212,9 +216,9 @@ def main() -> None:
         if args.part == "acceptance":
             made = acceptance(args.tokens)
         elif args.part == "speed":
-            made = speed(args.tokens, folder, args.sequences)
+            made = speed(args.tokens, folder, args.sequences, args.drafts, args.alone)
         else:
-            made = shape(args.shape, args.tokens, folder, args.rate, args.sequences)
+            made = shape(args.shape, args.tokens, folder, args.rate, args.sequences, args.alone)
         for row in made:
             print(row, flush=True)
             rows.append(row)
