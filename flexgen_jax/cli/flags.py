@@ -358,8 +358,8 @@ def _precision_flags(command: Function) -> Function:
                 "them all; the text stays the same. Where weights come from the host or the disk, "
                 "few texts then take fewer passes. lookup: what followed the last tokens when "
                 "they were in the text before, as in summaries, code and JSON; self-4bit: the "
-                "model itself in 4 bits, for which the GPU has room; or a smaller model with the "
-                "same tokens. A plan guesses only where that pays.",
+                "model itself in 4 bits; or a smaller model with the same tokens. A model that "
+                "guesses has to fit the GPU. A plan guesses only where that pays.",
             ),
             click.option(
                 "--draft-tokens",

@@ -317,9 +317,8 @@ class Waiting:
         members, choices = self.members[running], self._choices
         if choices is None or not any(r.params.is_adjusted for r in members):
             return ()
-        own = [*guesses[: len(members)], *[()] * (len(members) - len(guesses))]
-        each = zip(members, own, strict=True)
-        rows = [changes for r, those in each for changes in choices.adjustments(r, those)]
+        each = zip(members, _of_each(members, guesses), strict=True)
+        rows = [changes for r, own in each for changes in choices.adjustments(r, own)]
         padding: list[Mapping[int, tuple[float, float]]] = [{}] * (
             self._given[running].size - len(members)
         )
@@ -331,17 +330,17 @@ class Waiting:
         members, choices = self.members[running], self._choices
         if choices is None or all(r.params.schema is None for r in members):
             return None
-        own = [*guesses[: len(members)], *[()] * (len(members) - len(guesses))]
-        each = [choices.allowed(r, those) for r, those in zip(members, own, strict=True)]
+        guessed = _of_each(members, guesses)
+        each = [choices.allowed(r, own) for r, own in zip(members, guessed, strict=True)]
         words = next((masks[0].size for masks in each if masks is not None), None)
         if words is None:
             return None
-        rows = self._given[running].size + sum(map(len, own))
+        rows = self._given[running].size + sum(map(len, guessed))
         allowed, row = np.full((rows, words), ~np.uint32(0)), 0
-        for masks, those in zip(each, own, strict=True):
+        for masks, own in zip(each, guessed, strict=True):
             if masks is not None:
                 allowed[row : row + len(masks)] = masks
-            row += 1 + len(those)
+            row += 1 + len(own)
         return allowed
 
     def wait(self) -> bool:
@@ -359,6 +358,11 @@ class Waiting:
     def unfinished(self) -> list[EncodedRequest]:
         """Returns the requests that have not entered."""
         return [*self._next_ones, *self._requests, *self.left]
+
+
+def _of_each(members: Sequence[EncodedRequest], guesses: Guesses) -> list[Sequence[int]]:
+    """Returns the guesses of each request of a batch, without those of rows that fill it up."""
+    return [guesses[row] if guesses else () for row in range(len(members))]
 
 
 def _in_order(requests: Sequence[EncodedRequest], prefixes: Prefixes) -> list[EncodedRequest]:

@@ -5,7 +5,6 @@ the text's own tokens will have, so that models that agree guess what will be dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -78,11 +77,10 @@ class ModelDrafter:
     ) -> None:
         self._model, self._policy, self._dtype, self._unified = model, policy, dtype, unified
         self._progress, self._limit = progress, limit
-        self._is_open = False
+        self._network: Network | None = None
 
-    @cached_property
-    def network(self) -> Network:
-        """The model on the device."""
+    def _opened(self) -> Network:
+        """Brings the model to the device."""
         formats = self._policy.formats(self._dtype)
         device = Device.create(self._model.config, formats, self._unified)
         tensors = device.spec.tensors
@@ -92,17 +90,16 @@ class ModelDrafter:
         total = sum(formats.weight(tensor).nbytes for tensor in tensors.values())
         with self._progress.placing(total) as placed:
             weights.place(placed)
-        self._is_open = True
         return Network(device, weights)
 
     def begin(self) -> ModelDraft:
-        return ModelDraft(self.network, self._model.config, self._limit)
+        self._network = self._network or self._opened()
+        return ModelDraft(self._network, self._model.config, self._limit)
 
     def close(self) -> None:
-        if self._is_open:
-            self.network.close()
-            del self.network
-            self._is_open = False
+        network, self._network = self._network, None
+        if network is not None:
+            network.close()
 
 
 class Network:
@@ -150,10 +147,11 @@ class Network:
                     weights, hidden, (), kept.tails[number], checks, *where
                 )
             else:
-                shape = {"asked": tokens, "tail": 0, "cuts": (), "has_guesses": True}
+                shape = {"asked": tokens, "tail": 0, "cuts": (), "has_guesses": tokens > 1}
                 mix = self._get(programs.mix, layer, tokens, **shape)
+                end = (numbers(known),) if tokens > 1 else ()
                 given = (weights, hidden, (), kept.states[number], numbers(start), checks)
-                hidden, _, kept.states[number], checks = mix(*given, kept.rows, numbers(known))
+                hidden, _, kept.states[number], checks = mix(*given, kept.rows, *end)
         return hidden
 
     def _get(self, kind: Any, layer: LayerSpec, tokens: int, **shape: Any) -> Any:
@@ -218,7 +216,7 @@ def _one(hidden: jax.Array, index: int) -> jax.Array:
 
 
 class ModelDraft:
-    """Guesses how one text goes on; see `offload.speculation.Draft`."""
+    """Guesses how one text goes on; see `offload.speculation.TextDraft`."""
 
     def __init__(self, network: Network, config: ModelConfig, limit: int) -> None:
         self._network, self._config, self._limit = network, config, limit

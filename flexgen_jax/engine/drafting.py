@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,8 @@ from flexgen_jax.engine.draft_model import ModelDrafter, check_drafts
 from flexgen_jax.engine.lookup import LookupDrafter
 from flexgen_jax.engine.options import LOOKUP, SELF_4BIT, EngineOptions
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine.caches import cache_folder
+from flexgen_jax.machine.caches import cache_folder, write_cached
+from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import Model, open_model, shape_of
 from flexgen_jax.offload.speculation import Acceptance, Drafter
 from flexgen_jax.policy.costs import Costs
@@ -44,50 +45,66 @@ class Guessing(NamedTuple):
     policy: Policy
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drafting:
     """What guesses tokens, and how often it was right so far.
 
-    guessing: the model that guesses and its bits, None where there is none; memory: the file in
-    which the share of right guesses is kept between runs.
+    guessing: the model that guesses, None where there is none; memory: the file in which the share
+    of right guesses is kept between runs.
     """
 
     name: str
     drafter: Drafter
-    expected: float
     memory: Path
     guessing: Guessing | None = None
+    # The share of right guesses among those after right ones, None where none was measured.
+    _measured: float | None = field(init=False)
+    # A machine, and the rates there.
+    _rates: tuple[HardwareProfile, DraftRates] | None = field(default=None, init=False)
 
-    @property
-    def accepted(self) -> float:
-        """The share of right guesses among those after right ones, as measured, or expected."""
+    def __post_init__(self) -> None:
+        self._measured = None
         with suppress(OSError, ValueError, TypeError, KeyError):
             measured = float(json.loads(self.memory.read_text(encoding="utf-8"))["accepted"])
-            return min(max(measured, 0.0), 1.0)
-        return self.expected
+            self._measured = min(max(measured, 0.0), 1.0)
 
     def rates(self, hw: HardwareProfile) -> DraftRates:
         """Returns what planning needs to know."""
-        return rates_of(self.name, self.guessing, hw, self.accepted)
+        if self._rates is None or self._rates[0] != hw:
+            self._rates = (hw, rates_of(self.name, self.guessing, hw, self._measured))
+        return self._rates[1]
 
     def observe(self, acceptance: Acceptance) -> None:
         """Keeps how often guesses were right, for later plans."""
         rate = acceptance.rate
         if rate is None or acceptance.accepted + acceptance.wrong < ENOUGH_TRIED:
             return
-        share = KEPT_SHARE if self.memory.exists() else 0.0
-        text = json.dumps({"accepted": share * self.accepted + (1 - share) * rate})
-        with suppress(OSError):  # a plan without it is only less good
-            self.memory.parent.mkdir(parents=True, exist_ok=True)
-            fresh = self.memory.with_suffix(".new")
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(self.memory)
+        before = rate if self._measured is None else self._measured
+        self._measured = KEPT_SHARE * before + (1 - KEPT_SHARE) * rate
+        self._rates = None
+        write_cached(self.memory, json.dumps({"accepted": self._measured}))
+
+
+def name_of(draft: str | Path | Model) -> str:
+    """Returns what guesses tokens as it is asked for."""
+    return draft.name if isinstance(draft, Model) else str(draft)
+
+
+def guessing_of(setting: Setting, config: ModelConfig | None) -> Guessing:
+    """Returns a model that guesses: one of this config with the bits that it is published in, or
+    the setting's own in 4 bits."""
+    if config is None:
+        return Guessing(setting, Policy(weight_bits=4))
+    bits = 16 if config.published is None else config.published.bits
+    return Guessing(replace(setting, config=config), Policy(weight_bits=bits))
 
 
 def rates_of(
-    name: str, guessing: Guessing | None, hw: HardwareProfile, accepted: float
+    name: str, guessing: Guessing | None, hw: HardwareProfile, accepted: float | None
 ) -> DraftRates:
-    """Returns the rates of guesses, which a model makes if there is one."""
+    """Returns the rates of guesses, which a model makes if there is one. accepted: the share of
+    right guesses, None for what is expected."""
+    accepted = EXPECTED.get(name, OF_A_MODEL) if accepted is None else accepted
     if guessing is None:
         return DraftRates(name, accepted)
     costs = Costs(*guessing, hw)
@@ -106,21 +123,18 @@ def rates_of(
 def planned_rates(
     options: EngineOptions, setting: Setting, hw: HardwareProfile, accepted: float | None
 ) -> DraftRates:
-    """Returns the rates of guesses for a plan, before any model is opened; accepted: the share of
-    right guesses, None for what is expected."""
+    """Returns the rates of guesses for a plan, before any model is opened; accepted: as for
+    `rates_of`."""
     draft = options.draft
     if draft is None:
         return DraftRates()
-    name = draft.name if isinstance(draft, Model) else str(draft)
-    accepted = EXPECTED.get(name, OF_A_MODEL) if accepted is None else accepted
-    if draft == LOOKUP:
-        return DraftRates(name, accepted)
-    guessing = Guessing(setting, Policy(weight_bits=4))
-    if draft != SELF_4BIT:
-        config = draft.config if isinstance(draft, Model) else shape_of(name)
-        bits = 16 if config.published is None else config.published.bits
-        guessing = Guessing(replace(setting, config=config), Policy(weight_bits=bits))
-    return rates_of(name, guessing, hw, accepted)
+    name = name_of(draft)
+    if name == LOOKUP:
+        return rates_of(name, None, hw, accepted)
+    config = draft.config if isinstance(draft, Model) else None
+    if config is None and name != SELF_4BIT:
+        config = shape_of(name)
+    return rates_of(name, guessing_of(setting, config), hw, accepted)
 
 
 def drafting_of(
@@ -133,34 +147,27 @@ def drafting_of(
         draft = LOOKUP  # a policy asks for guesses, and does not say whose
     if draft is None:
         return None
-    name = draft.name if isinstance(draft, Model) else str(draft)
+    name = name_of(draft)
     key = f"{model.source.fingerprint(setting.dtype)}\n{name}"
     memory = cache_folder("drafts") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    if draft == LOOKUP:
-        return Drafting(name, LookupDrafter(), EXPECTED[LOOKUP], memory)
-    guessing, policy = model, Policy(weight_bits=4)
-    if draft != SELF_4BIT:
-        guessing, policy = open_model(draft, options.dummy_weights, options.seed), Policy()
-        if guessing.config.published is not None:
-            policy = Policy(weight_bits=guessing.config.published.bits)
-    elif model.config.published is not None or options.weight_bits == 4:
+    if name == LOOKUP:
+        return Drafting(name, LookupDrafter(), memory)
+    if name == SELF_4BIT and (model.config.published is not None or options.weight_bits == 4):
         raise UserError(
             f"--draft {SELF_4BIT}: {model.name} has few bits already, so that its guesses would "
             f"take as long as its tokens; use --draft {LOOKUP}, or a smaller model"
         )
-    check_drafts(guessing, model)
+    other = None
+    if name != SELF_4BIT:
+        other = open_model(draft, options.dummy_weights, options.seed)
+    check_drafts(other or model, model)
+    guessing = guessing_of(setting, None if other is None else other.config)
     drafter = ModelDrafter(
-        model=guessing,
-        policy=policy,
+        model=other or model,
+        policy=guessing.policy,
         dtype=setting.dtype,
         unified=setting.unified,
         limit=model.config.vocab_size,
         progress=progress,
     )
-    return Drafting(
-        name=name,
-        drafter=drafter,
-        expected=EXPECTED.get(name, OF_A_MODEL),
-        memory=memory,
-        guessing=Guessing(replace(setting, config=guessing.config), policy),
-    )
+    return Drafting(name, drafter, memory, guessing)

@@ -42,8 +42,8 @@ class EngineOptions:
         policy says.
     draft: what guesses tokens, of which a pass over the weights then checks several: "lookup", what
         followed the same tokens in the text so far; "self-4bit", the model itself with weights in 4
-        bits; or a smaller model with the same tokens, named as `model` is. The device has room for
-        all of it. None guesses nothing.
+        bits; or a smaller model with the same tokens, named as `model` is. A model that guesses
+        lies on the device as a whole. None guesses nothing.
     draft_tokens: how many are guessed for a pass, `DRAFT_TOKENS` by default.
     device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is what is there.
     write_limit: bytes that a plan may write to the disk a day, since that wears an SSD; None is

@@ -195,7 +195,7 @@ class WarmUp:
     def _joined(self, state: LayerState, sealed: int) -> None:
         """The program of a layer with those after it."""
         layers = self._joined_layers.get(state.layer.index)
-        if layers is None or state.running.shared or self._plan.policy.draft_tokens:
+        if layers is None or state.running.shared:
             return
         here, _ = state.places(sealed)
         self._of_layers.get(

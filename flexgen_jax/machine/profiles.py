@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flexgen_jax.machine.caches import cache_folder
+from flexgen_jax.machine.caches import cache_folder, write_cached
 from flexgen_jax.machine.limits import (
     detect_budgets,
     existing,
@@ -90,7 +89,7 @@ def record_disk_reads(
     profile = _measured(path)
     if profile is not None and sum(read.nbytes for read in reads) >= TELLING_BYTES:
         rate = round(profile.disk_rate_seen(reads, busy_s), 3)
-        _write(_seen_file(path), json.dumps([*_seen(path), rate][-RUNS_KEPT:]))
+        write_cached(_seen_file(path), json.dumps([*_seen(path), rate][-RUNS_KEPT:]))
 
 
 def measured_profile(
@@ -110,22 +109,10 @@ def measured_profile(
         )
         return profile
     path = _cache_file(dtype, offload_dir)
-    _write(path, profile.to_json())
+    write_cached(path, profile.to_json())
     with suppress(OSError):
         _seen_file(path).unlink()  # what runs have seen was relative to the profile before
     return profile
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file of the cache as a whole, or not at all where that is impossible."""
-    part = path.with_suffix(f".{uuid.uuid4().hex[:8]}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text)
-        part.replace(path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
 
 
 def set_up(offload_dir: Path | None) -> tuple[bool, Path]:

@@ -267,15 +267,13 @@ class BlockRun:
         """Hands on the head's result for a token of each row; returns the rows that need more."""
         left = self._on_result(step, result)
         if self._keeper is not None and left is not None and step.batch.payload is not None:
-            ids = result[0] if isinstance(result, tuple) else result
-            self._keeper.took(step.batch, ids, left)
+            self._keeper.took(step.batch, _ids_of(result), left)
         return left
 
     def _accept(self, step: Step, texts: DraftedTexts, result: Any) -> Sequence[int] | None:
         """Hands on those tokens of a pass that are of the texts: the first one of each row, then
         the second ones, and so on."""
-        ids = result[0] if isinstance(result, tuple) else result
-        chosen = ids.reshape(len(texts.rows), -1)
+        chosen = _ids_of(result).reshape(len(texts.rows), -1)
         places, cached = [range(1)] * len(texts.rows), 0
         if step.token <= 0:
             for row, text in enumerate(texts.rows):
@@ -290,7 +288,7 @@ class BlockRun:
             at = np.zeros(len(texts.rows), int)
             at[rows] = [row * chosen.shape[1] + places[row][number] for row in rows]
             those = jax.tree.map(lambda x: x[at], result)  # noqa: B023
-            taken = those[0] if isinstance(those, tuple) else those
+            taken = _ids_of(those)
             taken[[row for row in range(len(at)) if row not in rows]] = -1
             left = self._told(step, those)
             for row in rows:
@@ -326,3 +324,9 @@ class BlockRun:
 
 def _forget(running: Running) -> None:
     running.payload = None
+
+
+def _ids_of(result: Any) -> np.ndarray:
+    """Returns the token ids of the head's result, which may come with log-probabilities."""
+    ids: np.ndarray = result[0] if isinstance(result, tuple) else result
+    return ids

@@ -46,8 +46,7 @@ class JoinedSteps:
         """Returns whether no layer's cache changes before its own step, and none is to be asked
         for."""
         running = step.batch
-        is_one_token = not self._dispatch.plan.policy.draft_tokens
-        return is_one_token and not running.shared and not running.shrinks_at(step.token)
+        return not running.shared and not running.shrinks_at(step.token)
 
     def _compute(self, step: Step, inputs: Inputs) -> dict[int, Computed]:
         """Dispatches the programs of this layer and all that follow, which the device computes

@@ -46,7 +46,7 @@ class Draws(NamedTuple):
     token: int
 
 
-class Draft(Protocol):
+class TextDraft(Protocol):
     """Guesses how one text goes on."""
 
     def guess(self, ids: Sequence[int], count: int, draws: Draws) -> Sequence[int]:
@@ -60,7 +60,7 @@ class Draft(Protocol):
 class Drafter(Protocol):
     """Makes the drafts of texts."""
 
-    def begin(self) -> Draft:
+    def begin(self) -> TextDraft:
         """Returns the draft of a new text."""
 
     def close(self) -> None:
@@ -115,8 +115,7 @@ class Pace:
         """Returns how many tokens to guess for the next pass."""
         self._passes += 1
         rate = self.acceptance.rate
-        is_known = rate is not None and self.guessing and self.plain
-        if not is_known or rate is None:
+        if rate is None or not self.guessing or not self.plain:
             return 0 if self._passes % PROBE == 0 else self.most
         each = min(self.guess_s, default=0.0)
         speeds = {
@@ -135,7 +134,7 @@ class Pace:
 class DraftedText:
     """One row of a batch whose passes have guesses."""
 
-    draft: Draft
+    draft: TextDraft
     # All tokens so far, those of prefixes too, from the end of the prompt on; how many of them are
     # generated.
     ids: list[int] = field(default_factory=list)

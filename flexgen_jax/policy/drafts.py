@@ -34,16 +34,6 @@ class DraftRates:
         """Returns the bytes of the device's memory that guessing for some tokens takes."""
         return self.device_bytes + self.token_bytes * tokens
 
-    @staticmethod
-    def accepted_of(tokens_a_pass: float, guesses: int) -> float:
-        """Returns the probability by which a pass with so many guesses finds so many tokens."""
-        low, high = 0.0, 1.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            is_less = DraftRates(accepted=middle).tokens_a_pass(guesses) < tokens_a_pass
-            low, high = (middle, high) if is_less else (low, middle)
-        return low
-
 
 PASSES = 400
 """Passes by which the progress of several rows is estimated."""

@@ -8,11 +8,14 @@ from flexgen_jax.policy.plan import BlockPlan
 def joined_layers(plan: BlockPlan) -> dict[int, range]:
     """Returns the decoder layers in which one program decodes a token, by the first of them.
 
-    That is so where all they need is on the device. Layers with experts, and those that do not
-    attend, have programs of their own. Example: of 12 layers, at most 8 of which are joined, {1:
-    range(1, 9), 9: range(9, 13)}.
+    That is so where all they need is on the device, and no tokens are guessed. Layers with experts,
+    and those that do not attend, have programs of their own. Example: of 12 layers, at most 8 of
+    which are joined, {1: range(1, 9), 9: range(9, 13)}.
     """
-    if plan.unified or not plan.is_resident or plan.unpacks or plan.policy.is_sparse:
+    policy = plan.policy
+    if plan.unified or not plan.is_resident or plan.unpacks:
+        return {}
+    if policy.is_sparse or policy.draft_tokens:
         return {}
     runs: list[list[int]] = [[]]
     for number, layer in enumerate(plan.spec.layers):

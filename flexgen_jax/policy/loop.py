@@ -163,7 +163,8 @@ class BlockLoop:
     def _do(self, step: Step) -> None:
         """Dispatches a step, stores the results of the one before, and reads ahead."""
         self._begun = step
-        if self._begins_pass(step):
+        begins_pass = self._begins_pass(step)
+        if begins_pass:
             self._retire_latest(step)  # what the last pass accepted is computed by this one
             if not step.batch.is_going:
                 return
@@ -172,7 +173,7 @@ class BlockLoop:
             if not step.batch.is_going:
                 return
         begun = self._backend.begin(step, self._tokens.get(step.token, 1))
-        if self._begins_pass(step):
+        if begins_pass:
             step.batch.passes.begin(step.token, begun, step.batch.lengths)
         if not step.batch.is_going:
             self._enter(step)

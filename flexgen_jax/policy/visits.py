@@ -53,7 +53,7 @@ class Visits:
         self._copied_for: int | None = None
         self._read_until = -1
         # The tokens of all batches that a pass computes, None if their rows may have changed.
-        self._rows: int | None = None
+        self._tokens: int | None = None
         # A visit, and how many tokens have chosen experts in it.
         self._routed = (-1, 0)
         # The experts of each layer that have to be loaded, by number.
@@ -181,14 +181,14 @@ class Visits:
             return False
         if not step.batch.is_in_prompt and any(running.is_in_prompt for running in self._going):
             return False
-        if self._rows is None:
-            tokens = self._plan.policy.pass_tokens
-            self._rows = sum(running.rows for running in self._going) * tokens
-        return few_are_chosen(self._plan.spec.layers[step.layer], self._rows)
+        if self._tokens is None:
+            rows = sum(running.rows for running in self._going)
+            self._tokens = rows * self._plan.policy.pass_tokens
+        return few_are_chosen(self._plan.spec.layers[step.layer], self._tokens)
 
     def count_rows(self) -> None:
         """Notes that batches have entered or left, or have fewer rows."""
-        self._rows = None
+        self._tokens = None
 
     def chosen(self, step: Step) -> ChosenExperts | None:
         """Returns how a step loads the experts that it chooses; None if all are loaded ahead."""

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -33,6 +34,23 @@ HAS_ONE_MEMORY = jax.devices()[0].platform == "cpu"
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
+def generated(folder: Path, policy: Policy, unified: bool, **options: Any) -> list[list[int]]:
+    """Returns the tokens of every prompt; unified: where the machine has one memory."""
+    with (
+        tempfile.TemporaryDirectory() as offload,
+        LLM(
+            folder,
+            dtype="float32",
+            policy=policy,
+            offload_dir=offload,
+            unified=HAS_ONE_MEMORY and unified,
+            **options,
+        ) as llm,
+    ):
+        results = llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
+    return [result.token_ids for result in results]
+
+
 def tokens(folder: Path, bits: int) -> Iterator[list[list[int]]]:
     """Yields the tokens of every prompt, for each way to place and schedule."""
     for number, (percent, schedule, attention) in enumerate(WAYS):
@@ -46,18 +64,7 @@ def tokens(folder: Path, bits: int) -> Iterator[list[list[int]]]:
             weight_bits=bits,
             cache_bits=bits,
         )
-        with (
-            tempfile.TemporaryDirectory() as offload,
-            LLM(
-                folder,
-                dtype="float32",
-                policy=policy,
-                offload_dir=offload,
-                unified=HAS_ONE_MEMORY and number % 3 > 0,
-            ) as llm,
-        ):
-            found = llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
-        yield [result.token_ids for result in found]
+        yield generated(folder, policy, number % 3 > 0)
 
 
 def with_guesses(folder: Path, reference: Reference) -> Iterator[list[list[int]]]:
@@ -66,22 +73,10 @@ def with_guesses(folder: Path, reference: Reference) -> Iterator[list[list[int]]
     texts = [[*p, *ids] for p, ids in zip(prompts(), reference.tokens, strict=True)]
     drafting.LookupDrafter = lambda: Scripted(texts, wrong=5)  # type: ignore[assignment, misc]
     Pace.count = lambda pace: pace.most  # type: ignore[method-assign]
-    for number, percent in enumerate(PLACEMENTS):
+    for number, (percent, count) in enumerate(zip(PLACEMENTS, (1, 2, 4, 8), strict=True)):
         policy = Policy.from_percent(*percent, batch_size=3, num_batches=2, kv_block_tokens=4)
-        with (
-            tempfile.TemporaryDirectory() as offload,
-            LLM(
-                folder,
-                dtype="float32",
-                policy=policy,
-                offload_dir=offload,
-                unified=HAS_ONE_MEMORY and number % 2 > 0,
-                draft="lookup",
-                draft_tokens=(1, 2, 4, 8)[number],
-            ) as llm,
-        ):
-            found = llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
-        yield [result.token_ids for result in found]
+        options = {"draft": "lookup", "draft_tokens": count}
+        yield generated(folder, policy, number % 2 > 0, **options)
 
 
 def main() -> None:
