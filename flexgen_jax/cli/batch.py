@@ -20,6 +20,7 @@ from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
 
 if TYPE_CHECKING:
+    from flexgen_jax.engine.llm import LLM
     from flexgen_jax.jobs.job import Job
     from flexgen_jax.jobs.options import JobOptions, Summary
 
@@ -118,8 +119,8 @@ def batch(
     """
     from flexgen_jax.jobs.options import JobOptions
 
-    check_json(json_file)
-    check_json(progress_file, "--progress-file")
+    check_json(json_file, results=output)
+    check_json(progress_file, "--progress-file", output)
     options = JobOptions(
         source=source,
         results=output,
@@ -135,13 +136,22 @@ def batch(
     signal.signal(signal.SIGTERM, end)
     engine = engine_options(flags, default_batches=64)
     if ray_address is None:
-        summary, report = run_here(engine, options, watch)
+        with open_llm(engine) as llm:
+            summary, report = run_here(llm, options, watch)
     else:
         summary, report = run_on_ray(ray_address, engine, options, watch), {}
+    tell(summary, report, options.results, json_file)
+
+
+def tell(
+    summary: Summary, report: Mapping[str, Any], results: Path, json_file: Path | None
+) -> None:
+    """Says what a job has come to, also in a file for machines; ends the process with status 1 if
+    every line has an error."""
     write_json(json_file, {"summary": vars(summary), "report": report})
     errors = f", {summary.errors} of them errors" if summary.errors else ""
     click.echo(
-        f"{summary.finished} of {summary.total} requests are in {output}{errors}; "
+        f"{summary.finished} of {summary.total} requests are in {results}{errors}; "
         f"{summary.tokens} tokens in {summary.seconds:.1f} s, "
         f"{summary.tokens / max(summary.seconds, 1e-9):.1f} token/s",
         err=True,
@@ -151,8 +161,9 @@ def batch(
     if summary.commonest is not None:
         said, count = summary.commonest
         click.echo(
-            f"flexgen-jax: {count} errors say: {said}. --retry-errors runs lines with errors "
-            "again, where a line itself was right; corrected lines may be added at the input's end",
+            f"flexgen-jax: {count} errors say: {said}. `batch --retry-errors` runs lines with "
+            "errors again, where a line itself was right; corrected lines may be added at the "
+            "input's end",
             err=True,
         )
     if summary.errors and summary.errors == summary.total:
@@ -160,18 +171,17 @@ def batch(
 
 
 def run_here(
-    engine: EngineOptions, options: JobOptions, watch: int | None
+    llm: LLM, options: JobOptions, watch: int | None = None
 ) -> tuple[Summary, Mapping[str, Any]]:
     """Runs a job in this process; returns its summary, and the engine's report on its last run.
     watch: the port of a page that shows it, None for no page."""
     from flexgen_jax.jobs.job import Job
 
-    with open_llm(engine) as llm:
-        job = Job(llm, options)
-        page = Page(watch, llm.name, lambda: llm.policy.in_words if llm.policy else None)
-        with watching(job, options, page):
-            summary = job.run()
-        return summary, llm.report() if summary.tokens else {}
+    job = Job(llm, options)
+    page = Page(watch, llm.name, lambda: llm.policy.in_words if llm.policy else None)
+    with watching(job, options, page):
+        summary = job.run()
+    return summary, llm.report() if summary.tokens else {}
 
 
 def run_on_ray(

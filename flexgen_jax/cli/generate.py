@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from flexgen_jax.cli.commands import Command, now_option
+from flexgen_jax.cli.batch import run_here, tell
+from flexgen_jax.cli.commands import Command, end, now_option
 from flexgen_jax.cli.engine_flags import engine_options, open_llm
 from flexgen_jax.cli.flags import model_options, policy_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
@@ -22,7 +23,7 @@ from flexgen_jax.errors import PromptError, UserError
 from flexgen_jax.progress import logger
 
 if TYPE_CHECKING:
-    from flexgen_jax.engine.files import OutputFile, Prompt
+    from flexgen_jax.engine.files import Prompt
     from flexgen_jax.engine.llm import LLM
     from flexgen_jax.engine.outputs import RequestOutput
     from flexgen_jax.engine.sampling import SamplingParams
@@ -52,8 +53,8 @@ DEMO_PROMPT = "The people of the United States"
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write each text to FILE as soon as it is finished, a line of JSON each, and print none. "
-    "If FILE is there already, go on with the prompts that are not in it.",
+    help="Print no text, but write each to FILE as soon as it is finished, in a record of JSON as "
+    "`batch` does. If FILE is there already, go on where the run was broken off.",
     metavar="FILE",
 )
 @click.option(
@@ -127,7 +128,6 @@ def generate(
     make no sense. For long runs give --output: the same command goes on where it was broken off.
     """
     from flexgen_jax.engine.files import Prompt, read_prompts, read_text
-    from flexgen_jax.engine.requests import impossible
     from flexgen_jax.engine.sampling import SamplingParams
 
     given = [Prompt(text, f"PROMPTS, number {n}") for n, text in enumerate(prompts, 1)]
@@ -144,23 +144,41 @@ def generate(
         )
     except ValueError as error:
         raise UserError(str(error)) from None
-    check_json(json_file)
-    if output is not None and json_file is not None and output.resolve() == json_file.resolve():
-        raise UserError(f"--output and --json are both {output}; choose another file for one")
+    check_json(json_file, results=output)
     chat = Chat(parse_variables(chat_options), now) if is_chat else None
     if chat is None and (chat_options or now is not None):
         raise UserError("--chat-option and --now are for --chat, which is not given")
     echoes = not is_chat if echoes is None else echoes
     streams = output is None and len(given) == 1 and sys.stdout.isatty()
     options = engine_options(flags, default_batches=len(given), shows_tokens=streams)
-    shows = echoes if streams else None
-    results, report = run_prompts(given, prefix, params, output, options, chat, shows)
+    if output is not None:
+        run_job(given, params, output, options, chat, json_file)
+    else:
+        shows = echoes if streams else None
+        results, report = run_prompts(given, prefix, params, options, chat, shows)
+        print_results(given, results, report, json_file, None if streams else echoes)
+    if flags["model"] is None:
+        logger().info(TOY)
+
+
+def print_results(
+    given: Sequence[Prompt],
+    results: Sequence[Mapping[str, Any]],
+    report: Mapping[str, Any],
+    json_file: Path | None,
+    echoes: bool | None,
+) -> None:
+    """Prints texts, unless they were shown as they came, and the rate of their tokens; writes the
+    file for machines. echoes: whether the prompts are printed, None for no texts at all. Raises
+    `UserError` that names the prompts that could not be continued."""
+    from flexgen_jax.engine.requests import impossible
+
     errors = {r["index"]: r["error"] for r in results if "error" in r}
     try:  # neither a full disk nor a reader that goes away may cost the other
         write_json(json_file, {"results": results, "report": report})
     finally:
         good = [result for result in results if "error" not in result]
-        for result in good if output is None and not streams else ():
+        for result in good if echoes is not None else ():
             text = result.get("content", result["text"])
             click.echo(f"{result['prompt']}{result['text']}" if echoes else text)
             if len(results) > 1:
@@ -174,8 +192,6 @@ def generate(
             f"{report['num_tokens'] / seconds:.1f} token/s",
             err=True,
         )
-    if flags["model"] is None:
-        logger().info(TOY)
     if errors:
         raise _impossible(given, impossible(errors))
 
@@ -205,7 +221,6 @@ def run_prompts(
     given: Sequence[Prompt],
     prefix: str,
     params: SamplingParams,
-    output: Path | None,
     options: EngineOptions,
     chat: Chat | None = None,
     shows: bool | None = None,
@@ -213,33 +228,71 @@ def run_prompts(
     """Returns the results of all prompts, which begin with `prefix`, and the report of the run. A
     prompt that could not be continued has an "error", and its "index".
 
-    shows: whether the one text is shown as its tokens come, true with the prompt before it. Some
-    prompts may be finished in `output` already; if all are, there is no run and the report is
-    empty. Raises `UserError` if no prompt can be continued.
+    shows: whether the one text is shown as its tokens come, true with the prompt before it. Raises
+    `UserError` if no prompt can be continued.
     """
     from flexgen_jax.engine.files import as_json
 
     texts = [prompt.text for prompt in given]
-    with ExitStack() as stack:
-        llm = stack.enter_context(open_llm(options))
-        if params.max_tokens is None and llm.sampling_defaults.max_tokens is None:
-            params = replace(params, max_tokens=MAX_TOKENS)
-        file = _output_file(llm, output, params, texts, chat)
-        if file is not None:
-            stack.enter_context(closing(file))
-            if file.finished:
-                here = f"{len(file.finished)} of {len(texts)} texts"
-                click.echo(f"flexgen-jax: {here} are in {output} already", err=True)
-            if len(file.finished) == len(texts):
-                return file.results(), {}
+    with open_llm(options) as llm:
+        params = _with_limit(params, llm)
         try:
-            results = _continued(llm, texts, prefix, params, chat, file, shows)
+            results = _continued(llm, texts, prefix, params, chat, shows)
         except PromptError as error:
             raise _impossible(given, error) from None
         failed = [{**as_json(r), "index": int(r.id)} for r in results if r.error is not None]
         good = [_with_reasoning(llm, r, chat) for r in results if r.error is None]
-        report = llm.report() if good else {}
-        return [*(good if file is None else file.results()), *failed], report
+        return [*good, *failed], llm.report() if good else {}
+
+
+def run_job(
+    given: Sequence[Prompt],
+    params: SamplingParams,
+    output: Path,
+    options: EngineOptions,
+    chat: Chat | None,
+    json_file: Path | None,
+) -> None:
+    """Runs the prompts as a job, whose records go to `output` and into the prompts' order at the
+    end, and says what it has come to."""
+    from flexgen_jax.jobs.options import JobOptions
+
+    signal.signal(signal.SIGTERM, end)
+    with open_llm(options) as llm:
+        params = _with_limit(params, llm)
+        job = JobOptions(
+            source=request_lines([prompt.text for prompt in given], params, chat),
+            results=output,
+            seed=params.seed,
+            is_ordered=True,
+            retries_errors=True,
+            now=None if chat is None else chat.now,
+        )
+        summary, report = run_here(llm, job)
+    tell(summary, report, output, json_file)
+
+
+def request_lines(texts: Sequence[str], params: SamplingParams, chat: Chat | None) -> bytes:
+    """Returns the lines of a job that asks for the prompts' texts, or for answers to them: the
+    plain form of docs/batch.md, with the prompts' numbers from 1 as ids."""
+    names = ("max_tokens", "temperature", "top_k", "top_p")
+    chosen = {name: getattr(params, name) for name in names if getattr(params, name) is not None}
+    asked = {**chosen, "stop": list(params.stop), "ignore_eos": params.ignore_eos}
+    if chat is not None:
+        asked["chat_template_kwargs"] = dict(chat.variables)
+    lines = []
+    for number, text in enumerate(texts, 1):
+        message = {"messages": [{"role": "user", "content": text}]}
+        own = {"prompt": text} if chat is None else message
+        lines.append(json.dumps({"id": str(number), **own, **asked}))
+    return "\n".join(lines).encode() + b"\n"
+
+
+def _with_limit(params: SamplingParams, llm: LLM) -> SamplingParams:
+    """Returns the parameters with a number of new tokens where nobody says one."""
+    if params.max_tokens is None and llm.sampling_defaults.max_tokens is None:
+        return replace(params, max_tokens=MAX_TOKENS)
+    return params
 
 
 def _with_reasoning(llm: LLM, result: RequestOutput, chat: Chat | None) -> dict[str, Any]:
@@ -253,50 +306,21 @@ def _with_reasoning(llm: LLM, result: RequestOutput, chat: Chat | None) -> dict[
     return {**as_json(result), **content}
 
 
-def _output_file(
-    llm: LLM, output: Path | None, params: SamplingParams, texts: Sequence[str], chat: Chat | None
-) -> OutputFile | None:
-    """Opens the file of finished texts, if there is one."""
-    from flexgen_jax.engine.files import OutputFile
-    from flexgen_jax.models.weight_source import digest
-
-    if output is None:
-        return None
-    how = [] if chat is None else ["chat", llm.chat_fingerprint, sorted(chat.variables.items())]
-    now = None
-    if chat is not None and llm.chat_tells_time:
-        now = (chat.now or datetime.now()).isoformat()
-    file = OutputFile(output, digest(llm.fingerprint, llm.resolved(params), *how), texts, now)
-    if chat is not None and chat.now is not None and file.now not in (None, chat.now.isoformat()):
-        file.close()
-        raise UserError(
-            f"--output {output} has texts of --now {file.now}: give that, or choose another file"
-        )
-    return file
-
-
 def _continued(
     llm: LLM,
     texts: Sequence[str],
     prefix: str,
     params: SamplingParams,
     chat: Chat | None,
-    file: OutputFile | None,
     shows: bool | None,
 ) -> list[RequestOutput]:
-    """Continues the texts that are not in the file, or answers them."""
+    """Continues the texts, or answers them."""
     if shows is not None:
         return [_shown(llm, texts[0], params, chat, shows)]
-    more: dict[str, Any] = {}
-    if file is not None:
-        more = {"skip": frozenset(file.finished), "on_output": file.write}
     if chat is None:
-        return llm.generate(texts, params, prefix=prefix or None, **more)
-    now = chat.now
-    if file is not None and file.now is not None:
-        now = datetime.fromisoformat(file.now)
+        return llm.generate(texts, params, prefix=prefix or None)
     asked = [[{"role": "user", "content": text}] for text in texts]
-    return llm.chat(asked, params, chat_template_kwargs=chat.variables, now=now, **more)
+    return llm.chat(asked, params, chat_template_kwargs=chat.variables, now=chat.now)
 
 
 def _shown(

@@ -23,8 +23,11 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def check_json(path: Path | None, flag: str = "--json") -> None:
-    """Raises `UserError` for a file that cannot be written, before the work is done."""
+def check_json(path: Path | None, flag: str = "--json", results: Path | None = None) -> None:
+    """Raises `UserError` for a file that cannot be written, or is that of the results, before the
+    work is done."""
+    if path is not None and results is not None and path.resolve() == results.resolve():
+        raise UserError(f"--output and {flag} are both {path}; choose another file for one")
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"cannot write {flag} {path}; choose another file")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -151,7 +151,6 @@ class LLM(TextModel):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
-        skip: Container[int] = (),
         on_output: OnOutput | None = None,
         on_token: OnToken | None = None,
         prefix: Prefix | None = None,
@@ -159,8 +158,6 @@ class LLM(TextModel):
     ) -> list[RequestOutput]:
         """Continues every prompt; the results are in the prompts' order.
 
-        skip: indices of prompts that are left out as if they were done already; the random numbers
-            of the others do not change.
         on_output: called with a prompt's index and its result as soon as it is finished, which is
             long before the last one is; an exception that it raises ends the run.
         on_token: called with a prompt's index as a text, or "index.number" for further texts of the
@@ -171,7 +168,7 @@ class LLM(TextModel):
             before anything is run. If none can be continued, that is raised in any case.
         """
         inputs = self._prompts.inputs(prompts, prompt_token_ids)
-        return self._continued(inputs, sampling_params, skip, on_output, on_token, prefix, on_error)
+        return self._continued(inputs, sampling_params, on_output, on_token, prefix, on_error)
 
     def chat(
         self,
@@ -185,7 +182,6 @@ class LLM(TextModel):
         add_generation_prompt: bool = True,
         continue_final_message: bool | str = False,
         now: datetime | None = None,
-        skip: Container[int] = (),
         on_output: OnOutput | None = None,
         on_token: OnToken | None = None,
         on_error: OnError = "return",
@@ -222,7 +218,7 @@ class LLM(TextModel):
                 inputs.append(self.chat_prompt(cast("Sequence[Message]", one), options))
             except UserError as error:
                 inputs.append(error)
-        return self._continued(inputs, sampling_params, skip, on_output, on_token, None, on_error)
+        return self._continued(inputs, sampling_params, on_output, on_token, None, on_error)
 
     def unfinished(self) -> list[tuple[str, list[int], list[TokenLogprob]]]:
         """Returns the id, the tokens so far and their log-probabilities, if asked for, of each
@@ -240,7 +236,6 @@ class LLM(TextModel):
         self,
         inputs: Sequence[Input],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        skip: Container[int],
         on_output: OnOutput | None,
         on_token: OnToken | None,
         prefix: Prefix | None,
@@ -253,7 +248,7 @@ class LLM(TextModel):
         encoded, failures = self._prompts.requests(inputs, sampling_params)
         if failures and (on_error == "raise" or not encoded):
             raise impossible({index: str(result.error) for index, result in failures.items()})
-        asked = [copy for r in encoded if r.index not in skip for copy in copies(r, count)]
+        asked = [copy for r in encoded for copy in copies(r, count)]
         requests = self._prompts.sharing(asked, prefix)
         made: defaultdict[int, dict[int, RequestOutput]] = defaultdict(dict)
         results: dict[int, RequestOutput] = {}

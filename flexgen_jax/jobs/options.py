@@ -21,16 +21,16 @@ class JobOptions:
     """What a job does.
 
     source: a file of requests, a line each, which gzip or zstd may have compressed, or a stream;
-    "-" is standard input; results: where their records go. seed: of requests without their own;
-    chat_tokens: new tokens of a conversation that does not say how many, None for as many as the
-    model's folder says, or else 512; limit: the most requests to begin, None for all; journal_s:
-    seconds between two journals; is_ordered: whether the results are put into the input's order at
-    the end; progress_file: a file that says how far the job is, as JSON. retries_errors: whether
-    lines whose record is an error are run again. now: what chat templates take as the present time,
-    None for the time when the job began.
+    "-" is standard input; or, as bytes, the lines themselves. results: where their records go.
+    seed: of requests without their own; chat_tokens: new tokens of a conversation that does not say
+    how many, None for as many as the model's folder says, or else 512; limit: the most requests to
+    begin, None for all; journal_s: seconds between two journals; is_ordered: whether the results
+    are put into the input's order at the end; progress_file: a file that says how far the job is,
+    as JSON. retries_errors: whether lines whose record is an error are run again. now: what chat
+    templates take as the present time, None for the time when the job began.
     """
 
-    source: Path
+    source: Path | bytes
     results: Path
     seed: int = 0
     chat_tokens: int | None = None

@@ -1,4 +1,5 @@
-"""The input of a job: a file of lines, perhaps compressed, or a stream that can be read once."""
+"""The input of a job: a file of lines, perhaps compressed, a stream that can be read once, or lines
+that the caller made."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -67,23 +68,24 @@ class JobInput:
     """The lines of a job's input, which may be read again and again.
 
     What can be read once, such as standard input or a pipe, is first copied to a file beside the
-    results. Files that gzip or zstd have compressed are known by their first bytes.
+    results, and so are lines that are given as bytes. Files that gzip or zstd have compressed are
+    known by their first bytes.
     """
 
-    def __init__(self, path: Path, results: Path) -> None:
-        self._name = "standard input" if path == STDIN else str(path)
-        self._given = self._path = path
-        self._copy: Path | None = None
-        if path == STDIN or not _is_regular(path):
-            self._path = self._copy = beside(results, "input")
+    def __init__(self, given: Path | bytes, results: Path) -> None:
+        self._given, self._copy = given, beside(results, "input")
+        self._is_copied = isinstance(given, bytes) or given == STDIN or not _is_regular(given)
+        self._path = self._copy if isinstance(given, bytes) or self._is_copied else given
 
     def open(self) -> None:
-        """Copies a stream to its file, when nothing else writes these results."""
-        if self._copy is not None:
-            self._spool(self._given, self._copy)
+        """Copies a stream or given lines to a file, when nothing else writes these results."""
+        if self._is_copied:
+            self._spool()
 
     def __str__(self) -> str:
-        return self._name
+        if isinstance(self._given, bytes):
+            return "that are given"
+        return "standard input" if self._given == STDIN else str(self._given)
 
     @contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
@@ -95,31 +97,35 @@ class JobInput:
                 with gzip.open(raw) as file:
                     yield cast("IO[bytes]", file)
             elif magic == ZSTD:
-                with _unpacked(raw, self._name) as file:
+                with _unpacked(raw, str(self)) as file:
                     yield file
             else:
                 yield raw
 
     def forget(self) -> None:
-        """Removes the copy of a stream, when the job is finished."""
-        if self._copy is not None:
+        """Removes the copy, when the job is finished."""
+        if self._is_copied:
             self._copy.unlink(missing_ok=True)
 
-    def _spool(self, path: Path, copy: Path) -> None:
-        part = beside(copy, "part")
+    def _spool(self) -> None:
+        part = beside(self._copy, "part")
         try:
-            with open(part, "wb") as file:
-                if path == STDIN:
-                    if sys.stdin is None:
-                        raise UserError("standard input is closed; give a file with -i")
-                    shutil.copyfileobj(sys.stdin.buffer, file, PIECE_BYTES)
-                else:
-                    with open(path, "rb") as stream:
-                        shutil.copyfileobj(stream, file, PIECE_BYTES)
-            part.replace(copy)
+            with open(part, "wb") as file, self._stream() as stream:
+                shutil.copyfileobj(stream, file, PIECE_BYTES)
+            part.replace(self._copy)
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise UserError(f"cannot copy {self._name} to {copy}: {error.strerror}") from None
+            raise UserError(f"cannot write {self._copy}: {error.strerror}") from None
+
+    def _stream(self) -> AbstractContextManager[IO[bytes]]:
+        """Opens what can be read once."""
+        if isinstance(self._given, bytes):
+            return io.BytesIO(self._given)
+        if self._given != STDIN:
+            return open(self._given, "rb")
+        if sys.stdin is None:
+            raise UserError("standard input is closed; give a file with -i")
+        return nullcontext(sys.stdin.buffer)
 
 
 def _is_regular(path: Path) -> bool:

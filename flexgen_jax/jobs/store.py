@@ -294,7 +294,9 @@ class Manifest:
         differs = [name for name in names if old.get(name) != content.get(name)]
         if differs:
             what = ", ".join(f"the {name}" for name in sorted(differs))
-            hint = "; lines may only be added at its end" if "input" in differs else ""
+            hint = ""
+            if "input" in differs:
+                hint = " (requests, with what is asked of each); lines may only be added at its end"
             raise UserError(
                 f"{self._results} is of a job that differs in {what}{hint}; choose another file, "
                 "or give what that job was given"

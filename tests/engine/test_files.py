@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import pytest
 from flexgen_jax import LLM, Policy, SamplingParams, UserError
 from flexgen_jax.engine import files
 from flexgen_jax.errors import PromptError
+from flexgen_jax.jobs.store import Results
 from tests.helpers.command_line import run
 from tests.helpers.models import prompts
 
@@ -33,12 +30,6 @@ def command(checkpoint: Callable[[str], Path], tmp_path: Path) -> list[object]:
     return ["generate", "--model", checkpoint("base"), *flags, *SHAPE]
 
 
-def lines_of(path: Path) -> dict[int, dict[str, Any]]:
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len({line["index"] for line in found}) == len(found)
-    return {line["index"]: line for line in found}
-
-
 @pytest.fixture
 def undisturbed(command: list[object], tmp_path: Path) -> bytes:
     result = run(*command)
@@ -47,17 +38,20 @@ def undisturbed(command: list[object], tmp_path: Path) -> bytes:
     return (tmp_path / "out.jsonl").read_bytes()
 
 
-def test_lines_are_as_in_json(command: list[object], undisturbed: bytes, tmp_path: Path) -> None:
+def test_records_are_in_the_order_of_prompts(command: list[object], tmp_path: Path) -> None:
     out, other = tmp_path / "out.jsonl", tmp_path / "r.json"
-    found = lines_of(out)
-    assert [found[i]["prompt"] for i in range(len(PROMPTS))] == PROMPTS
-    assert run(*command, "--output", tmp_path / "new.jsonl", "--json", other).exit_code == 0
-    written = json.loads(other.read_text())
-    for index, result in enumerate(written["results"]):
-        assert result == {key: found[index][key] for key in result}
-        assert len(result["token_ids"]) <= 6
-    assert run(*command, "--json", other).exit_code == 0  # with nothing left to do
-    assert json.loads(other.read_text()) == {"results": written["results"], "report": {}}
+    greedy = [*command, "--temperature", 0, "--json", other]
+    assert run(*greedy).exit_code == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(record["id"], record["line"]) for record in records] == [
+        (str(n), n) for n in range(1, len(PROMPTS) + 1)
+    ]
+    assert json.loads(other.read_text())["summary"]["finished"] == len(PROMPTS)
+    flags = [flag for flag in greedy if flag not in ("--output", out)]
+    assert run(*flags).exit_code == 0
+    shown = json.loads(other.read_text())["results"]
+    for record, result in zip(records, shown, strict=True):
+        assert all(record[key] == result[key] for key in ("text", "token_ids", "finish_reason"))
     assert "--output and --json" in run(*command, "--json", out).stderr
 
 
@@ -66,115 +60,83 @@ def test_a_run_goes_on_wherever_it_was_broken_off(
 ) -> None:
     """After `kill -9` or a full disk, the file may end anywhere, also within a line."""
     out = tmp_path / "out.jsonl"
-    expected = lines_of(out)
     ends = [i + 1 for i, byte in enumerate(undisturbed) if byte == ord("\n")]
-    for cut in (0, 1, ends[0] - 1, ends[0], ends[1] + 7, ends[2] + 60, ends[-1] - 1, ends[-1]):
+    for cut in (0, ends[0] - 1, ends[1] + 7, ends[-1]):
         out.write_bytes(undisturbed[:cut])
-        result = run(*command, "--json", tmp_path / "r.json")
-        assert result.exit_code == 0, result.output
-        assert lines_of(out) == expected
-        written = json.loads((tmp_path / "r.json").read_text())["results"]
-        assert [result["prompt"] for result in written] == PROMPTS
-        kept = max([0, *(end for end in ends if end <= cut)])
-        assert out.read_bytes()[:kept] == undisturbed[:kept]
+        assert run(*command).exit_code == 0
+        assert out.read_bytes() == undisturbed
 
 
 def test_what_is_finished_is_in_the_file_when_a_run_ends_early(
     command: list[object], undisturbed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, write, count = tmp_path / "out.jsonl", files.OutputFile.write, 0
-    expected = lines_of(out)
-    out.unlink()
+    out, add, count = tmp_path / "out.jsonl", Results.add, 0
+    out.write_bytes(b"")
 
-    def interrupted(self: files.OutputFile, index: int, result: Any) -> None:
+    def interrupted(self: Results, record: Mapping[str, Any]) -> None:
         nonlocal count
         if count == 2:
             raise KeyboardInterrupt
         count += 1
-        write(self, index, result)
+        add(self, record)
 
-    monkeypatch.setattr(files.OutputFile, "write", interrupted)
+    monkeypatch.setattr(Results, "add", interrupted)
     result = run(*command)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
-    kept = lines_of(out)
+    kept = out.read_bytes().splitlines()
     assert len(kept) == 2
-    assert kept.items() <= expected.items()
-    monkeypatch.setattr(files.OutputFile, "write", write)
-    assert "2 of 5 texts are in" in run(*command).stderr
-    assert lines_of(out) == expected
+    assert set(kept) <= set(undisturbed.splitlines())
+    monkeypatch.setattr(Results, "add", add)
+    assert run(*command).exit_code == 0
+    assert out.read_bytes() == undisturbed
 
 
 def test_an_output_of_something_else_is_refused_and_left_alone(
     command: list[object], undisturbed: bytes, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out.jsonl"
-    notes = b"my notes\nwithout an end"
-    for content in (
-        notes,
-        notes[:8],
-        undisturbed + b"{}\n",
-        undisturbed + b'{"run": 1}',
-        b"\xff\n",
+    out, prompts_file = tmp_path / "out.jsonl", tmp_path / "prompts.txt"
+    for flags, differs in (
+        (["--max-tokens", 7], "the input (requests, with what is asked of each)"),
+        (["--weight-bits", 4], "the model"),
+        (["--seed", 4], "the seed"),
     ):
-        out.write_bytes(content)
-        result = run(*command)
+        result = run(*command, *flags)
         assert result.exit_code == 2
-        assert "is not of this run" in result.stderr
-        assert result.stderr.count("\n") == 1
-        assert out.read_bytes() == content
-    out.write_bytes(undisturbed)
-    for flags in (
-        ["--max-tokens", 7],
-        ["--weight-bits", 4],
-        ["--seed", 4],
-        ["--dtype", "bfloat16"],
-    ):
-        assert "is not of this run" in run(*command, *flags).stderr
-    (tmp_path / "prompts.txt").write_text("\n".join(["other", *PROMPTS[1:]]))
-    assert "is not of this run" in run(*command).stderr
+        assert differs in result.stderr and result.stderr.count("\n") == 1
+    prompts_file.write_text("\n".join(["other", *PROMPTS[1:]]))
+    assert "differs in the input" in run(*command).stderr
     assert out.read_bytes() == undisturbed
-
-
-def test_a_copy_of_the_model_goes_on_and_another_tokenizer_does_not(
-    command: list[object], undisturbed: bytes, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(checkpoint("base"), copy, copy_function=shutil.copyfile)
-    os.utime(copy / "model.safetensors", (1, 1))
-    result = run(*command, "--model", copy)
-    assert result.exit_code == 0, result.output
-    (copy / "tokenizer_config.json").write_text('{"extra_special_tokens": ["e"]}')
-    assert "is not of this run" in run(*command, "--model", copy).stderr
-
-
-def test_a_file_system_without_locks(
-    command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(files.fcntl, "flock", fail)
+    prompts_file.write_text("\n".join([*PROMPTS, "one more"]))
     assert run(*command).exit_code == 0
-    assert len(lines_of(tmp_path / "out.jsonl")) == len(PROMPTS)
+    assert out.read_bytes().startswith(undisturbed)
+    assert out.read_bytes().count(b"\n") == len(PROMPTS) + 1
+    notes = tmp_path / "notes.txt"
+    notes.write_bytes(b"my notes\nwithout an end")
+    assert "choose another file" in run(*command, "--output", notes).stderr
+    assert notes.read_bytes() == b"my notes\nwithout an end"
 
 
-def test_two_runs_do_not_write_to_one_file(
-    command: list[object], undisturbed: bytes, tmp_path: Path
+def test_prompts_that_cannot_be_continued_have_an_error_in_the_file(
+    command: list[object], tmp_path: Path
 ) -> None:
-    with open(tmp_path / "out.jsonl") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert "another run" in run(*command).stderr
-    assert run(*command).exit_code == 0
+    (tmp_path / "prompts.txt").write_text("short\n" + "a b " * 2000 + "\n")
+    result = run(*command)
+    assert result.exit_code == 0
+    assert "1 of them errors" in result.stderr
+    good, bad = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert good["error"] is None and "the prompt has" in bad["error"]["message"]
+    (tmp_path / "prompts.txt").write_text("a b " * 2000 + "\n")
+    assert run(*command, "--output", tmp_path / "other.jsonl").exit_code == 1
 
 
-def test_a_full_disk_is_one_line(command: list[object], tmp_path: Path) -> None:
-    result = run(*command, "--output", "/dev/full")
-    assert result.exit_code == 2
-    assert "--output /dev/full: No space left" in result.stderr
-    result = run(*command, "--output", tmp_path / "no" / "where.jsonl")
-    assert result.exit_code == 2
-    assert "cannot write --output" in result.stderr
+def test_an_output_that_cannot_be_written_is_one_line(
+    command: list[object], tmp_path: Path
+) -> None:
+    for path in ("/dev/full", tmp_path / "no" / "where.jsonl"):
+        result = run(*command, "--output", path)
+        assert result.exit_code == 2
+        assert str(path) in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_results_come_as_they_are_finished(checkpoint: Callable[[str], Path]) -> None:
@@ -188,9 +150,6 @@ def test_results_come_as_they_are_finished(checkpoint: Callable[[str], Path]) ->
         )
         assert sorted(index for index, _ in seen) == list(range(len(expected)))
         assert all(result == expected[index] for index, result in seen)
-        some = llm.generate(prompt_token_ids=prompts(), sampling_params=choices, skip={0, 2})
-        assert some == [result for i, result in enumerate(expected) if i not in (0, 2)]
-        assert llm.generate(prompt_token_ids=prompts()[:1], skip=[0]) == []
 
 
 def test_prompts_are_lines_and_nothing_else_splits_them(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 
-from flexgen_jax import LLM, SamplingParams
+from flexgen_jax import LLM, Request, SamplingParams
 from flexgen_jax.engine.sampling import adjusting_arrays
 from flexgen_jax.layers.sampling import adjust, keep_top, log_probabilities, only_allowed
 from tests.helpers.arrays import anew
@@ -127,8 +127,7 @@ def test_requests_that_differ_in_all_of_them_run_together() -> None:
     with LLM(dtype="float32") as llm:
         together = llm.generate(texts, MIXED)
         for index, (text, params) in enumerate(zip(texts, MIXED, strict=True)):
-            skip = [n for n in range(len(texts)) if n != index]
-            (alone,) = llm.generate(texts, MIXED, skip=skip)
+            (alone,) = llm.stream([Request("alone", text, sampling_params=params, place=index)])
             assert alone.token_ids == together[index].token_ids
             found = together[index].logprobs
             assert (found is None) == (params.logprobs is None)
