@@ -17,6 +17,7 @@ from flexgen_jax.gpu import DeviceKernels, GpuKernels, kernels_of_gpu, packed_pr
 from flexgen_jax.gpu.backend import CHOICE
 from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.quantization import QuantizedArray
+from flexgen_jax.models.formats.decoding import decoded
 from flexgen_jax.models.formats.format import Factor, Format
 from flexgen_jax.models.formats.known import own, paper
 from flexgen_jax.models.formats.storage import Storage, kv_storage
@@ -162,6 +163,14 @@ def test_a_prompts_attention_is_that_of_a_chunk() -> None:
 GPTQ = Format(4, Factor("float16", 64), zero=Factor("uint8", 64))
 """The format of GPTQ folders that have zeros."""
 
+FLOATS = (
+    Format(4, Factor("e8m0", 32), levels="e2m1"),  # MXFP4
+    Format(4, Factor("e4m3", 16, of=Factor("float32", 0, rows=0)), levels="e2m1"),  # NVFP4
+    Format(8, Factor("float32", 128, rows=128), levels="e4m3"),  # FP8 in blocks
+    Format(8, Factor("float32", 0), levels="e4m3"),  # FP8 by rows
+    Format(8, Factor("float32", 0, rows=0), levels="e5m2"),  # FP8 with one scale
+)
+
 
 def random_kernel(rng: np.random.Generator, storage: Storage) -> tuple[QuantizedArray, np.ndarray]:
     """A kernel of random codes and factors, and the numbers that it stands for, fp64."""
@@ -193,7 +202,7 @@ def random_kernel(rng: np.random.Generator, storage: Storage) -> tuple[Quantized
 @given(
     dtype=DTYPES,
     rows=st.integers(1, packed_product.MOST_ROWS),
-    outputs=st.sampled_from((4, 12)),
+    outputs=st.sampled_from((16, 48)),
     length=st.sampled_from((128, 384)),
     packing=st.sampled_from((own(4), own(8), GPTQ)),
     seed=st.integers(0, 2**32 - 1),
@@ -215,15 +224,52 @@ def test_products_with_packed_weights(
     ).all()
 
 
+@settings(max_examples=10)
+@given(
+    dtype=DTYPES,
+    rows=st.integers(1, packed_product.MOST_ROWS),
+    outputs=st.sampled_from((16, 144)),
+    length=st.sampled_from((256, 768)),
+    packing=st.sampled_from(FLOATS),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_products_with_floats_of_few_bits(
+    dtype: str, rows: int, outputs: int, length: int, packing: Format, seed: int
+) -> None:
+    """Held to NumPy's decoder of published files."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((rows, length)), dtype)
+    storage, leaves = Storage((outputs, length), dtype, packing), []
+    for leaf in storage.leaves:
+        if leaf.dtype == "float32":
+            leaves.append(rng.uniform(0.001, 0.01, leaf.shape).astype(np.float32))
+        elif leaf.dtype == "e8m0":
+            leaves.append(rng.integers(110, 130, leaf.shape, np.uint8))
+        elif leaf.dtype == "e4m3":
+            leaves.append(rng.integers(1, 0x7E, leaf.shape, np.uint8))
+        else:  # no infinity and no NaN of E5M2 and E4M3
+            signs = rng.integers(0, 2, leaf.shape, np.uint8) << 7
+            top = 0x100 if packing.bits == 4 else 0x7C
+            codes = rng.integers(0, top, leaf.shape, np.uint16).astype(np.uint8)
+            leaves.append(codes if packing.bits == 4 else codes | signs)
+    kernel = QuantizedArray(storage, tuple(map(jnp.asarray, leaves)))
+    assert packed_product.can_multiply(x, kernel)
+    numbers = decoded(leaves, storage).astype(np.float64)
+    expected = wide(x) @ numbers.T
+    out = packed_product.multiply(x, kernel, interprets=not has_gpu())
+    assert (np.abs(out - expected) <= 1e-4 * (np.abs(wide(x)) @ np.abs(numbers).T)).all()
+
+
 def test_other_formats_are_left_to_xla() -> None:
     x = jnp.zeros((1, 128), "float16")
-    for packing in (paper(4), Format(4, Factor("e8m0", 32), levels="e2m1")):
+    for packing in (paper(4), Format(4, Factor("float32", 32), levels="nf4")):
         storage = Storage((8, 128), "float16", packing)
         leaves = tuple(jnp.zeros(leaf.shape, leaf.kind) for leaf in storage.leaves)
         assert not packed_product.can_multiply(x, QuantizedArray(storage, leaves))
-    five = encoded(jnp.ones((8, 128), "float16"), Storage((8, 128), "float16", own(4)))
-    assert not packed_product.can_multiply(jnp.zeros((5, 128), "float16"), five)
-    assert not packed_product.can_multiply(jnp.zeros((1, 128), "float32"), five)
+    own_bits = encoded(jnp.ones((8, 128), "float16"), Storage((8, 128), "float16", own(4)))
+    many = packed_product.MOST_ROWS + 1
+    assert not packed_product.can_multiply(jnp.zeros((many, 128), "float16"), own_bits)
+    assert not packed_product.can_multiply(jnp.zeros((1, 128), "float32"), own_bits)
 
 
 def test_quantized_blocks_are_left_to_xla() -> None:
