@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from flexgen_jax.gpu.triton import NARROW, call
+from flexgen_jax.gpu.triton import NARROW, call, load, power_of_two
 from flexgen_jax.layers.levels import number_of
 from flexgen_jax.layers.quantization import QuantizedArray
 from flexgen_jax.models.formats.format import Factor, Format
@@ -31,8 +31,8 @@ MOST_ROWS = 8
 """Rows that are multiplied one after the other; for more, XLA unpacks the weights."""
 
 OUTPUTS = 16
-"""Rows of the kernel, which are outputs, of a place of the grid: four warps, of which none waits for
-another."""
+"""Rows of the kernel, which are outputs, of a place of the grid, which has four warps; none of them
+waits for another."""
 
 WORD, WORDS = 4, 4
 """Bytes of codes in a word, and words that a thread loads at once."""
@@ -40,8 +40,8 @@ WORD, WORDS = 4, 4
 PART = WORD * WORDS
 """Elements of a plane in so many words, which have one scale."""
 
-LARGEST_TILE, LEAST_TILE = 256, 64
-"""Bytes of codes in a row of a tile."""
+LARGEST_TILE = 256
+"""Bytes of codes in a row of a tile. What a tile has beyond the end of a row counts as zero."""
 
 POWERS = {"e2m1": 2.0**14, "e4m3": 2.0**8, "e5m2": 1.0}
 """By kind of floats: what their halves are multiplied by."""
@@ -94,15 +94,12 @@ def _shape_of(kernel: QuantizedArray) -> Shape:
 
 
 def _tile(plane: int, packing: Format) -> int:
-    """Returns the elements of a tile's row: the most that divide a plane, where a word has one
-    scale; 0 if there are none."""
+    """Returns the elements of a tile's row, 0 if there are none: parts must be whole and have one
+    scale."""
     groups = [factor.group for _, factor in packing.factors if factor.group]
-    if any(group % PART for group in groups):
+    if plane % PART or any(group % PART for group in groups):
         return 0
-    tile = LARGEST_TILE
-    while tile >= LEAST_TILE and plane % tile:
-        tile //= 2
-    return tile if tile >= LEAST_TILE else 0
+    return min(LARGEST_TILE, power_of_two(plane))
 
 
 def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) -> jax.Array:
@@ -149,22 +146,29 @@ def _kernel(
     *leaves, out_ref = refs
     factors = dict(zip(shape.leaves, leaves, strict=True))
     count, parts = rows_ref.shape[0], shape.tile // PART
+    zeros = jnp.zeros((OUTPUTS, parts, WORDS), jnp.float32)
 
     def add_tile(tile: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        codes = words_ref[:, pl.ds(tile * parts, parts), :]
+        mask, here = None, (pl.ds(tile * parts, parts), slice(None))
+        if shape.plane % shape.tile:
+            part = tile * parts + jax.lax.broadcasted_iota(jnp.int32, (parts, WORDS), 0)
+            mask = part < shape.plane // PART
+        of_outputs = None if mask is None else jnp.broadcast_to(mask[None], zeros.shape)
+        codes = load(words_ref, (slice(None), *here), of_outputs)
         for plane in range(shape.packing.planes):
             at = plane * shape.plane + tile * shape.tile
             scale, least = _line(factors, at, shape)
             for byte, level in enumerate(_levels(codes, plane, shape.packing)):
                 weight = level * scale if least is None else multiply_add(level, scale, least)
                 for row in range(count):
-                    x = rows_ref[row, byte, pl.ds(at // PART, parts), :]
+                    of_row = (jnp.int32(row), jnp.int32(byte), pl.ds(at // PART, parts))
+                    x = load(rows_ref, (*of_row, slice(None)), mask)
                     x = jnp.broadcast_to(x[None], weight.shape)
                     sums[row] = multiply_add(weight, x, sums[row])
         return sums
 
-    zeros = jnp.zeros((OUTPUTS, parts, WORDS), jnp.float32)
-    sums = jax.lax.fori_loop(0, shape.plane // shape.tile, add_tile, [zeros] * count)
+    tiles = -(-shape.plane // shape.tile)
+    sums = jax.lax.fori_loop(0, tiles, add_tile, [zeros] * count)
     for row, products in enumerate(sums):
         out_ref[row, :] = products.sum(2).sum(1)
 
@@ -182,7 +186,8 @@ def _line(
         row = output if factor.rows == 1 else jnp.zeros_like(output)
         group = jnp.zeros_like(part)
         if factor.group:
-            group = at // factor.group + part // (factor.group // PART)
+            group = (at + PART * part) // factor.group
+            group = jnp.minimum(group, factors[leaf].shape[1] - 1)  # beyond the end, any will do
         stored = number_of(factors[leaf][row, group], factor.dtype)
         own = stored - factor.center if factor.center else stored
         return own if factor.of is None else own * numbers(f"{leaf}_of", factor.of)

@@ -45,7 +45,7 @@ def load(ref: Any, index: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
     if mask is None:
         whole: jax.Array = ref[index]
         return whole
-    loaded: jax.Array = triton.load(ref.at[index], mask=mask, other=0.0)
+    loaded: jax.Array = triton.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
     return loaded
 
 

@@ -301,7 +301,10 @@ class DraftedTexts:
                 text.is_done, text.guesses, text.known = True, [], 1
 
     def shrink(self, rows: Sequence[int]) -> None:
-        """Leaves these rows."""
+        """Leaves these rows, and frees what the drafts of the others have."""
+        for row, text in enumerate(self.rows):
+            if row not in rows:
+                text.draft.close()
         self.rows = [self.rows[row] for row in rows]
         self.sampling = tuple(array[np.array(rows)] for array in self.sampling)
 

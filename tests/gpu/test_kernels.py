@@ -203,7 +203,7 @@ def random_kernel(rng: np.random.Generator, storage: Storage) -> tuple[Quantized
     dtype=DTYPES,
     rows=st.integers(1, packed_product.MOST_ROWS),
     outputs=st.sampled_from((16, 48)),
-    length=st.sampled_from((128, 384)),
+    length=st.sampled_from((128, 384, 960)),
     packing=st.sampled_from((own(4), own(8), GPTQ)),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -229,7 +229,7 @@ def test_products_with_packed_weights(
     dtype=DTYPES,
     rows=st.integers(1, packed_product.MOST_ROWS),
     outputs=st.sampled_from((16, 144)),
-    length=st.sampled_from((256, 768)),
+    length=st.sampled_from((256, 768, 1280)),
     packing=st.sampled_from(FLOATS),
     seed=st.integers(0, 2**32 - 1),
 )
