@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.cpu import attention, delta, matmul
+from flexgen_jax.cpu.processor import features
 from flexgen_jax.gpu import DeviceKernels, kernels_of_gpu
 from flexgen_jax.layers.attention import KVPair, Partial
 from flexgen_jax.layers.delta_rule import Sides
@@ -30,6 +31,10 @@ class CpuKernels(DeviceKernels):
     do not exist. See `layers.kernels.Kernels`."""
 
     tuning: Tuning = CPU_TUNING
+
+    @property
+    def in_words(self) -> str:
+        return f"cpu ({features()})"
 
     def decode_attention(
         self,

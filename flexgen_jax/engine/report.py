@@ -12,6 +12,9 @@ class Report(TypedDict, total=False):
     model: str
     dtype: str
     notes: list[str]
+    # Who makes the compute kernels: "cpu (...)", with the units of the processor; "triton", a GPU's
+    # own; or "xla".
+    kernels: str
     policy: dict[str, Any]
     prompt_len: int
     gen_len: int

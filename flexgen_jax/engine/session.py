@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flexgen_jax.cpu import kernels_of_device
 from flexgen_jax.engine.batching import PromptTokens
 from flexgen_jax.engine.warm_up import warm_up
 from flexgen_jax.machine.limits import storage_read_bytes
@@ -173,6 +174,7 @@ class Session:
         prefill_s, decode_s = self._phases["prefill_s"], self._phases["decode_s"]
         self._report = {
             "policy": asdict(self.policy),
+            "kernels": kernels_of_device().in_words,
             "prompt_len": workload.prompt_len,
             "gen_len": workload.gen_len,
             "num_sequences": num_sequences,

@@ -37,6 +37,11 @@ class DeviceKernels(XlaKernels):
     sizes: KernelSizes
     tuning: Tuning = GPU_TUNING
 
+    @property
+    def in_words(self) -> str:
+        """Who makes the compute kernels, as the report of a run says."""
+        return "xla"
+
     def compiler_options(
         self, formats: Formats, is_lone: bool = False
     ) -> dict[str, str | bool] | None:
@@ -54,6 +59,10 @@ class GpuKernels(DeviceKernels):
     """
 
     interprets: bool = False
+
+    @property
+    def in_words(self) -> str:
+        return "triton"
 
     def decode_attention(
         self,

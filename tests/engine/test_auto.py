@@ -27,6 +27,7 @@ from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Placement
 from flexgen_jax.policy.waves import Step
 from flexgen_jax.progress import Progress
+from tests.helpers.as_on_gpu import has_gpu
 from tests.helpers.command_line import run
 from tests.helpers.models import BASE, prompts
 
@@ -144,7 +145,9 @@ def test_report_has_the_prediction_of_a_named_profile(
 ) -> None:
     with LLM(checkpoint(), dtype="float32", hardware="generic-cpu") as llm:
         tokens(llm)
-        predicted = llm.report()["predicted"]
+        report = llm.report()
+    predicted = report["predicted"]
+    assert report["kernels"] == ("triton" if has_gpu() else f"cpu ({features()})")
     assert predicted["hardware"] == "generic-cpu"
     assert predicted["total_s"] == pytest.approx(predicted["prefill_s"] + predicted["decode_s"])
 

@@ -301,6 +301,7 @@ def test_quantized_blocks_are_left_to_xla() -> None:
 def test_kernels_by_the_card(kind: str, capability: str, kernels: type) -> None:
     device = SimpleNamespace(device_kind=kind, compute_capability=capability)
     assert type(kernels_of_gpu(device, {})) is kernels
+    assert kernels_of_gpu(device, {}).in_words == ("triton" if kernels is GpuKernels else "xla")
     assert type(kernels_of_gpu(device, {CHOICE: "xla"})) is DeviceKernels
     with pytest.raises(UserError, match="set it to xla"):
         kernels_of_gpu(device, {CHOICE: "triton"})
