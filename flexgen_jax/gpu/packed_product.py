@@ -149,12 +149,10 @@ def _kernel(
     zeros = jnp.zeros((OUTPUTS, parts, WORDS), jnp.float32)
 
     def add_tile(tile: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        mask, here = None, (pl.ds(tile * parts, parts), slice(None))
-        if shape.plane % shape.tile:
-            part = tile * parts + jax.lax.broadcasted_iota(jnp.int32, (parts, WORDS), 0)
-            mask = part < shape.plane // PART
+        mask = _inside(tile, shape)
         of_outputs = None if mask is None else jnp.broadcast_to(mask[None], zeros.shape)
-        codes = load(words_ref, (slice(None), *here), of_outputs)
+        of_tile = (slice(None), pl.ds(tile * parts, parts), slice(None))
+        codes = load(words_ref, of_tile, of_outputs)
         for plane in range(shape.packing.planes):
             at = plane * shape.plane + tile * shape.tile
             scale, least = _line(factors, at, shape)
@@ -171,6 +169,15 @@ def _kernel(
     sums = jax.lax.fori_loop(0, tiles, add_tile, [zeros] * count)
     for row, products in enumerate(sums):
         out_ref[row, :] = products.sum(2).sum(1)
+
+
+def _inside(tile: jax.Array, shape: Shape) -> jax.Array | None:
+    """Returns which words of a tile, [part, word], a row has; None if it has whole tiles."""
+    if shape.plane % shape.tile == 0:
+        return None
+    parts = shape.tile // PART
+    part = tile * parts + jax.lax.broadcasted_iota(jnp.int32, (parts, WORDS), 0)
+    return part < shape.plane // PART
 
 
 def _line(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +65,7 @@ def test_a_run_goes_on_wherever_it_was_broken_off(
     """After `kill -9` or a full disk, the file may end anywhere, also within a line."""
     out = tmp_path / "out.jsonl"
     ends = [i + 1 for i, byte in enumerate(undisturbed) if byte == ord("\n")]
-    for cut in (0, ends[0] - 1, ends[1] + 7, ends[-1]):
+    for cut in (0, 1, ends[0] - 1, ends[0], ends[1] + 7, ends[2] + 60, ends[-1] - 1, ends[-1]):
         out.write_bytes(undisturbed[:cut])
         assert run(*command).exit_code == 0
         assert out.read_bytes() == undisturbed
@@ -100,6 +104,7 @@ def test_an_output_of_something_else_is_refused_and_left_alone(
         (["--max-tokens", 7], "the input (requests, with what is asked of each)"),
         (["--weight-bits", 4], "the model"),
         (["--seed", 4], "the seed"),
+        (["--dtype", "bfloat16"], "the model"),
     ):
         result = run(*command, *flags)
         assert result.exit_code == 2
@@ -111,10 +116,51 @@ def test_an_output_of_something_else_is_refused_and_left_alone(
     assert run(*command).exit_code == 0
     assert out.read_bytes().startswith(undisturbed)
     assert out.read_bytes().count(b"\n") == len(PROMPTS) + 1
-    notes = tmp_path / "notes.txt"
-    notes.write_bytes(b"my notes\nwithout an end")
-    assert "choose another file" in run(*command, "--output", notes).stderr
-    assert notes.read_bytes() == b"my notes\nwithout an end"
+    kept, other = out.read_bytes(), tmp_path / "notes.txt"
+    for path, content in (
+        (other, b"my notes\nwithout an end"),
+        (other, b"my notes"),
+        (out, kept + b"{}\n"),
+        (out, kept + b'{"run": 1}\n'),
+        (out, b"\xff\n"),
+    ):
+        path.write_bytes(content)
+        result = run(*command, "--output", path)
+        assert result.exit_code == 2
+        assert "choose another file" in result.stderr and result.stderr.count("\n") == 1
+        assert path.read_bytes() == content
+
+
+def test_a_copy_of_the_model_goes_on_and_another_tokenizer_does_not(
+    command: list[object], undisturbed: bytes, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint("base"), copy, copy_function=shutil.copyfile)
+    os.utime(copy / "model.safetensors", (1, 1))
+    result = run(*command, "--model", copy)
+    assert result.exit_code == 0, result.output
+    (copy / "tokenizer_config.json").write_text('{"extra_special_tokens": ["e"]}')
+    assert "differs in the model" in run(*command, "--model", copy).stderr
+
+
+def test_a_file_system_without_locks(
+    command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(files.fcntl, "flock", fail)
+    assert run(*command).exit_code == 0
+    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == len(PROMPTS)
+
+
+def test_two_runs_do_not_write_to_one_file(
+    command: list[object], undisturbed: bytes, tmp_path: Path
+) -> None:
+    with open(tmp_path / "out.jsonl") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "another job" in run(*command).stderr
+    assert run(*command).exit_code == 0
 
 
 def test_prompts_that_cannot_be_continued_have_an_error_in_the_file(

@@ -18,7 +18,7 @@ from flexgen_jax.gpu.backend import CHOICE
 from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.quantization import QuantizedArray
 from flexgen_jax.models.formats.decoding import decoded
-from flexgen_jax.models.formats.format import Factor, Format
+from flexgen_jax.models.formats.format import Factor, Format, Leaf
 from flexgen_jax.models.formats.known import own, paper
 from flexgen_jax.models.formats.storage import Storage, kv_storage
 from flexgen_jax.models.parts import AttentionSpec
@@ -172,16 +172,25 @@ FLOATS = (
 )
 
 
+def random_leaf(rng: np.random.Generator, leaf: Leaf, packing: Format) -> np.ndarray:
+    """Random codes or factors, without infinities and NaN of floats of few bits."""
+    if not np.issubdtype(np.dtype(leaf.kind), np.integer):
+        return rng.uniform(0.001, 0.01, leaf.shape).astype(leaf.kind)
+    if leaf.dtype == "e8m0":
+        return rng.integers(110, 130, leaf.shape, np.uint8)
+    if leaf.dtype == "e4m3":
+        return rng.integers(1, 0x7E, leaf.shape, np.uint8)
+    if packing.levels in ("e4m3", "e5m2"):
+        signs = rng.integers(0, 2, leaf.shape, np.uint8) << 7
+        return np.asarray(rng.integers(0, 0x7C, leaf.shape, np.uint8) | signs)
+    limits = np.iinfo(leaf.kind)
+    return rng.integers(limits.min, limits.max, leaf.shape, leaf.kind, endpoint=True)
+
+
 def random_kernel(rng: np.random.Generator, storage: Storage) -> tuple[QuantizedArray, np.ndarray]:
-    """A kernel of random codes and factors, and the numbers that it stands for, fp64."""
-    packing, named = storage.packing, {}
-    for leaf in storage.leaves:
-        if np.issubdtype(np.dtype(leaf.kind), np.integer):
-            limits = np.iinfo(leaf.kind)
-            array = rng.integers(limits.min, limits.max, leaf.shape, leaf.kind, endpoint=True)
-        else:
-            array = rng.uniform(0.001, 0.01, leaf.shape).astype(leaf.kind)
-        named[leaf.name] = np.asarray(array)
+    """A kernel of random integers and factors, and the numbers that it stands for, fp64."""
+    packing = storage.packing
+    named = {leaf.name: random_leaf(rng, leaf, packing) for leaf in storage.leaves}
 
     def of_elements(name: str) -> np.ndarray:
         each = np.repeat(named[name].astype(np.float64), packing.group, 1)
@@ -239,19 +248,8 @@ def test_products_with_floats_of_few_bits(
     """Held to NumPy's decoder of published files."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.standard_normal((rows, length)), dtype)
-    storage, leaves = Storage((outputs, length), dtype, packing), []
-    for leaf in storage.leaves:
-        if leaf.dtype == "float32":
-            leaves.append(rng.uniform(0.001, 0.01, leaf.shape).astype(np.float32))
-        elif leaf.dtype == "e8m0":
-            leaves.append(rng.integers(110, 130, leaf.shape, np.uint8))
-        elif leaf.dtype == "e4m3":
-            leaves.append(rng.integers(1, 0x7E, leaf.shape, np.uint8))
-        else:  # no infinity and no NaN of E5M2 and E4M3
-            signs = rng.integers(0, 2, leaf.shape, np.uint8) << 7
-            top = 0x100 if packing.bits == 4 else 0x7C
-            codes = rng.integers(0, top, leaf.shape, np.uint16).astype(np.uint8)
-            leaves.append(codes if packing.bits == 4 else codes | signs)
+    storage = Storage((outputs, length), dtype, packing)
+    leaves = [random_leaf(rng, leaf, packing) for leaf in storage.leaves]
     kernel = QuantizedArray(storage, tuple(map(jnp.asarray, leaves)))
     assert packed_product.can_multiply(x, kernel)
     numbers = decoded(leaves, storage).astype(np.float64)
@@ -263,10 +261,13 @@ def test_products_with_floats_of_few_bits(
 def test_other_formats_are_left_to_xla() -> None:
     x = jnp.zeros((1, 128), "float16")
     for packing in (paper(4), Format(4, Factor("float32", 32), levels="nf4")):
-        storage = Storage((8, 128), "float16", packing)
+        storage = Storage((16, 128), "float16", packing)
         leaves = tuple(jnp.zeros(leaf.shape, leaf.kind) for leaf in storage.leaves)
         assert not packed_product.can_multiply(x, QuantizedArray(storage, leaves))
-    own_bits = encoded(jnp.ones((8, 128), "float16"), Storage((8, 128), "float16", own(4)))
+    own_bits = encoded(jnp.ones((16, 128), "float16"), Storage((16, 128), "float16", own(4)))
+    assert packed_product.can_multiply(x, own_bits)
+    few = encoded(jnp.ones((8, 128), "float16"), Storage((8, 128), "float16", own(4)))
+    assert not packed_product.can_multiply(x, few)
     many = packed_product.MOST_ROWS + 1
     assert not packed_product.can_multiply(jnp.zeros((many, 128), "float16"), own_bits)
     assert not packed_product.can_multiply(jnp.zeros((1, 128), "float32"), own_bits)
