@@ -24,6 +24,12 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")  # a busy machine is no failure
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What runs keep for later ones, such as how often experts were chosen, is not the user's."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 class TogetherByFunction(LoadScopeScheduling):
     """All cases of a test go to one worker: they share compiled programs, which take most of the
     suite's time."""

@@ -17,6 +17,7 @@ from flexgen_jax.cli.plan_text import plan_json, plan_text, staged_json, staged_
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import UserError
 from flexgen_jax.policy.candidates import Candidate, candidates, frontier
+from flexgen_jax.policy.expert_rates import ExpertRates
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.policy import Policy, Workload
@@ -127,6 +128,7 @@ def make_problem(
     """Returns the search that the options ask for; without hardware, for this machine.
     draft_accepted: as for `planned_rates`."""
     from flexgen_jax.engine.drafting import planned_rates
+    from flexgen_jax.engine.routing import planned_expert_rates
     from flexgen_jax.machine.profiles import read_profile, this_machine
     from flexgen_jax.models.loading import resolve_dtype, shape_of
 
@@ -154,7 +156,8 @@ def make_problem(
             raise UserError(
                 f"{options.hardware} was profiled in {profile.dtype}; choose that with --dtype"
             )
-    setting = Setting(config, kind, profile.unified, profile.sizes)
+    experts = planned_expert_rates(options.model, kind) if config.has_experts else ExpertRates()
+    setting = Setting(config, kind, profile.unified, profile.sizes, experts=experts)
     rates = planned_rates(options, setting, profile, draft_accepted)
     return Problem(
         setting=replace(setting, drafts=rates),

@@ -15,6 +15,7 @@ from flexgen_jax.engine.outputs import Generation
 from flexgen_jax.engine.planner import Planner
 from flexgen_jax.engine.prefix_sharing import spares_enough
 from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.engine.routing import MeasuredRouting
 from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.engine.serving import Collector
 from flexgen_jax.engine.session import Session
@@ -46,10 +47,12 @@ class LocalRunner:
         breakdown: bool,
         kv_store: KVStore | None = None,
         drafting: Drafting | None = None,
+        routing: MeasuredRouting | None = None,
     ) -> None:
         """trace, breakdown: as in `EngineOptions`; kv_store: where texts' KV cache is kept;
-        drafting: what guesses tokens where the policy has drafts."""
-        self._drafting = drafting
+        drafting: what guesses tokens where the policy has drafts; routing: keeps how often experts
+        are chosen."""
+        self._drafting, self._routing = drafting, routing
         self.planner = planner
         self._kv_store = kv_store
         self._source, self._progress = source, progress
@@ -159,6 +162,8 @@ class LocalRunner:
         self.planner.observe(*session.disk_reads())
         if self._drafting is not None:
             self._drafting.observe(session.acceptance)
+        if self._routing is not None:
+            self._routing.observe(session.chosen)
 
     def back_off(self, error: Exception) -> None:
         if not is_out_of_memory(error):

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flexgen_jax.cpu import kernels_of_device
 from flexgen_jax.engine.batching import PromptTokens
 from flexgen_jax.engine.warm_up import warm_up
@@ -39,7 +41,8 @@ from flexgen_jax.progress import Progress
 class Session:
     """Runs blocks of batches under one placement of the weights.
 
-    acceptance: of the tokens that were guessed in the last run.
+    acceptance: of the tokens that were guessed in the last run; chosen: how often each expert was
+    chosen in it, by the layer's index, where experts were loaded when they were.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Session:
         self._decode_steps = 0
         self._guessed: dict[str, int] = {}
         self.acceptance = Acceptance()
+        self.chosen: dict[int, np.ndarray] = {}
         self._init_s = self._kernels_s = self._compiled_before_s = 0.0
 
     def suits(self, policy: Policy) -> bool:
@@ -161,7 +165,7 @@ class Session:
         with self._ledger.reserving("device", taken):
             yield from block.run()
         self._guessed = block.guessed
-        self.acceptance = block.acceptance
+        self.acceptance, self.chosen = block.acceptance, block.chosen_experts
 
     def finish(self, num_sequences: int, num_tokens: int, prompts: PromptTokens) -> None:
         """Ends a run's measurements and keeps the report."""

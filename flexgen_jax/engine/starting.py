@@ -9,6 +9,7 @@ from flexgen_jax.engine.drafting import drafting_of
 from flexgen_jax.engine.local import LocalRunner
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.planner import Planner
+from flexgen_jax.engine.routing import measured_routing
 from flexgen_jax.engine.serving import Runner
 from flexgen_jax.engine.stages import Stages
 from flexgen_jax.errors import UserError
@@ -21,6 +22,7 @@ from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.kv_keeper import piece_layout
 from flexgen_jax.offload.trace import Trace
+from flexgen_jax.policy.expert_rates import ExpertRates
 from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.progress import Progress
 from flexgen_jax.units import parse_bytes
@@ -50,7 +52,10 @@ def make_runner(
     dtype = resolve_dtype(options.dtype, model.config, on_cpu)
     device_memory, host_memory, disk_space = options.budgets
     policy = options.policy_on(unified, model.config)
-    setting = Setting(model.config, dtype, unified, kernels_of_device().sizes)
+    routing = measured_routing(model.source, model.config, dtype)
+    rates = ExpertRates() if routing is None else routing.rates
+    sizes = kernels_of_device().sizes
+    setting = Setting(model.config, dtype, unified, sizes, experts=rates)
     drafting = drafting_of(options, model, setting, progress)
     planner = Planner(
         setting=setting,
@@ -78,6 +83,7 @@ def make_runner(
         breakdown=options.breakdown,
         kv_store=kv_store,
         drafting=drafting,
+        routing=routing,
     )
 
 

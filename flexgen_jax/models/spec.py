@@ -164,14 +164,6 @@ class LayerSpec(LayerTensors):
         """Returns the FLOPs of the layer's products with this number of tokens."""
         return 2.0 * rows * self.active_size
 
-    def chosen_experts(self, rows: float) -> float:
-        """Returns how many experts are expected to be chosen by at least one of some tokens, if all
-        are chosen equally often; 0 without experts."""
-        if self.experts is None:
-            return 0.0
-        missed: float = (1 - self.experts.top / self.experts.count) ** rows
-        return self.experts.count * (1 - missed)
-
     @property
     def without_names(self) -> LayerSpec:
         """The shapes alone: equal for layers that can share compiled programs."""

@@ -42,7 +42,7 @@ class Computing:
         self._dispatch = Dispatch(device, plan, cache)
         self.ends = EndSteps(device, plan, source, neighbours)
         self._tokens = TokenSteps(self._dispatch, JoinedSteps(self._dispatch, weights, cache))
-        self._experts = ExpertSteps(device, weights, plan)
+        self.experts = ExpertSteps(device, weights, plan)
         # The visit whose weights are unpacked, and these.
         self._unpacked: tuple[int, Any] = (-1, None)
 
@@ -87,7 +87,7 @@ class Computing:
         else:
             computed = self._prefill(step, weights, hidden_of(inputs))
         if layer.experts is not None and not self._plan.only_caches(step.token, step.layer):
-            self._experts.compute(step, weights, experts, computed, inputs.experts)
+            self.experts.compute(step, weights, experts, computed, inputs.experts)
         return computed
 
     def _plain(self, step: Step, weights: Any) -> Any:

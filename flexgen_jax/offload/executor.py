@@ -105,6 +105,11 @@ class BlockRun:
         self.acceptance = Acceptance()
         self._pace = Pace(plan.policy.draft_tokens, self.acceptance)
 
+    @property
+    def chosen_experts(self) -> dict[int, np.ndarray]:
+        """How often each expert was chosen; see `ExpertSteps`."""
+        return self._computing.experts.chosen
+
     def run(self) -> Iterator[None]:
         """Computes the steps of all batches, one at a time."""
         try:

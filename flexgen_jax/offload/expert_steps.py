@@ -26,6 +26,8 @@ class ExpertSteps:
     def __init__(self, device: Device, weights: WeightStore, plan: BlockPlan) -> None:
         self._device, self._weights = device, weights
         self._layers, self._programs = device.spec.layers, device.layer_programs(plan)
+        # How often each expert was chosen, by layer, where experts are loaded when they are.
+        self.chosen: dict[int, np.ndarray] = {}
 
     def compute(
         self,
@@ -48,7 +50,7 @@ class ExpertSteps:
         asked = set(experts)
         if chosen is not None:
             guessed = self._guess(step, hidden) if chosen.guesses else set()
-            asked = set(np.unique(np.asarray(routed[1])).tolist())
+            asked = self._asked(layer, np.asarray(routed[1]))
             for load in chosen.load(asked, guessed):
                 for number, own in of_experts(layer, load.arriving)[1].items():
                     experts.setdefault(number, {}).update(own)
@@ -60,6 +62,13 @@ class ExpertSteps:
         given = (hidden, computed.checks, out)
         ended = combine(weights, *given) if "layer" in shape else combine(*given)
         computed.hidden, computed.checks = ended
+
+    def _asked(self, layer: LayerSpec, choices: np.ndarray) -> set[int]:
+        """Returns the experts that are among some tokens' choices, and counts these."""
+        assert layer.experts is not None, "some are chosen"
+        counts = np.bincount(choices.ravel(), minlength=layer.experts.count)
+        self.chosen[layer.index] = self.chosen.get(layer.index, 0) + counts
+        return set(np.flatnonzero(counts).tolist())
 
     def _guess(self, step: Step, hidden: jax.Array) -> set[int]:
         """Returns the experts that the next layer would choose for a step's hidden states: most of

@@ -13,7 +13,7 @@ from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats, TensorSpec
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.placement import stays_on_device
-from flexgen_jax.policy.plan import BlockPlan, few_are_chosen
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy, prompt_chunks
 from flexgen_jax.policy.shapes import BlockShape, Setting
 
@@ -99,12 +99,13 @@ class ModelBytes:
     def decode_bytes(self, layer: LayerSpec, rows: int) -> float:
         """Bytes of the large tensors that a decode step of `rows` sequences needs of a layer: all,
         or of experts those that are expected to be chosen, if they are few."""
-        if not few_are_chosen(layer, rows):
+        rates = self.setting.experts
+        if not rates.few_are_chosen(layer, rows):
             return self.layer_bytes(layer)
         assert layer.experts is not None, "few of them are chosen"
         experts = [(t, n) for t, n in layer.large_shapes if t.expert is not None]
         nbytes = sum(n * self.formats.weight(t).nbytes for t, n in experts)
-        unchosen = 1 - layer.chosen_experts(rows) / layer.experts.count
+        unchosen = 1 - rates.chosen(layer, rows) / layer.experts.count
         return self.layer_bytes(layer) - nbytes * unchosen
 
     def end_bytes(self) -> int:
@@ -155,8 +156,7 @@ class Costs(ModelBytes):
         """Seconds of a decoder layer's products: the paper's linear_layer, 8 h1^2 + 4 h1 h2 FLOPs
         per row.
 
-        Of experts, those are expected that are chosen if all are chosen equally often, each with
-        its share of the rows.
+        Of experts, those count that are expected to be chosen, each with its share of the rows.
         """
         experts = layer.experts
         if experts is None:
@@ -170,7 +170,7 @@ class Costs(ModelBytes):
         if layer.experts is None:
             return 0.0
         routed = 2.0 * rows * layer.experts.top * layer.expert_size
-        each = rows * layer.experts.top / layer.chosen_experts(rows)
+        each = rows * layer.experts.top / self.setting.experts.chosen(layer, rows)
         return self._linear.seconds(routed, each)
 
     def unpack_s(self, layer: LayerSpec) -> float:

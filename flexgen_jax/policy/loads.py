@@ -48,25 +48,26 @@ class Loader:
         return PartLoad(part, self._backend.fetch(part, (), self._kept[part].handle), [])
 
     def copy_if_read(self, load: PartLoad) -> bool:
-        """Starts a load's copy to the device if its reads are done; returns whether it began."""
-        if not load.is_copied and self._backend.is_done(load.handle):
+        """Starts a load's copy to the device, which has not begun, if its reads are done; returns
+        whether it began."""
+        if self._backend.is_done(load.handle):
             self.copy(load)
         return load.is_copied
 
     def copy(self, load: PartLoad) -> None:
-        """Waits for a load's reads and starts its copy to the device, unless it has begun."""
-        if not load.is_copied:
-            if load.part.copied:
-                self._ledger.reserve("device", load.part.copied)
-            load.is_copied = True
-            self._backend.copy(load.handle)
+        """Waits for a load's reads and starts its copy to the device, which has not begun."""
+        if load.part.copied:
+            self._ledger.reserve("device", load.part.copied)
+        load.is_copied = True
+        self._backend.copy(load.handle)
 
     def end(self, load: PartLoad, after: int, is_used: bool) -> None:
         """Ends a load; its buffers are free after step number `after`."""
         self._backend.drop(load.handle, is_used)
         if load.is_copied and load.part.copied:
             self._ledger.release("device", load.part.copied)
-        self._ring.release(load.buffers, after)
+        if load.buffers:
+            self._ring.release(load.buffers, after)
 
     def close(self) -> None:
         """Ends the loads that were kept."""
@@ -92,7 +93,7 @@ class Stream(Generic[K]):
     def copy_if_read(self, key: K) -> bool:
         """Starts the copy of a load whose reads are done; returns whether it has begun."""
         load = self._loads.get(key)
-        return load is not None and self._loader.copy_if_read(load)
+        return load is not None and (load.is_copied or self._loader.copy_if_read(load))
 
     def is_copied(self, key: K) -> bool:
         """Returns whether a load's copy has begun."""
@@ -103,7 +104,8 @@ class Stream(Generic[K]):
         """Returns a load on its way to the device; waits for the disk but not for the copy."""
         self.prefetch(key)
         load = self._loads[key]
-        self._loader.copy(load)
+        if not load.is_copied:
+            self._loader.copy(load)
         return load.handle
 
     def release(self, key: K, after: int) -> None:

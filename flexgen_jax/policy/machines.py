@@ -71,6 +71,26 @@ def _unpacked(full: Rate, unpack: float) -> Rate:
     return Rate(tuple((float(rows), rate) for rows, rate in points))
 
 
+PACKED_ROWS = 8
+"""Rows up to which the GPU's kernels multiply with weights of 8 or 4 bits as they are."""
+
+
+def _packed(others: Rate, bits: int, read: float, issued: float) -> Rate:
+    """Returns the FLOP/s of products with packed kernels, as they are for few rows, by `others` for
+    more.
+
+    read: byte/s; issued: instructions of a second. A weight takes its bits and half a bit of its
+    group's scale, and by the compiled kernel's machine code 6.7 instructions, and 1.65 for each
+    row; whichever takes longer counts.
+    """
+
+    def rate(rows: float) -> float:
+        weights = min(8 * read / (bits + 0.5), issued / (6.7 + 1.65 * rows))
+        return max(2 * rows * weights, others.at(rows))
+
+    return Rate(tuple((n, rate(n) if n <= PACKED_ROWS else other) for n, other in others.points))
+
+
 def _gpu(
     name: str,
     device_memory: float,
@@ -79,13 +99,15 @@ def _gpu(
     link: float,
     bandwidth: float,
     flops: float,
+    issued: float,
     host_bandwidth: float,
     disk: tuple[float, float],
 ) -> HardwareProfile:
     """Returns a profile from a data sheet.
 
     device_memory, host_memory, disk_space: GB; link, bandwidth, host_bandwidth: byte/s; flops:
-    dense 16-bit FLOP/s; disk: GB/s of reading and writing. Products reach 0.6 of the FLOP/s,
+    dense 16-bit FLOP/s; issued: instructions of threads that begin in a second, 128 for each clock
+    of a multiprocessor; disk: GB/s of reading and writing. Products reach 0.6 of the FLOP/s,
     reading memory and copying 0.8 of the bandwidth, the CPU's attention half of it.
     """
     read = 0.8 * bandwidth
@@ -103,7 +125,8 @@ def _gpu(
         page_cache=Rate.constant(8 * GB),
         host_to_device=Rate(((1e4, 0.1 * link), (1e7, 0.8 * link))),
         device_to_host=Rate(((1e4, 0.1 * link), (1e7, 0.8 * link))),
-        linear={16: full, 8: _unpacked(full, unpack), 4: _unpacked(full, unpack)},
+        linear={16: full}
+        | {bits: _packed(_unpacked(full, unpack), bits, read, issued) for bits in (8, 4)},
         prefill_attention=Rate.constant(0.1 * flops),
         device_attention={16: Rate.constant(read / 2), 8: Rate.constant(unpack / 2)}
         | {4: Rate.constant(unpack / 2)},
@@ -154,25 +177,25 @@ def _generic_cpu() -> HardwareProfile:
 MACHINES: dict[str, Callable[[], HardwareProfile]] = {
     "t4-16gb": _t4,
     "rtx3090-24gb": lambda: _gpu(
-        "rtx3090-24gb", 24, 125, 1000, 32 * GB, 936 * GB, 71e12, 80 * GB, (1.6, 1.3)
+        "rtx3090-24gb", 24, 125, 1000, 32 * GB, 936 * GB, 71e12, 17.8e12, 80 * GB, (1.6, 1.3)
     ),
     "rtx4090-24gb": lambda: _gpu(
-        "rtx4090-24gb", 24, 128, 2000, 32 * GB, 1008 * GB, 165e12, 80 * GB, (5.0, 3.0)
+        "rtx4090-24gb", 24, 128, 2000, 32 * GB, 1008 * GB, 165e12, 41.3e12, 80 * GB, (5.0, 3.0)
     ),
     "a5000-24gb": lambda: _gpu(
-        "a5000-24gb", 24, 256, 2000, 32 * GB, 768 * GB, 111e12, 150 * GB, (5.0, 3.0)
+        "a5000-24gb", 24, 256, 2000, 32 * GB, 768 * GB, 111e12, 13.9e12, 150 * GB, (5.0, 3.0)
     ),
     "l4-24gb": lambda: _gpu(
-        "l4-24gb", 24, 128, 2000, 32 * GB, 300 * GB, 121e12, 150 * GB, (3.0, 2.0)
+        "l4-24gb", 24, 128, 2000, 32 * GB, 300 * GB, 121e12, 15.1e12, 150 * GB, (3.0, 2.0)
     ),
     "a100-80gb": lambda: _gpu(
-        "a100-80gb", 80, 512, 2000, 32 * GB, 2039 * GB, 312e12, 200 * GB, (3.0, 2.0)
+        "a100-80gb", 80, 512, 2000, 32 * GB, 2039 * GB, 312e12, 19.5e12, 200 * GB, (3.0, 2.0)
     ),
     "h100-80gb": lambda: _gpu(
-        "h100-80gb", 80, 1024, 4000, 64 * GB, 3350 * GB, 989e12, 300 * GB, (6.0, 4.0)
+        "h100-80gb", 80, 1024, 4000, 64 * GB, 3350 * GB, 989e12, 33.5e12, 300 * GB, (6.0, 4.0)
     ),
     "h200-141gb": lambda: _gpu(
-        "h200-141gb", 141, 1024, 4000, 64 * GB, 4800 * GB, 989e12, 300 * GB, (6.0, 4.0)
+        "h200-141gb", 141, 1024, 4000, 64 * GB, 4800 * GB, 989e12, 33.5e12, 300 * GB, (6.0, 4.0)
     ),
     "generic-cpu": _generic_cpu,
 }

@@ -250,14 +250,3 @@ class Layouts:
         if leaves not in self._buffers:
             self._buffers[leaves] = Layout(leaves, sum(storage.nbytes for storage in arrays))
         return self._buffers[leaves]
-
-
-FEW_CHOSEN = 0.75
-"""Up to this share of a layer's experts, expected to be chosen, loads wait for the choice; more are
-better loaded ahead."""
-
-
-def few_are_chosen(layer: LayerSpec, rows: int) -> bool:
-    """Returns whether few of a layer's experts are expected to be chosen by so many tokens."""
-    experts = layer.experts
-    return experts is not None and layer.chosen_experts(rows) <= FEW_CHOSEN * experts.count

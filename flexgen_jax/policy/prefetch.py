@@ -43,6 +43,7 @@ class Prefetch:
         decoders = [None, *plan.spec.decoders, None]
         self._grows = [layer is not None and bool(layer.growing) for layer in decoders]
         self.replaces = [layer is not None and bool(layer.replaced) for layer in decoders]
+        self._has_states = any(self.replaces)
         self._cached: Stream[Step] = Stream(loader, self._start_cached)
         self._states: Stream[Step] = Stream(loader, self._start_state)
         self._hidden: Stream[Step] = Stream(loader, self._start_hidden)
@@ -115,7 +116,7 @@ class Prefetch:
         for later in self._ahead.steps(ahead.hidden_reads):
             if later not in self._hidden and self.is_waiting(later):
                 self._hidden.prefetch(later)
-            if self._is_stored(later):
+            if self._has_states and self._is_stored(later):
                 self._states.prefetch(later)
 
     def _may_read(self) -> bool:
@@ -129,8 +130,9 @@ class Prefetch:
         """Starts the copies to the device of what the next steps need."""
         for later in self._ahead.steps(self._plan.ahead.cache_copies):
             self._cached.copy_if_read(later)
-            self._states.copy_if_read(later)
             self._hidden.copy_if_read(later)
+            if self._has_states:
+                self._states.copy_if_read(later)
 
     def take_hidden(self, step: Step) -> Handle:
         return self._hidden.take(step)

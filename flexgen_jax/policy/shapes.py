@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.drafts import DraftRates
+from flexgen_jax.policy.expert_rates import ExpertRates
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.policy import GREEDY, SCORE, HeadUse, Policy, Workload
 
@@ -24,6 +25,8 @@ class Setting:
     sizes: KernelSizes = field(default_factory=KernelSizes)
     # Of what guesses tokens, where a policy has that.
     drafts: DraftRates = field(default_factory=DraftRates)
+    # How often experts are chosen.
+    experts: ExpertRates = field(default_factory=ExpertRates)
 
 
 @dataclass(frozen=True)

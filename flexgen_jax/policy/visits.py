@@ -15,7 +15,7 @@ from flexgen_jax.policy.cache_blocks import CacheBlocks
 from flexgen_jax.policy.loads import Loader, PartLoad, Stream
 from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.passes import Handle
-from flexgen_jax.policy.plan import BlockPlan, few_are_chosen
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.running import CachedPart, Running
 from flexgen_jax.policy.waves import LookAhead, Step
 
@@ -41,6 +41,7 @@ class Visits:
     ) -> None:
         self._plan, self._loader, self._ahead = plan, loader, ahead
         self._cache, self._going = cache, going
+        self._rates = plan.setting.experts
         self._has_experts = [layer.experts is not None for layer in plan.spec.layers]
         self._stream: Stream[VisitPart] = Stream(loader, self._start)
         # What the steps of the visit have taken, and the loads of steps that are alike.
@@ -184,7 +185,7 @@ class Visits:
         if self._tokens is None:
             rows = sum(running.rows for running in self._going)
             self._tokens = rows * self._plan.policy.pass_tokens
-        return few_are_chosen(self._plan.spec.layers[step.layer], self._tokens)
+        return self._rates.few_are_chosen(self._plan.spec.layers[step.layer], self._tokens)
 
     def count_rows(self) -> None:
         """Notes that batches have entered or left, or have fewer rows."""
@@ -217,7 +218,7 @@ class Visits:
                 self._chosen[number] = self._stream.take(key)
             return [self._chosen[number] for number in away]
 
-        expected = self._plan.spec.layers[step.layer].chosen_experts(rows)
+        expected = self._rates.chosen(self._plan.spec.layers[step.layer], rows)
         return ChosenExperts(
             load=load,
             guesses=guesses,

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.engine.routing import TELLING, MeasuredRouting, planned_expert_rates
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats
+from flexgen_jax.models.weight_source import DummyWeights
+from flexgen_jax.policy.expert_rates import ExpertRates
 from flexgen_jax.policy.memory import peak_bytes
-from flexgen_jax.policy.plan import BlockPlan, few_are_chosen
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.shapes import BlockShape, Setting
 from flexgen_jax.policy.simulate import simulate
 from flexgen_jax.policy.simulated_steps import GUESSED
@@ -84,7 +91,7 @@ def test_many_sequences_load_all_experts_ahead(tmp_path: Path) -> None:
         llm.generate(prompt_token_ids=prompts()[:8], sampling_params=params)
         report, spec = llm.report(), model_spec(llm.config)
     layers = sum(Formats("float32").weight(t).nbytes for d in spec.decoders for t in d.large)
-    assert not few_are_chosen(spec.decoders[0], 8)
+    assert not ExpertRates().few_are_chosen(spec.decoders[0], 8)
     assert report["bytes"]["disk_read"] >= NEW * layers
 
 
@@ -96,10 +103,10 @@ def test_the_simulator_expects_experts_to_be_chosen_equally_often(rows: int) -> 
     plan = costs.plan(BlockShape((rows,), (16,), NEW))
     layer = costs.spec.decoders[0]
     spared = costs.layer_bytes(layer) - costs.decode_bytes(layer, rows)
-    assert (spared > 0) == few_are_chosen(layer, rows)
+    assert (spared > 0) == ExpertRates().few_are_chosen(layer, rows)
     read = simulate(costs, plan).bytes["disk_read"]
     whole = NEW * 3 * costs.layer_bytes(layer) + costs.end_bytes()
-    chosen = round(layer.chosen_experts(rows))
+    chosen = round(ExpertRates().chosen(layer, rows))
     saved = (NEW - 1) * 3 * (8 - chosen) * expert_bytes()
     wrong = (NEW - 1) * 2 * (chosen - round(GUESSED * chosen)) * expert_bytes()
     assert read == whole - (saved - wrong if spared else 0)
@@ -108,11 +115,67 @@ def test_the_simulator_expects_experts_to_be_chosen_equally_often(rows: int) -> 
 
 def test_expected_experts() -> None:
     """One token chooses two of eight; many choose all."""
-    layer = model_spec(read_config(RAW)).decoders[0]
-    assert layer.chosen_experts(1) == pytest.approx(2)
-    assert layer.chosen_experts(2) == pytest.approx(8 * (1 - 0.75**2))
-    assert layer.chosen_experts(200) == pytest.approx(8)
+    layer, evenly = model_spec(read_config(RAW)).decoders[0], ExpertRates()
+    assert evenly.chosen(layer, 1) == pytest.approx(2)
+    assert evenly.chosen(layer, 2) == pytest.approx(8 * (1 - 0.75**2))
+    assert evenly.chosen(layer, 200) == pytest.approx(8)
     assert layer.active_size == layer.large_size - 6 * layer.expert_size
+
+
+@given(st.lists(st.integers(0, 50), min_size=8, max_size=8).filter(any), st.integers(1, 40))
+def test_expected_experts_by_measured_rates(counts: list[int], rows: int) -> None:
+    """Each token chooses two of eight; an expert is not missed by all tokens."""
+    layer = model_spec(read_config(RAW)).decoders[0]
+    rates = ExpertRates.measured({1: counts, 2: counts[::-1]}, top=2)
+    shares = np.minimum(2 * np.array(counts) / sum(counts), 1)
+    assert rates.chosen(layer, rows) == pytest.approx(np.sum(1 - (1 - shares) ** rows))
+    assert rates.chosen(layer, rows) <= ExpertRates().chosen(layer, rows) + 1e-6
+
+
+def test_runs_count_choices_for_later_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts are those of the routing; the next start knows them, as does a plan for the folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("flexgen_jax.engine.routing.TELLING", 1)
+    model = write(tmp_path / "m", RAW)
+    policy = Policy.from_percent(0, 0, 0, 100, 0, 100, batch_size=1)
+    params = SamplingParams(max_tokens=NEW, ignore_eos=True)
+    options = {"dtype": "float32", "policy": policy, "offload_dir": tmp_path / "o"}
+    ids = prompts()[1]
+    with LLM(tmp_path / "m", **options) as llm:
+        llm.generate(prompt_token_ids=[ids], sampling_params=params)
+    model.greedy(ids, NEW)
+    counts = [np.zeros(8, int) for _ in model.routing]
+    for layer, tokens in enumerate(model.routing.values()):
+        for experts in tokens[len(ids) :]:
+            counts[layer][list(experts)] += 1
+    (memory,) = (tmp_path / "cache" / "flexgen_jax" / "routing").iterdir()
+    kept = json.loads(memory.read_text())
+    assert [kept[str(layer)] for layer in range(1, 1 + len(counts))] == [
+        *map(np.ndarray.tolist, counts)
+    ]
+    known = planned_expert_rates(tmp_path / "m", "float32")
+    assert known.shares == ExpertRates.measured(dict(enumerate(counts)), top=2).shares
+    with LLM(tmp_path / "m", **options) as llm:
+        llm.generate(prompt_token_ids=[ids], sampling_params=params)
+    assert planned_expert_rates(tmp_path / "m", "float32") == known
+    assert json.loads(memory.read_text())["1"] == (2 * counts[0]).tolist()
+    memory.write_text("{")
+    assert planned_expert_rates(tmp_path / "m", "float32") == ExpertRates()
+
+
+def test_few_choices_say_nothing_of_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = read_config(RAW)
+    routing = MeasuredRouting(DummyWeights(config, 0), config, "float32")
+    routing.observe({1: np.full(8, TELLING - 1)})
+    assert MeasuredRouting(DummyWeights(config, 0), config, "float32").rates == ExpertRates()
+    routing.observe({1: np.full(8, 1)})
+    rates = MeasuredRouting(DummyWeights(config, 0), config, "float32").rates
+    assert rates.shares == pytest.approx([2 / 8] * 8)
 
 
 def peaks(config: ModelConfig, copies_ahead: bool) -> int:

@@ -68,6 +68,9 @@ def test_known_machines_stay_within_their_data_sheets(name: str) -> None:
     assert 0.25 * flops < peak <= flops or (name == "t4-16gb" and peak == 21.24e12)
     assert hw.prefill_attention.at(512) <= flops
     assert 2 * hw.device_attention[16].at(1e9) <= memory
+    for bits in (8, 4):  # each weight is read once at least, with the scale of its group
+        assert hw.linear[bits].at(1) <= 2 * memory / (bits / 8)
+        assert hw.linear[bits].at(8) >= hw.linear[bits].at(1)
     assert hw.host_to_device.at(1e9) <= bus and hw.device_to_host.at(1e9) <= bus
     assert hw.disk_write.at(1e9) <= hw.disk_read.at(1e9) <= hw.page_cache.at(1e9) <= bus
 

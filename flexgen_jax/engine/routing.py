@@ -1,0 +1,101 @@
+"""Keeps how often a model's experts were chosen, for later plans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from flexgen_jax.errors import UserError
+from flexgen_jax.machine.caches import cache_folder, write_cached
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.models.loading import Model, open_model
+from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.models.weight_source import WeightSource, digest
+from flexgen_jax.policy.expert_rates import ExpertRates
+
+TELLING = 64
+"""Choices for each expert, on average, from which on counts say how often experts are chosen: with
+fewer, chance makes some look popular."""
+
+KEPT = 8192
+"""Choices for each expert, on average, that are kept of earlier runs beside a new one's."""
+
+Counts = dict[int, np.ndarray]
+"""How often each expert was chosen, by the layer's index."""
+
+
+class MeasuredRouting:
+    """How often the experts of a model were chosen in runs on this machine.
+
+    rates: what was known when this was made. What a run adds counts from the next start on, so that
+    all plans of a process agree.
+    """
+
+    def __init__(self, source: WeightSource, config: ModelConfig, dtype: str) -> None:
+        key = digest("routing", source.fingerprint(dtype))
+        self._memory = cache_folder("routing") / f"{key[:32]}.json"
+        layers = model_spec(config).decoders
+        self._experts = {layer.index: layer.experts for layer in layers if layer.experts}
+        self.rates = self._rates(self._read())
+
+    def _rates(self, counts: Counts) -> ExpertRates:
+        telling = {
+            layer: chosen.tolist()
+            for layer, chosen in counts.items()
+            if chosen.sum() >= TELLING * chosen.size
+        }
+        kinds = {(self._experts[layer].count, self._experts[layer].top) for layer in telling}
+        if len(kinds) != 1:
+            return ExpertRates()
+        return ExpertRates.measured(telling, top=kinds.pop()[1])
+
+    def _read(self) -> Counts:
+        """Returns what earlier runs have counted; what cannot be read is not missed."""
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            kept = json.loads(self._memory.read_text(encoding="utf-8"))
+            counts = {int(layer): np.array(chosen, np.int64) for layer, chosen in kept.items()}
+            return {
+                layer: chosen
+                for layer, chosen in counts.items()
+                if layer in self._experts
+                and chosen.shape == (self._experts[layer].count,)
+                and (chosen >= 0).all()
+            }
+        return {}
+
+    def observe(self, counts: Mapping[int, np.ndarray]) -> None:
+        """Keeps what a run has counted, by the layer's index."""
+        if not counts:
+            return
+        kept = self._read()
+        for layer, chosen in counts.items():
+            before = kept.get(layer, np.zeros_like(chosen))
+            excess = before.sum() / (KEPT * before.size)
+            kept[layer] = (before // max(1.0, excess)).astype(np.int64) + chosen
+        text = json.dumps({str(layer): chosen.tolist() for layer, chosen in kept.items()})
+        write_cached(self._memory, text)
+
+
+def measured_routing(
+    source: WeightSource, config: ModelConfig, dtype: str
+) -> MeasuredRouting | None:
+    """Returns how often a model's experts were chosen; None for one without experts."""
+    return MeasuredRouting(source, config, dtype) if config.has_experts else None
+
+
+def planned_expert_rates(name: str | Path | Model | None, dtype: str) -> ExpertRates:
+    """Returns how often a model's experts are chosen, for a plan: nothing is known of one whose
+    weights are not here."""
+    if not isinstance(name, Model):
+        if name is None or not Path(name).expanduser().exists():
+            return ExpertRates()
+        try:
+            name = open_model(name, dummy_weights=False, seed=0)
+        except UserError:
+            return ExpertRates()  # a folder with a config alone
+    routing = measured_routing(name.source, name.config, dtype)
+    return ExpertRates() if routing is None else routing.rates

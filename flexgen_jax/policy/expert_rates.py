@@ -1,0 +1,58 @@
+"""How often experts are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flexgen_jax.models.spec import LayerSpec
+
+FEW_CHOSEN = 0.75
+"""Up to this share of a layer's experts, expected to be chosen, loads wait for the choice; more are
+better loaded ahead."""
+
+
+@dataclass(frozen=True)
+class ExpertRates:
+    """How often a model's tokens choose each expert of a layer.
+
+    shares: the probability that a token chooses an expert, that of the most popular one first: the
+    average over layers, whose popular experts have different numbers. Empty if nothing was
+    measured: then all are expected equally often.
+    """
+
+    shares: tuple[float, ...] = ()
+
+    @classmethod
+    def measured(cls, counts: Mapping[int, Sequence[int]], top: int) -> ExpertRates:
+        """Returns the rates of choices that were counted: of each layer, how often each expert was
+        chosen; top: how many a token chooses.
+
+            counts {1: (6, 2), 2: (1, 7)}, top 1  ->  shares (0.8125, 0.1875)
+        """
+        layers = [sorted(chosen, reverse=True) for chosen in counts.values()]
+        shares = [[top * count / sum(chosen) for count in chosen] for chosen in layers]
+        return cls(tuple(sum(alike) / len(layers) for alike in zip(*shares, strict=True)))
+
+    def chosen(self, layer: LayerSpec, rows: float) -> float:
+        """Returns how many of a layer's experts are expected to be chosen by at least one of some
+        tokens; 0 without experts."""
+        experts = layer.experts
+        if experts is None:
+            return 0.0
+        if len(self.shares) == experts.count:
+            return _distinct(self.shares, rows)
+        missed: float = (1 - experts.top / experts.count) ** rows
+        return experts.count * (1 - missed)
+
+    def few_are_chosen(self, layer: LayerSpec, rows: float) -> bool:
+        """Returns whether few of a layer's experts are expected to be chosen by so many tokens."""
+        experts = layer.experts
+        return experts is not None and self.chosen(layer, rows) <= FEW_CHOSEN * experts.count
+
+
+@lru_cache(maxsize=4096)
+def _distinct(shares: tuple[float, ...], rows: float) -> float:
+    missed: list[float] = [(1 - min(share, 1.0)) ** rows for share in shares]
+    return len(shares) - sum(missed)
