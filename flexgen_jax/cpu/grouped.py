@@ -17,9 +17,9 @@ FLOATS = ("float32", "bfloat16", "float16")
 LEVELS = ("integers", "e2m1", "nf4")
 
 
-Rounding = Literal["", "pairs", "fours"]
-"""How rows are rounded to 8-bit integers: not at all, or for a processor that adds up products of
-two bytes, or of four."""
+Rounding = Literal["", "pairs", "fours", "tiles"]
+"""How rows are rounded to 8-bit integers: not at all, few of them for a processor that adds up
+products of two bytes, or of four, or any number of them for one of the former kind."""
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,9 @@ FEW_ROUNDED = 8
 """Up to this many rows, packed kernel weights are not rounded to integers: that would take longer
 than the product does without. AVX2 multiplies by their codes, and rounds rows only."""
 
-ROUNDINGS: tuple[Rounding, Rounding] = ("pairs", "fours")
-"""How rows are rounded without and with products of four bytes."""
-
 MOST_ROUNDED = 16 if has_wide_vectors() else 64
 """Up to this many rows, products of integers with the codes of weights that are grouped along their
-input take less time than those of fp32."""
+input take less time than those of fp32, unless there are tiles of integers."""
 
 
 def matmul(x: jax.Array, kernel: Kept, bias: jax.Array | None, dtype: Any) -> jax.Array | None:
@@ -106,8 +103,16 @@ def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
 
 
 def _multiplied_in_steps(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array | None:
-    unit, rounding = _unit_for(x, kernel), ROUNDINGS[multiplies_bytes()]
+    unit, rounding = _unit_for(x, kernel), _rounding_for(kernel)
     return _multiplied(x, kernel, bias, x.dtype, unit, rounding) if unit else None
+
+
+def _rounding_for(kernel: Kept) -> Rounding:
+    """Returns how rows are rounded for the codes of a kernel that is grouped along its input. With
+    vectors of 512 bits and no products of four bytes, many rows are multiplied faster in fp32."""
+    if multiplies_bytes():
+        return "fours"
+    return "pairs" if has_wide_vectors() or _bits(kernel) != 4 else "tiles"
 
 
 def multiplies(x: jax.Array, kernel: Kept) -> bool:
@@ -141,7 +146,8 @@ def gains_by_rounding(x: jax.Array, kernel: Kept) -> bool:
     few = FEW_ROWS
     if isinstance(kernel, QuantizedArray):
         if _rounds_steps(kernel):
-            return tile_unit() == "fma" and x.size // x.shape[-1] <= MOST_ROUNDED
+            is_few = x.size // x.shape[-1] <= MOST_ROUNDED
+            return tile_unit() == "fma" and (is_few or _rounding_for(kernel) == "tiles")
         if not _is_papers(kernel):
             return False
         few = 0 if tile_unit("int8") == "avx2" else FEW_ROUNDED

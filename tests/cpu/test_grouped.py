@@ -103,17 +103,45 @@ def test_rows_are_rounded_step_by_step(
 ) -> None:
     """Where that is faster than products of fp32, which is patched here; sums are exact."""
     need("avx512" if by_fours else "fma")
-    monkeypatch.setattr(matmul, "tile_unit", lambda kind="bf16": "fma")
-    monkeypatch.setattr(matmul, "multiplies_bytes", lambda: by_fours)
+    rounding = "fours" if by_fours else "pairs"
     monkeypatch.setattr(matmul, "MOST_ROUNDED", 64)
-    kernel = random_kernel((96, 1024), FORMATS[name])
-    x = numbers(rows, 1024).at[0, 32:64].set(0)
-    bias = jnp.asarray(numbers(96, seed=1), jnp.float32)
+    assert_product_of_rounded_rows(
+        monkeypatch, random_kernel((96, 1024), FORMATS[name]), rows, rounding
+    )
+
+
+@pytest.mark.few(2)
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    covering(
+        [name for name, kind in FORMATS.items() if kind.levels == "integers" and kind.bits == 4],
+        [33, 64, 301],
+    ),
+)
+def test_many_rows_are_rounded_where_vectors_are_short(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int
+) -> None:
+    """Columns are laid side by side in several blocks, the last of which is short."""
+    need("fma")
+    assert_product_of_rounded_rows(
+        monkeypatch, random_kernel((160, 1280), FORMATS[name]), rows, "tiles"
+    )
+
+
+def assert_product_of_rounded_rows(
+    monkeypatch: pytest.MonkeyPatch, kernel: QuantizedArray, rows: int, rounding: str
+) -> None:
+    """A product of rows that are rounded in this way is the formula's, one of zeros included."""
+    monkeypatch.setattr(matmul, "tile_unit", lambda kind="bf16": "fma")
+    monkeypatch.setattr(matmul, "_rounding_for", lambda kernel: rounding)
+    columns, depth = kernel.shape
+    x = numbers(rows, depth).at[0, 32:64].set(0)
+    bias = jnp.asarray(numbers(columns, seed=1), jnp.float32)
     multiply = anew(partial(CPU.matmul, bits=8))
-    kind = "_by_fours" if by_fours else "_by_pairs"
-    assert kind in multiply.lower(x, kernel, bias).as_text()
-    order = kernel.leaf("order") if kernel.storage.packing.has_order else np.arange(1024)
-    left = np.zeros((rows, 1024))
+    assert f"_by_{rounding}" in multiply.lower(x, kernel, bias).as_text()
+    order = kernel.leaf("order") if kernel.storage.packing.has_order else np.arange(depth)
+    left = np.zeros((rows, depth))
     left[:, order] = rounded(x[:, order])
     right = left @ wide(kernel).T + np.asarray(bias, np.float64)
     found = np.asarray(multiply(x, kernel, bias), np.float64)
@@ -121,18 +149,19 @@ def test_rows_are_rounded_step_by_step(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("by_fours", [True, False], ids=["fours", "pairs"])
+@pytest.mark.parametrize(("rounding", "rows"), [("fours", 3), ("pairs", 3), ("tiles", 40)])
 def test_a_rounded_row_that_is_not_finite_is_seen(
-    monkeypatch: pytest.MonkeyPatch, by_fours: bool
+    monkeypatch: pytest.MonkeyPatch, rounding: str, rows: int
 ) -> None:
-    need("avx512" if by_fours else "fma")
+    need("avx512" if rounding == "fours" else "fma")
     monkeypatch.setattr(matmul, "tile_unit", lambda kind="bf16": "fma")
-    monkeypatch.setattr(matmul, "multiplies_bytes", lambda: by_fours)
+    monkeypatch.setattr(matmul, "_rounding_for", lambda kernel: rounding)
     kernel = random_kernel((512, 1024), FORMATS["own"])
-    x = numbers(3, 1024).at[1, 40].set(jnp.nan).at[2, 40].set(jnp.inf)
-    found = np.asarray(jax.jit(partial(CPU.matmul, bits=8))(x, kernel, None), np.float32)
-    assert np.isfinite(found[0]).all()
-    assert not np.isfinite(found[1:]).any()
+    x = numbers(rows, 1024).at[1, 40].set(jnp.nan).at[2, 40].set(jnp.inf)
+    product = np.asarray(jax.jit(partial(CPU.matmul, bits=8))(x, kernel, None), np.float32)
+    finite = [row for row in range(rows) if row not in (1, 2)]
+    assert np.isfinite(product[finite]).all()
+    assert not np.isfinite(product[1:3]).any()
 
 
 @pytest.mark.slow

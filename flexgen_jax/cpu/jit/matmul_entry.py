@@ -17,6 +17,7 @@ from flexgen_jax.cpu.jit import (
     matmul_codes,
     matmul_grouped,
     matmul_grouped_int8,
+    matmul_grouped_tiles,
     matmul_int8,
     matmul_packed,
     matmul_small_batch,
@@ -41,6 +42,9 @@ from flexgen_jax.cpu.jit.xla_calls import words
 MOST_GROUPED = 15
 """The most rows for which kernel weights that are grouped along their input stay packed: beyond,
 unpacking them into tiles takes less time."""
+
+FEW_OF_TILES = 32
+"""Rows up to which laying the codes of many columns side by side is not worth it."""
 
 FEWEST = 4 * PAIR
 """The least number of columns in a part of a product; with fewer, preparing the rows is not worth
@@ -174,6 +178,7 @@ def grouped_handler(
 def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) -> Callable[..., int]:
     """Returns the function that computes a part of a product's columns."""
     source = matmul_grouped.SOURCE + matmul_grouped_int8.SOURCE + CALLS
+    source += matmul_grouped_tiles.SOURCE
     stored = np.float32 if is_wide else np.uint16
     bits, levels, by_amx, kind = of.bits, LEVELS[of.levels], unit == "amx", stored_as(unit)
     code = np.float32(1 << (bits - 1)) if levels == matmul_grouped.INTEGERS else np.float32(0)
@@ -185,8 +190,12 @@ def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) ->
         multiply_few_rows = matmul_grouped_int8.multiplier_of(take, own, bits, by_fours)
     else:
         multiply_few_rows = multiplier_of(take, middle, bits, levels, kind)
+    has_tiles = rounding == "tiles"
+    multiply_tiles = matmul_grouped_tiles.multiplier_of(take, np.float32(-of.center))
     take_tiles = taker_of(take, middle, bits, levels)
     folded = MOST if rounding else min(most_folded(unit), MOST_GROUPED)
+    if has_tiles:
+        folded = FEW_OF_TILES
     leaves_in, repeats = _leaves_in(of.kinds), of.repeats
 
     def compute(shared, part):
@@ -204,6 +213,9 @@ def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) ->
         start, end = limits(columns, part, parts)
         if count <= folded:
             multiply_few_rows(left, codes, leaves, plane, bias, out, shape, start, end)
+            return 1
+        if has_tiles:
+            multiply_tiles(left, codes, leaves, plane, bias, out, shape, start, end)
             return 1
         size = PAIR * padded_count(depth)
         kernel = (codes, leaves, np.zeros(size, np.float32), np.zeros(size, np.float32))

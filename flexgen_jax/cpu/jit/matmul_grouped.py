@@ -56,7 +56,7 @@ cgutils: Any = untyped
 SOURCE = matmul_packed.SOURCE + source_of(__file__, grouped_factors.__file__)
 """A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
 
-ONE, TWO, MORE = ((4, 1), (4, 2), (2, 4)) if has_wide_vectors() else ((2, 1), (1, 2), (1, 4))
+ONE, TWO, MORE = ((4, 1), (4, 2), (2, 4)) if has_wide_vectors() else ((1, 1), (1, 2), (1, 4))
 """Columns, and rows of x, that are multiplied at a time, where x has one row, two, and more."""
 
 AHEAD = 1 << 12

@@ -57,8 +57,8 @@ def middle_code(bits: int, by_fours: bool) -> int:
     return 0 if bits == 4 or by_fours else SIGN
 
 
-def _round(_context, rows, begin, steps, left, at, units, sums, to):
-    return types.void(rows, N, N, left, N, units, sums, N), emitted(_emit_rounding)
+def _round(_context, rows, begin, steps, left, at, apart, units, sums, to):
+    return types.void(rows, N, N, left, N, N, units, sums, N), emitted(_emit_rounding)
 
 
 def _emit_rounding(
@@ -68,6 +68,7 @@ def _emit_rounding(
     steps: Any,
     left: Any,
     at: Any,
+    apart: Any,
     units: Any,
     sums: Any,
     to: Any,
@@ -88,7 +89,7 @@ def _emit_rounding(
         products = builder.fmul(builder.bitcast(bits, ROW), tiles.spread(inverse, STEP))
         nearest = tiles.call(f"llvm.rint.v{STEP}f32", ROW, products)
         integers = builder.fptosi(nearest, ROW_BITS)
-        place = tiles.place(left, tiles.at(at, (step, STEP)), BYTES)
+        place = tiles.place(left, tiles.at(at, (step, apart)), BYTES)
         builder.store(builder.trunc(integers, BYTES), place, align=1)
         total = tiles.call(f"llvm.vector.reduce.add.v{STEP}i32", INT, integers)
         index = tiles.at(to, step)
@@ -179,7 +180,8 @@ def _emit_dots(
         for part in range(8 // bits):
             number = tiles.at((steps, part), step)
             for line in range(many):
-                place = tiles.at((tiles.at(row, line), pitch), (plane, part), (step, STEP))
+                place = tiles.at((row, pitch), (step, 8 // bits * many * STEP))
+                place = tiles.at(place, (part * many + line) * STEP)
                 x = builder.load(tiles.place(left, place, BYTES), align=1)
                 for column in range(wide):
                     own = line * wide + column
@@ -215,13 +217,15 @@ def _dot(tiles: Tiles, codes: Any, x: Any, bits: int, by_fours: bool) -> Any:
 round_steps: Any = intrinsic(prefer_literal=True)(_round)
 """Intrinsic: rounds `steps` steps of a row to integers.
 
-rows: bfloat16 as bits, from `begin` on; left: int8, from `at` on; units, sums: fp32, from `to` on:
-what an integer stands for, and the sums of what is rounded.
+rows: bfloat16 as bits, from `begin` on; left: int8, from `at` on, steps `apart` elements apart;
+units, sums: fp32, from `to` on: what an integer stands for, and the sums of what is rounded.
 """
 
 dots: Any = intrinsic(prefer_literal=True)(_dots)
 """Intrinsic: the products of `many` rows of integers, from `row` on, with `wide` columns, lane by
-lane; as `matmul_grouped.dots`, but for left: int8 [row][element]; units, sums: fp32 [row][factors],
+lane; as `matmul_grouped.dots`, but for left: int8 [step][plane][row][element of a step], since rows
+that lie a power of two apart share a bank of the first cache, from which processors load one number
+at a time; units, sums: fp32 [row][factors],
 those of `round_steps`; scaled: room for fp32 [row][column][factors]. bits, wide and many are
 compile-time constants, and `fours`: whether the processor adds up products of four bytes.
 """
@@ -244,10 +248,21 @@ def _streams_of(take: Any, middle: float, bits: int, fours: int, wide: int, many
         left[:] = 0
         units = np.zeros(turns * many * factors, np.float32)
         sums = np.zeros(turns * many * factors, np.float32)
+        planes, steps = 8 // bits, pitch // STEP
         for row in range(count):
-            round_steps(
-                rows, row * depth, depth // STEP, left, row * depth, units, sums, row * factors
-            )
+            begin = row // many * many * depth + row % many * STEP
+            for part in range(planes):
+                round_steps(
+                    rows,
+                    row * depth + part * pitch,
+                    steps,
+                    left,
+                    begin + part * many * STEP,
+                    planes * many * STEP,
+                    units,
+                    sums,
+                    row * factors + part * steps,
+                )
         scales, offsets = aligned(wide * factors, np.float32), aligned(wide * factors, np.float32)
         scales[:] = 0
         offsets[:] = 0
