@@ -168,8 +168,8 @@ def grouped_handler(
     the functions that its threads run.
 
     Its arguments: rows, bfloat16 [row, depth]; bias, fp32 [column]; the leaves of the kernel.
-    Result: [row, column], fp32 if `is_wide`, else bfloat16. rounding: how few rows are rounded to
-    8-bit integers.
+    Result: [row, column], fp32 if `is_wide`, else bfloat16. rounding: how rows are rounded to 8-bit
+    integers.
     """
     part = _grouped_part(of, is_wide, unit, rounding)
     return handler(name, part, axis=1, grain=FEWEST, least=LEAST)
@@ -188,14 +188,13 @@ def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) ->
         by_fours = rounding == "fours"
         own: Any = np.float32(matmul_grouped_int8.middle_code(bits, by_fours) - of.center)
         multiply_few_rows = matmul_grouped_int8.multiplier_of(take, own, bits, by_fours)
+        multiply_tiles = matmul_grouped_tiles.multiplier_of(take, own)
     else:
-        multiply_few_rows = multiplier_of(take, middle, bits, levels, kind)
-    has_tiles = rounding == "tiles"
-    multiply_tiles = matmul_grouped_tiles.multiplier_of(take, np.float32(-of.center))
+        multiply_few_rows = multiply_tiles = multiplier_of(take, middle, bits, levels, kind)
     take_tiles = taker_of(take, middle, bits, levels)
-    folded = MOST if rounding else min(most_folded(unit), MOST_GROUPED)
-    if has_tiles:
-        folded = FEW_OF_TILES
+    has_tiles, folded = rounding == "tiles", min(most_folded(unit), MOST_GROUPED)
+    if rounding:
+        folded = FEW_OF_TILES if has_tiles else MOST
     leaves_in, repeats = _leaves_in(of.kinds), of.repeats
 
     def compute(shared, part):
