@@ -56,9 +56,24 @@ once: those that lie a power of two apart share a bank of the first cache."""
 
 
 def _dots(
-    _context, left, row, pitch, units, sums, factors, codes, scales, offsets, side, top, steps, of,
-    totals, to, many,
-):  # fmt: skip
+    _context,
+    left,
+    row,
+    pitch,
+    units,
+    sums,
+    factors,
+    codes,
+    scales,
+    offsets,
+    side,
+    top,
+    steps,
+    of,
+    totals,
+    to,
+    many,
+):
     kinds = (left, N, N, units, sums, N, codes, scales, offsets, N, N, N, N, totals, N, many)
     return types.void(*kinds), emitted(_emit_dots, constants=1)
 
