@@ -17,7 +17,6 @@ from flexgen_jax.cli.plan_text import plan_json, plan_text, staged_json, staged_
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import UserError
 from flexgen_jax.policy.candidates import Candidate, candidates, frontier
-from flexgen_jax.policy.expert_rates import ExpertRates
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.policy import Policy, Workload
@@ -156,7 +155,7 @@ def make_problem(
             raise UserError(
                 f"{options.hardware} was profiled in {profile.dtype}; choose that with --dtype"
             )
-    experts = planned_expert_rates(options.model, kind) if config.has_experts else ExpertRates()
+    experts = planned_expert_rates(options.model, config, kind)
     setting = Setting(config, kind, profile.unified, profile.sizes, experts=experts)
     rates = planned_rates(options, setting, profile, draft_accepted)
     return Problem(

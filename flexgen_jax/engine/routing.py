@@ -11,8 +11,9 @@ import numpy as np
 
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine.caches import cache_folder, write_cached
+from flexgen_jax.models.checkpoint import Checkpoint
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.loading import Model, open_model
+from flexgen_jax.models.loading import Model
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.weight_source import WeightSource, digest
 from flexgen_jax.policy.expert_rates import ExpertRates
@@ -87,15 +88,20 @@ def measured_routing(
     return MeasuredRouting(source, config, dtype) if config.has_experts else None
 
 
-def planned_expert_rates(name: str | Path | Model | None, dtype: str) -> ExpertRates:
+def planned_expert_rates(
+    name: str | Path | Model | None, config: ModelConfig, dtype: str
+) -> ExpertRates:
     """Returns how often a model's experts are chosen, for a plan: nothing is known of one whose
-    weights are not here."""
-    if not isinstance(name, Model):
-        if name is None or not Path(name).expanduser().exists():
-            return ExpertRates()
-        try:
-            name = open_model(name, dummy_weights=False, seed=0)
-        except UserError:
-            return ExpertRates()  # a folder with a config alone
-    routing = measured_routing(name.source, name.config, dtype)
-    return ExpertRates() if routing is None else routing.rates
+    weights are not here. name: as for `open_model`."""
+    if not config.has_experts or name is None:
+        return ExpertRates()
+    if isinstance(name, Model):
+        return MeasuredRouting(name.source, config, dtype).rates
+    path = Path(name).expanduser()
+    if not path.exists():
+        return ExpertRates()
+    try:
+        source = Checkpoint(path)
+    except UserError:
+        return ExpertRates()  # a folder with a config alone
+    return MeasuredRouting(source, config, dtype).rates

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 from flexgen_jax.models.spec import LayerSpec
 
@@ -23,6 +22,10 @@ class ExpertRates:
     """
 
     shares: tuple[float, ...] = ()
+    # How many experts some tokens choose, as far as it was asked: every step of a run does.
+    _distinct: dict[float, float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def measured(cls, counts: Mapping[int, Sequence[int]], top: int) -> ExpertRates:
@@ -42,7 +45,10 @@ class ExpertRates:
         if experts is None:
             return 0.0
         if len(self.shares) == experts.count:
-            return _distinct(self.shares, rows)
+            if rows not in self._distinct:
+                unchosen: list[float] = [(1 - min(share, 1.0)) ** rows for share in self.shares]
+                self._distinct[rows] = experts.count - sum(unchosen)
+            return self._distinct[rows]
         missed: float = (1 - experts.top / experts.count) ** rows
         return experts.count * (1 - missed)
 
@@ -50,9 +56,3 @@ class ExpertRates:
         """Returns whether few of a layer's experts are expected to be chosen by so many tokens."""
         experts = layer.experts
         return experts is not None and self.chosen(layer, rows) <= FEW_CHOSEN * experts.count
-
-
-@lru_cache(maxsize=4096)
-def _distinct(shares: tuple[float, ...], rows: float) -> float:
-    missed: list[float] = [(1 - min(share, 1.0)) ** rows for share in shares]
-    return len(shares) - sum(missed)

@@ -110,6 +110,27 @@ def problem(asked: Asked, hw: HardwareProfile, prompt_len: int, gen_len: int) ->
     )
 
 
+def row_of(asked: Asked, prompt_len: int, gen_len: int) -> str:
+    """Returns what is predicted, as a row of a table."""
+    task = problem(asked, known_machine(MACHINES[asked.card]), prompt_len, gen_len)
+    policy = asked.policy
+    if policy is None:
+        plans = search(task)
+        if not plans:
+            return f"| {asked.model} | {asked.card} | {asked.bits} | does not fit | | | |"
+        policy = plans[0].policy
+    policy = replace(policy, weight_bits=asked.bits)
+    by_profile = evaluate(task, policy)
+    by_programs = evaluate(replace(task, hw=weighed_profile(asked)), policy)
+    homes = (policy.weights.device, policy.weights.host, policy.weights.disk)
+    weights = " ".join(f"{100 * share:.0f}" for share in homes)
+    return (
+        f"| {asked.model} | {asked.card} | {asked.bits} | {policy.batch_size} x "
+        f"{policy.num_batches} | {weights} | {by_profile.throughput:.3g} "
+        f"| {by_programs.throughput:.3g} |"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -126,27 +147,7 @@ def main() -> None:
     print("| model | card | bits | batches | weights on device, host, disk | profile | programs |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for asked in asked_of(args.cards, args.models):
-        task = problem(asked, known_machine(MACHINES[asked.card]), args.prompt_len, args.gen_len)
-        policy = asked.policy
-        if policy is None:
-            plans = search(task)
-            if not plans:
-                print(f"| {asked.model} | {asked.card} | {asked.bits} | does not fit | | | |")
-                continue
-            policy = plans[0].policy
-        policy = replace(policy, weight_bits=asked.bits)
-        by_profile = evaluate(task, policy)
-        by_programs = evaluate(replace(task, hw=weighed_profile(asked)), policy)
-        weights = " ".join(
-            f"{100 * share:.0f}"
-            for share in (policy.weights.device, policy.weights.host, policy.weights.disk)
-        )
-        print(
-            f"| {asked.model} | {asked.card} | {asked.bits} | {policy.batch_size} x "
-            f"{policy.num_batches} | {weights} | {by_profile.throughput:.3g} "
-            f"| {by_programs.throughput:.3g} |",
-            flush=True,
-        )
+        print(row_of(asked, args.prompt_len, args.gen_len), flush=True)
 
 
 if __name__ == "__main__":

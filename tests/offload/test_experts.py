@@ -142,7 +142,7 @@ def test_runs_count_choices_for_later_plans(
     policy = Policy.from_percent(0, 0, 0, 100, 0, 100, batch_size=1)
     params = SamplingParams(max_tokens=NEW, ignore_eos=True)
     options = {"dtype": "float32", "policy": policy, "offload_dir": tmp_path / "o"}
-    ids = prompts()[1]
+    ids, config = prompts()[1], read_config(RAW)
     with LLM(tmp_path / "m", **options) as llm:
         llm.generate(prompt_token_ids=[ids], sampling_params=params)
     model.greedy(ids, NEW)
@@ -155,14 +155,14 @@ def test_runs_count_choices_for_later_plans(
     assert [kept[str(layer)] for layer in range(1, 1 + len(counts))] == [
         *map(np.ndarray.tolist, counts)
     ]
-    known = planned_expert_rates(tmp_path / "m", "float32")
+    known = planned_expert_rates(tmp_path / "m", config, "float32")
     assert known.shares == ExpertRates.measured(dict(enumerate(counts)), top=2).shares
     with LLM(tmp_path / "m", **options) as llm:
         llm.generate(prompt_token_ids=[ids], sampling_params=params)
-    assert planned_expert_rates(tmp_path / "m", "float32") == known
+    assert planned_expert_rates(tmp_path / "m", config, "float32") == known
     assert json.loads(memory.read_text())["1"] == (2 * counts[0]).tolist()
     memory.write_text("{")
-    assert planned_expert_rates(tmp_path / "m", "float32") == ExpertRates()
+    assert planned_expert_rates(tmp_path / "m", config, "float32") == ExpertRates()
 
 
 def test_few_choices_say_nothing_of_experts(

@@ -68,7 +68,7 @@ def test_known_machines_stay_within_their_data_sheets(name: str) -> None:
     assert 0.25 * flops < peak <= flops or (name == "t4-16gb" and peak == 21.24e12)
     assert hw.prefill_attention.at(512) <= flops
     assert 2 * hw.device_attention[16].at(1e9) <= memory
-    for bits in (8, 4):  # each weight is read once at least, with the scale of its group
+    for bits in (8, 4):  # each weight is read once at least
         assert hw.linear[bits].at(1) <= 2 * memory / (bits / 8)
         assert hw.linear[bits].at(8) >= hw.linear[bits].at(1)
     assert hw.host_to_device.at(1e9) <= bus and hw.device_to_host.at(1e9) <= bus

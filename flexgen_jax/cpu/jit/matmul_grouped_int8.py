@@ -225,9 +225,9 @@ dots: Any = intrinsic(prefer_literal=True)(_dots)
 """Intrinsic: the products of `many` rows of integers, from `row` on, with `wide` columns, lane by
 lane; as `matmul_grouped.dots`, but for left: int8 [step][plane][row][element of a step], since rows
 that lie a power of two apart share a bank of the first cache, from which processors load one number
-at a time; units, sums: fp32 [row][factors],
-those of `round_steps`; scaled: room for fp32 [row][column][factors]. bits, wide and many are
-compile-time constants, and `fours`: whether the processor adds up products of four bytes.
+at a time; units, sums: fp32 [row][factors], those of `round_steps`; scaled: room for fp32
+[row][column][factors]. bits, wide and many are compile-time constants, and `fours`: whether the
+processor adds up products of four bytes.
 """
 
 
