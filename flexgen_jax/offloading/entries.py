@@ -22,7 +22,7 @@ from flexgen_jax.offload.tiered import Stored, stored_leaf
 from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offloading.stream_memory import LayerMemory
 from flexgen_jax.policy.parts import Layout
-from flexgen_jax.policy.policy import Tier
+from flexgen_jax.policy.policy import TIERS, Tier
 
 LONGEST_NAME = 150
 """Characters of a file's name that say what it has; of longer ones the rest is hashed."""
@@ -46,6 +46,14 @@ class Entry:
     generation: int = 0
     writing: Future[None] | None = None
     failure: str | None = None
+
+    @property
+    def nbytes(self) -> dict[Tier, int]:
+        """Bytes of all leaves, by tier."""
+        nbytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        for path, storage in self.storages.items():
+            nbytes[self.tiers[path]] += storage.nbytes
+        return nbytes
 
     @property
     def on_disk(self) -> list[Layout]:

@@ -6,16 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.tensors import SafeTensors
-from flexgen_jax.offload.disk.folder import (
-    OffloadFolder,
-    WeightFolder,
-)
 from flexgen_jax.offloading.tiered import TieredArrays
 from flexgen_jax.policy.policy import Placement
 
@@ -51,16 +46,16 @@ class TieredParams(TieredArrays):
             disk_space=disk_space,
             unified=unified,
         )
-        self._name, self._is_kept = stored_as, stored_as is not None
+        self._trees.stored_as = stored_as
         try:
-            with self._folder().locked() if self._is_kept else nullcontext():
+            with nullcontext() if stored_as is None else self._trees.folder().locked():
                 for name, tree in layers.items() if isinstance(layers, Mapping) else layers:
                     if name in self:
                         raise UserError(f"two layers have the name {name!r}")
                     super().put(name, tree)
-                while self._settle():
+                while self._trees.settle():
                     pass
-            for name, entry in self._entries.items():
+            for name, entry in self._trees.entries.items():
                 if entry.failure is not None:
                     raise UserError(f"{name} could not be written: {entry.failure}")
         except BaseException:
@@ -69,15 +64,10 @@ class TieredParams(TieredArrays):
 
     def put(self, name: str, tree: Any) -> None:
         """Replaces a layer, see `TieredArrays.put`."""
-        if self._is_kept:
-            raise UserError(f"layers that are stored as {self._name!r} cannot be replaced")
+        if (stored_as := self._trees.stored_as) is not None:
+            raise UserError(f"layers that are stored as {stored_as!r} cannot be replaced")
         self._entry(name)
         super().put(name, tree)
-
-    def _opened(self, disk: OffloadFolder) -> WeightFolder:
-        if self._name is None:
-            return super()._opened(disk)
-        return disk.weights(f"layers-{quote(self._name, safe='')}")
 
 
 def checkpoint_layers(
