@@ -102,7 +102,7 @@ class Planner:
             self._check(self._fitter(workload), policy)
             if self.write_limit is not None:
                 problem = self.problem(workload)
-                self._check_writes(problem, evaluate(problem, policy))
+                _check_writes(problem, evaluate(problem, policy))
             return policy
         best = self._best(workload)
         self._plan = self._staying(self.problem(workload), best)
@@ -126,7 +126,7 @@ class Planner:
         if not plans:
             problem = self.problem(workload)
             plans = [evaluate(problem, self._fitted(workload))]
-            self._check_writes(problem, plans[0])
+            _check_writes(problem, plans[0])
         return plans[0]
 
     def _measure(self) -> None:
@@ -285,12 +285,13 @@ class Planner:
     def _fitter(self, workload: Workload) -> Fitter:
         return Fitter(self.planned_setting, workload, self.budgets)
 
-    def _check_writes(self, problem: Problem, plan: Plan) -> None:
-        excess = problem.excess_writes(plan)
-        if excess is not None:
-            raise BudgetError(excess)
-
     def _check(self, fitter: Fitter, policy: Policy) -> None:
         missing = self.budgets.shortfalls(fitter.needed(policy))
         if missing:
             raise BudgetError(f"the plan does not fit: {missing[0]}; {fitter.advice(policy)}")
+
+
+def _check_writes(problem: Problem, plan: Plan) -> None:
+    excess = problem.excess_writes(plan)
+    if excess is not None:
+        raise BudgetError(excess)

@@ -28,7 +28,7 @@ from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import DiskReads
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.memory import peak_bytes, plan_workspace
+from flexgen_jax.policy.memory import peak_bytes, run_workspace
 from flexgen_jax.policy.placement import page_cached, place_weights, realised
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import TIERS, Policy, Tier, Workload
@@ -161,8 +161,7 @@ class Session:
             say=self._say,
             drafter=self._drafter,
         )
-        taken = plan_workspace(self._largest) + self._largest.draft_bytes
-        with self._ledger.reserving("device", taken):
+        with self._ledger.reserving("device", run_workspace(self._largest)):
             yield from block.run()
         self._guessed = block.guessed
         self.acceptance, self.chosen = block.acceptance, block.chosen_experts

@@ -240,19 +240,7 @@ class Stages:
             prompts=list(waiting.prompts),
         )
         joined = _joined([answer["report"] for answer in self._members.answers("report")])
-        self._report = {**joined, "predicted": self._predicted()}
-
-    def _predicted(self) -> dict[str, float] | None:
-        """Returns the predicted times of the workload that was planned for."""
-        plan = self._plan
-        if plan is None:
-            return None
-        return {
-            "total_s": plan.total_s,
-            "prefill_s": plan.prefill_s,
-            "decode_s": plan.decode_s,
-            "generation_throughput": plan.throughput,
-        }
+        self._report = {**joined, "predicted": _predicted(self._plan)}
 
     def tell_slot(self, **content: Any) -> None:
         self._members.tell("slot", **content)
@@ -285,6 +273,16 @@ def worker_options(options: EngineOptions) -> dict[str, Any]:
     for name in ("model", "offload_dir"):
         arguments[name] = None if arguments[name] is None else str(arguments[name])
     return arguments
+
+
+def _predicted(plan: ChainPlan) -> dict[str, float]:
+    """Returns the predicted times of a plan's workload."""
+    return {
+        "total_s": plan.total_s,
+        "prefill_s": plan.prefill_s,
+        "decode_s": plan.decode_s,
+        "generation_throughput": plan.throughput,
+    }
 
 
 def _joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from flexgen_jax.offload.batch import (
     Neighbours,
     OnResult,
     arrays_of,
-    prompt_ids,
 )
 from flexgen_jax.offload.computing import Computing
 from flexgen_jax.offload.device import Device
@@ -32,6 +31,7 @@ from flexgen_jax.offload.kv_cache import KVCache, take_rows_of
 from flexgen_jax.offload.kv_keeper import KVKeeper
 from flexgen_jax.offload.prefetch import Load, Write
 from flexgen_jax.offload.replaced import ReplacedStore
+from flexgen_jax.offload.results import Results
 from flexgen_jax.offload.speculation import Acceptance, DraftedText, DraftedTexts, Drafter, Pace
 from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.offload.weights import WeightStore
@@ -62,7 +62,8 @@ class BlockRun:
 
     peaks: those that the batches stay within, None for no limit; neighbours: None unless this run
     is a stage; drafter: guesses tokens, if the policy asks for it. guessed: how many experts were
-    loaded by a guess, and then chosen or not; acceptance: of guessed tokens.
+    loaded by a guess, and then chosen or not; chosen_experts: how often each was chosen, see
+    `ExpertSteps`; acceptance: of guessed tokens.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class BlockRun:
         self._source, self._neighbours = source, neighbours
         self._ledger, self._peaks = ledger, peaks
         self._folder = folder
-        self._on_result, self._on_step = on_result, on_step
+        self._on_step = on_step
         self._cache = KVCache(plan, device, folder)
         self._replaced = ReplacedStore(device.memories, folder)
         self._computing = Computing(
@@ -101,14 +102,11 @@ class BlockRun:
         if kv_store is not None:
             self._keeper = KVKeeper(kv_store, plan, self._cache, self._replaced, say)
         self._trimmed_at = time.monotonic()
+        self._results = Results(on_result, self._keeper)
+        self.chosen_experts = self._computing.experts.chosen
         self.guessed: dict[str, int] = {}
         self.acceptance = Acceptance()
         self._pace = Pace(plan.policy.draft_tokens, self.acceptance)
-
-    @property
-    def chosen_experts(self) -> dict[int, np.ndarray]:
-        """How often each expert was chosen; see `ExpertSteps`."""
-        return self._computing.experts.chosen
 
     def run(self) -> Iterator[None]:
         """Computes the steps of all batches, one at a time."""
@@ -153,24 +151,12 @@ class BlockRun:
         running.payload = BatchArrays(self._source.given(running))
         running.closing.callback(_forget, running)
         if self._drafter is not None and not running.is_prefix and self._plan.policy.draft_tokens:
-            self._begin_texts(running)
+            _begin_texts(running, self._drafter, self._plan.policy.pass_tokens, self._pace)
         self._cache.enter(running)
         self._replaced.enter(running)
         self._computing.enter(running)
         if self._keeper is not None:
             self._keeper.enter(running)
-
-    def _begin_texts(self, running: Running) -> None:
-        """Has tokens of a batch's texts be guessed."""
-        assert self._drafter is not None, "it guesses"
-        arrays = arrays_of(running)
-        arrays.texts = DraftedTexts(
-            pass_tokens=self._plan.policy.pass_tokens,
-            pace=self._pace,
-            rows=[DraftedText(self._drafter.begin()) for _ in range(arrays.given.size)],
-            sampling=arrays.given.sampling,
-        )
-        running.closing.callback(arrays.texts.close)
 
     # Moving
 
@@ -259,47 +245,8 @@ class BlockRun:
         if step.layer <= self._plan.spec.last_decoder or not self._plan.config.has_head:
             return None
         result = jax.tree.map(np.asarray, computed.result)
-        arrays: BatchArrays | None = step.batch.payload
-        texts = None if arrays is None else arrays.texts
-        left = self._told(step, result) if texts is None else self._accept(step, texts, result)
-        if left is None:
-            return None
-        if arrays is not None:
-            arrays.left = left
-        return len(left)
-
-    def _told(self, step: Step, result: Any) -> Sequence[int] | None:
-        """Hands on the head's result for a token of each row; returns the rows that need more."""
-        left = self._on_result(step, result)
-        if self._keeper is not None and left is not None and step.batch.payload is not None:
-            self._keeper.took(step.batch, _ids_of(result), left)
-        return left
-
-    def _accept(self, step: Step, texts: DraftedTexts, result: Any) -> Sequence[int] | None:
-        """Hands on those tokens of a pass that are of the texts: the first one of each row, then
-        the second ones, and so on."""
-        chosen = _ids_of(result).reshape(len(texts.rows), -1)
-        places, cached = [range(1)] * len(texts.rows), 0
-        if step.token <= 0:
-            for row, text in enumerate(texts.rows):
-                text.ids = prompt_ids(step.batch, row)  # by now prefixes are there, too
-        else:
-            places, cached = texts.found(chosen), step.batch.passes.cached
-        left: Sequence[int] | None = range(len(texts.rows))
-        for number in range(max(map(len, places))):
-            rows = [row for row in left or () if number < len(places[row])]
-            if not rows:
-                break
-            at = np.zeros(len(texts.rows), int)
-            at[rows] = [row * chosen.shape[1] + places[row][number] for row in rows]
-            those = jax.tree.map(lambda x: x[at], result)  # noqa: B023
-            taken = _ids_of(those)
-            taken[[row for row in range(len(at)) if row not in rows]] = -1
-            left = self._told(step, those)
-            for row in rows:
-                texts.rows[row].take(int(taken[row, 0]))
-        texts.end_pass(cached, range(len(texts.rows)) if left is None else left)
-        return left
+        left = self._results.hand_on(step, result)
+        return None if left is None else len(left)
 
     def shrink(self, step: Step, rows: int) -> None:
         arrays = arrays_of(step.batch)
@@ -327,11 +274,17 @@ class BlockRun:
             replaced.put(take_rows_of(replaced.arriving, rows))
 
 
+def _begin_texts(running: Running, drafter: Drafter, pass_tokens: int, pace: Pace) -> None:
+    """Has tokens of a batch's texts be guessed."""
+    arrays = arrays_of(running)
+    arrays.texts = DraftedTexts(
+        pass_tokens=pass_tokens,
+        pace=pace,
+        rows=[DraftedText(drafter.begin()) for _ in range(arrays.given.size)],
+        sampling=arrays.given.sampling,
+    )
+    running.closing.callback(arrays.texts.close)
+
+
 def _forget(running: Running) -> None:
     running.payload = None
-
-
-def _ids_of(result: Any) -> np.ndarray:
-    """Returns the token ids of the head's result, which may come with log-probabilities."""
-    ids: np.ndarray = result[0] if isinstance(result, tuple) else result
-    return ids

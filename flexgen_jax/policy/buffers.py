@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.passes import Buffer
+from flexgen_jax.policy.policy import Tier
 
 
 class Ring:
@@ -73,7 +75,14 @@ class Ring:
         for layout, free in self._free.items():
             self._shorten(free, count if layout is kept else 0)
 
-    def relieve(self, nbytes: int) -> None:
+    def relieved(self, peaks: Mapping[Tier, int] | None) -> AbstractContextManager[None]:
+        """Returns a context in which free buffers are given up before more than the planned bytes
+        of the host are in use; peaks: those bytes by tier, None if nothing was planned."""
+        if peaks is None:
+            return nullcontext()
+        return self._ledger.relieved("host", peaks["host"], self._relieve)
+
+    def _relieve(self, nbytes: int) -> None:
         """Gives up so many bytes of free buffers, if there are."""
         left = self._bytes - nbytes
         for free in self._free.values():

@@ -10,7 +10,7 @@ ledger (`memory.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -135,15 +135,10 @@ class BlockLoop:
     def steps(self) -> Iterator[None]:
         """Computes the steps of all batches, one at a time."""
         try:
-            with self._relief():
+            with self._ring.relieved(self._peaks):
                 yield from self._walk()
         finally:
             self._close()
-
-    def _relief(self) -> AbstractContextManager[None]:
-        if self._peaks is None:
-            return nullcontext()
-        return self._ledger.relieved("host", self._peaks["host"], self._ring.relieve)
 
     def _walk(self) -> Iterator[None]:
         while True:
@@ -189,7 +184,9 @@ class BlockLoop:
             self._visits.release(step, self._dispatched)
         self._retire_latest(step)
         self._latest = dispatched
-        if not self._plan.policy.overlap:
+        if (
+            not self._plan.policy.overlap or not self._going
+        ):  # its batch has left, and keeps buffers
             self._retire_latest(step)
         if moves:
             self._visits.read_ahead(step.visit)
@@ -241,7 +238,7 @@ class BlockLoop:
             hidden=hidden,
             cache=cache,
             replaced=replaced,
-            early=self._early(step),
+            early=self._prefetch.take_early(step),
             experts=experts,
         )
 
@@ -272,20 +269,6 @@ class BlockLoop:
             return
         alike = [running for running in self._going if running.layers[-1].until == last.until]
         self._cache.skip(alike, step.token)
-
-    def _early(self, step: Step) -> tuple[Step, Handle] | None:
-        """Returns the next batch's step and input, if its query can be computed while the CPU
-        attends for this one."""
-        part = state_of(step).part
-        if part is None or not part.asks_host or not self._plan.policy.overlap:
-            return None
-        later = self._ahead.following()
-        if later is None or later.visit != step.visit or later.token <= 0:
-            return None
-        part = state_of(later).part
-        if part is None or not part.asks_host or not self._prefetch.is_waiting(later):
-            return None
-        return later, self._prefetch.take_hidden(later)
 
     def _retire_latest(self, following: Step) -> None:
         """Stores the results of the second-to-last dispatched step, so that the device stays busy

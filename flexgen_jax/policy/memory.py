@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import mul
 
 from flexgen_jax.models.config import DTYPES
 from flexgen_jax.models.spec import LayerSpec, ModelSpec
@@ -267,11 +268,22 @@ def planned_ledger(plan: BlockPlan) -> Ledger:
     ledger = Ledger({})
     for tier, nbytes in plan.weights_held.items():
         ledger.reserve(tier, nbytes)
-    ledger.reserve("device", plan_workspace(plan) + plan.draft_bytes)
+    ledger.reserve("device", run_workspace(plan))
     return ledger
 
 
-def plan_workspace(plan: BlockPlan) -> int:
+def run_workspace(plan: BlockPlan) -> int:
+    """Returns what a run takes of the device beside weights and batches: temporaries, and what
+    makes guesses where tokens are guessed."""
+    nbytes = _temporaries(plan)
+    if plan.policy.draft_tokens:
+        shape = plan.shape
+        each = (shape.prefix + tokens + shape.gen_len for tokens in shape.prompt_lens)
+        nbytes += plan.setting.drafts.held(sum(map(mul, shape.batch_sizes, each)))
+    return nbytes
+
+
+def _temporaries(plan: BlockPlan) -> int:
     """Returns the bytes of temporaries and results of a block's largest computation."""
     batches = [batch for group, _ in plan.entries for batch in group]
     shapes = {(batch.rows, plan.chunks(batch)) for batch in batches}

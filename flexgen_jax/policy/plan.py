@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
-from operator import mul
 from typing import NamedTuple
 
 from flexgen_jax.models.config import ModelConfig
@@ -78,16 +77,6 @@ class BlockPlan:
     @cached_property
     def ahead(self) -> Ahead:
         return Ahead.of(self.policy)
-
-    @property
-    def draft_bytes(self) -> int:
-        """What makes guesses takes of the device's memory; 0 where no tokens are guessed."""
-        if not self.policy.draft_tokens:
-            return 0
-        shape = self.shape
-        each = (shape.prefix + tokens + shape.gen_len for tokens in shape.prompt_lens)
-        tokens = sum(map(mul, shape.batch_sizes, each))
-        return self.setting.drafts.held(tokens)
 
     # Batches
 

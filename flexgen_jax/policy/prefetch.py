@@ -137,6 +137,20 @@ class Prefetch:
     def take_hidden(self, step: Step) -> Handle:
         return self._hidden.take(step)
 
+    def take_early(self, step: Step) -> tuple[Step, Handle] | None:
+        """Returns the next batch's step and input, if its query can be computed while the CPU
+        attends for this one."""
+        part = state_of(step).part
+        if part is None or not part.asks_host or not self._plan.policy.overlap:
+            return None
+        later = self._ahead.following()
+        if later is None or later.visit != step.visit or later.token <= 0:
+            return None
+        part = state_of(later).part
+        if part is None or not part.asks_host or not self.is_waiting(later):
+            return None
+        return later, self.take_hidden(later)
+
     def take_cache(self, step: Step) -> Handle:
         """Returns the KV blocks that a step uses, None if there are none."""
         return self._cached.take(step) if self.takes_cache(step) else None

@@ -20,7 +20,7 @@ from flexgen_jax.policy.backend import Backend
 from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
-from flexgen_jax.policy.memory import plan_workspace, planned_ledger
+from flexgen_jax.policy.memory import planned_ledger, run_workspace
 from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
@@ -130,7 +130,7 @@ def run_block(
     disk = OffloadFolder(folder)
     weights = WeightStore(device, DummyWeights(plan.config), plan.tiers, ledger, disk)
     weights.place(lambda _: None)
-    ledger.reserve("device", plan_workspace(plan))
+    ledger.reserve("device", run_workspace(plan))
     batches = [
         Batch(np.full((batch.rows, batch.prompt_len), 5, np.int32), np.zeros(batch.rows, np.int32))
         for batch in shape.batches

@@ -16,7 +16,7 @@ from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.admission import block_of
 from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.memory import dry_run, peak_bytes, plan_workspace
+from flexgen_jax.policy.memory import dry_run, peak_bytes, run_workspace
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
 from flexgen_jax.policy.shapes import BlockShape, Setting
@@ -74,7 +74,7 @@ class Run:
         disk = OffloadFolder(folder)
         weights = WeightStore(device, RandomWeights(CONFIG), plan.tiers, self.ledger, disk)
         weights.place(lambda _: None)
-        self.ledger.reserve("device", plan_workspace(plan))
+        self.ledger.reserve("device", run_workspace(plan))
         try:
             source = Kept(plan, BATCHES, self._members)
             run = BlockRun(

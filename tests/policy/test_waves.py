@@ -98,6 +98,16 @@ def request_of(index: int, own: int, new: int, prefix: int) -> EncodedRequest:
     attention="host",
     unified=False,
 )
+@example(  # a batch ends while a step of it is under way, and the next one's weights are read
+    seed=318,
+    schedule="continuous",
+    percent=(0, 0, 0, 0, 0, 0),
+    rows=1,
+    batches=1,
+    bits=16,
+    attention="host",
+    unified=False,
+)
 @given(
     seed=st.integers(0, 10_000),
     schedule=st.sampled_from(list(SCHEDULES)),

@@ -1,0 +1,75 @@
+"""What the head has chosen for the rows of a batch, on its way to whoever asked for texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from flexgen_jax.offload.batch import BatchArrays, OnResult, prompt_ids
+from flexgen_jax.offload.kv_keeper import KVKeeper
+from flexgen_jax.offload.speculation import DraftedTexts
+from flexgen_jax.policy.waves import Step
+
+
+class Results:
+    """Hands on the head's results, one token of each row at a time.
+
+    keeper: of a KV store, which is told the tokens, too; None without one.
+    """
+
+    def __init__(self, on_result: OnResult, keeper: KVKeeper | None) -> None:
+        self._on_result, self._keeper = on_result, keeper
+
+    def hand_on(self, step: Step, result: Any) -> Sequence[int] | None:
+        """Hands on what a step of the head has chosen; returns the rows that need more tokens,
+        None where that is not known yet."""
+        arrays: BatchArrays | None = step.batch.payload
+        if arrays is None:
+            return self._told(step, result)
+        texts = arrays.texts
+        left = self._told(step, result) if texts is None else self._accept(step, texts, result)
+        if left is not None:
+            arrays.left = left
+        return left
+
+    def _told(self, step: Step, result: Any) -> Sequence[int] | None:
+        """Hands on the head's result for a token of each row; returns the rows that need more."""
+        left = self._on_result(step, result)
+        if self._keeper is not None and left is not None and step.batch.payload is not None:
+            self._keeper.took(step.batch, _ids_of(result), left)
+        return left
+
+    def _accept(self, step: Step, texts: DraftedTexts, result: Any) -> Sequence[int] | None:
+        """Hands on those tokens of a pass that are of the texts: the first one of each row, then
+        the second ones, and so on."""
+        chosen = _ids_of(result).reshape(len(texts.rows), -1)
+        places, cached = [range(1)] * len(texts.rows), 0
+        if step.token <= 0:
+            for row, text in enumerate(texts.rows):
+                text.ids = prompt_ids(step.batch, row)  # by now prefixes are there, too
+        else:
+            places, cached = texts.found(chosen), step.batch.passes.cached
+        left: Sequence[int] | None = range(len(texts.rows))
+        for number in range(max(map(len, places))):
+            rows = [row for row in left or () if number < len(places[row])]
+            if not rows:
+                break
+            at = np.zeros(len(texts.rows), int)
+            at[rows] = [row * chosen.shape[1] + places[row][number] for row in rows]
+            those = jax.tree.map(lambda x: x[at], result)  # noqa: B023
+            taken = _ids_of(those)
+            taken[[row for row in range(len(at)) if row not in rows]] = -1
+            left = self._told(step, those)
+            for row in rows:
+                texts.rows[row].take(int(taken[row, 0]))
+        texts.end_pass(cached, range(len(texts.rows)) if left is None else left)
+        return left
+
+
+def _ids_of(result: Any) -> np.ndarray:
+    """Returns the token ids of the head's result, which may come with log-probabilities."""
+    ids: np.ndarray = result[0] if isinstance(result, tuple) else result
+    return ids
