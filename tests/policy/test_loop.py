@@ -285,8 +285,8 @@ def test_a_buffer_is_used_again_when_its_step_is_finished() -> None:
     ring.finished = 2
     assert ring.acquire([small])[0] is not buffer
     ring.finished = 3
-    found = ring.acquire([small, large])
-    assert found[0] is buffer and found[1].layout is large
+    acquired = ring.acquire([small, large])
+    assert acquired[0] is buffer and acquired[1].layout is large
     assert ring.most == 2 * 40 + 400
 
 
@@ -299,7 +299,7 @@ def test_free_buffers_make_room() -> None:
     ledger = Ledger({})
     ring = Ring(Idle(), ledger)
     ledger.reserve("host", 100)  # by somebody else
-    with ledger.relieved("host", 500, ring.relieve):
+    with ring.relieved({"device": 0, "host": 500, "disk": 0}):
         ring.release(ring.acquire([first]), after=1)
         ring.release(ring.acquire([second]), after=2)
         ring.finished = 1
