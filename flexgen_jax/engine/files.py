@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import sys
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.errors import UserError
@@ -68,14 +67,3 @@ def as_json(result: RequestOutput) -> dict[str, Any]:
     be made its error."""
     why = {} if result.error is None else {"error": result.error}
     return {name: getattr(result, name) for name in RESULT} | why
-
-
-def lock(file: IO[bytes], held: str) -> None:
-    """Locks a file until it is closed, where its file system has locks; raises `UserError`, which
-    says `held`, if another process has locked it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{held}; choose another file") from None
-    except OSError:
-        pass  # a file system without locks

@@ -3,6 +3,7 @@ of what the job depends on. Whatever moment a job is killed at, they are valid."
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -14,7 +15,6 @@ from math import inf
 from pathlib import Path
 from typing import IO, Any
 
-from flexgen_jax.engine.files import lock
 from flexgen_jax.errors import UserError
 
 SYNC_S = 1.0
@@ -85,7 +85,7 @@ class Results:
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
         try:
-            lock(self._file, f"{path} is being written by another job")
+            _lock(self._file, path)
             self._take_up()
         except BaseException:
             self._file.close()
@@ -151,7 +151,7 @@ class Results:
         except OSError as error:
             raise self._failed(error) from None
         old, self._file = self._file, open(self._path, "a+b", buffering=0)  # noqa: SIM115
-        lock(self._file, f"{self._path} is being written by another job")
+        _lock(self._file, self._path)
         old.close()
 
     def put_in_order(self) -> None:
@@ -309,3 +309,14 @@ class Manifest:
         except (OSError, ValueError):
             return {}
         return raw if isinstance(raw, dict) else {}
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Locks a file until it is closed, where its file system has locks; raises `UserError` if
+    another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{path} is being written by another job; choose another file") from None
+    except OSError:
+        pass  # a file system without locks

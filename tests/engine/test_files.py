@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams, UserError
-from flexgen_jax.engine import files
+from flexgen_jax.engine.files import read_prompts
 from flexgen_jax.errors import PromptError
+from flexgen_jax.jobs import store
 from flexgen_jax.jobs.store import Results
 from tests.helpers.command_line import run
 from tests.helpers.models import prompts
@@ -149,7 +150,7 @@ def test_a_file_system_without_locks(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(files.fcntl, "flock", fail)
+    monkeypatch.setattr(store.fcntl, "flock", fail)
     assert run(*command).exit_code == 0
     assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == len(PROMPTS)
 
@@ -202,7 +203,7 @@ def test_prompts_are_lines_and_nothing_else_splits_them(tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     inside = "a\x0cb\u2028c\x85d\x1ee\rf"
     file.write_bytes(f"\ufeff{inside}\r\n \n\nlast ".encode())
-    found = files.read_prompts(file)
+    found = read_prompts(file)
     assert [prompt.text for prompt in found] == [inside, "last "]
     assert [prompt.where for prompt in found] == [f"{file}, line 1", f"{file}, line 4"]
 
@@ -210,7 +211,7 @@ def test_prompts_are_lines_and_nothing_else_splits_them(tmp_path: Path) -> None:
 def test_prompts_of_json_lines(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "two\\nlines", "id": 7}\n\n{"prompt": "x"}\n')
-    assert [prompt.text for prompt in files.read_prompts(file)] == ["two\nlines", "x"]
+    assert [prompt.text for prompt in read_prompts(file)] == ["two\nlines", "x"]
     for bad in (
         '{"text": "x"}',
         '"x"',
@@ -221,7 +222,7 @@ def test_prompts_of_json_lines(tmp_path: Path) -> None:
     ):
         file.write_text(f'{{"prompt": "x"}}\n{bad}\n')
         with pytest.raises(UserError, match=r"p\.jsonl, line 2 is not an object"):
-            files.read_prompts(file)
+            read_prompts(file)
 
 
 def test_prompts_from_a_pipe(checkpoint: Callable[[str], Path]) -> None:
