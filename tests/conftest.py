@@ -30,17 +30,17 @@ def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
-class TogetherByFunction(LoadScopeScheduling):
-    """All cases of a test go to one worker: they share compiled programs, which take most of the
-    suite's time."""
+class TogetherByPrograms(LoadScopeScheduling):
+    """Tests that share compiled programs, which take most of the suite's time, go to one worker:
+    all cases of a test and, where kernels for the CPU are compiled, all tests of a file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("[")[0]
+        return nodeid.partition("::" if nodeid.startswith("tests/cpu/") else "[")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFunction:
-    return TogetherByFunction(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByPrograms:
+    return TogetherByPrograms(config, log)
 
 
 def pytest_configure() -> None:
@@ -126,14 +126,23 @@ def loading_pays(monkeypatch: pytest.MonkeyPatch, sharing_pays: None) -> None:
     monkeypatch.setattr(Planner, "is_worth_loading", lambda self, tokens, layout: tokens > 0)
 
 
+QUICK: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+"""XLA's options for code that is compiled in a third of the time, and is no slower for shapes as
+small as those of tests."""
+
+
 @pytest.fixture(scope="module")
 def compiled_quickly() -> Iterator[None]:
-    """XLA optimizes no code, which takes a third less time: for tests of what is computed where and
-    when. Those of layers, kernels and transfers are compiled as for users."""
+    """XLA compiles in a third of the time: for tests of what is computed where and when. Those of
+    layers, kernels and transfers are compiled as for users."""
     from flexgen_jax.cpu.backend import CpuKernels
 
     def options(kernels: Any, formats: Any, is_lone: bool = False) -> dict[str, Any]:
-        return {**(real(kernels, formats, is_lone) or {}), "xla_backend_optimization_level": 0}
+        return {**(real(kernels, formats, is_lone) or {}), **QUICK}
 
     real = CpuKernels.compiler_options
     with pytest.MonkeyPatch.context() as patch:

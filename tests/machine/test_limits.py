@@ -17,6 +17,8 @@ from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.policy.buffers import Ring
 from tests.helpers.models import BASE, prompts, run_greedy, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.mark.parametrize(("free", "expected"), [(1_500_000_000, 1_100_000_000), (10**8, 0)])
 def test_room_is_left_for_the_runtime(
@@ -136,7 +138,7 @@ def test_pinned_open_blocks_are_a_part_of_the_plan_for_buffers(
 ) -> None:
     """Otherwise read buffers would be freed and acquired again step by step."""
     given_up: list[int] = []
-    monkeypatch.setattr(Ring, "relieve", lambda _ring, nbytes: given_up.append(nbytes))
+    monkeypatch.setattr(Ring, "_relieve", lambda _ring, nbytes: given_up.append(nbytes))
     policy = Policy.from_percent(
         *(0, 50, 0, 100, 100, 0), batch_size=2, num_batches=4, kv_block_tokens=8
     )

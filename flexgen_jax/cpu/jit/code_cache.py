@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from numba import njit
 from numba.core import registry as untyped_registry
 from numba.core import serialize as untyped_serialize
+from numba.core.dispatcher import Dispatcher
 
 from flexgen_jax.cpu.jit.llvm import FLAGS
 
@@ -45,6 +47,33 @@ def cached(make: Callable[..., Any], function: Callable[..., Any]) -> Any:
         return make(fastmath=MATH)(function)
 
 
+def bound(function: Callable[..., Any], variant: str, helpers: Mapping[str, Any]) -> Any:
+    """Returns a function whose globals of these names are helpers: other functions for Numba.
+
+    Numba's cache compares what a function closes over, and numbers such helpers anew in every
+    process, so that nothing would be found again. It does not compare globals: `variant` tells the
+    helpers apart, and becomes part of the name by which code is kept.
+    """
+    own = FunctionType(
+        function.__code__,
+        {**function.__globals__, **helpers},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    own.__module__ = function.__module__
+    own.__qualname__ = f"{function.__qualname__}.{variant}"
+    return own
+
+
+called: Callable[[Callable[..., Any]], Any] = njit(nogil=True, fastmath=MATH)
+"""Compiles a large function that others call, such as the loops of a product.
+
+Small ones are inlined by Numba, `njit(inline="always")`, for which it copies all that a function
+has inlined itself: with large ones, compiling would take several times as long.
+"""
+
+
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """Compiles a function whose callers hold no lock of the interpreter."""
     jitted: Callable[..., None] = cached(partial(njit, nogil=True), function)
@@ -55,6 +84,8 @@ def _variant(function: Callable[..., Any]) -> str:
     """Returns a checksum of all that tells a function from others made from the same source: what
     it closes over, and the processor."""
     closed: Any = function.__closure__ or ()
+    for cell in closed:
+        assert not isinstance(cell.cell_contents, Dispatcher), "it has another number next time"
     processor = registry.cpu_target.target_context.codegen().magic_tuple()
     known = serialize.dumps((tuple(cell.cell_contents for cell in closed), processor))
     return hashlib.sha256(known).hexdigest()[:16]

@@ -11,12 +11,14 @@ the result. That is less than the fp32 product that it replaces, which `workspac
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
 from flexgen_jax.cpu import processor
 from flexgen_jax.cpu.jit import llvm, matmul_inner, packing
-from flexgen_jax.cpu.jit.code_cache import source_of
+from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.matmul_inner import configure, multiply_tiles, release
 from flexgen_jax.cpu.jit.packing import PAIR, STEP, give_rows, take_rows
 from flexgen_jax.models.formats import storage
@@ -69,56 +71,63 @@ def add_panel(multiply, rows, where, part, panel, packed, pairs, sums, at, after
             )
 
 
-@njit(inline="always")
-def multiply_columns(take, rows, kernel, length, bias, out, shape, start, end, bits, by_amx, kind):
-    """Computes out = rows @ kernel.T + bias for the columns from start to end, multiples of `PAIR`.
+def columns_of(take: Any, bits: int, by_amx: bool, kind: Any) -> Any:
+    """Returns the function that computes out = rows @ kernel.T + bias for the columns from start to
+    end, multiples of `PAIR`.
 
-    take: `packing.take_columns` or a function with its arguments; rows: bfloat16 [count, depth] as
-    bits; kernel, length: kernel weights [columns, depth], as `take` takes them, with depth a
-    multiple of `STEP`; bias: fp32 [columns]; out: [count,
-    columns], bfloat16 or fp32. All arrays are flat. shape: (count, depth, columns). kind: type of
-    the tiles, np.float32 for the unit of fp32 vectors, else np.uint16. take, bits (of the kernel
-    weights), by_amx and kind are compile-time constants.
+    take: `packing.take_columns` or a function with its arguments; bits: of the kernel weights;
+    kind: type of the tiles, np.float32 for the unit of fp32 vectors, else np.uint16.
+
+    The function's arguments: rows, bfloat16 [count, depth] as bits; kernel, length: kernel weights
+    [columns, depth], as `take` takes them, with depth a multiple of `STEP`; bias: fp32 [columns];
+    out: [count, columns], bfloat16 or fp32. All arrays are flat. shape: (count, depth, columns).
     """
-    count, depth, columns = shape
-    item = np.empty(0, kind).itemsize
-    width = COLUMNS if end - start >= COLUMNS and item == 2 else COLUMNS // 2
-    height = COLUMNS * DEPTH * 2 // item // width // (item // 2)
-    chunk = CHUNK * 2 // item // STEP
-    block, deep, pair_sums = width // PAIR, depth > height, PAIR * PAIR
-    panels = -(-count // PAIR) if deep else 1
-    packed = aligned(width * min(depth, height), kind)
-    panel = aligned(PAIR * STEP * chunk, kind)
-    sums = aligned(panels * block * pair_sums, np.float32)
-    panel[:] = 0
-    is_aligned = out.ctypes.data % LINE == 0
-    configure(by_amx)
-    for first in range(start, end, width):
-        pairs = min(width, end - first) // PAIR
-        for top in range(0, depth, height):
-            steps = min(height, depth - top) // STEP
-            for pair in range(pairs):
-                column, at = first + pair * PAIR, pair * steps * PAIR * STEP
-                take(kernel, column, top, depth, length, steps, packed, at, bits)
-            for row in range(0, count, PAIR):
-                some = min(PAIR, count - row)
-                at = row // PAIR * block * pair_sums if deep else 0
-                after = at + block * pair_sums if deep else 0
-                part, where = (top, steps, chunk), (row, some, depth)
-                add_panel(
-                    multiply_tiles,
-                    rows,
-                    where,
-                    part,
-                    panel,
-                    packed,
-                    pairs,
-                    sums,
-                    at,
-                    after,
-                    by_amx,
-                )
-                if top + height >= depth:
-                    begin = row * columns + first
-                    give_rows(sums[at:], pairs, bias, first, out, begin, columns, some, is_aligned)
-    release(by_amx)
+
+    @called
+    def multiply(rows, kernel, length, bias, out, shape, start, end):
+        count, depth, columns = shape
+        item = np.empty(0, kind).itemsize
+        width = COLUMNS if end - start >= COLUMNS and item == 2 else COLUMNS // 2
+        height = COLUMNS * DEPTH * 2 // item // width // (item // 2)
+        chunk = CHUNK * 2 // item // STEP
+        block, deep, pair_sums = width // PAIR, depth > height, PAIR * PAIR
+        panels = -(-count // PAIR) if deep else 1
+        packed = aligned(width * min(depth, height), kind)
+        panel = aligned(PAIR * STEP * chunk, kind)
+        sums = aligned(panels * block * pair_sums, np.float32)
+        panel[:] = 0
+        is_aligned = out.ctypes.data % LINE == 0
+        configure(by_amx)
+        for first in range(start, end, width):
+            pairs = min(width, end - first) // PAIR
+            for top in range(0, depth, height):
+                steps = min(height, depth - top) // STEP
+                for pair in range(pairs):
+                    column, at = first + pair * PAIR, pair * steps * PAIR * STEP
+                    take(kernel, column, top, depth, length, steps, packed, at, bits)
+                for row in range(0, count, PAIR):
+                    some = min(PAIR, count - row)
+                    at = row // PAIR * block * pair_sums if deep else 0
+                    after = at + block * pair_sums if deep else 0
+                    part, where = (top, steps, chunk), (row, some, depth)
+                    add_panel(
+                        multiply_tiles,
+                        rows,
+                        where,
+                        part,
+                        panel,
+                        packed,
+                        pairs,
+                        sums,
+                        at,
+                        after,
+                        by_amx,
+                    )
+                    if top + height >= depth:
+                        begin = row * columns + first
+                        give_rows(
+                            sums[at:], pairs, bias, first, out, begin, columns, some, is_aligned
+                        )
+        release(by_amx)
+
+    return multiply

@@ -13,11 +13,13 @@ multiplied one by one. No row's result depends on other rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
 from flexgen_jax.cpu.jit import matmul_codes_steps, matmul_packed, packing_int8
-from flexgen_jax.cpu.jit.code_cache import source_of
+from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.llvm import LANES
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
 from flexgen_jax.cpu.jit.matmul_codes_steps import APART, BLOCK, DEPTH, ROWS, dots, round_rows
@@ -38,68 +40,78 @@ ONE, TWO, MORE = (4, 1), (2, 2), (1, 4)
 their sums take half of the registers."""
 
 
-@njit(inline="always")
-def multiply_codes(rows, kernel, length, bias, out, shape, start, end, bits):
-    """Does what `matmul_packed.multiply_packed` does, with integers, for any number of rows."""
-    if shape[0] == 1:
-        multiply_blocks(rows, kernel, length, bias, out, shape, start, end, bits, ONE[0], ONE[1])
-    elif shape[0] == 2:
-        multiply_blocks(rows, kernel, length, bias, out, shape, start, end, bits, TWO[0], TWO[1])
-    else:
-        multiply_blocks(rows, kernel, length, bias, out, shape, start, end, bits, MORE[0], MORE[1])
+def codes_of(bits: int) -> Any:
+    """Returns the function that does with integers what that of `matmul_packed.packed_of` does, for
+    any number of rows."""
+    one, two, more = (_blocks_of(bits, *each) for each in (ONE, TWO, MORE))
+
+    @called
+    def multiply(rows, kernel, length, bias, out, shape, start, end):
+        if shape[0] == 1:
+            one(rows, kernel, length, bias, out, shape, start, end)
+        elif shape[0] == 2:
+            two(rows, kernel, length, bias, out, shape, start, end)
+        else:
+            more(rows, kernel, length, bias, out, shape, start, end)
+
+    return multiply
 
 
-@njit(inline="always")
-def multiply_blocks(rows, kernel, length, bias, out, shape, start, end, bits, wide, many):
-    """Multiplies `many` rows by the codes of `wide` rows of bytes at a time, `ROWS` rows by a
-    group's codes, `DEPTH` elements of each."""
-    depth, planes = shape[1], 8 // bits
-    height, panels = min(depth, DEPTH), planes * many
-    unit = GROUP_SIZE if length % GROUP_SIZE == 0 else PAIR
-    ahead = wide * depth * max(1, AHEAD // (wide * depth))
-    left = aligned(panels * height, np.int8)
-    scales = np.empty(-(-height // BLOCK) * panels, np.float32)
-    rests = np.empty(panels, np.float32)
-    sides = aligned(planes * height, np.float32), aligned(planes * height, np.float32)
-    tall = -(-min(ROWS, shape[0]) // many) * many
-    x = aligned(tall * depth, np.uint16)
-    sums = np.zeros(-(-tall // PAIR) * planes * APART, np.float32)
-    for above in range(0, shape[0], ROWS):
-        count, first = min(ROWS, shape[0] - above), start
-        outliers = take_rows_apart(rows, above, count, depth, x)
-        while first < end:
-            stop = min((first // unit + 1) * unit, end)
-            for top in range(0, depth, height):
-                size = min(height, depth - top)
-                widen_sides(kernel, length, shape, top, size, first, sides, bits)
-                for row in range(0, count, many):
-                    part = (row, top, size, depth)
-                    fold(x, part, sides, left, scales, rests, bits, many)
-                    base = row // PAIR * planes * APART + inside_tile(row)
-                    for byte in range(first, stop, wide):
-                        begin = byte * depth + top
-                        dots(
-                            left,
-                            kernel[0],
-                            begin,
-                            depth,
-                            size // STEP,
-                            scales,
-                            rests,
-                            sums,
-                            base + inside(byte - first),
-                            APART,
-                            top > 0,
-                            begin + ahead,
-                            bits,
-                            wide,
-                            many,
-                        )
-                add_outliers(
-                    outliers, kernel[0], sides, (top, size, depth), first, stop, sums, bits
-                )
-            give_planes(sums, bias, out, shape, length, above, count, first, stop, planes)
-            first = stop
+def _blocks_of(bits: int, wide: int, many: int) -> Any:
+    """Returns the function that multiplies `many` rows by the codes of `wide` rows of bytes at a
+    time, `ROWS` rows by a group's codes, `DEPTH` elements of each."""
+
+    @called
+    def multiply(rows, kernel, length, bias, out, shape, start, end):
+        depth, planes = shape[1], 8 // bits
+        height, panels = min(depth, DEPTH), planes * many
+        unit = GROUP_SIZE if length % GROUP_SIZE == 0 else PAIR
+        ahead = wide * depth * max(1, AHEAD // (wide * depth))
+        left = aligned(panels * height, np.int8)
+        scales = np.empty(-(-height // BLOCK) * panels, np.float32)
+        rests = np.empty(panels, np.float32)
+        sides = aligned(planes * height, np.float32), aligned(planes * height, np.float32)
+        tall = -(-min(ROWS, shape[0]) // many) * many
+        x = aligned(tall * depth, np.uint16)
+        sums = np.zeros(-(-tall // PAIR) * planes * APART, np.float32)
+        for above in range(0, shape[0], ROWS):
+            count, first = min(ROWS, shape[0] - above), start
+            outliers = take_rows_apart(rows, above, count, depth, x)
+            while first < end:
+                stop = min((first // unit + 1) * unit, end)
+                for top in range(0, depth, height):
+                    size = min(height, depth - top)
+                    widen_sides(kernel, length, shape, top, size, first, sides, bits)
+                    for row in range(0, count, many):
+                        part = (row, top, size, depth)
+                        fold(x, part, sides, left, scales, rests, bits, many)
+                        base = row // PAIR * planes * APART + inside_tile(row)
+                        for byte in range(first, stop, wide):
+                            begin = byte * depth + top
+                            dots(
+                                left,
+                                kernel[0],
+                                begin,
+                                depth,
+                                size // STEP,
+                                scales,
+                                rests,
+                                sums,
+                                base + inside(byte - first),
+                                APART,
+                                top > 0,
+                                begin + ahead,
+                                bits,
+                                wide,
+                                many,
+                            )
+                    add_outliers(
+                        outliers, kernel[0], sides, (top, size, depth), first, stop, sums, bits
+                    )
+                give_planes(sums, bias, out, shape, length, above, count, first, stop, planes)
+                first = stop
+
+    return multiply
 
 
 @njit(inline="always")

@@ -23,18 +23,19 @@ from flexgen_jax.cpu.jit import (
     matmul_small_batch,
 )
 from flexgen_jax.cpu.jit.attention_entry import ALL, ARGUMENTS, CALLS, RESULTS, array_in, handler
+from flexgen_jax.cpu.jit.code_cache import bound
 from flexgen_jax.cpu.jit.grouped_factors import factors_of
-from flexgen_jax.cpu.jit.matmul_blocked import multiply_columns
-from flexgen_jax.cpu.jit.matmul_codes import multiply_codes
+from flexgen_jax.cpu.jit.matmul_blocked import columns_of
+from flexgen_jax.cpu.jit.matmul_codes import codes_of
 from flexgen_jax.cpu.jit.matmul_grouped import LEVELS, multiplier_of, padded_count, taker_of
 from flexgen_jax.cpu.jit.matmul_int8 import multiply_rounded, round_panel
-from flexgen_jax.cpu.jit.matmul_packed import most_folded, multiply_packed
+from flexgen_jax.cpu.jit.matmul_packed import most_folded, packed_of
 from flexgen_jax.cpu.jit.matmul_small_batch import (
     MOST,
     MOST_OF_FLOATS,
     SIDE,
     SIDE_OF_FLOATS,
-    multiply_few,
+    few_of,
 )
 from flexgen_jax.cpu.jit.packing import PAIR, STEP, take_columns
 from flexgen_jax.cpu.jit.xla_calls import words
@@ -90,7 +91,8 @@ def product_handler(name: str, bits: int, is_wide: bool, unit: str) -> tuple[Any
     depth], or the three arrays of packed ones. Result: [row, column], fp32 if `is_wide`, else
     bfloat16.
     """
-    return handler(name, _product_part(bits, is_wide, unit), axis=1, grain=FEWEST, least=LEAST)
+    part = bound(_product_part(bits, is_wide, unit), name, _product_helpers(bits, unit))
+    return handler(name, part, axis=1, grain=FEWEST, least=LEAST)
 
 
 @lru_cache
@@ -122,15 +124,34 @@ def stored_as(unit: str) -> Any:
     return np.float32 if unit == "fma" else np.uint16
 
 
+# What the functions below call: each variant has its own, see `bound`.
+multiply_few: Any = None
+multiply_packed: Any = None
+multiply_codes: Any = None
+multiply_tiles: Any = None
+multiply_columns: Any = None
+leaves_in: Any = None
+
+
+def _product_helpers(bits: int, unit: str) -> dict[str, Any]:
+    """Returns the functions that `_product_part` calls, by their names there."""
+    if unit == "avx2":
+        return {"multiply_codes": codes_of(bits)}
+    kind, side = stored_as(unit), SIDE_OF_FLOATS if unit == "fma" else SIDE
+    return {
+        "multiply_few": few_of(kind, side) if bits == 16 else None,
+        "multiply_packed": packed_of(bits, kind) if bits < 16 else None,
+        "multiply_columns": columns_of(take_columns, bits, unit == "amx", kind),
+    }
+
+
 def _product_part(bits: int, is_wide: bool, unit: str) -> Callable[..., int]:
     """Returns the function that computes a part of a product's columns."""
     if unit == "avx2":
         return _codes_part(bits)
     source = matmul_small_batch.SOURCE + matmul_packed.SOURCE + CALLS
     stored = np.float32 if is_wide else np.uint16
-    by_amx, kind, most, side = unit == "amx", stored_as(unit), MOST, SIDE
-    if unit == "fma":
-        most, side = MOST_OF_FLOATS, SIDE_OF_FLOATS
+    by_amx, most = unit == "amx", MOST_OF_FLOATS if unit == "fma" else MOST
     folded = most_folded(unit)
 
     def compute(shared, part):
@@ -147,14 +168,12 @@ def _product_part(bits: int, is_wide: bool, unit: str) -> Callable[..., int]:
         start, end = limits(length if is_folded else columns, part, parts)
         if bits == 16:
             if not by_amx and count <= most:
-                multiply_few(left, kernel[0], bias, out, shape, start, end, kind, side)
+                multiply_few(left, kernel[0], bias, out, shape, start, end)
                 return 1
         elif is_folded:
-            multiply_packed(left, kernel, length, bias, out, shape, start, end, bits, kind)
+            multiply_packed(left, kernel, length, bias, out, shape, start, end)
             return 1
-        multiply_columns(
-            take_columns, left, kernel, length, bias, out, shape, start, end, bits, by_amx, kind
-        )
+        multiply_columns(left, kernel, length, bias, out, shape, start, end)
         return 1
 
     return compute
@@ -171,8 +190,32 @@ def grouped_handler(
     Result: [row, column], fp32 if `is_wide`, else bfloat16. rounding: how rows are rounded to 8-bit
     integers.
     """
-    part = _grouped_part(of, is_wide, unit, rounding)
+    helpers = _grouped_helpers(of, unit, rounding)
+    part = bound(_grouped_part(of, is_wide, unit, rounding), name, helpers)
     return handler(name, part, axis=1, grain=FEWEST, least=LEAST)
+
+
+def _grouped_helpers(of: Grouping, unit: str, rounding: Rounding) -> dict[str, Any]:
+    """Returns the functions that `_grouped_part` calls, by their names there."""
+    bits, levels, kind = of.bits, LEVELS[of.levels], stored_as(unit)
+    code = np.float32(1 << (bits - 1)) if levels == matmul_grouped.INTEGERS else np.float32(0)
+    middle: Any = np.float32(code - of.center)
+    take = factors_of(of.factors, of.dtype, of.repeats, of.has_minimum)
+    if rounding:
+        by_fours = rounding == "fours"
+        own: Any = np.float32(matmul_grouped_int8.middle_code(bits, by_fours) - of.center)
+        few = matmul_grouped_int8.multiplier_of(take, own, bits, by_fours)
+        tiles = matmul_grouped_tiles.multiplier_of(take, own)
+    else:
+        few = tiles = multiplier_of(take, middle, bits, levels, kind)
+    return {
+        "multiply_few": few,
+        "multiply_tiles": tiles,
+        "multiply_columns": columns_of(
+            taker_of(take, middle, bits, levels), bits, unit == "amx", kind
+        ),
+        "leaves_in": _leaves_in(of.kinds),
+    }
 
 
 def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) -> Callable[..., int]:
@@ -180,22 +223,11 @@ def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) ->
     source = matmul_grouped.SOURCE + matmul_grouped_int8.SOURCE + CALLS
     source += matmul_grouped_tiles.SOURCE
     stored = np.float32 if is_wide else np.uint16
-    bits, levels, by_amx, kind = of.bits, LEVELS[of.levels], unit == "amx", stored_as(unit)
-    code = np.float32(1 << (bits - 1)) if levels == matmul_grouped.INTEGERS else np.float32(0)
-    middle: Any = np.float32(code - of.center)
-    take = factors_of(of.factors, of.dtype, of.repeats, of.has_minimum)
-    if rounding:
-        by_fours = rounding == "fours"
-        own: Any = np.float32(matmul_grouped_int8.middle_code(bits, by_fours) - of.center)
-        multiply_few_rows = matmul_grouped_int8.multiplier_of(take, own, bits, by_fours)
-        multiply_tiles = matmul_grouped_tiles.multiplier_of(take, own)
-    else:
-        multiply_few_rows = multiply_tiles = multiplier_of(take, middle, bits, levels, kind)
-    take_tiles = taker_of(take, middle, bits, levels)
+    bits = of.bits
     has_tiles, folded = rounding == "tiles", min(most_folded(unit), MOST_GROUPED)
     if rounding:
         folded = FEW_OF_TILES if has_tiles else MOST
-    leaves_in, repeats = _leaves_in(of.kinds), of.repeats
+    repeats = of.repeats
 
     def compute(shared, part):
         assert source
@@ -211,16 +243,14 @@ def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) ->
         leaves = (leaves_in(arguments), groups)
         start, end = limits(columns, part, parts)
         if count <= folded:
-            multiply_few_rows(left, codes, leaves, plane, bias, out, shape, start, end)
+            multiply_few(left, codes, leaves, plane, bias, out, shape, start, end)
             return 1
         if has_tiles:
             multiply_tiles(left, codes, leaves, plane, bias, out, shape, start, end)
             return 1
         size = PAIR * padded_count(depth)
         kernel = (codes, leaves, np.zeros(size, np.float32), np.zeros(size, np.float32))
-        multiply_columns(
-            take_tiles, left, kernel, plane, bias, out, shape, start, end, bits, by_amx, kind
-        )
+        multiply_columns(left, kernel, plane, bias, out, shape, start, end)
         return 1
 
     return compute
@@ -262,7 +292,7 @@ def _codes_part(bits: int) -> Callable[..., int]:
         left, bias, shape, length = operands(arguments)
         kernel, (start, end) = packed_kernel(arguments, 2), limits(length, part, parts)
         out = array_in(words(results[0]), (shape[0] * shape[2],), np.uint16)
-        multiply_codes(left, kernel, length, bias, out, shape, start, end, bits)
+        multiply_codes(left, kernel, length, bias, out, shape, start, end)
         return 1
 
     return compute

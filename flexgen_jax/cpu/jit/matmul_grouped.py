@@ -26,7 +26,7 @@ from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import grouped_factors, matmul_packed
-from flexgen_jax.cpu.jit.code_cache import source_of
+from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, arrays_of, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
 from flexgen_jax.cpu.jit.matmul_inner import added, multiplied
@@ -309,7 +309,7 @@ def step_sums(rows, shape, height, factors):
 
 
 def multiplier_of(take: Any, middle: float, bits: int, levels: int, kind: Any) -> Any:
-    """Returns the function that does what `matmul_blocked.multiply_columns` does for few rows.
+    """Returns the function that does what that of `matmul_blocked.columns_of` does for few rows.
 
     Its arguments: rows; codes; leaves and how many groups a row has, for `take`; elements of a
     plane; bias, out, shape, start, end. take: writes a row's scales and offsets, see
@@ -323,7 +323,7 @@ def by_rows(streams_of: Callable[[int, int], Any]) -> Any:
     time that suit it. streams_of: makes a function for so many columns and rows."""
     one, two, more = (streams_of(wide, many) for wide, many in (ONE, TWO, MORE))
 
-    @njit(inline="always")
+    @called
     def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):
         if shape[0] == 1:
             one(rows, codes, leaves, plane, bias, out, shape, start, end)
@@ -340,7 +340,7 @@ def _streams_of(
 ) -> Any:
     """Returns the function that multiplies `many` rows by `wide` columns at a time."""
 
-    @njit(inline="always")
+    @called
     def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):
         count, depth, _ = shape
         turns, factors, pitch = -(-count // many), padded_count(depth), depth * bits // 8
@@ -385,7 +385,7 @@ def _streams_of(
 
 
 def taker_of(take: Any, middle: float, bits: int, levels: int) -> Any:
-    """Returns what `matmul_blocked.multiply_columns` takes columns by."""
+    """Returns what that of `matmul_blocked.columns_of` takes columns by."""
 
     @njit(inline="always")
     def take_columns(kernel, column, top, depth, plane, steps, packed, at, _bits):

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import matmul_codes_steps
-from flexgen_jax.cpu.jit.code_cache import source_of
+from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
 from flexgen_jax.cpu.jit.matmul_codes_steps import (
@@ -240,7 +240,7 @@ def multiplier_of(take: Any, middle: float, bits: int, by_fours: bool) -> Any:
 def _streams_of(take: Any, middle: float, bits: int, fours: int, wide: int, many: int) -> Any:
     """Returns the function that multiplies `many` rows by `wide` columns at a time."""
 
-    @njit(inline="always")
+    @called
     def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):
         count, depth, _ = shape
         turns, factors, pitch = -(-count // many), padded_count(depth), depth * bits // 8

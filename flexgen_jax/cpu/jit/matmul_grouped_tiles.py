@@ -19,7 +19,7 @@ from numba import njit, types
 from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
-from flexgen_jax.cpu.jit.code_cache import source_of
+from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.llvm import INT, LANES
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
 from flexgen_jax.cpu.jit.matmul_codes_steps import BYTES, INTS, SHORTS, SUMS, paired
@@ -177,7 +177,7 @@ def multiplier_of(take: Any, middle: float) -> Any:
     """Returns the function that does what `matmul_grouped.multiplier_of` says, for any number of
     rows."""
 
-    @njit(inline="always")
+    @called
     def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):
         count, depth, columns = shape
         arrays, groups = leaves

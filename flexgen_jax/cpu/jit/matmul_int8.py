@@ -70,7 +70,7 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
     and the scales of the kernel weights' columns, fp32 [columns]; outliers: the rows before
     rounding, bfloat16 [count, depth] as bits, and flags of their columns with outliers, uint8
     [depth]. kernel, length, bias, out, shape, bits, by_amx: those of
-    `matmul_blocked.multiply_columns`, with depth a multiple of 2 * `STEP`. All arrays are flat.
+    that of `matmul_blocked.columns_of`, with depth a multiple of 2 * `STEP`. All arrays are flat.
     """
     codes, row_scale, totals, scale = rows
     x, flags = outliers

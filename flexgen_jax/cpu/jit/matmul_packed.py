@@ -26,7 +26,7 @@ from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import matmul_small_batch
-from flexgen_jax.cpu.jit.code_cache import source_of
+from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.llvm import LANES, SECOND_CACHE, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
 from flexgen_jax.cpu.jit.matmul_inner import added, begun, multiplied
@@ -300,93 +300,108 @@ many are compile-time constants.
 """
 
 
-@njit(inline="always")
-def multiply_packed(rows, kernel, length, bias, out, shape, start, end, bits, kind):
-    """Does what `matmul_blocked.multiply_columns` does for few rows, for the columns whose codes
-    are in the rows of bytes from start to end, multiples of `PAIR` below `length`."""
-    if shape[0] == 1:
-        multiply_folded(
-            rows, kernel, length, bias, out, shape, start, end, bits, kind, ONE[0], ONE[1]
-        )
-    elif shape[0] == 2:
-        multiply_folded(
-            rows, kernel, length, bias, out, shape, start, end, bits, kind, TWO[0], TWO[1]
-        )
-    else:
-        multiply_folded(
-            rows, kernel, length, bias, out, shape, start, end, bits, kind, MORE[0], MORE[1]
-        )
+def packed_of(bits: int, kind: Any) -> Any:
+    """Returns the function that does for few rows what that of `matmul_blocked.columns_of` does,
+    for the columns whose codes are in the rows of bytes from start to end, multiples of `PAIR`
+    below `length`."""
+    one, two, more = (_folded_of(bits, kind, *each) for each in (ONE, TWO, MORE))
+
+    @called
+    def multiply(rows, kernel, length, bias, out, shape, start, end):
+        if shape[0] == 1:
+            one(rows, kernel, length, bias, out, shape, start, end)
+        elif shape[0] == 2:
+            two(rows, kernel, length, bias, out, shape, start, end)
+        else:
+            more(rows, kernel, length, bias, out, shape, start, end)
+
+    return multiply
 
 
-@njit(inline="always")
-def multiply_folded(rows, kernel, length, bias, out, shape, start, end, bits, kind, wide, many):
-    """Multiplies `many` rows by the codes of `wide` rows of bytes at a time."""
-    codes, scale, least = kernel
-    count, depth, columns = shape
-    planes, turns, height = 8 // bits, -(-count // many), min(depth, FOLDED // many)
-    unit = GROUP_SIZE if length % GROUP_SIZE == 0 else PAIR
-    ahead = wide * depth * max(1, AHEAD // (wide * depth))
-    panels = planes * many
-    left = aligned(turns * panels * height, kind)
-    others = aligned(turns * panels * LANES, np.float32)
-    lanes = aligned(GROUP_SIZE * turns * panels * LANES, np.float32)
-    sums = np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
-    first = start
-    while first < end:
-        stop = min((first // unit + 1) * unit, end)
-        for top in range(0, depth, height):
-            steps = min(height, depth - top) // STEP
-            for turn in range(turns):
-                for plane in range(planes):
-                    group = min(plane * length + first, columns - 1) // GROUP_SIZE
-                    at = (turn * steps * panels + plane * many) * STEP
-                    to = (turn * panels + plane * many) * LANES
-                    fold(
-                        rows,
-                        turn * many,
-                        count - 1,
-                        top,
-                        depth,
-                        scale,
-                        least,
-                        group * depth + top,
-                        steps,
-                        left,
-                        at,
-                        others,
-                        to,
-                        bits,
-                        many,
-                    )
-            for byte in range(first, stop, wide):
-                begin = byte * depth + top
+def _folded_of(bits: int, kind: Any, wide: int, many: int) -> Any:
+    """Returns the function that multiplies `many` rows by the codes of `wide` rows of bytes at a
+    time."""
+
+    @called
+    def multiply(rows, kernel, length, bias, out, shape, start, end):
+        codes, scale, least = kernel
+        count, depth, columns = shape
+        planes, turns, height = 8 // bits, -(-count // many), min(depth, FOLDED // many)
+        unit = GROUP_SIZE if length % GROUP_SIZE == 0 else PAIR
+        ahead = wide * depth * max(1, AHEAD // (wide * depth))
+        panels = planes * many
+        left = aligned(turns * panels * height, kind)
+        others = aligned(turns * panels * LANES, np.float32)
+        lanes = aligned(GROUP_SIZE * turns * panels * LANES, np.float32)
+        sums = np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
+        first = start
+        while first < end:
+            stop = min((first // unit + 1) * unit, end)
+            for top in range(0, depth, height):
+                steps = min(height, depth - top) // STEP
                 for turn in range(turns):
-                    dots(
-                        left,
-                        turn * steps * panels * STEP,
-                        codes,
-                        begin,
-                        depth,
-                        steps,
-                        lanes,
-                        ((byte - first) * turns + turn * wide) * panels * LANES,
-                        top > 0,
-                        others,
-                        turn * panels * LANES,
-                        begin + ahead,
-                        bits,
-                        wide,
-                        many,
-                    )
-        for plane in range(planes):
-            for byte in range(first, stop, PAIR):
-                column = plane * length + byte
-                if column < columns:
-                    at = (byte - first) * turns * panels
-                    give_plane(
-                        lanes, at * LANES, plane, sums, bias, out, shape, column, planes, wide, many
-                    )
-        first = stop
+                    for plane in range(planes):
+                        group = min(plane * length + first, columns - 1) // GROUP_SIZE
+                        at = (turn * steps * panels + plane * many) * STEP
+                        to = (turn * panels + plane * many) * LANES
+                        fold(
+                            rows,
+                            turn * many,
+                            count - 1,
+                            top,
+                            depth,
+                            scale,
+                            least,
+                            group * depth + top,
+                            steps,
+                            left,
+                            at,
+                            others,
+                            to,
+                            bits,
+                            many,
+                        )
+                for byte in range(first, stop, wide):
+                    begin = byte * depth + top
+                    for turn in range(turns):
+                        dots(
+                            left,
+                            turn * steps * panels * STEP,
+                            codes,
+                            begin,
+                            depth,
+                            steps,
+                            lanes,
+                            ((byte - first) * turns + turn * wide) * panels * LANES,
+                            top > 0,
+                            others,
+                            turn * panels * LANES,
+                            begin + ahead,
+                            bits,
+                            wide,
+                            many,
+                        )
+            for plane in range(planes):
+                for byte in range(first, stop, PAIR):
+                    column = plane * length + byte
+                    if column < columns:
+                        at = (byte - first) * turns * panels
+                        give_plane(
+                            lanes,
+                            at * LANES,
+                            plane,
+                            sums,
+                            bias,
+                            out,
+                            shape,
+                            column,
+                            planes,
+                            wide,
+                            many,
+                        )
+            first = stop
+
+    return multiply
 
 
 @njit(inline="always")

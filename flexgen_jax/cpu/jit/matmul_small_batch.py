@@ -21,7 +21,7 @@ from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import matmul_blocked
-from flexgen_jax.cpu.jit.code_cache import source_of
+from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.llvm import FIRST_CACHE, INT, LANES, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned
 from flexgen_jax.cpu.jit.matmul_inner import begun, multiplied
@@ -209,39 +209,48 @@ lay: Any = intrinsic(_laying)
 elements from each other."""
 
 
-@njit(inline="always")
-def multiply_few(rows, kernel, bias, out, shape, start, end, kind, side):
-    """Does what `matmul_blocked.multiply_columns` does, for at most `MOST` rows and 16-bit kernel
-    weights; side: `SIDE` or `SIDE_OF_FLOATS`, a compile-time constant."""
-    if shape[0] == 1:
-        multiply_streams(rows, kernel, bias, out, shape, start, end, kind, shape[1], 1, 1)
-    elif shape[0] == 2:
-        multiply_streams(rows, kernel, bias, out, shape, start, end, kind, shape[1], 1, 2)
-    else:
-        multiply_streams(rows, kernel, bias, out, shape, start, end, kind, DEPTH, side, side)
+def few_of(kind: Any, side: int) -> Any:
+    """Returns the function that does what that of `matmul_blocked.columns_of` does, for at most
+    `MOST` rows and 16-bit kernel weights; side: `SIDE` or `SIDE_OF_FLOATS`."""
+    one, two, more = (_streams_of(kind, *each) for each in ((1, 1), (1, 2), (side, side)))
+
+    @called
+    def multiply(rows, kernel, bias, out, shape, start, end):
+        if shape[0] == 1:
+            one(rows, kernel, bias, out, shape, start, end, shape[1])
+        elif shape[0] == 2:
+            two(rows, kernel, bias, out, shape, start, end, shape[1])
+        else:
+            more(rows, kernel, bias, out, shape, start, end, DEPTH)
+
+    return multiply
 
 
-@njit(inline="always")
-def multiply_streams(rows, kernel, bias, out, shape, start, end, kind, most, wide, many):
-    """Multiplies `many` rows by `wide` columns at a time, `most` elements of each at once;
-    otherwise like `multiply_few`."""
-    depth, height, turns = shape[1], min(shape[1], most), -(-shape[0] // many)
-    left, lanes, sums = prepared(rows, shape, height, many, kind)
-    for first in range(start, end, PAIR):
-        for top in range(0, depth, height):
-            after = first * depth + top + height
-            if top + height >= depth:
-                after = (first + PAIR) * depth
-            for column in range(0, PAIR, wide):
-                begin = (first + column) * depth + top
-                soon = begin + wide * depth if column + wide < PAIR else after
-                if wide == 1:
-                    soon = begin + AHEAD
-                part = (top, min(height, depth - top) // STEP, column)
-                multiply_part(
-                    left, kernel, begin, depth, lanes, part, turns, soon, wide, wide, many
-                )
-        give_sums(lanes, sums, bias, out, shape, first, wide, many)
+def _streams_of(kind: Any, wide: int, many: int) -> Any:
+    """Returns the function that multiplies `many` rows by `wide` columns at a time, `most` elements
+    of each at once; otherwise like that of `few_of`."""
+
+    @called
+    def multiply(rows, kernel, bias, out, shape, start, end, most):
+        depth, height, turns = shape[1], min(shape[1], most), -(-shape[0] // many)
+        left, lanes, sums = prepared(rows, shape, height, many, kind)
+        for first in range(start, end, PAIR):
+            for top in range(0, depth, height):
+                after = first * depth + top + height
+                if top + height >= depth:
+                    after = (first + PAIR) * depth
+                for column in range(0, PAIR, wide):
+                    begin = (first + column) * depth + top
+                    soon = begin + wide * depth if column + wide < PAIR else after
+                    if wide == 1:
+                        soon = begin + AHEAD
+                    part = (top, min(height, depth - top) // STEP, column)
+                    multiply_part(
+                        left, kernel, begin, depth, lanes, part, turns, soon, wide, wide, many
+                    )
+            give_sums(lanes, sums, bias, out, shape, first, wide, many)
+
+    return multiply
 
 
 @njit(inline="always")
