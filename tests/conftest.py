@@ -131,8 +131,7 @@ QUICK: dict[str, Any] = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-"""XLA's options for code that is compiled in a third of the time, and is no slower for shapes as
-small as those of tests."""
+"""XLA's options for programs that are compiled in a third of the time."""
 
 
 @pytest.fixture(scope="module")

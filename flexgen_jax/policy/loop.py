@@ -184,9 +184,8 @@ class BlockLoop:
             self._visits.release(step, self._dispatched)
         self._retire_latest(step)
         self._latest = dispatched
-        if (
-            not self._plan.policy.overlap or not self._going
-        ):  # its batch has left, and keeps buffers
+        # A step whose batch has left, the last one, keeps buffers that the next batch needs.
+        if not self._plan.policy.overlap or not self._going:
             self._retire_latest(step)
         if moves:
             self._visits.read_ahead(step.visit)

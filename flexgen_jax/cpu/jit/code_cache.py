@@ -61,7 +61,6 @@ def bound(function: Callable[..., Any], variant: str, helpers: Mapping[str, Any]
         function.__defaults__,
         function.__closure__,
     )
-    own.__module__ = function.__module__
     own.__qualname__ = f"{function.__qualname__}.{variant}"
     return own
 

@@ -11,6 +11,7 @@ the result. That is less than the fp32 product that it replaces, which `workspac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,27 @@ def add_panel(multiply, rows, where, part, panel, packed, pairs, sums, at, after
             multiply(
                 panel, packed, tile, sums, to, soon, now, adds, count, rows, later, pitch, by_amx
             )
+
+
+def by_rows(streams_of: Callable[[int, int], Any], *sizes: tuple[int, int]) -> Any:
+    """Returns the function that multiplies one row, two, or more; its arguments are those of
+    `columns_of`.
+
+    sizes: the columns and the rows that are multiplied at a time, for each of the three;
+    streams_of: makes the function for so many.
+    """
+    one, two, more = (streams_of(*size) for size in sizes)
+
+    @called
+    def multiply(rows, kernel, length, bias, out, shape, start, end):
+        if shape[0] == 1:
+            one(rows, kernel, length, bias, out, shape, start, end)
+        elif shape[0] == 2:
+            two(rows, kernel, length, bias, out, shape, start, end)
+        else:
+            more(rows, kernel, length, bias, out, shape, start, end)
+
+    return multiply
 
 
 def columns_of(take: Any, bits: int, by_amx: bool, kind: Any) -> Any:

@@ -13,6 +13,7 @@ multiplied one by one. No row's result depends on other rows.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from numba import njit
 from flexgen_jax.cpu.jit import matmul_codes_steps, matmul_packed, packing_int8
 from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.llvm import LANES
-from flexgen_jax.cpu.jit.matmul_blocked import aligned
+from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_codes_steps import APART, BLOCK, DEPTH, ROWS, dots, round_rows
 from flexgen_jax.cpu.jit.matmul_packed import AHEAD
 from flexgen_jax.cpu.jit.packing import PAIR, STEP, give_rows, single
@@ -43,18 +44,7 @@ their sums take half of the registers."""
 def codes_of(bits: int) -> Any:
     """Returns the function that does with integers what that of `matmul_packed.packed_of` does, for
     any number of rows."""
-    one, two, more = (_blocks_of(bits, *each) for each in (ONE, TWO, MORE))
-
-    @called
-    def multiply(rows, kernel, length, bias, out, shape, start, end):
-        if shape[0] == 1:
-            one(rows, kernel, length, bias, out, shape, start, end)
-        elif shape[0] == 2:
-            two(rows, kernel, length, bias, out, shape, start, end)
-        else:
-            more(rows, kernel, length, bias, out, shape, start, end)
-
-    return multiply
+    return by_rows(partial(_blocks_of, bits), ONE, TWO, MORE)
 
 
 def _blocks_of(bits: int, wide: int, many: int) -> Any:

@@ -168,7 +168,7 @@ def _product_part(bits: int, is_wide: bool, unit: str) -> Callable[..., int]:
         start, end = limits(length if is_folded else columns, part, parts)
         if bits == 16:
             if not by_amx and count <= most:
-                multiply_few(left, kernel[0], bias, out, shape, start, end)
+                multiply_few(left, kernel[0], length, bias, out, shape, start, end)
                 return 1
         elif is_folded:
             multiply_packed(left, kernel, length, bias, out, shape, start, end)
@@ -243,10 +243,10 @@ def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) ->
         leaves = (leaves_in(arguments), groups)
         start, end = limits(columns, part, parts)
         if count <= folded:
-            multiply_few(left, codes, leaves, plane, bias, out, shape, start, end)
+            multiply_few(left, (codes, leaves), plane, bias, out, shape, start, end)
             return 1
         if has_tiles:
-            multiply_tiles(left, codes, leaves, plane, bias, out, shape, start, end)
+            multiply_tiles(left, (codes, leaves), plane, bias, out, shape, start, end)
             return 1
         size = PAIR * padded_count(depth)
         kernel = (codes, leaves, np.zeros(size, np.float32), np.zeros(size, np.float32))

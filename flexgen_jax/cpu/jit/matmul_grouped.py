@@ -15,7 +15,7 @@ serves two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from numba.extending import intrinsic
 from flexgen_jax.cpu.jit import grouped_factors, matmul_packed
 from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, arrays_of, filled
-from flexgen_jax.cpu.jit.matmul_blocked import aligned
+from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_inner import added, multiplied
 from flexgen_jax.cpu.jit.matmul_packed import codes_in, levels_in, middle_of
 from flexgen_jax.cpu.jit.matmul_small_batch import give_sums, lay, loaded_step
@@ -311,28 +311,11 @@ def step_sums(rows, shape, height, factors):
 def multiplier_of(take: Any, middle: float, bits: int, levels: int, kind: Any) -> Any:
     """Returns the function that does what that of `matmul_blocked.columns_of` does for few rows.
 
-    Its arguments: rows; codes; leaves and how many groups a row has, for `take`; elements of a
-    plane; bias, out, shape, start, end. take: writes a row's scales and offsets, see
+    Its arguments: rows; kernel: the codes, with leaves and how many groups a row has, for `take`;
+    elements of a plane; bias, out, shape, start, end. take: writes a row's scales and offsets, see
     `grouped_factors.factors_of`; levels: what codes stand for; kind: type of the rows.
     """
-    return by_rows(partial(_streams_of, take, middle, bits, levels, kind))
-
-
-def by_rows(streams_of: Callable[[int, int], Any]) -> Any:
-    """Returns the function that multiplies one row, two, or more, each by the columns and rows at a
-    time that suit it. streams_of: makes a function for so many columns and rows."""
-    one, two, more = (streams_of(wide, many) for wide, many in (ONE, TWO, MORE))
-
-    @called
-    def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):
-        if shape[0] == 1:
-            one(rows, codes, leaves, plane, bias, out, shape, start, end)
-        elif shape[0] == 2:
-            two(rows, codes, leaves, plane, bias, out, shape, start, end)
-        else:
-            more(rows, codes, leaves, plane, bias, out, shape, start, end)
-
-    return multiply
+    return by_rows(partial(_streams_of, take, middle, bits, levels, kind), ONE, TWO, MORE)
 
 
 def _streams_of(
@@ -341,7 +324,7 @@ def _streams_of(
     """Returns the function that multiplies `many` rows by `wide` columns at a time."""
 
     @called
-    def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):
+    def multiply(rows, kernel, plane, bias, out, shape, start, end):
         count, depth, _ = shape
         turns, factors, pitch = -(-count // many), padded_count(depth), depth * bits // 8
         left = aligned(turns * many * depth, kind)
@@ -354,7 +337,7 @@ def _streams_of(
         offsets[:] = 0
         lanes = aligned(PAIR * turns * many * LANES, np.float32)
         results = np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
-        arrays, groups = leaves
+        codes, (arrays, groups) = kernel
         for first in range(start, end, PAIR):
             for column in range(0, PAIR, wide):
                 for n in range(wide):

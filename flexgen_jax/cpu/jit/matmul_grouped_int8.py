@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from flexgen_jax.cpu.jit import matmul_codes_steps
 from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, filled
-from flexgen_jax.cpu.jit.matmul_blocked import aligned
+from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_codes_steps import (
     BYTES,
     INTS,
@@ -34,7 +34,7 @@ from flexgen_jax.cpu.jit.matmul_codes_steps import (
     codes_of_step,
     paired,
 )
-from flexgen_jax.cpu.jit.matmul_grouped import AHEAD, by_rows, padded_count
+from flexgen_jax.cpu.jit.matmul_grouped import AHEAD, MORE, ONE, TWO, padded_count
 from flexgen_jax.cpu.jit.matmul_small_batch import give_sums
 from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, PAIR, STEP, N, Tiles, emitted
 from flexgen_jax.layers.matmul_int8 import LEVELS
@@ -234,14 +234,14 @@ processor adds up products of four bytes.
 def multiplier_of(take: Any, middle: float, bits: int, by_fours: bool) -> Any:
     """Returns the function that does what `matmul_grouped.multiplier_of` says, with rounded
     rows."""
-    return by_rows(partial(_streams_of, take, middle, bits, int(by_fours)))
+    return by_rows(partial(_streams_of, take, middle, bits, int(by_fours)), ONE, TWO, MORE)
 
 
 def _streams_of(take: Any, middle: float, bits: int, fours: int, wide: int, many: int) -> Any:
     """Returns the function that multiplies `many` rows by `wide` columns at a time."""
 
     @called
-    def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):
+    def multiply(rows, kernel, plane, bias, out, shape, start, end):
         count, depth, _ = shape
         turns, factors, pitch = -(-count // many), padded_count(depth), depth * bits // 8
         left = aligned(turns * many * depth, np.int8)
@@ -269,7 +269,7 @@ def _streams_of(take: Any, middle: float, bits: int, fours: int, wide: int, many
         scaled = aligned(wide * many * factors, np.float32)
         lanes = aligned(PAIR * turns * many * LANES, np.float32)
         results = np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
-        arrays, groups = leaves
+        codes, (arrays, groups) = kernel
         for first in range(start, end, PAIR):
             for column in range(0, PAIR, wide):
                 for n in range(wide):

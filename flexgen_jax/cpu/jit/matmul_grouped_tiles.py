@@ -178,9 +178,9 @@ def multiplier_of(take: Any, middle: float) -> Any:
     rows."""
 
     @called
-    def multiply(rows, codes, leaves, plane, bias, out, shape, start, end):
+    def multiply(rows, kernel, plane, bias, out, shape, start, end):
         count, depth, columns = shape
-        arrays, groups = leaves
+        codes, (arrays, groups) = kernel
         steps, factors, pitch = plane // STEP, padded_count(depth), depth + APART
         height = min(ROWS, -(-count // PAIR) * PAIR)
         left = aligned(height * pitch, np.int8)

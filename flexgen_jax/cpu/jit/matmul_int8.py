@@ -69,8 +69,8 @@ def multiply_rounded(rows, kernel, length, bias, outliers, out, shape, start, en
     rows: int8 [count, depth] as words of two, their scales, fp32 [count], and sums, int32 [count],
     and the scales of the kernel weights' columns, fp32 [columns]; outliers: the rows before
     rounding, bfloat16 [count, depth] as bits, and flags of their columns with outliers, uint8
-    [depth]. kernel, length, bias, out, shape, bits, by_amx: those of
-    that of `matmul_blocked.columns_of`, with depth a multiple of 2 * `STEP`. All arrays are flat.
+    [depth]. kernel, length, bias, out, shape, bits, by_amx: as for
+    `matmul_blocked.columns_of`, with depth a multiple of 2 * `STEP`. All arrays are flat.
     """
     codes, row_scale, totals, scale = rows
     x, flags = outliers

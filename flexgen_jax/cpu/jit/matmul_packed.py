@@ -16,6 +16,7 @@ a plane length apart; both halves of an 8-bit code go through tables, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -28,7 +29,7 @@ from numba.extending import intrinsic
 from flexgen_jax.cpu.jit import matmul_small_batch
 from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.llvm import LANES, SECOND_CACHE, filled
-from flexgen_jax.cpu.jit.matmul_blocked import aligned
+from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_inner import added, begun, multiplied
 from flexgen_jax.cpu.jit.matmul_small_batch import loaded_step, totals
 from flexgen_jax.cpu.jit.packing import (
@@ -304,18 +305,7 @@ def packed_of(bits: int, kind: Any) -> Any:
     """Returns the function that does for few rows what that of `matmul_blocked.columns_of` does,
     for the columns whose codes are in the rows of bytes from start to end, multiples of `PAIR`
     below `length`."""
-    one, two, more = (_folded_of(bits, kind, *each) for each in (ONE, TWO, MORE))
-
-    @called
-    def multiply(rows, kernel, length, bias, out, shape, start, end):
-        if shape[0] == 1:
-            one(rows, kernel, length, bias, out, shape, start, end)
-        elif shape[0] == 2:
-            two(rows, kernel, length, bias, out, shape, start, end)
-        else:
-            more(rows, kernel, length, bias, out, shape, start, end)
-
-    return multiply
+    return by_rows(partial(_folded_of, bits, kind), ONE, TWO, MORE)
 
 
 def _folded_of(bits: int, kind: Any, wide: int, many: int) -> Any:

@@ -12,6 +12,7 @@ see `matmul_packed`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from numba.extending import intrinsic
 from flexgen_jax.cpu.jit import matmul_blocked
 from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.llvm import FIRST_CACHE, INT, LANES, filled
-from flexgen_jax.cpu.jit.matmul_blocked import aligned
+from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_inner import begun, multiplied
 from flexgen_jax.cpu.jit.packing import (
     BYTE,
@@ -212,27 +213,17 @@ elements from each other."""
 def few_of(kind: Any, side: int) -> Any:
     """Returns the function that does what that of `matmul_blocked.columns_of` does, for at most
     `MOST` rows and 16-bit kernel weights; side: `SIDE` or `SIDE_OF_FLOATS`."""
-    one, two, more = (_streams_of(kind, *each) for each in ((1, 1), (1, 2), (side, side)))
-
-    @called
-    def multiply(rows, kernel, bias, out, shape, start, end):
-        if shape[0] == 1:
-            one(rows, kernel, bias, out, shape, start, end, shape[1])
-        elif shape[0] == 2:
-            two(rows, kernel, bias, out, shape, start, end, shape[1])
-        else:
-            more(rows, kernel, bias, out, shape, start, end, DEPTH)
-
-    return multiply
+    return by_rows(partial(_streams_of, kind), (1, 1), (1, 2), (side, side))
 
 
 def _streams_of(kind: Any, wide: int, many: int) -> Any:
-    """Returns the function that multiplies `many` rows by `wide` columns at a time, `most` elements
-    of each at once; otherwise like that of `few_of`."""
+    """Returns the function that multiplies `many` rows by `wide` columns at a time: by one whole
+    column, or by `DEPTH` elements of several."""
 
     @called
-    def multiply(rows, kernel, bias, out, shape, start, end, most):
-        depth, height, turns = shape[1], min(shape[1], most), -(-shape[0] // many)
+    def multiply(rows, kernel, _length, bias, out, shape, start, end):
+        depth, turns = shape[1], -(-shape[0] // many)
+        height = depth if wide == 1 else min(depth, DEPTH)
         left, lanes, sums = prepared(rows, shape, height, many, kind)
         for first in range(start, end, PAIR):
             for top in range(0, depth, height):
