@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.errors import UserError
-from flexgen_jax.gpu import decode_attention, packed_product, prompt_attention
+from flexgen_jax.gpu import decode_attention, lone_norm, packed_product, prompt_attention
 from flexgen_jax.gpu.triton import LEAST_CAPABILITY
 from flexgen_jax.layers.attention import KVPair, Partial
 from flexgen_jax.layers.kernels import XlaKernels
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.layers.tuning import Tuning
-from flexgen_jax.models.parts import AttentionSpec
+from flexgen_jax.models.parts import AttentionSpec, NormSpec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
 
@@ -145,6 +145,13 @@ class GpuKernels(DeviceKernels):
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         out = self._product(x, table)
         return super().logits(x, table) if out is None else out
+
+    def normalize(
+        self, x: jax.Array, spec: NormSpec, scale: jax.Array | None, bias: jax.Array | None
+    ) -> jax.Array:
+        if not lone_norm.can_normalize(x):
+            return super().normalize(x, spec, scale, bias)
+        return lone_norm.normalize(x, spec, scale, bias, self.interprets)
 
     def _product(self, x: jax.Array, kernel: Kept) -> jax.Array | None:
         """Returns `x @ kernel.T`, fp32 [..., out], of few rows; None if XLA's code is to do it."""

@@ -26,7 +26,7 @@ from flexgen_jax.gpu.triton import (
     rows_times_rows,
     store,
 )
-from flexgen_jax.layers.attention import KVPair, Partial
+from flexgen_jax.layers.attention import KVPair, Partial, merge
 
 TILE = 64
 """Tokens whose keys and values are multiplied together."""
@@ -42,6 +42,10 @@ MOST_BLOCKS = 64
 
 PLACES = 264
 """Places of a grid that keep the multiprocessors of a large GPU busy, two on each."""
+
+FEW_PLACES = 8
+"""Places of a head up to which XLA merges them in one kernel, with whatever takes the result: more
+of them are reduced along an axis, by three kernels."""
 
 LEAST_TOKENS = 512
 """The fewest tokens that are worth a place of their own."""
@@ -124,8 +128,9 @@ def attend(
 
 def _merged(out: jax.Array, lse: jax.Array) -> Partial:
     """Merges the places of each head, the third axis."""
-    if out.shape[2] == 1:
-        return out[:, :, 0], lse[:, :, 0]
+    places = out.shape[2]
+    if places <= FEW_PLACES:
+        return merge([(out[:, :, n], lse[:, :, n]) for n in range(places)])
     peak = lse.max(2, keepdims=True)
     weights = jnp.exp(lse - peak)
     total = weights.sum(2)

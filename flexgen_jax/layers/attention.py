@@ -186,6 +186,8 @@ def merge(partials: list[Partial]) -> Partial:
 
     The result equals attention over the keys of all the blocks together.
     """
+    if len(partials) == 1:
+        return partials[0]
     peak = partials[0][1]
     for _, lse in partials[1:]:
         peak = jnp.maximum(peak, lse)

@@ -79,11 +79,11 @@ class DecoderLayer(nn.Module):
         if config.has_layer_scale and isinstance(self.parts.mlp, MLPSpec):
             self.layer_scale = self.param("layer_scale", nn.initializers.ones, (1,), self.dtype)
         if config.norm_place != "result":
-            self.attention_norm = Norm(config.norm, self.dtype)
-            self.mlp_norm = Norm(config.norm, self.dtype)
+            self.attention_norm = Norm(config.norm, self.kernels, self.dtype)
+            self.mlp_norm = Norm(config.norm, self.kernels, self.dtype)
         if config.norm_place in ("around", "result"):
-            self.attention_result_norm = Norm(config.norm, self.dtype)
-            self.mlp_result_norm = Norm(config.norm, self.dtype)
+            self.attention_result_norm = Norm(config.norm, self.kernels, self.dtype)
+            self.mlp_result_norm = Norm(config.norm, self.kernels, self.dtype)
 
     def prefill(
         self,
@@ -131,8 +131,11 @@ class DecoderLayer(nn.Module):
         spec = self.parts.attention
         query, new = self.project(hidden, position, rows)
         starts = jnp.array([0, *accumulate(block[0].shape[2] for block in blocks)])
+        itself, end = new, position
         if appends:  # before attention reads the tail: the other way round XLA would copy it
             tail = append(tail, new, position - starts[-1])
+            if counts is None and hidden.shape[1] == 1:  # the token sees itself in the tail
+                itself, end = (), position + 1
         cache = tuple(map(sides, (*blocks, tail)))
         if counts is None:
             here = attend_earlier(
@@ -140,6 +143,7 @@ class DecoderLayer(nn.Module):
                 blocks=cache,
                 starts=starts,
                 position=position,
+                end=end,
                 first_valid=rows.first_valid,
                 spec=spec,
                 kernels=self.kernels,
@@ -156,7 +160,7 @@ class DecoderLayer(nn.Module):
                 tuning=self.kernels.tuning,
                 softcap=spec.softcap,
             )
-        return self.finish(hidden, query, new, [here]), tail if appends else new
+        return self.finish(hidden, query, itself, [here]), tail if appends else new
 
     def project(
         self, hidden: jax.Array, position: jax.Array, rows: Rows
@@ -169,7 +173,8 @@ class DecoderLayer(nn.Module):
     def finish(
         self, hidden: jax.Array, query: jax.Array, new: Arrays, partials: list[Partial]
     ) -> jax.Array:
-        """Computes `decode` after attention: hidden states from the partial results."""
+        """Computes `decode` after attention: hidden states from the partial results; new: () if
+        these include the tokens' attention to themselves."""
         out = self.attention.join(self._attention_input(hidden), query, new, partials)
         return self._after_attention(hidden, out)
 

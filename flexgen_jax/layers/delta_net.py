@@ -66,7 +66,7 @@ class GatedDeltaNet(nn.Module):
         self.weights = self.param("weights", ones, shape, self.dtype)
         self.fade_log = self.param("fade_log", ones, (spec.value_heads,), jnp.float32)
         self.fade_bias = self.param("fade_bias", ones, (spec.value_heads,), jnp.float32)
-        self.norm = Norm(NormSpec(is_rms=True, eps=self.config.norm.eps), self.dtype)
+        self.norm = Norm(NormSpec(is_rms=True, eps=self.config.norm.eps), self.kernels, self.dtype)
         self.out = product(self.config.hidden_size)
 
     def mix(

@@ -64,7 +64,7 @@ class Head(nn.Module):
         """Returns the logits, fp32 [..., vocabulary], of hidden states [..., hidden]."""
         config = self.config
         if config.final_norm:
-            hidden = Norm(config.norm, self.dtype, name="norm")(hidden)
+            hidden = Norm(config.norm, self.kernels, self.dtype, name="norm")(hidden)
         if config.projects_embeddings:
             project = Linear(config.embed_size, self.kernels, False, self.dtype, name="project_out")
             hidden = project(hidden)

@@ -46,7 +46,7 @@ class Router(nn.Module):
         spec = self.spec
         x, share, chosen = self._choose(hidden)
         if spec.routing.is_beside:
-            x = Norm(self.config.norm, self.dtype, name="experts_norm")(hidden)
+            x = Norm(self.config.norm, self.kernels, self.dtype, name="experts_norm")(hidden)
         if spec.is_normalised:
             total = share.sum(-1, keepdims=True) + TINY
             share = share / jnp.maximum(total, spec.routing.least_sum)
@@ -75,12 +75,12 @@ class Router(nn.Module):
         and the shares and numbers of the chosen ones."""
         spec, routing = self.spec, self.spec.routing
         if routing.is_beside:
-            x = Norm(replace(self.config.norm, is_affine=False), self.dtype)(hidden)
+            x = Norm(replace(self.config.norm, is_affine=False), self.kernels, self.dtype)(hidden)
             ones, size = nn.initializers.ones, hidden.shape[-1]
             scale = self.param("router_scale", ones, (size,), self.dtype)
             x = x * scale * jnp.asarray(size**-0.5, self.dtype)
         else:
-            x = Norm(self.config.norm, self.dtype, name="mlp_norm")(hidden)
+            x = Norm(self.config.norm, self.kernels, self.dtype, name="mlp_norm")(hidden)
         dtype = jnp.dtype("float32") if routing.is_precise else self.dtype
         router = Linear(spec.count, self.kernels, routing.has_bias, dtype, name="router")
         products = router(x.astype(dtype)).astype(jnp.float32)
@@ -110,7 +110,7 @@ class Beside(nn.Module):
     def __call__(self, hidden: jax.Array, experts: jax.Array) -> jax.Array:
         """Returns the layer's result, [token, hidden], from hidden states after attention and the
         sum of the experts, fp32."""
-        norm = partial(Norm, self.config.norm, self.dtype)
+        norm = partial(Norm, self.config.norm, self.kernels, self.dtype)
         assert self.spec.shared is not None, "experts are beside a dense block"
         block = MLP(self.spec.shared, self.kernels, self.dtype, self.matmul_bits, name="shared")
         out = norm(name="shared_result_norm")(block(norm(name="mlp_norm")(hidden)))

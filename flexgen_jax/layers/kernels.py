@@ -22,9 +22,10 @@ from flexgen_jax.layers.attention import (
 )
 from flexgen_jax.layers.matmul import matmul
 from flexgen_jax.layers.matmul_int8 import matmul_int8
+from flexgen_jax.layers.normalization import normalize
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.tuning import PLAIN, Tuning
-from flexgen_jax.models.parts import AttentionSpec
+from flexgen_jax.models.parts import AttentionSpec, NormSpec
 from flexgen_jax.models.tensor_spec import Formats
 
 
@@ -124,6 +125,11 @@ class Kernels(Protocol):
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         """Returns `x @ table.T`, fp32 [..., vocabulary]; x: [..., in]; table: [vocabulary, in]."""
 
+    def normalize(
+        self, x: jax.Array, spec: NormSpec, scale: jax.Array | None, bias: jax.Array | None
+    ) -> jax.Array:
+        """Normalises the last axis of x; see `layers.normalization.normalize`."""
+
     def delta_step(self, sides: delta_rule.Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Computes one token of the gated delta rule; see `layers.delta_rule.step`."""
 
@@ -214,6 +220,11 @@ class XlaKernels:
 
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         return matmul(x, table, None, self._part_bytes(x, table), self.tuning)
+
+    def normalize(
+        self, x: jax.Array, spec: NormSpec, scale: jax.Array | None, bias: jax.Array | None
+    ) -> jax.Array:
+        return normalize(x, spec, scale, bias)
 
     def delta_step(self, sides: delta_rule.Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         return delta_rule.step(sides, state)

@@ -50,10 +50,10 @@ class LatentAttention(SelfAttention):
             self.q = product(queries, use_bias=False)
         else:
             self.q_down = product(spec.q_rank, use_bias=spec.qkv_bias)
-            self.q_norm = Norm(spec.rank_norm, self.dtype)
+            self.q_norm = Norm(spec.rank_norm, self.kernels, self.dtype)
             self.q_up = product(queries, use_bias=False)
         self.kv_down = product(spec.head_dim, use_bias=spec.qkv_bias)
-        self.kv_norm = Norm(spec.rank_norm, self.dtype)
+        self.kv_norm = Norm(spec.rank_norm, self.kernels, self.dtype)
         features = spec.num_heads * (spec.plain + spec.value)
         self.kv_up = Kernel(features, spec.kv_rank, self.dtype)
         self.out = product(self.config.hidden_size, use_bias=spec.out_bias)

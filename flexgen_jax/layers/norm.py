@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.models.parts import NormSpec
 
 
@@ -13,20 +14,16 @@ class Norm(nn.Module):
     """Normalises the last axis in fp32 and returns the input's dtype."""
 
     spec: NormSpec
+    kernels: Kernels
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns x, [..., element], normalised, in x's dtype."""
-        spec, out = self.spec, x.astype(jnp.float32)
-        if not spec.is_rms:
-            out = out - out.mean(-1, keepdims=True)
-        out = out * jax.lax.rsqrt(jnp.square(out).mean(-1, keepdims=True) + spec.eps)
+        spec, shape = self.spec, (x.shape[-1],)
+        scale = bias = None
         if spec.is_affine:
-            shape = (x.shape[-1],)
             scale = self.param("scale", nn.initializers.ones, shape, self.dtype)
-            out = out * (scale.astype(jnp.float32) + spec.offset)
             if not spec.is_rms:
                 bias = self.param("bias", nn.initializers.zeros, shape, self.dtype)
-                out = out + bias.astype(jnp.float32)
-        return out.astype(x.dtype)
+        return self.kernels.normalize(x, spec, scale, bias)

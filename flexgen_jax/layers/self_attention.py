@@ -44,22 +44,24 @@ def attend_earlier(
     blocks: tuple[tuple[Kept, Kept], ...],
     starts: jax.Array,
     position: jax.Array,
+    end: jax.Array,
     first_valid: jax.Array,
     spec: AttentionSpec,
     kernels: Kernels,
 ) -> Partial:
-    """Attends with a new token, or with consecutive ones, to what is kept of the tokens before
-    them.
+    """Attends with a new token, or with consecutive ones, to what is kept.
 
     query: [batch, head, token, head_dim], scaled; position: int32 [], the index of the first new
-    token; the others are as in `Kernels.decode_attention`, but for `first_valid`, which does not
-    know of a window. Returns fp32 [batch, head, token, head_dim], and the log-sum-exp.
+    token; end: int32 [], that of the first token that is not seen, which is `position`, or the one
+    after it where one new token is among what is kept; the others are as in
+    `Kernels.decode_attention`, but for `first_valid`, which does not know of a window. Returns fp32
+    [batch, head, token, head_dim], and the log-sum-exp.
     """
     tokens = query.shape[2]
 
     def attend(asked: jax.Array, at: jax.Array, spec: AttentionSpec) -> Partial:
         first = first_seen(at, first_valid, spec.window)
-        return kernels.decode_attention(asked, blocks, starts, position, first, spec)
+        return kernels.decode_attention(asked, blocks, starts, end, first, spec)
 
     if tokens == 1:
         return attend(query, position, spec)
@@ -95,13 +97,13 @@ class SelfAttention(nn.Module):
         if not spec.values_are_keys:
             self.v = product(spec.kv_size, use_bias=spec.qkv_bias)
         if spec.has_value_norm:
-            self.v_norm = Norm(replace(self.config.norm, is_affine=False), self.dtype)
+            self.v_norm = Norm(replace(self.config.norm, is_affine=False), self.kernels, self.dtype)
         self.out = product(self.config.hidden_size, use_bias=spec.out_bias)
         if spec.is_gated:
             self.gate = product(spec.query_size, use_bias=spec.qkv_bias)
         if spec.qk_norm is not None:
-            self.q_norm = Norm(self.config.norm, self.dtype)
-            self.k_norm = Norm(self.config.norm, self.dtype)
+            self.q_norm = Norm(self.config.norm, self.kernels, self.dtype)
+            self.k_norm = Norm(self.config.norm, self.kernels, self.dtype)
         if spec.has_sinks:
             zeros = nn.initializers.zeros
             self.sinks = self.param("sinks", zeros, (spec.num_heads,), self.dtype)
@@ -246,16 +248,22 @@ class SelfAttention(nn.Module):
     def join(
         self, x: jax.Array, query: jax.Array, new: Arrays, partials: list[Partial]
     ) -> jax.Array:
-        """Merges the new tokens' attention to themselves with partial results for the cache.
+        """Merges the new tokens' attention to themselves, unless `new` is (), with partial results
+        for the cache.
 
         x: the tokens, [batch, token, hidden]. Returns an array of its shape.
         """
-        if x.shape[1] == 1:
-            itself = attend_itself(query, *sides(new), self.kernels.tuning, self.spec.softcap)
-        else:
-            none, start = jnp.zeros(x.shape[0], jnp.int32), jnp.int32(0)
-            itself = self.kernels.chunk_attention(query, *sides(new), none, start, self.spec)
-        return self._result(x, self._with_sinks(merge([itself, *partials]))[0])
+        if new:
+            partials = [self._itself(query, new), *partials]
+        return self._result(x, self._with_sinks(merge(partials))[0])
+
+    def _itself(self, query: jax.Array, new: Arrays) -> Partial:
+        """Attends with new tokens to themselves."""
+        batch, _, tokens, _ = query.shape
+        if tokens == 1:
+            return attend_itself(query, *sides(new), self.kernels.tuning, self.spec.softcap)
+        none, start = jnp.zeros(batch, jnp.int32), jnp.int32(0)
+        return self.kernels.chunk_attention(query, *sides(new), none, start, self.spec)
 
     def project_chunk(
         self, x: jax.Array, start: jax.Array, rows: Rows, asked: int

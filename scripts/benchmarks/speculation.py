@@ -18,6 +18,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,7 +43,7 @@ PASSAGE = (
     "from May to September."
 )
 CODE = (ROOT / "flexgen_jax" / "units.py").read_text(encoding="utf-8")
-ASKED = {
+TEXTS = {
     "chat": "Give me three tips for learning to cook, and say why each of them helps.",
     "summary": f"Summarize this text in a few sentences:\n\n{PASSAGE}",
     "json": f"List all years and what happened in them as JSON, from this text:\n\n{PASSAGE}",
@@ -125,7 +126,7 @@ def acceptance(tokens: int) -> Iterator[dict[str, Any]]:
         for count in (1, 2, 4, 8):
             policy = policy_of(ON_DISK, 1)
             with LLM(model, policy=policy, draft=draft, draft_tokens=count) as llm:
-                for kind, text in ASKED.items():
+                for kind, text in TEXTS.items():
                     run = Measured(llm, [text], params, warms=False)
                     yield {
                         "text": kind,
@@ -156,41 +157,49 @@ def compared(off: Measured, on: Measured, sequences: int) -> dict[str, Any]:
     }
 
 
-def speed(
-    tokens: int, folder: Path, counts: Sequence[int], drafts: Sequence[str], alone: bool
-) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class Asked:
+    """What is measured: tokens of each text; the folder of the weights; numbers of texts; guesses
+    of a pass at most; whether each text is a batch of its own where there are guesses."""
+
+    tokens: int
+    folder: Path
+    counts: Sequence[int]
+    guesses: int
+    alone: bool
+
+
+def speed(asked: Asked, drafts: Sequence[str], texts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields SmolLM2 with all weights on disk, with guesses and without."""
     model = smollm2()
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    for sequences in counts:
-        options = {"policy": policy_of(ON_DISK, sequences), "offload_dir": folder}
+    params = SamplingParams(max_tokens=asked.tokens, temperature=0.0, ignore_eos=True)
+    for sequences in asked.counts:
+        options = {"policy": policy_of(ON_DISK, sequences), "offload_dir": asked.folder}
         offs = {}
         with LLM(model, **options) as llm:
-            for kind, text in ASKED.items():
-                offs[kind] = Measured(llm, [text] * sequences, params, warms=True)
+            for kind in texts:
+                offs[kind] = Measured(llm, [TEXTS[kind]] * sequences, params, warms=True)
         for draft in drafts:
-            options["policy"] = policy_of(ON_DISK, sequences, alone)
-            with LLM(model, draft=draft, **options) as llm:
-                for kind, text in ASKED.items():
-                    on = Measured(llm, [text] * sequences, params, warms=True)
+            options["policy"] = policy_of(ON_DISK, sequences, asked.alone)
+            with LLM(model, draft=draft, draft_tokens=asked.guesses, **options) as llm:
+                for kind in texts:
+                    on = Measured(llm, [TEXTS[kind]] * sequences, params, warms=True)
                     row = {"text": kind, "draft": draft, "sequences": sequences}
                     yield row | compared(offs[kind], on, sequences)
 
 
-def shape(
-    name: str, tokens: int, folder: Path, rate: float, counts: Sequence[int], alone: bool
-) -> Iterator[dict[str, Any]]:
+def shape(name: str, asked: Asked, rate: float) -> Iterator[dict[str, Any]]:
     """Yields a known shape with all weights on disk, with scripted guesses and without."""
     rng = np.random.default_rng(1)
-    params = SamplingParams.plain(tokens)
-    for sequences in counts:
+    params = SamplingParams.plain(asked.tokens)
+    for sequences in asked.counts:
         prompts = rng.integers(10, 5000, (sequences, 128)).tolist()
-        options = {"model": name, "dummy_weights": True, "offload_dir": folder}
+        options = {"model": name, "dummy_weights": True, "offload_dir": asked.folder}
         with LLM(policy=policy_of(ON_DISK, sequences), **options) as llm:
             off = Measured(llm, prompts, params, warms=True)
         drafting.LookupDrafter = lambda texts=off.texts: Scripted(texts, rate)  # type: ignore
-        policy = policy_of(ON_DISK, sequences, alone)
-        with LLM(policy=policy, draft="lookup", **options) as llm:
+        policy = policy_of(ON_DISK, sequences, asked.alone)
+        with LLM(policy=policy, draft="lookup", draft_tokens=asked.guesses, **options) as llm:
             on = Measured(llm, prompts, params, warms=True)
         yield {"shape": name, "sequences": sequences} | compared(off, on, sequences)
 
@@ -207,6 +216,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.6, help="Share of right guesses.")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--drafts", nargs="+", default=["lookup", "self-4bit"])
+    parser.add_argument("--guesses", type=int, default=4, help="Of a pass, at most.")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=[*TEXTS])
     parser.add_argument("--alone", action="store_true", help="With guesses, batches of one row.")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -217,12 +228,13 @@ def main() -> None:
             limit = parse_bytes(args.memory, "--memory")
             assert limit is not None
             stack.enter_context(inside(limit))
+        asked = Asked(args.tokens, folder, args.sequences, args.guesses, args.alone)
         if args.part == "acceptance":
             made = acceptance(args.tokens)
         elif args.part == "speed":
-            made = speed(args.tokens, folder, args.sequences, args.drafts, args.alone)
+            made = speed(asked, args.drafts, args.texts)
         else:
-            made = shape(args.shape, args.tokens, folder, args.rate, args.sequences, args.alone)
+            made = shape(args.shape, asked, args.rate)
         for row in made:
             print(row, flush=True)
             rows.append(row)

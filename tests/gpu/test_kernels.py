@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax.errors import UserError
-from flexgen_jax.gpu import DeviceKernels, GpuKernels, kernels_of_gpu, packed_product
+from flexgen_jax.gpu import DeviceKernels, GpuKernels, kernels_of_gpu, lone_norm, packed_product
 from flexgen_jax.gpu.backend import CHOICE
 from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.quantization import QuantizedArray
@@ -21,7 +21,7 @@ from flexgen_jax.models.formats.decoding import decoded
 from flexgen_jax.models.formats.format import Factor, Format, Leaf
 from flexgen_jax.models.formats.known import own, paper
 from flexgen_jax.models.formats.storage import Storage, kv_storage
-from flexgen_jax.models.parts import AttentionSpec
+from flexgen_jax.models.parts import AttentionSpec, NormSpec
 from flexgen_jax.policy.hardware import KernelSizes
 from tests.helpers.as_on_gpu import has_gpu
 from tests.helpers.attention import numpy_attention
@@ -306,3 +306,42 @@ def test_kernels_by_the_card(kind: str, capability: str, kernels: type) -> None:
     assert type(kernels_of_gpu(device, {CHOICE: "xla"})) is DeviceKernels
     with pytest.raises(UserError, match="set it to xla"):
         kernels_of_gpu(device, {CHOICE: "triton"})
+
+
+@settings(max_examples=12)
+@given(
+    dtype=DTYPES,
+    size=st.sampled_from((64, 96, 1000, 4096)),
+    is_rms=st.booleans(),
+    is_affine=st.booleans(),
+    offset=st.sampled_from((0.0, 1.0)),
+    shift=st.sampled_from((0.0, 3.0)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_lone_row_is_normalized(
+    dtype: str,
+    size: int,
+    is_rms: bool,
+    is_affine: bool,
+    offset: float,
+    shift: float,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((1, 1, size)) + shift, dtype)
+    scale, bias = (jnp.asarray(rng.standard_normal(size), dtype) for _ in range(2))
+    spec = NormSpec(is_rms=is_rms, eps=1e-5, offset=offset, is_affine=is_affine)
+    has_bias = is_affine and not is_rms
+    assert lone_norm.can_normalize(x)
+    out = KERNELS.normalize(x, spec, scale if is_affine else None, bias if has_bias else None)
+    wanted = wide(x) if is_rms else wide(x) - wide(x).mean()
+    wanted = wanted / np.sqrt((wanted**2).mean() + 1e-5)
+    wanted = wanted * (wide(scale) + offset) if is_affine else wanted
+    wanted = wanted + wide(bias) if has_bias else wanted
+    assert out.dtype == x.dtype and out.shape == x.shape
+    np.testing.assert_allclose(wide(out), wanted, rtol=2 * EPSILON[dtype], atol=1e-5)
+
+
+def test_several_rows_and_wide_numbers_are_left_to_xla() -> None:
+    assert not lone_norm.can_normalize(jnp.zeros((2, 64), jnp.float16))
+    assert not lone_norm.can_normalize(jnp.zeros((1, 64), jnp.float32))

@@ -95,6 +95,7 @@ def attend(
             blocks=tuple(map(sides, blocks)),
             starts=starts,
             position=position,
+            end=position,
             first_valid=rows.first_valid,
             spec=attention,
             kernels=kernels,
