@@ -92,7 +92,7 @@ def plan(
         write_json(json_file, staged_json(problem, chain))
         return
     plans = made_plans(problem, given)
-    ideas = hints(problem) if given is None else []
+    ideas = hints(problem, plans[0].policy) if given is None else []
     click.echo(plan_text(problem, plans, ideas))
     if latency_curve is not None:
         name = "the shipped toy" if options.model is None else Path(str(options.model)).name
@@ -237,10 +237,10 @@ def staged_plan(problem: Problem, stages: int) -> ChainPlan:
     return chain
 
 
-def hints(problem: Problem) -> list[dict[str, Any]]:
+def hints(problem: Problem, chosen: Policy) -> list[dict[str, Any]]:
     """Returns changes of hardware or flags that would help much: what, and how many times as
-    fast."""
-    base = candidates(problem)
+    fast, with batches near those of the chosen policy."""
+    base = candidates(problem, near=chosen)
     if not base:
         return []
     hw, budgets = problem.hw, problem.budgets
@@ -266,7 +266,7 @@ def hints(problem: Problem) -> list[dict[str, Any]]:
         ideas.append(("more sequences in one run", replace(problem, workload=endless)))
     worth: list[dict[str, Any]] = []
     for what, changed in ideas:
-        best = candidates(changed)
+        best = candidates(changed, near=chosen)
         times = best[0].throughput / base[0].throughput if best else 0.0
         if times >= WORTH_A_HINT:
             worth.append({"change": what, "times": round(times, 2)})

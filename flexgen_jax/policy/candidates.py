@@ -30,6 +30,10 @@ LEAN = 0.9
 find less time for them."""
 
 
+NEAR = 4
+"""How many times as large or small batches near a policy's may be, and as many or few."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """The linear program's solution for one choice of everything else."""
@@ -120,11 +124,15 @@ def solved(problem: Problem, policy: Policy) -> Candidate | None:
     return Candidate(policy, solution, min(sequences, wanted), rate)
 
 
-def candidates(problem: Problem) -> list[Candidate]:
-    """Returns all candidates that fit, best first; batches near the best ones are tried, too."""
+def candidates(problem: Problem, near: Policy | None = None) -> list[Candidate]:
+    """Returns all candidates that fit, best first; batches between the best ones and the next of
+    the grid are tried, too. near: a policy whose batches alone, and those up to `NEAR` times as
+    large and as many, or fewer, are tried."""
     full: list[Policy] = []
     fitting: list[Candidate] = []
     for policy in policies(problem):
+        if near is not None and not _is_near(near, policy):
+            continue
         # Batches that are larger than ones without a fit do not fit either.
         if any(_is_no_larger(other, policy) for other in full):
             continue
@@ -134,8 +142,8 @@ def candidates(problem: Problem) -> list[Candidate]:
         elif not _smallest_fits(problem, policy):
             full.append(policy)
     tried = {_batches_of(problem, candidate.policy) for candidate in fitting}
-    for near in sorted(fitting, key=lambda c: -c.throughput)[:3]:
-        for policy in _neighbours(problem, _batches_of(problem, near.policy)):
+    for best in sorted(fitting, key=lambda c: -c.throughput)[:3]:
+        for policy in _neighbours(problem, _batches_of(problem, best.policy)):
             if policy not in tried:
                 tried.add(policy)
                 answer = _answer(problem, policy)
@@ -169,6 +177,15 @@ def _answer(problem: Problem, policy: Policy) -> Candidate | None:
         if policy.cache_bits == 16 and not candidate.solution.fractions["cd"]:
             return best  # smaller blocks rarely free memory, since open ones are at their homes
     return best
+
+
+def _is_near(first: Policy, second: Policy) -> bool:
+    """Returns whether batches differ by no more than `NEAR` in their size, and in their number."""
+    pairs = (
+        (first.batch_size, second.batch_size),
+        (first.num_batches, second.num_batches),
+    )
+    return all(max(pair) <= NEAR * min(pair) for pair in pairs)
 
 
 def _is_no_larger(first: Policy, second: Policy) -> bool:

@@ -6,6 +6,7 @@
         --model meta-llama/Llama-2-7b-hf --limit 3GB --gen-len 8
     sudo .venv/bin/python scripts/benchmarks/llama_reference.py --folder /ssd/bench \
         --batches 1 32 --model openai/gpt-oss-20b --limit 6GB
+    sudo .venv/bin/python scripts/benchmarks/llama_reference.py --folder /ssd/b --peer-format Q4_K_M
 
 llama.cpp runs a model of the same shape with random weights, written into the folder: a LLaMA in
 Q4_0, or gpt-oss as it is published, with experts in MXFP4 and all else in bfloat16, by the
@@ -37,6 +38,7 @@ from llama_files import write_gguf
 
 KEPT = ("generation_throughput", "prefill_s", "decode_s", "policy")
 """Fields of a run's report that are kept."""
+PEER_FORMATS = ("Q4_0", "Q4_K_M")
 TOGETHER = 2048
 """Most tokens that llama.cpp is given at a time; it takes them in parts of its own choice."""
 
@@ -98,6 +100,21 @@ class Peer:
         for step in range(new - 1):
             ids = self.advance([(ids[n], length + step, n, True) for n in range(count)])
         return between - started, time.perf_counter() - between
+
+
+def requantized(file: Path, kind: str) -> Path:
+    """Returns the file's weights in another of llama.cpp's formats, made by it beside the file."""
+    made = file.with_suffix(f".{kind}.gguf")
+    if not made.exists():
+        import llama_cpp
+
+        settings = llama_cpp.llama_model_quantize_default_params()
+        settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        settings.allow_requantize = True
+        if llama_cpp.llama_model_quantize(bytes(file), bytes(made), settings):
+            made.unlink(missing_ok=True)
+            raise SystemExit(f"llama.cpp cannot make {made}")
+    return made
 
 
 def run_peer(args: argparse.Namespace) -> dict[str, Any]:
@@ -170,6 +187,9 @@ def main() -> None:
     parser.add_argument("--gen-len", type=int, default=32)
     parser.add_argument("--limit", type=parse_bytes, help="Of a memory cgroup, e.g. 3GB.")
     parser.add_argument("--weight-format", choices=WEIGHT_FORMATS, default="own")
+    parser.add_argument(
+        "--peer-format", choices=PEER_FORMATS, default="Q4_0", help="Of llama.cpp's weights."
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=3600)
     parser.add_argument("--json", type=Path)
@@ -183,6 +203,8 @@ def main() -> None:
     file = args.folder / f"{args.model.replace('/', '--')}.gguf"
     if not file.exists():
         write_gguf(file, raw_shape(args.model))
+    if args.peer_format != "Q4_0":
+        file = requantized(file, args.peer_format)
     rows = [
         {
             "name": name,

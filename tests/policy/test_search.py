@@ -12,7 +12,7 @@ import pytest
 
 from flexgen_jax.machine.profiles import read_profile
 from flexgen_jax.models.shapes import known_shape
-from flexgen_jax.policy.candidates import frontier
+from flexgen_jax.policy.candidates import candidates, frontier
 from flexgen_jax.policy.drafts import DraftRates
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, ProfileError, Rate
@@ -215,6 +215,15 @@ def test_a_small_block_is_enough_where_the_number_is_free(monkeypatch: pytest.Mo
             assert plans[0].block_sequences <= min(plan.block_sequences for plan in near)
     fastest, smallest = found
     assert smallest.block_sequences < fastest.block_sequences
+
+
+def test_near_the_best_batches_the_best_ones_are_found() -> None:
+    """With fewer programs to solve."""
+    asked = problem("facebook/opt-30b", workload=Workload(256, 16, 0))
+    everywhere = candidates(asked)
+    near = candidates(asked, near=everywhere[0].policy)
+    assert near[0] == everywhere[0]
+    assert 0 < len(near) < 0.8 * len(everywhere)
 
 
 def test_frontier_rises() -> None:
