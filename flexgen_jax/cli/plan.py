@@ -239,7 +239,7 @@ def staged_plan(problem: Problem, stages: int) -> ChainPlan:
 
 def hints(problem: Problem, chosen: Policy) -> list[dict[str, Any]]:
     """Returns changes of hardware or flags that would help much: what, and how many times as
-    fast, with batches near those of the chosen policy."""
+    fast, with batches near those of the chosen policy, or any if there are more sequences."""
     base = candidates(problem, near=chosen)
     if not base:
         return []
@@ -266,7 +266,8 @@ def hints(problem: Problem, chosen: Policy) -> list[dict[str, Any]]:
         ideas.append(("more sequences in one run", replace(problem, workload=endless)))
     worth: list[dict[str, Any]] = []
     for what, changed in ideas:
-        best = candidates(changed, near=chosen)
+        is_endless = changed.workload is not problem.workload
+        best = candidates(changed, near=None if is_endless else chosen)
         times = best[0].throughput / base[0].throughput if best else 0.0
         if times >= WORTH_A_HINT:
             worth.append({"change": what, "times": round(times, 2)})

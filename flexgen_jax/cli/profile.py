@@ -38,7 +38,7 @@ def profile(
 ) -> None:
     """Measure this machine: links, memory, products, attention, fixed costs.
 
-    Takes three to five minutes on two cores. The result is kept and used by `plan` and by --policy
+    Takes three to seven minutes on two cores. The result is kept and used by `plan` and by --policy
     auto, unless the machine was too busy for it to be trusted. On a CPU a table of products
     follows: by this package's kernels, where runs take them, and by XLA's own code.
     """
