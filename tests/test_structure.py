@@ -132,6 +132,21 @@ def test_rooms_without_jax(name: str, unwanted: set[str]) -> None:
     assert found.stdout.strip() == "set()"
 
 
+def test_a_plan_for_another_machine_loads_no_jax() -> None:
+    """Which would take longer than many a plan."""
+    code = """
+import sys
+from flexgen_jax.cli.main import main
+asked = ["plan", "--model", "facebook/opt-125m", "--hardware", "t4-16gb", "--gen-len", "2"]
+main(asked, standalone_mode=False)
+print({"jax"} & set(sys.modules))
+"""
+    planned = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True
+    )
+    assert planned.stdout.splitlines()[-1] == "set()"
+
+
 def test_kernels_have_one_door() -> None:
     """Other rooms import the package `cpu`, none of its files."""
     door = f"{NAME}.cpu.__init__"

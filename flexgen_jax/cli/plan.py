@@ -19,6 +19,7 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.policy.candidates import Candidate, candidates, frontier
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import Rate
+from flexgen_jax.policy.machines import read_profile
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.problem import Choices, Plan, Problem
 from flexgen_jax.policy.search import evaluate, search
@@ -126,9 +127,7 @@ def make_problem(
 ) -> Problem:
     """Returns the search that the options ask for; without hardware, for this machine.
     draft_accepted: as for `planned_rates`."""
-    from flexgen_jax.engine.drafting import planned_rates
     from flexgen_jax.engine.routing import planned_expert_rates
-    from flexgen_jax.machine.profiles import read_profile, this_machine
     from flexgen_jax.models.loading import resolve_dtype, shape_of
 
     config = shape_of(None if options.model is None else str(options.model))
@@ -137,6 +136,8 @@ def make_problem(
         choices = replace(choices, weight_bits=(config.published.bits,))
     device, host, disk = options.budgets
     if options.hardware is None:
+        from flexgen_jax.machine.profiles import this_machine  # loads JAX
+
         folder = None if options.offload_dir is None else Path(options.offload_dir)
         kind, profile, budgets = this_machine(
             config, options.dtype, folder, options.budgets, progress
@@ -157,9 +158,13 @@ def make_problem(
             )
     experts = planned_expert_rates(options.model, config, kind)
     setting = Setting(config, kind, profile.unified, profile.sizes, experts=experts)
-    rates = planned_rates(options, setting, profile, draft_accepted)
+    if options.draft is not None:
+        from flexgen_jax.engine.drafting import planned_rates  # loads JAX
+
+        rates = planned_rates(options.draft, setting, profile, draft_accepted)
+        setting = replace(setting, drafts=rates)
     return Problem(
-        setting=replace(setting, drafts=rates),
+        setting=setting,
         hw=profile,
         budgets=budgets,
         workload=workload,

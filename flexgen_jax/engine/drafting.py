@@ -121,13 +121,10 @@ def rates_of(
 
 
 def planned_rates(
-    options: EngineOptions, setting: Setting, hw: HardwareProfile, accepted: float | None
+    draft: str | Path | Model, setting: Setting, hw: HardwareProfile, accepted: float | None
 ) -> DraftRates:
     """Returns the rates of guesses for a plan, before any model is opened; accepted: as for
     `rates_of`."""
-    draft = options.draft
-    if draft is None:
-        return DraftRates()
     name = name_of(draft)
     if name == LOOKUP:
         return rates_of(name, None, hw, accepted)

@@ -15,7 +15,6 @@ from flexgen_jax.engine.stages import Stages
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.jax_settings import set_up_jax
-from flexgen_jax.machine.profiles import read_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.loading import Model, resolve_dtype
 from flexgen_jax.models.spec_of_config import model_spec
@@ -23,6 +22,7 @@ from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.kv_keeper import piece_layout
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.expert_rates import ExpertRates
+from flexgen_jax.policy.machines import read_profile
 from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.progress import Progress
 from flexgen_jax.units import parse_bytes

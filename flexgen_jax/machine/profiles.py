@@ -1,4 +1,4 @@
-"""The sources of a hardware profile: a named machine, a file, the cache, or a measurement."""
+"""This machine's hardware profile: from the cache, or measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from flexgen_jax.policy.hardware import (
     HardwareProfile,
     ProfileError,
 )
-from flexgen_jax.policy.machines import MACHINES, known_machine
 from flexgen_jax.progress import Progress
 
 RUNS_KEPT = 20
@@ -33,23 +32,6 @@ RUNS_KEPT = 20
 
 TELLING_BYTES = 2e9
 """Least bytes of direct reads with which a run says something of the disk."""
-
-
-def read_profile(name: str | Path) -> HardwareProfile:
-    """Returns the profile of a named machine, or the one in a file that `flexgen-jax profile`
-    wrote."""
-    if str(name) in MACHINES:
-        return known_machine(str(name))
-    path = Path(name).expanduser()
-    if not path.exists():
-        known = ", ".join(sorted(MACHINES))
-        raise ProfileError(f"hardware {name} is neither a file nor one of {known}")
-    try:
-        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read {path}: {error}") from None
-    except ProfileError as error:
-        raise ProfileError(f"{path}: {error}") from None
 
 
 def cached_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:

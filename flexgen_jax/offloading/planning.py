@@ -10,8 +10,9 @@ from typing import NamedTuple
 from flexgen_jax.cpu import is_cpu
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine.caches import cache_folder
-from flexgen_jax.machine.profiles import cached_profile, measured_profile, read_profile
+from flexgen_jax.machine.profiles import cached_profile, measured_profile
 from flexgen_jax.policy.hardware import HardwareProfile
+from flexgen_jax.policy.machines import read_profile
 from flexgen_jax.policy.policy import Placement
 from flexgen_jax.progress import Progress
 from flexgen_jax.units import parse_bytes

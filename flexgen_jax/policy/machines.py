@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from flexgen_jax.policy.hardware import HardwareProfile, KernelSizes, ProfileError, Rate
 
@@ -212,3 +213,20 @@ def known_machine(name: str) -> HardwareProfile:
     if name not in MACHINES:
         raise ProfileError(f"unknown hardware {name!r}; known: {', '.join(sorted(MACHINES))}")
     return MACHINES[name]()
+
+
+def read_profile(name: str | Path) -> HardwareProfile:
+    """Returns the profile of a named machine, or the one in a file that `flexgen-jax profile`
+    wrote."""
+    if str(name) in MACHINES:
+        return known_machine(str(name))
+    path = Path(name).expanduser()
+    if not path.exists():
+        known = ", ".join(sorted(MACHINES))
+        raise ProfileError(f"hardware {name} is neither a file nor one of {known}")
+    try:
+        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cannot read {path}: {error}") from None
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from None

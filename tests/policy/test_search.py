@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_jax.machine.profiles import read_profile
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.policy.candidates import candidates, frontier
 from flexgen_jax.policy.drafts import DraftRates
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import PROFILE_VERSION, HardwareProfile, ProfileError, Rate
-from flexgen_jax.policy.machines import MACHINES, known_machine
+from flexgen_jax.policy.machines import MACHINES, known_machine, read_profile
 from flexgen_jax.policy.policy import GREEDY, SCORE, Policy, Workload
 from flexgen_jax.policy.problem import Choices, Problem
 from flexgen_jax.policy.search import evaluate, search
