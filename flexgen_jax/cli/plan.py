@@ -271,8 +271,8 @@ def hints(problem: Problem, chosen: Policy) -> list[dict[str, Any]]:
         ideas.append(("more sequences in one run", replace(problem, workload=endless)))
     worth: list[dict[str, Any]] = []
     for what, changed in ideas:
-        is_endless = changed.workload is not problem.workload
-        best = candidates(changed, near=None if is_endless else chosen)
+        has_more = changed.workload != problem.workload
+        best = candidates(changed, near=None if has_more else chosen)
         times = best[0].throughput / base[0].throughput if best else 0.0
         if times >= WORTH_A_HINT:
             worth.append({"change": what, "times": round(times, 2)})

@@ -33,12 +33,12 @@ def normalize(
     interprets: bool = False,
 ) -> jax.Array:
     """Normalises x, [..., element], whose one row is its last axis; see
-    `layers.normalization.normalize`."""
+    `layers.normalization.normalize`. There is no bias without a scale."""
     size = x.shape[-1]
     whole = pl.BlockSpec((size,), lambda place: (0,))
     learned = [array for array in (scale, bias) if array is not None]
     row: jax.Array = call(
-        partial(_kernel, spec=spec, size=size, has_scale=scale is not None),
+        partial(_kernel, spec=spec, size=size),
         grid=(1,),
         inputs=[(array, whole) for array in (x.reshape(size), *learned)],
         outputs=[(jax.ShapeDtypeStruct((size,), x.dtype), whole)],
@@ -49,8 +49,8 @@ def normalize(
     return row.reshape(x.shape)
 
 
-def _kernel(x_ref: Any, *refs: Any, spec: NormSpec, size: int, has_scale: bool) -> None:
-    """Normalises a row; refs: its learned scale and bias, where it has them, and the result."""
+def _kernel(x_ref: Any, *refs: Any, spec: NormSpec, size: int) -> None:
+    """Normalises a row; refs: its scale and its bias, where it has them, and the result."""
     *learned, out_ref = refs
     width = power_of_two(size)
     of_row, mask = (pl.ds(0, width),), None
@@ -65,8 +65,8 @@ def _kernel(x_ref: Any, *refs: Any, spec: NormSpec, size: int, has_scale: bool) 
         x = x - x.sum() / size
         x = x if mask is None else jnp.where(mask, x, 0.0)
     x = x * jax.lax.rsqrt(jnp.square(x).sum() / size + spec.eps)
-    if has_scale:
+    if learned:
         x = x * (loaded(learned[0]) + spec.offset)
-    if len(learned) > has_scale:
-        x = x + loaded(learned[-1])
+    for bias_ref in learned[1:]:
+        x = x + loaded(bias_ref)
     store(out_ref, of_row, x.astype(out_ref.dtype), mask)

@@ -31,7 +31,7 @@ find less time for them."""
 
 
 NEAR = 4
-"""How many times as large or small batches near a policy's may be, and as many or few."""
+"""Batches near a policy's are at most so many times as large or as small, and as many or as few."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def solved(problem: Problem, policy: Policy) -> Candidate | None:
 
 def candidates(problem: Problem, near: Policy | None = None) -> list[Candidate]:
     """Returns all candidates that fit, best first; batches between the best ones and the next of
-    the grid are tried, too. near: a policy whose batches alone, and those up to `NEAR` times as
-    large and as many, or fewer, are tried."""
+    the grid are tried, too. near: a policy; sizes and numbers of batches that differ from its own
+    by more than `NEAR` times are left out."""
     full: list[Policy] = []
     fitting: list[Candidate] = []
     for policy in policies(problem):
