@@ -14,8 +14,7 @@ STEP = 32
 
 FLOATS = ("float32", "bfloat16", "float16")
 
-LEVELS = ("integers", "e2m1", "nf4")
-
+LEVELS = ("integers", "e2m1", "nf4", "e4m3")
 
 Rounding = Literal["", "pairs", "fours", "tiles"]
 """How rows are rounded to 8-bit integers: not at all, few of them for a processor that adds up
@@ -28,8 +27,8 @@ class Grouping:
 
     levels: what codes stand for; factors: the kind of scales and offsets, see
     `jit.grouped_factors`; dtype: of floats; repeats: groups have this many times `STEP` elements;
-    has_minimum: whether there are minima; center: the code that stands for zero; kinds: the dtypes
-    of the leaves beside the codes.
+    rows: rows that share their scales, 0 if all do; has_minimum: whether there are minima; center:
+    the code that stands for zero; kinds: the dtypes of the leaves beside the codes.
     """
 
     bits: int
@@ -37,6 +36,7 @@ class Grouping:
     factors: str
     dtype: str
     repeats: int
+    rows: int
     has_minimum: bool
     center: int
     kinds: tuple[str, ...]
@@ -50,6 +50,7 @@ class Grouping:
             self.factors,
             self.dtype,
             self.repeats,
+            self.rows,
             int(self.has_minimum),
             self.center,
         )
@@ -66,15 +67,16 @@ def grouping_of(storage: Storage) -> Grouping | None:
     if plane * storage.planes != depth or plane % STEP or group % STEP or depth % group:
         return None
     kind = _kind_of(packing)
-    if kind is None or (kind not in ("floats", "zeros") and group != STEP):
+    if kind is None or (kind not in ("floats", "zeros", "blocks") and group != STEP):
         return None
     leaves = [leaf for leaf in storage.leaves if leaf.name not in ("packed", "order")]
     return Grouping(
         bits=packing.bits,
         levels=packing.levels,
         factors=kind,
-        dtype=next((leaf.kind for leaf in leaves if leaf.dtype in FLOATS), "float32"),
+        dtype=next((leaf.dtype for leaf in leaves if leaf.dtype in (*FLOATS, "e8m0")), "float32"),
         repeats=group // STEP,
+        rows=packing.rows,
         has_minimum=packing.minimum is not None,
         center=packing.center,
         kinds=tuple(leaf.kind for leaf in leaves),
@@ -83,6 +85,9 @@ def grouping_of(storage: Storage) -> Grouping | None:
 
 def _kind_of(packing: Format) -> str | None:
     scale, minimum, zero = packing.scale, packing.minimum, packing.zero
+    if packing.levels == "e4m3":
+        is_plain = scale.of is None and minimum is None and zero is None
+        return "blocks" if is_plain and scale.dtype in (*FLOATS, "e8m0") else None
     if scale.rows != 1:
         return None
     if zero is not None:

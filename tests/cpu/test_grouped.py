@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -38,7 +39,15 @@ FORMATS = {
     "gptq": Format(4, Factor("float16", 128), zero=Factor("codes", 128, bits=4)),
     "act-order": Format(4, Factor("float16", 64), center=8, has_order=True),
     "int8": Format(8, Factor("bfloat16", 0), center=128),
+    "fp8": Format(8, Factor("float32", 128, rows=128), levels="e4m3"),
+    "fp8-powers": Format(8, Factor("e8m0", 128, rows=128), levels="e4m3"),
+    "fp8-rows": Format(8, Factor("bfloat16", 0), levels="e4m3"),
+    "fp8-all": Format(8, Factor("float32", 0, rows=0), levels="e4m3"),
 }
+
+
+FINITE = np.array([code for code in range(256) if code & 0x7F < 0x7C], np.uint8)
+"""Codes that stand for a finite number, of E4M3 and of E5M2."""
 
 
 def random_kernel(shape: tuple[int, int], packing: Format, seed: int = 0) -> QuantizedArray:
@@ -50,6 +59,8 @@ def random_kernel(shape: tuple[int, int], packing: Format, seed: int = 0) -> Qua
             array = rng.permutation(leaf.shape[0]).astype(np.int32)
         elif leaf.dtype == "e8m0":
             array = rng.integers(119, 123, leaf.shape).astype(np.uint8)
+        elif leaf.name == "packed" and packing.levels in ("e4m3", "e5m2"):
+            array = rng.choice(FINITE, leaf.shape)
         elif leaf.kind == "uint8":
             array = rng.integers(0, 256, leaf.shape, np.uint8)
         elif leaf.kind == "int8":
@@ -81,6 +92,22 @@ def test_product_is_the_formula(name: str, rows: int, shape: tuple[int, int]) ->
     found = np.asarray(anew(CPU.matmul)(x, kernel, bias), np.float64)
     # Results have 8 bits, and weights in tiles and quantiles have, too.
     np.testing.assert_allclose(found, right, rtol=2**-8, atol=2**-6 * np.abs(right).std())
+
+
+@pytest.mark.usefixtures("unit")
+@pytest.mark.parametrize("rows", [1, 40])
+def test_every_8_bit_float_is_its_number(rows: int) -> None:
+    """A row of x has a single 1, so a result is one weight."""
+    packing = Format(8, Factor("float32", 128, rows=128), levels="e4m3")
+    codes = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, 1024))
+    scale = jnp.ones((2, 8), jnp.float32)
+    kernel = assemble(Storage((256, 1024), "bfloat16", packing), [jnp.asarray(codes), scale])
+    numbers = codes[:, 0].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    x = jnp.eye(rows, 1024, 3, jnp.bfloat16)
+    assert TARGET in anew(CPU.matmul).lower(x, kernel, None).as_text()
+    found = np.asarray(anew(CPU.matmul)(x, kernel, None), np.float32)
+    is_number = ~np.isnan(numbers)
+    assert (found[:, is_number] == numbers[is_number]).all()
 
 
 def rounded(x: jax.Array) -> np.ndarray:
@@ -180,7 +207,8 @@ def test_logits_are_not_rounded() -> None:
         (own(4), (96, 96)),  # planes would begin within a group
         (centered(4, 16, "float16"), (96, 512)),  # groups shorter than a step
         (affine(5, 32, dtype="float16"), (96, 512)),  # codes in two parts
-        (Format(8, Factor("float32", 128, rows=128), levels="e4m3"), (256, 512)),
+        (Format(8, Factor("float32", 128, rows=128), levels="e5m2"), (256, 512)),
+        (Format(8, Factor("float32", 128, rows=128), levels="e4m3"), (96, 448)),  # a short group
     ],
 )
 def test_other_formats_are_left_to_xla(packing: Format, shape: tuple[int, int]) -> None:

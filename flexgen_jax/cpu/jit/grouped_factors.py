@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from flexgen_jax.cpu.jit.levels_ir import E4M3_UNIT
 from flexgen_jax.cpu.jit.llvm import FLOAT, LANES, filled
 from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, HALVES, WORDS, N, Tiles, emitted, single
 
@@ -40,10 +41,18 @@ def from_float32(bits):
     return np.uint32(bits).view(np.float32)
 
 
+@njit(inline="always")
+def from_power(exponent):
+    """Widens a power of two, given as its exponent; 0 stands for the least of fp32's."""
+    bits = max(np.uint32(exponent), np.uint32(1))
+    return np.uint32(bits << np.uint32(23)).view(np.float32)
+
+
 WIDEN: dict[str, Any] = {
     "bfloat16": single,
     "float16": from_float16,
     "float32": from_float32,
+    "e8m0": from_power,
 }
 
 
@@ -208,17 +217,19 @@ def six_bits(low, high, row, count, index):
     return np.float32(lower | upper << 4)
 
 
-def factors_of(kind: str, dtype: str, repeats: int, has_minimum: bool) -> Any:
+def factors_of(kind: str, dtype: str, repeats: int, rows: int, has_minimum: bool) -> Any:
     """Returns the function that writes a row's scales and offsets.
 
     Its arguments: the kernel's leaves but the codes, flat; the row; how many groups a row has;
     scales and offsets, fp32, and where they begin; the middle code, less the code that stands for
     zero where there is no minimum: what is multiplied is a code less the middle one. repeats:
-    groups have this many times `STEP` elements. dtype: of floats.
+    groups have this many times `STEP` elements. rows: that share their scales, 0 if all do. dtype:
+    of floats.
     """
     makers: dict[str, Callable[[], Any]] = {
         "unit": _of_units,
         "floats": lambda: _of_floats(dtype, repeats, has_minimum),
+        "blocks": lambda: _of_blocks(dtype, repeats, rows),
         "powers": _of_powers,
         "zeros": lambda: _with_zeros(dtype, repeats),
         "sixes": _of_sixes,
@@ -264,6 +275,21 @@ def _of_floats(dtype: str, repeats: int, has_minimum: bool) -> Any:
     return take
 
 
+def _of_blocks(dtype: str, repeats: int, rows: int) -> Any:
+    """Scales that blocks of rows share, of 8-bit floats."""
+    widen, sharing, unit = WIDEN[dtype], rows or 1 << 62, np.float32(E4M3_UNIT)
+
+    @njit(inline="always")
+    def take(leaves, row, count, scales, offsets, at, middle):
+        begin = row // sharing * count
+        for group in range(count):
+            step = widen(leaves[0][begin + group]) * unit
+            for n in range(repeats):
+                scales[at + group * repeats + n] = step
+
+    return take
+
+
 def _of_powers() -> Any:
     """Exponents of powers of two."""
 
@@ -272,8 +298,7 @@ def _of_powers() -> Any:
         whole = count // LANES
         widen_powers(leaves[0], row * count, whole, scales, at)
         for group in range(whole * LANES, count):
-            bits = max(np.uint32(leaves[0][row * count + group]), np.uint32(1))
-            scales[at + group] = np.uint32(bits << np.uint32(23)).view(np.float32)
+            scales[at + group] = from_power(leaves[0][row * count + group])
 
     return take
 

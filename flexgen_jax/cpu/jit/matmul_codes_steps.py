@@ -10,8 +10,8 @@ from numba import types
 from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
+from flexgen_jax.cpu.jit.levels_ir import middle_of
 from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, filled
-from flexgen_jax.cpu.jit.matmul_packed import middle_of
 from flexgen_jax.cpu.jit.packing import BYTE, PAIR, STEP, N, Tiles, emitted
 from flexgen_jax.cpu.jit.packing_int8 import inverse_of
 from flexgen_jax.layers.matmul_int8 import LEVELS

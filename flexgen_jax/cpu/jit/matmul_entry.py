@@ -25,9 +25,10 @@ from flexgen_jax.cpu.jit import (
 from flexgen_jax.cpu.jit.attention_entry import ALL, ARGUMENTS, CALLS, RESULTS, array_in, handler
 from flexgen_jax.cpu.jit.code_cache import bound
 from flexgen_jax.cpu.jit.grouped_factors import factors_of
+from flexgen_jax.cpu.jit.levels_ir import INTEGERS, LEVELS
 from flexgen_jax.cpu.jit.matmul_blocked import columns_of
 from flexgen_jax.cpu.jit.matmul_codes import codes_of
-from flexgen_jax.cpu.jit.matmul_grouped import LEVELS, multiplier_of, padded_count, taker_of
+from flexgen_jax.cpu.jit.matmul_grouped import multiplier_of, padded_count, taker_of
 from flexgen_jax.cpu.jit.matmul_int8 import multiply_rounded, round_panel
 from flexgen_jax.cpu.jit.matmul_packed import most_folded, packed_of
 from flexgen_jax.cpu.jit.matmul_small_batch import (
@@ -198,9 +199,9 @@ def grouped_handler(
 def _grouped_helpers(of: Grouping, unit: str, rounding: Rounding) -> dict[str, Any]:
     """Returns the functions that `_grouped_part` calls, by their names there."""
     bits, levels, kind = of.bits, LEVELS[of.levels], stored_as(unit)
-    code = np.float32(1 << (bits - 1)) if levels == matmul_grouped.INTEGERS else np.float32(0)
+    code = np.float32(1 << (bits - 1)) if levels == INTEGERS else np.float32(0)
     middle: Any = np.float32(code - of.center)
-    take = factors_of(of.factors, of.dtype, of.repeats, of.has_minimum)
+    take = factors_of(of.factors, of.dtype, of.repeats, of.rows, of.has_minimum)
     if rounding:
         by_fours = rounding == "fours"
         own: Any = np.float32(matmul_grouped_int8.middle_code(bits, by_fours) - of.center)

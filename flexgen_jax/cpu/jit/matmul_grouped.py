@@ -15,7 +15,6 @@ serves two steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,10 +26,10 @@ from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import grouped_factors, matmul_packed
 from flexgen_jax.cpu.jit.code_cache import called, source_of
-from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, arrays_of, filled
+from flexgen_jax.cpu.jit.levels_ir import levels_of, pairs_of_levels
+from flexgen_jax.cpu.jit.llvm import INT, LANES, SECOND_CACHE, arrays_of, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_inner import added, multiplied
-from flexgen_jax.cpu.jit.matmul_packed import codes_in, levels_in, middle_of
 from flexgen_jax.cpu.jit.matmul_small_batch import give_sums, lay, loaded_step
 from flexgen_jax.cpu.jit.packing import (
     BYTE,
@@ -38,7 +37,6 @@ from flexgen_jax.cpu.jit.packing import (
     HALVES,
     PAIR,
     STEP,
-    WORDS,
     N,
     PlainKernel,
     Tiles,
@@ -49,7 +47,6 @@ from flexgen_jax.cpu.jit.packing import (
     store_columns,
 )
 from flexgen_jax.cpu.processor import has_wide_vectors
-from flexgen_jax.models.formats.levels import E2M1, NF4
 
 cgutils: Any = untyped
 
@@ -61,48 +58,6 @@ ONE, TWO, MORE = ((4, 1), (4, 2), (2, 4)) if has_wide_vectors() else ((1, 1), (1
 
 AHEAD = 1 << 12
 """About how many bytes ahead codes are prefetched."""
-
-INTEGERS, SMALL_FLOATS, QUANTILES = 0, 1, 2
-"""What codes of 4 bits stand for: integers around 8, and the tables of `models.formats.levels`."""
-
-LEVELS = {"integers": INTEGERS, "e2m1": SMALL_FLOATS, "nf4": QUANTILES}
-
-TABLES: dict[int, Sequence[float]] = {
-    INTEGERS: range(-8, 8),
-    SMALL_FLOATS: E2M1,
-    QUANTILES: NF4,
-}
-
-
-def _level(tiles: Tiles, code: Any, bits: int, kind: int) -> Any:
-    """Returns the levels of codes, given as words, as fp32."""
-    if kind != INTEGERS:
-        return _chosen(tiles, code, TABLES[kind])
-    middle = filled(WORDS, middle_of(bits))
-    return tiles.builder.sitofp(tiles.builder.sub(code, middle), FLOATS)
-
-
-def _chosen(tiles: Tiles, codes: Any, numbers: Sequence[float]) -> Any:
-    """Returns a number of a table of 16 for each code. A register holds the table, or half of it:
-    then the lowest three bits of a code choose in both halves, and the fourth one between them."""
-    builder, table = tiles.builder, [float(number) for number in numbers]
-    if has_wide_vectors():
-        name = "llvm.x86.avx512.permvar.sf.512"
-        return tiles.call(name, FLOATS, ir.Constant(FLOATS, table), codes)
-    words, floats = ir.VectorType(INT, 8), ir.VectorType(FLOAT, 8)
-    low, high = (ir.Constant(floats, part) for part in (table[:8], table[8:]))
-    chosen = []
-    for first in (0, 8):
-        lanes = ir.Constant(words, list(range(first, first + 8)))
-        code = builder.shuffle_vector(codes, codes, lanes)
-        lower, upper = (
-            tiles.call("llvm.x86.avx2.permps", floats, half, code) for half in (low, high)
-        )
-        bit = builder.and_(code, filled(words, 8))
-        chosen.append(
-            builder.select(builder.icmp_signed("!=", bit, filled(words, 0)), upper, lower)
-        )
-    return builder.shuffle_vector(*chosen, ir.Constant(WORDS, list(range(16))))
 
 
 def _dots(
@@ -160,10 +115,11 @@ def _emit_dots(
             where = tiles.at(begin, (column, apart), (step, STEP))
             tiles.ask(tiles.place(codes, tiles.at(where, AHEAD), BYTE), SECOND_CACHE)
             if floats:
-                halves = codes_in(tiles, codes, where, bits)
-                columns.append([[_level(tiles, x, bits, kind) for x in pair] for pair in halves])
+                stored = builder.load(tiles.place(codes, where, HALVES), align=1)
+                shifts = [ir.Constant(INT, shift) for shift in range(0, 8, bits)]
+                columns.append([levels_of(tiles, stored, shift, bits, kind) for shift in shifts])
             else:
-                columns.append(levels_in(tiles, codes, where, bits, TABLES[kind]))
+                columns.append(pairs_of_levels(tiles, codes, where, bits, kind))
         for part in range(8 // bits):
             number = tiles.at((steps, part), step)
             own = [
@@ -225,20 +181,14 @@ class GroupedKernel(PlainKernel):
     def rows(self, tile: Any, step: Any) -> list[Any]:
         tiles, builder, rows = self._tiles, self._tiles.builder, []
         shift = builder.trunc(self._shift, INT)
-        levels = filled(WORDS, (1 << self._bits) - 1)
-        shifts = [tiles.spread(builder.add(shift, ir.Constant(INT, n)), LANES) for n in (0, 8)]
         for number, stored in enumerate(self._loaded(tile, step, HALVES, 1)):
             where = tiles.at((tiles.at((tile, LANES), number), self._factors), self._first, step)
             scale, offset = (
                 tiles.spread(builder.load(builder.gep(side.data, [where])), LANES)
                 for side in self._sides
             )
-            word = builder.zext(stored, WORDS)
-            halves = []
-            for by in shifts:
-                code = builder.and_(builder.lshr(word, by), levels)
-                level = _level(tiles, code, self._bits, self._kind)
-                halves.append(added(tiles, offset, level, scale))
+            levels = levels_of(tiles, stored, shift, self._bits, self._kind)
+            halves = [added(tiles, offset, level, scale) for level in levels]
             rows.append(joined_words(tiles, halves))
         return rows
 

@@ -15,19 +15,17 @@ a plane length apart; both halves of an 8-bit code go through tables, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
-from flexgen_jax.cpu.jit import matmul_small_batch
+from flexgen_jax.cpu.jit import levels_ir, matmul_small_batch
 from flexgen_jax.cpu.jit.code_cache import called, source_of
+from flexgen_jax.cpu.jit.levels_ir import INTEGERS, middle_of, pairs_of_levels
 from flexgen_jax.cpu.jit.llvm import LANES, SECOND_CACHE, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_inner import added, begun, multiplied
@@ -53,7 +51,7 @@ from flexgen_jax.models.formats.storage import GROUP_SIZE
 
 cgutils: Any = untyped
 
-SOURCE = matmul_small_batch.SOURCE + source_of(__file__)
+SOURCE = matmul_small_batch.SOURCE + source_of(__file__, levels_ir.__file__)
 """A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
 
 ONE, TWO, MORE = ((4, 1), (4, 2), (2, 4)) if has_wide_vectors() else ((2, 1), (1, 2), (1, 2))
@@ -71,8 +69,6 @@ cache keeps until they are used."""
 FOLDED = 4096
 """Elements of x times scale that stay in the first cache."""
 
-CODES = ir.VectorType(ir.IntType(16), STEP)
-
 
 def most_folded(unit: str) -> int:
     """Returns the most rows for which a unit leaves kernel weights packed."""
@@ -81,18 +77,6 @@ def most_folded(unit: str) -> int:
     if unit == "amx":
         return MOST_BESIDE_AMX if multiplies_pairs() else 0
     return MOST
-
-
-def table_of(values: Sequence[float]) -> Any:
-    """Returns a constant of numbers as bfloat16, as often as they fit: of an index, which is taken
-    by its low 5 bits, no more count than there are numbers."""
-    bits = np.array(values, ml_dtypes.bfloat16).view(np.uint16)
-    return ir.Constant(CODES, [int(x) for x in np.resize(bits, STEP)])
-
-
-def middle_of(bits: int) -> int:
-    """Returns a code in the middle of all."""
-    return 1 << (bits - 1)
 
 
 def _fold(
@@ -241,13 +225,13 @@ def _codes(
     if as_floats:
         return [
             [(tiles.builder.sitofp(half, FLOATS), number) for number, half in enumerate(halves)]
-            for halves in codes_in(tiles, kernel, at, bits)
+            for halves in _codes_in(tiles, kernel, at, bits)
         ]
-    levels = levels_in(tiles, kernel, at, bits, range(-middle_of(bits), middle_of(bits)))
+    levels = pairs_of_levels(tiles, kernel, at, bits, INTEGERS)
     return [[(vector, 0) for vector in vectors] for vectors in levels]
 
 
-def codes_in(tiles: Tiles, kernel: Any, at: Any, bits: int) -> list[list[Any]]:
+def _codes_in(tiles: Tiles, kernel: Any, at: Any, bits: int) -> list[list[Any]]:
     """Loads a step of bytes; returns for each of their codes those at even places, and those at odd
     ones, as words."""
     builder = tiles.builder
@@ -255,28 +239,6 @@ def codes_in(tiles: Tiles, kernel: Any, at: Any, bits: int) -> list[list[Any]]:
     word, levels = builder.zext(stored, WORDS), filled(WORDS, (1 << bits) - 1)
     shifts = ([filled(WORDS, shift + n) for n in (0, 8)] for shift in range(0, 8, bits))
     return [[builder.and_(builder.lshr(word, by), levels) for by in pair] for pair in shifts]
-
-
-def levels_in(
-    tiles: Tiles, kernel: Any, at: Any, bits: int, levels: Sequence[float]
-) -> list[list[Any]]:
-    """Loads a step of bytes; returns for each of their codes vectors of bfloat16 whose sum is its
-    level: one, or of 8 bits, whose levels are integers around zero, one for each half."""
-    builder, middle = tiles.builder, middle_of(bits)
-    stored = builder.load(tiles.place(kernel, at, ir.VectorType(BYTE, STEP)), align=1)
-    word = builder.zext(stored, CODES)
-    if bits == 8:
-        halves = [(0, table_of(range(16))), (4, table_of(range(-middle, middle, 16)))]
-        return [[_looked_up(tiles, table, word, shift) for shift, table in halves]]
-    table = table_of(levels)
-    return [[_looked_up(tiles, table, word, shift)] for shift in range(0, 8, bits)]
-
-
-def _looked_up(tiles: Tiles, table: Any, words: Any, shift: int) -> Any:
-    """Returns what a table has for the bits of words from `shift` on."""
-    indices = tiles.builder.lshr(words, filled(CODES, shift))
-    levels = tiles.call("llvm.x86.avx512.permvar.hi.512", CODES, table, indices)
-    return tiles.builder.bitcast(levels, WORDS)
 
 
 fold: Any = intrinsic(prefer_literal=True)(_fold)

@@ -1,0 +1,153 @@
+"""Emits what codes of packed kernel weights stand for.
+
+Integers are counted from the middle one, and an 8-bit float's levels are `E4M3_UNIT` times smaller
+than its numbers: its sign, exponent and mantissa are put into a float16, which a processor widens
+right where a number is below the least normal one, too.
+
+    E4M3       s eeee mmm
+    float16    s 0eeee mmm0000000     2^(15 - 7) = 2^8 times smaller
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from llvmlite import ir
+
+from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, filled
+from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, HALVES, STEP, WORDS, Tiles
+from flexgen_jax.cpu.processor import has_wide_vectors
+from flexgen_jax.models.formats.levels import E2M1, NF4
+
+INTEGERS, SMALL_FLOATS, QUANTILES, EIGHT_BIT_FLOATS = range(4)
+"""What codes stand for: integers around the middle one, the tables of `models.formats.levels`, and
+8-bit floats."""
+
+LEVELS = {
+    "integers": INTEGERS,
+    "e2m1": SMALL_FLOATS,
+    "nf4": QUANTILES,
+    "e4m3": EIGHT_BIT_FLOATS,
+}
+
+TABLES: dict[int, Sequence[float]] = {
+    INTEGERS: range(-8, 8),
+    SMALL_FLOATS: E2M1,
+    QUANTILES: NF4,
+}
+"""The levels of codes of 4 bits."""
+
+E4M3_UNIT = 2.0**8
+"""An 8-bit float's number over its level."""
+
+HALF_FLOATS = ir.VectorType(ir.HalfType(), LANES)
+
+CODES = ir.VectorType(ir.IntType(16), STEP)
+
+
+def middle_of(bits: int) -> int:
+    """Returns a code in the middle of all."""
+    return 1 << (bits - 1)
+
+
+def levels_of(tiles: Tiles, stored: Any, shift: Any, bits: int, kind: int) -> list[Any]:
+    """Returns the levels, fp32, of the even and of the odd ones of some bytes, which are given as
+    16-bit words: of their codes from the bit `shift` on, a 32-bit word."""
+    if kind == EIGHT_BIT_FLOATS:
+        return _widened(tiles, stored)
+    builder, word = tiles.builder, tiles.builder.zext(stored, WORDS)
+    mask, levels = filled(WORDS, (1 << bits) - 1), []
+    for byte in (0, 8):
+        by = tiles.spread(builder.add(shift, ir.Constant(INT, byte)), LANES)
+        code = builder.and_(builder.lshr(word, by), mask)
+        levels.append(_level(tiles, code, bits, kind))
+    return levels
+
+
+def pairs_of_levels(tiles: Tiles, kernel: Any, at: Any, bits: int, kind: int) -> list[list[Any]]:
+    """Loads a step of bytes; returns for each of their codes vectors of bfloat16 whose sum is its
+    level: one, or of 8 bits that are an integer, one for each half."""
+    middle = middle_of(bits)
+    stored = tiles.builder.load(tiles.place(kernel, at, ir.VectorType(BYTE, STEP)), align=1)
+    word = tiles.builder.zext(stored, CODES)
+    if kind == EIGHT_BIT_FLOATS:
+        return [[_narrowed(tiles, word)]]
+    if bits == 8:
+        halves = [(0, _table_of(range(16))), (4, _table_of(range(-middle, middle, 16)))]
+        return [[_looked_up(tiles, table, word, shift) for shift, table in halves]]
+    table = _table_of(TABLES[kind])
+    return [[_looked_up(tiles, table, word, shift)] for shift in range(0, 8, bits)]
+
+
+def _table_of(values: Sequence[float]) -> Any:
+    """Returns a constant of numbers as bfloat16, as often as they fit: of an index, which is taken
+    by its low 5 bits, no more count than there are numbers."""
+    bits = np.array(values, ml_dtypes.bfloat16).view(np.uint16)
+    return ir.Constant(CODES, [int(x) for x in np.resize(bits, STEP)])
+
+
+def _looked_up(tiles: Tiles, table: Any, words: Any, shift: int) -> Any:
+    """Returns what a table has for the bits of words from `shift` on."""
+    indices = tiles.builder.lshr(words, filled(CODES, shift))
+    levels = tiles.call("llvm.x86.avx512.permvar.hi.512", CODES, table, indices)
+    return tiles.builder.bitcast(levels, WORDS)
+
+
+def _widened(tiles: Tiles, stored: Any) -> list[Any]:
+    """Returns the levels, fp32, of the even and of the odd ones of some 8-bit floats."""
+    builder, sign, magnitude = tiles.builder, filled(HALVES, 0x8000), filled(HALVES, 0x3F80)
+    even = builder.shl(stored, filled(HALVES, 7))
+    signs = builder.shl(stored, filled(HALVES, 8)), stored
+    magnitudes = even, builder.lshr(stored, filled(HALVES, 1))
+    halves = [
+        builder.or_(builder.and_(upper, sign), builder.and_(lower, magnitude))
+        for upper, lower in zip(signs, magnitudes, strict=True)
+    ]
+    return [builder.fpext(builder.bitcast(half, HALF_FLOATS), FLOATS) for half in halves]
+
+
+def _narrowed(tiles: Tiles, codes: Any) -> Any:
+    """Returns the levels of 8-bit floats as bfloat16, whose exponent is of 8 bits: numbers below
+    the least normal one come out of a table."""
+    builder, exponent = tiles.builder, 127 - 7 - 8
+    low = builder.and_(codes, filled(CODES, 0x7F))
+    normal = builder.add(builder.shl(low, filled(CODES, 4)), filled(CODES, exponent << 7))
+    table = _table_of([mantissa * 2.0**-9 / E4M3_UNIT for mantissa in range(8)])
+    small = builder.bitcast(_looked_up(tiles, table, codes, 0), CODES)
+    is_small = builder.icmp_unsigned("<", low, filled(CODES, 8))
+    sign = builder.shl(builder.and_(codes, filled(CODES, 0x80)), filled(CODES, 8))
+    return builder.bitcast(builder.or_(sign, builder.select(is_small, small, normal)), WORDS)
+
+
+def _level(tiles: Tiles, code: Any, bits: int, kind: int) -> Any:
+    """Returns the levels of codes, given as words, as fp32."""
+    if kind != INTEGERS:
+        return _chosen(tiles, code, TABLES[kind])
+    middle = filled(WORDS, middle_of(bits))
+    return tiles.builder.sitofp(tiles.builder.sub(code, middle), FLOATS)
+
+
+def _chosen(tiles: Tiles, codes: Any, numbers: Sequence[float]) -> Any:
+    """Returns a number of a table of 16 for each code. A register holds the table, or half of it:
+    then the lowest three bits of a code choose in both halves, and the fourth one between them."""
+    builder, table = tiles.builder, [float(number) for number in numbers]
+    if has_wide_vectors():
+        name = "llvm.x86.avx512.permvar.sf.512"
+        return tiles.call(name, FLOATS, ir.Constant(FLOATS, table), codes)
+    words, floats = ir.VectorType(INT, 8), ir.VectorType(FLOAT, 8)
+    low, high = (ir.Constant(floats, part) for part in (table[:8], table[8:]))
+    chosen = []
+    for first in (0, 8):
+        lanes = ir.Constant(words, list(range(first, first + 8)))
+        code = builder.shuffle_vector(codes, codes, lanes)
+        lower, upper = (
+            tiles.call("llvm.x86.avx2.permps", floats, half, code) for half in (low, high)
+        )
+        bit = builder.and_(code, filled(words, 8))
+        chosen.append(
+            builder.select(builder.icmp_signed("!=", bit, filled(words, 0)), upper, lower)
+        )
+    return builder.shuffle_vector(*chosen, ir.Constant(WORDS, list(range(16))))
