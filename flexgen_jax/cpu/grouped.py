@@ -10,7 +10,8 @@ from flexgen_jax.models.formats.format import Factor, Format
 from flexgen_jax.models.formats.storage import Storage
 
 STEP = 32
-"""Elements that are multiplied at a time: groups must be multiples of it."""
+"""Elements that are multiplied at a time: planes of codes must be multiples of it, and groups of it
+or of half of it."""
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -26,15 +27,17 @@ class Grouping:
     """A format as the generated code knows it.
 
     levels: what codes stand for; factors: the kind of scales and offsets, see
-    `jit.grouped_factors`; dtype: of floats; repeats: groups have this many times `STEP` elements;
-    rows: rows that share their scales, 0 if all do; has_minimum: whether there are minima; center:
-    the code that stands for zero; kinds: the dtypes of the leaves beside the codes.
+    `jit.grouped_factors`; dtype: of floats; unit: elements for which factors are laid out, `STEP`
+    or half of it; repeats: groups have this many times as many; rows: rows that share their scales,
+    0 if all do; has_minimum: whether there are minima; center: the code that stands for zero;
+    kinds: the dtypes of the leaves beside the codes.
     """
 
     bits: int
     levels: str
     factors: str
     dtype: str
+    unit: int
     repeats: int
     rows: int
     has_minimum: bool
@@ -49,6 +52,7 @@ class Grouping:
             self.levels,
             self.factors,
             self.dtype,
+            self.unit,
             self.repeats,
             self.rows,
             int(self.has_minimum),
@@ -61,21 +65,25 @@ def grouping_of(storage: Storage) -> Grouping | None:
     """Returns the format of a matrix as the generated code knows it, None if it does not."""
     packing, depth = storage.packing, storage.shape[1]
     group = packing.group or depth
-    if packing.axis != -1 or packing.bits not in (4, 8) or packing.levels not in LEVELS:
+    if packing.axis != -1 or packing.levels not in LEVELS:
         return None
+    unit = STEP // 2 if group % STEP else STEP
     plane = storage.plane_length
-    if plane * storage.planes != depth or plane % STEP or group % STEP or depth % group:
+    if plane * storage.planes != depth or plane % STEP or group % unit or depth % group:
         return None
     kind = _kind_of(packing)
-    if kind is None or (kind not in ("floats", "zeros", "blocks") and group != STEP):
+    if kind is None or (kind not in ("floats", "zeros", "blocks") and group != unit):
         return None
-    leaves = [leaf for leaf in storage.leaves if leaf.name not in ("packed", "order")]
+    leaves = [
+        leaf for leaf in storage.leaves if leaf.name not in ("packed", "packed_high", "order")
+    ]
     return Grouping(
         bits=packing.bits,
         levels=packing.levels,
         factors=kind,
         dtype=next((leaf.dtype for leaf in leaves if leaf.dtype in (*FLOATS, "e8m0")), "float32"),
-        repeats=group // STEP,
+        unit=unit,
+        repeats=group // unit,
         rows=packing.rows,
         has_minimum=packing.minimum is not None,
         center=packing.center,
@@ -97,11 +105,23 @@ def _kind_of(packing: Format) -> str | None:
         return "floats" if is_plain else None
     if scale.dtype == "e8m0":
         return "powers"
+    if scale.dtype == "e4m3":
+        return "small" if scale.of == Factor("float32", 0, rows=0) and minimum is None else None
     unit = Factor("bfloat16", 0)
     if (scale.dtype, scale.of) == ("uint8", unit) and minimum is not None:
         return "unit" if (minimum.dtype, minimum.of) == ("int8", unit) else None
-    is_six = scale.dtype == "codes" and scale.bits == 6 and scale.of == Factor("float16", 256)
-    return "sixes" if is_six and minimum == scale and packing.subtracts else None
+    return _kind_in_blocks(packing)
+
+
+def _kind_in_blocks(packing: Format) -> str | None:
+    """Returns the kind of scales, and of minima, that are integers in units of their block."""
+    scale, minimum = packing.scale, packing.minimum
+    if scale.of != Factor("float16", 256):
+        return None
+    if minimum is None:
+        return {(8, 0): "bytes", (6, 32): "signed_sixes"}.get((scale.bits or 8, scale.center))
+    fits = minimum == scale and packing.subtracts and scale.center == 0
+    return {6: "sixes", 4: "fours"}.get(scale.bits) if fits else None
 
 
 def _is_float(factor: Factor) -> bool:

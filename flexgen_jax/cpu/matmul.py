@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.cpu.grouped import Grouping, Rounding, grouping_of
+from flexgen_jax.cpu.grouped import STEP, Grouping, Rounding, grouping_of
 from flexgen_jax.cpu.processor import has_wide_vectors, multiplies_bytes, tile_unit
 from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers.matmul_int8 import column_scale
@@ -125,7 +125,9 @@ def _rounds_steps(kernel: Kept) -> bool:
     """Returns whether rows are rounded step by step, for the codes of a kernel that is grouped
     along its input."""
     grouping = grouping_of(kernel.storage) if isinstance(kernel, QuantizedArray) else None
-    return grouping is not None and grouping.levels == "integers"
+    if grouping is None or grouping.unit != STEP:
+        return False
+    return grouping.levels == "integers" and grouping.bits in (4, 8)
 
 
 def _target_for(kernel: Kept, is_wide: bool, unit: str, rounding: Rounding = "") -> str | None:

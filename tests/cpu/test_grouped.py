@@ -34,6 +34,9 @@ FORMATS = {
     "Q4_0": centered(4, 32, "float16"),
     "Q4_1": affine(4, 32, dtype="float16"),
     "Q4_K": BLOCKS["Q4_K"].format,
+    **{name: BLOCKS[name].format for name in ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q3_K", "Q2_K")},
+    "NVFP4": Format(4, Factor("e4m3", 16, of=Factor("float32", 0, rows=0)), levels="e2m1"),
+    "groups-of-16": affine(8, 16, dtype="bfloat16"),
     "MXFP4": Format(4, Factor("e8m0", 32), levels="e2m1"),
     "nf4": Format(4, Factor("float32", 64), levels="nf4"),
     "gptq": Format(4, Factor("float16", 128), zero=Factor("codes", 128, bits=4)),
@@ -45,6 +48,9 @@ FORMATS = {
     "fp8-all": Format(8, Factor("float32", 0, rows=0), levels="e4m3"),
 }
 
+
+ROUNDED = ["own", "own-8", "Q4_0", "Q4_1", "Q4_K", "gptq", "act-order", "int8"]
+"""Formats whose codes are multiplied by integers, too."""
 
 FINITE = np.array([code for code in range(256) if code & 0x7F < 0x7C], np.uint8)
 """Codes that stand for a finite number, of E4M3 and of E5M2."""
@@ -59,7 +65,7 @@ def random_kernel(shape: tuple[int, int], packing: Format, seed: int = 0) -> Qua
             array = rng.permutation(leaf.shape[0]).astype(np.int32)
         elif leaf.dtype == "e8m0":
             array = rng.integers(119, 123, leaf.shape).astype(np.uint8)
-        elif leaf.name == "packed" and packing.levels in ("e4m3", "e5m2"):
+        elif leaf.dtype == "e4m3" or (packing.levels in ("e4m3", "e5m2") and leaf.name == "packed"):
             array = rng.choice(FINITE, leaf.shape)
         elif leaf.kind == "uint8":
             array = rng.integers(0, 256, leaf.shape, np.uint8)
@@ -123,7 +129,7 @@ def rounded(x: jax.Array) -> np.ndarray:
 @pytest.mark.parametrize("by_fours", [True, False], ids=["fours", "pairs"])
 @pytest.mark.parametrize(
     ("name", "rows"),
-    covering([name for name, kind in FORMATS.items() if kind.levels == "integers"], [1, 2, 5, 40]),
+    covering(ROUNDED, [1, 2, 5, 40]),
 )
 def test_rows_are_rounded_step_by_step(
     monkeypatch: pytest.MonkeyPatch, name: str, rows: int, by_fours: bool
@@ -142,7 +148,7 @@ def test_rows_are_rounded_step_by_step(
 @pytest.mark.parametrize(
     ("name", "rows"),
     covering(
-        [name for name, kind in FORMATS.items() if kind.levels == "integers" and kind.bits == 4],
+        [name for name in ROUNDED if FORMATS[name].bits == 4],
         [33, 64, 301],
     ),
 )
@@ -205,8 +211,8 @@ def test_logits_are_not_rounded() -> None:
     ("packing", "shape"),
     [
         (own(4), (96, 96)),  # planes would begin within a group
-        (centered(4, 16, "float16"), (96, 512)),  # groups shorter than a step
-        (affine(5, 32, dtype="float16"), (96, 512)),  # codes in two parts
+        (centered(4, 8, "float16"), (96, 512)),  # groups shorter than half of a step
+        (affine(5, 32, dtype="float16"), (96, 480)),  # planes of one bit would begin within a step
         (Format(8, Factor("float32", 128, rows=128), levels="e5m2"), (256, 512)),
         (Format(8, Factor("float32", 128, rows=128), levels="e4m3"), (96, 448)),  # a short group
     ],

@@ -3,6 +3,10 @@
 Numba numbers the files of what is compiled from one function of the source, such as the variants
 for several sizes and formats, and several processes at once may give one number to two of them.
 Here every variant, of every version of the source, has file names of its own.
+
+Numba also names what it compiles, by which one function finds another: by the name in the source,
+and a number that begins anew in every process. Code from the cache may have the same number as a
+variant that is compiled now, and would then be called in its place. Here names differ, too.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from numba import njit
 from numba.core import registry as untyped_registry
 from numba.core import serialize as untyped_serialize
 from numba.core.dispatcher import Dispatcher
+from numba.core.extending import _Intrinsic
 
 from flexgen_jax.cpu.jit.llvm import FLAGS
 
@@ -29,12 +34,13 @@ MATH = set(FLAGS)
 
 
 def source_of(*files: str | None) -> int:
-    """Returns a checksum of the files' contents, never 0.
+    """Returns a checksum of the files' contents and of this one's, never 0.
 
     Compiled functions refer to one of all the code that they are made from, so that a change in any
     of these files is noticed: what a function closes over is part of the cache's key.
     """
-    return zlib.crc32(b"".join(Path(str(file)).read_bytes() for file in files)) | 1
+    contents = (Path(str(file)).read_bytes() for file in (__file__, *files))
+    return zlib.crc32(b"".join(contents)) | 1
 
 
 def cached(make: Callable[..., Any], function: Callable[..., Any]) -> Any:
@@ -65,18 +71,36 @@ def bound(function: Callable[..., Any], variant: str, helpers: Mapping[str, Any]
     return own
 
 
-called: Callable[[Callable[..., Any]], Any] = njit(nogil=True, fastmath=MATH)
-"""Compiles a large function that others call, such as the loops of a product.
+def called(function: Callable[..., Any]) -> Any:
+    """Compiles a large function that others call, such as the loops of a product.
 
-Small ones are inlined by Numba, `njit(inline="always")`, for which it copies all that a function
-has inlined itself: with large ones, compiling would take several times as long.
-"""
+    Small ones are inlined by Numba, `njit(inline="always")`, for which it copies all that a
+    function has inlined itself: with large ones, compiling would take several times as long.
+    """
+    known = hashlib.sha256(repr(_described(function)).encode()).hexdigest()
+    function.__qualname__ += f".{known[:16]}"
+    return njit(nogil=True, fastmath=MATH)(function)
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """Compiles a function whose callers hold no lock of the interpreter."""
     jitted: Callable[..., None] = cached(partial(njit, nogil=True), function)
     return jitted
+
+
+def _described(value: Any) -> Any:
+    """Returns what tells a value from others that a function may close over: of functions, and of
+    intrinsics, their names and what they close over themselves."""
+    if isinstance(value, Dispatcher):
+        return _described(value.py_func)
+    if isinstance(value, _Intrinsic):
+        return _described(value._defn)
+    if isinstance(value, partial):
+        return _described(value.func), [_described(own) for own in value.args]
+    if not isinstance(value, FunctionType):
+        return repr(value)
+    closed = [_described(cell.cell_contents) for cell in value.__closure__ or ()]
+    return value.__module__, value.__qualname__, closed
 
 
 def _variant(function: Callable[..., Any]) -> str:

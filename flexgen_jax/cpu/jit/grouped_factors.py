@@ -2,8 +2,8 @@
 
 A weight is `scale * level + offset`, where levels are integers around a middle, or numbers of a
 table. Each function writes the scales and the offsets of one row of a kernel, fp32, one for every
-`STEP` elements: groups are multiples of that. `LANES` groups at a time are widened as vectors, and
-those that are left one by one.
+`STEP` elements or for half as many: groups are multiples of that. `LANES` groups at a time are
+widened as vectors, and those that are left one by one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from flexgen_jax.cpu.jit.levels_ir import E4M3_UNIT
+from flexgen_jax.cpu.jit.levels_ir import E4M3_UNIT, small_floats
 from flexgen_jax.cpu.jit.llvm import FLOAT, LANES, filled
 from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, HALVES, WORDS, N, Tiles, emitted, single
 
-BLOCK = 8
-"""Groups that share a unit, where scales have 6 bits."""
+BLOCK, SUPER = 8, 256
+"""Groups whose integers are scaled together, and elements that share a unit of them."""
 
 EIGHT = ir.VectorType(FLOAT, BLOCK)
 
@@ -46,6 +46,15 @@ def from_power(exponent):
     """Widens a power of two, given as its exponent; 0 stands for the least of fp32's."""
     bits = max(np.uint32(exponent), np.uint32(1))
     return np.uint32(bits << np.uint32(23)).view(np.float32)
+
+
+@njit(inline="always")
+def from_small_float(code):
+    """Widens an 8-bit float (E4M3)."""
+    exponent, mantissa = np.uint32(code) >> np.uint32(3) & np.uint32(15), np.uint32(code) & 7
+    normal = np.uint32((exponent + 120 << 23) + (mantissa << 20)).view(np.float32)
+    value = normal if exponent else np.float32(mantissa) * np.float32(2.0**-9)
+    return -value if np.uint32(code) & np.uint32(0x80) else value
 
 
 WIDEN: dict[str, Any] = {
@@ -129,17 +138,29 @@ def _emit_six(
     _stored(tiles, builder.sitofp(codes, FLOATS), values, to)
 
 
-def _emit_scaled(
-    tiles: Tiles, scales: Any, offsets: Any, at: Any, one: Any, other: Any, middle: Any
-) -> None:
+def _emit_nibbles(tiles: Tiles, codes: Any, begin: Any, plane: Any, values: Any, to: Any) -> None:
     builder = tiles.builder
-    one, other, middle = (tiles.spread(x, BLOCK) for x in (one, other, middle))
-    step, least = (
-        builder.fmul(builder.load(tiles.place(array, at, EIGHT), align=4), unit)
-        for array, unit in ((scales, one), (offsets, other))
-    )
-    _stored(tiles, step, scales, at)
-    _stored(tiles, builder.fsub(builder.fmul(middle, step), least), offsets, at)
+    by = tiles.spread(builder.trunc(tiles.at((plane, 4)), WORDS.element), LANES)
+    codes = builder.and_(builder.lshr(_bytes(tiles, codes, begin), by), filled(WORDS, 15))
+    _stored(tiles, builder.sitofp(codes, FLOATS), values, to)
+
+
+def _emit_signed(tiles: Tiles, codes: Any, begin: Any, vectors: Any, values: Any, to: Any) -> None:
+    with tiles.loop(vectors) as (vector, _):
+        signed = _bytes(tiles, codes, tiles.at(begin, (vector, LANES)), is_signed=True)
+        numbers = tiles.builder.sitofp(signed, FLOATS)
+        _stored(tiles, numbers, values, tiles.at(to, (vector, LANES)))
+
+
+def _emit_small(
+    tiles: Tiles, codes: Any, begin: Any, vectors: Any, factor: Any, scales: Any, to: Any
+) -> None:
+    builder, factor = tiles.builder, tiles.spread(factor, LANES)
+    with tiles.loop(vectors) as (vector, _):
+        place = tiles.place(codes, tiles.at(begin, (vector, LANES)), ir.VectorType(BYTE, LANES))
+        levels = small_floats(tiles, builder.zext(builder.load(place, align=1), HALVES))
+        numbers = builder.fmul(levels, filled(FLOATS, E4M3_UNIT))
+        _stored(tiles, builder.fmul(numbers, factor), scales, tiles.at(to, (vector, LANES)))
 
 
 def _units(_context, scale, minimum, begin, vectors, one, other, middle, scales, offsets, to):
@@ -156,9 +177,16 @@ def _six(_context, low, lower, high, upper, plane, values, to):
     return types.void(low, N, high, N, N, values, N), emitted(_emit_six)
 
 
-def _scaled(_context, scales, offsets, at, one, other, middle):
-    single = types.float32
-    return types.void(scales, offsets, N, single, single, single), emitted(_emit_scaled)
+def _nibbles(_context, codes, begin, plane, values, to):
+    return types.void(codes, N, N, values, N), emitted(_emit_nibbles)
+
+
+def _signed(_context, codes, begin, vectors, values, to):
+    return types.void(codes, N, N, values, N), emitted(_emit_signed)
+
+
+def _small(_context, codes, begin, vectors, factor, scales, to):
+    return types.void(codes, N, N, types.float32, scales, N), emitted(_emit_small)
 
 
 widen_units: Any = intrinsic(_units)
@@ -170,8 +198,40 @@ widen_powers: Any = intrinsic(_powers)
 widen_six: Any = intrinsic(_six)
 """Intrinsic: `LANES` codes of 6 bits of a plane, as fp32; see `six_bits`."""
 
-scale_block: Any = intrinsic(_scaled)
-"""Intrinsic: a block's scales and minima, which are codes, become scales and offsets."""
+widen_four: Any = intrinsic(_nibbles)
+"""Intrinsic: `LANES` codes of 4 bits of a plane, as fp32."""
+
+widen_signed: Any = intrinsic(_signed)
+"""Intrinsic: `vectors` vectors of signed bytes, as fp32."""
+
+widen_small: Any = intrinsic(_small)
+"""Intrinsic: `vectors` vectors of 8-bit floats as scales, times a factor."""
+
+
+def scaling_of(center: int, has_minimum: bool) -> Any:
+    """Returns the intrinsic by which a block's scales, and minima, which are integers, become
+    scales and offsets. center: what is subtracted from scales."""
+
+    def emit(
+        tiles: Tiles, scales: Any, offsets: Any, at: Any, one: Any, other: Any, middle: Any
+    ) -> None:
+        builder = tiles.builder
+        one, other, middle = (tiles.spread(x, BLOCK) for x in (one, other, middle))
+        step, least = (
+            builder.load(tiles.place(array, at, EIGHT), align=4) for array in (scales, offsets)
+        )
+        step = builder.fmul(builder.fsub(step, filled(EIGHT, center)), one)
+        _stored(tiles, step, scales, at)
+        offset = builder.fmul(middle, step)
+        if has_minimum:
+            offset = builder.fsub(offset, builder.fmul(least, other))
+        _stored(tiles, offset, offsets, at)
+
+    def scaled(_context, scales, offsets, at, one, other, middle):
+        single = types.float32
+        return types.void(scales, offsets, N, single, single, single), emitted(emit)
+
+    return intrinsic(scaled)
 
 
 def widen_floats_of(dtype: str) -> Any:
@@ -232,7 +292,11 @@ def factors_of(kind: str, dtype: str, repeats: int, rows: int, has_minimum: bool
         "blocks": lambda: _of_blocks(dtype, repeats, rows),
         "powers": _of_powers,
         "zeros": lambda: _with_zeros(dtype, repeats),
-        "sixes": _of_sixes,
+        "small": _of_small_floats,
+        "sixes": lambda: _in_blocks(_sixes_from, 2, SUPER // 32, 0, True),
+        "signed_sixes": lambda: _in_blocks(_sixes_from, 2, SUPER // 16, 32, False),
+        "fours": lambda: _in_blocks(_fours_from, 1, SUPER // 16, 0, True),
+        "bytes": lambda: _in_blocks(_signed_from, 1, SUPER // 16, 0, False),
     }
     return makers[kind]()
 
@@ -321,29 +385,93 @@ def _with_zeros(dtype: str, repeats: int) -> Any:
     return take
 
 
-def _of_sixes() -> Any:
-    """Scales and minima of 6 bits in units of 256 elements."""
+def _of_small_floats() -> Any:
+    """8-bit floats in units of one number for all."""
 
     @njit(inline="always")
     def take(leaves, row, count, scales, offsets, at, middle):
-        low, high, units, low_minimum, high_minimum, others = leaves
-        each = count // 4
+        whole, unit = count // LANES, from_float32(leaves[1][0])
+        widen_small(leaves[0], row * count, whole, unit, scales, at)
+        for group in range(whole * LANES, count):
+            scales[at + group] = from_small_float(leaves[0][row * count + group]) * unit
+
+    return take
+
+
+def _in_blocks(
+    widen_from: Callable[[int], Any], parts: int, groups: int, center: int, has_minimum: bool
+) -> Any:
+    """Integers in units of blocks of `groups` groups, less a center, and perhaps minima likewise.
+
+    widen_from: returns the function that writes a row's integers as fp32, from the leaf of this
+    number on; parts: how many leaves they have.
+    """
+    widen_scale, widen_minimum = widen_from(0), widen_from(parts + 1 if has_minimum else 0)
+    scale_block, sharing = scaling_of(center, has_minimum), groups // BLOCK
+    first, last = parts, 2 * parts + 1 if has_minimum else parts
+
+    @njit(inline="always")
+    def take(leaves, row, count, scales, offsets, at, middle):
+        widen_scale(leaves, row, count, scales, at)
+        if has_minimum:
+            widen_minimum(leaves, row, count, offsets, at)
+        units, others, blocks = leaves[first], leaves[last], count // BLOCK
+        for block in range(blocks):
+            unit = (row * blocks + block) // sharing
+            one, other = from_float16(units[unit]), from_float16(others[unit])
+            scale_block(scales, offsets, at + block * BLOCK, one, other, middle)
+
+    return take
+
+
+def _sixes_from(leaf: int) -> Any:
+    """Codes of 6 bits, in two leaves."""
+    upper_leaf = leaf + 1
+
+    @njit(inline="always")
+    def widen(leaves, row, count, values, at):
+        low, high, each = leaves[leaf], leaves[upper_leaf], count // 4
         whole = each // LANES
         for plane in range(4):
             for vector in range(whole):
                 inside = vector * LANES
                 lower = (row * 2 + plane % 2) * each + inside
                 upper, to = row * each + inside, at + plane * each + inside
-                widen_six(low, lower, high, upper, plane, scales, to)
-                widen_six(low_minimum, lower, high_minimum, upper, plane, offsets, to)
+                widen_six(low, lower, high, upper, plane, values, to)
             for inside in range(whole * LANES, each):
                 group = plane * each + inside
-                scales[at + group] = six_bits(low, high, row, count, group)
-                offsets[at + group] = six_bits(low_minimum, high_minimum, row, count, group)
-        blocks = count // BLOCK
-        for block in range(blocks):
-            one = from_float16(units[row * blocks + block])
-            other = from_float16(others[row * blocks + block])
-            scale_block(scales, offsets, at + block * BLOCK, one, other, middle)
+                values[at + group] = six_bits(low, high, row, count, group)
 
-    return take
+    return widen
+
+
+def _fours_from(leaf: int) -> Any:
+    """Codes of 4 bits, in planes of two."""
+
+    @njit(inline="always")
+    def widen(leaves, row, count, values, at):
+        codes, half = leaves[leaf], count // 2
+        whole = half // LANES
+        for plane in range(2):
+            to = at + plane * half
+            for vector in range(whole):
+                inside = vector * LANES
+                widen_four(codes, row * half + inside, plane, values, to + inside)
+            for inside in range(whole * LANES, half):
+                code = codes[row * half + inside] >> (plane * 4) & 15
+                values[to + inside] = np.float32(code)
+
+    return widen
+
+
+def _signed_from(leaf: int) -> Any:
+    """Signed bytes."""
+
+    @njit(inline="always")
+    def widen(leaves, row, count, values, at):
+        whole = count // LANES
+        widen_signed(leaves[leaf], row * count, whole, values, at)
+        for group in range(whole * LANES, count):
+            values[at + group] = np.float32(np.int8(leaves[leaf][row * count + group]))
+
+    return widen

@@ -20,6 +20,7 @@ from llvmlite import ir
 from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, filled
 from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, HALVES, STEP, WORDS, Tiles
 from flexgen_jax.cpu.processor import has_wide_vectors
+from flexgen_jax.models.formats.format import WIDTHS
 from flexgen_jax.models.formats.levels import E2M1, NF4
 
 INTEGERS, SMALL_FLOATS, QUANTILES, EIGHT_BIT_FLOATS = range(4)
@@ -33,19 +34,15 @@ LEVELS = {
     "e4m3": EIGHT_BIT_FLOATS,
 }
 
-TABLES: dict[int, Sequence[float]] = {
-    INTEGERS: range(-8, 8),
-    SMALL_FLOATS: E2M1,
-    QUANTILES: NF4,
-}
-"""The levels of codes of 4 bits."""
+TABLES: dict[int, Sequence[float]] = {SMALL_FLOATS: E2M1, QUANTILES: NF4}
+"""The numbers that codes of 4 bits choose from."""
 
 E4M3_UNIT = 2.0**8
 """An 8-bit float's number over its level."""
 
 HALF_FLOATS = ir.VectorType(ir.HalfType(), LANES)
 
-CODES = ir.VectorType(ir.IntType(16), STEP)
+BYTES, CODES = ir.VectorType(BYTE, STEP), ir.VectorType(ir.IntType(16), STEP)
 
 
 def middle_of(bits: int) -> int:
@@ -53,33 +50,63 @@ def middle_of(bits: int) -> int:
     return 1 << (bits - 1)
 
 
-def levels_of(tiles: Tiles, stored: Any, shift: Any, bits: int, kind: int) -> list[Any]:
-    """Returns the levels, fp32, of the even and of the odd ones of some bytes, which are given as
-    16-bit words: of their codes from the bit `shift` on, a 32-bit word."""
+def levels_of(
+    tiles: Tiles, stored: Sequence[Any], shifts: Sequence[Any], bits: int, kind: int
+) -> list[Any]:
+    """Returns the levels, fp32, of the even and of the odd ones of some codes.
+
+    stored: bytes with each part of the codes, as 16-bit words; shifts: where the parts begin in a
+    byte, as 32-bit integers.
+    """
     if kind == EIGHT_BIT_FLOATS:
-        return _widened(tiles, stored)
-    builder, word = tiles.builder, tiles.builder.zext(stored, WORDS)
-    mask, levels = filled(WORDS, (1 << bits) - 1), []
+        return [small_floats(tiles, stored[0]), _widened(tiles, stored[0])]
+    builder, codes, shift, levels = tiles.builder, stored[0], shifts[0], []
+    if len(stored) > 1:
+        codes, shift = _joined(tiles, stored, shifts, bits), ir.Constant(INT, 0)
+    word, mask = builder.zext(codes, WORDS), filled(WORDS, (1 << bits) - 1)
     for byte in (0, 8):
         by = tiles.spread(builder.add(shift, ir.Constant(INT, byte)), LANES)
         code = builder.and_(builder.lshr(word, by), mask)
-        levels.append(_level(tiles, code, bits, kind))
+        if kind == INTEGERS:
+            signed = builder.sub(code, filled(WORDS, middle_of(bits)))
+            levels.append(builder.sitofp(signed, FLOATS))
+        else:
+            levels.append(_chosen(tiles, code, TABLES[kind]))
     return levels
 
 
-def pairs_of_levels(tiles: Tiles, kernel: Any, at: Any, bits: int, kind: int) -> list[list[Any]]:
-    """Loads a step of bytes; returns for each of their codes vectors of bfloat16 whose sum is its
-    level: one, or of 8 bits that are an integer, one for each half."""
-    middle = middle_of(bits)
-    stored = tiles.builder.load(tiles.place(kernel, at, ir.VectorType(BYTE, STEP)), align=1)
-    word = tiles.builder.zext(stored, CODES)
+def _joined(tiles: Tiles, stored: Sequence[Any], shifts: Sequence[Any], bits: int) -> Any:
+    """Returns codes, one a byte, from the bytes with their parts."""
+    builder, codes, at = tiles.builder, filled(HALVES, 0), 0
+    for width, part, shift in zip(WIDTHS[bits], stored, shifts, strict=True):
+        mask, by = (1 << width) - 1, builder.trunc(shift, HALVES.element)
+        own = builder.lshr(part, tiles.spread(by, LANES))
+        own = builder.and_(own, filled(HALVES, mask << 8 | mask))
+        codes = builder.or_(codes, builder.shl(own, filled(HALVES, at)))
+        at += width
+    return codes
+
+
+def pairs_of_levels(
+    tiles: Tiles, stored: Sequence[Any], shifts: Sequence[int], bits: int, kind: int
+) -> list[Any]:
+    """Returns vectors of bfloat16 whose sum are the levels of a step's codes: one for each part, or
+    for each half of an integer of 8 bits. The arguments are those of `levels_of`."""
+    codes = [tiles.builder.zext(tiles.builder.bitcast(part, BYTES), CODES) for part in stored]
     if kind == EIGHT_BIT_FLOATS:
-        return [[_narrowed(tiles, word)]]
+        return [_narrowed(tiles, codes[0])]
+    if kind != INTEGERS:
+        return [_looked_up(tiles, _table_of(TABLES[kind]), codes[0], shifts[0])]
+    widths = WIDTHS[bits]
     if bits == 8:
-        halves = [(0, _table_of(range(16))), (4, _table_of(range(-middle, middle, 16)))]
-        return [[_looked_up(tiles, table, word, shift) for shift, table in halves]]
-    table = _table_of(TABLES[kind])
-    return [[_looked_up(tiles, table, word, shift)] for shift in range(0, 8, bits)]
+        widths, codes, shifts = (4, 4), codes * 2, (0, 4)
+    sums, at = [], 0
+    for width, part, shift in zip(widths, codes, shifts, strict=True):
+        least = middle_of(bits) if at + width == bits else 0
+        table = _table_of([(code << at) - least for code in range(1 << width)])
+        sums.append(_looked_up(tiles, table, part, shift))
+        at += width
+    return sums
 
 
 def _table_of(values: Sequence[float]) -> Any:
@@ -96,17 +123,18 @@ def _looked_up(tiles: Tiles, table: Any, words: Any, shift: int) -> Any:
     return tiles.builder.bitcast(levels, WORDS)
 
 
-def _widened(tiles: Tiles, stored: Any) -> list[Any]:
-    """Returns the levels, fp32, of the even and of the odd ones of some 8-bit floats."""
-    builder, sign, magnitude = tiles.builder, filled(HALVES, 0x8000), filled(HALVES, 0x3F80)
-    even = builder.shl(stored, filled(HALVES, 7))
-    signs = builder.shl(stored, filled(HALVES, 8)), stored
-    magnitudes = even, builder.lshr(stored, filled(HALVES, 1))
-    halves = [
-        builder.or_(builder.and_(upper, sign), builder.and_(lower, magnitude))
-        for upper, lower in zip(signs, magnitudes, strict=True)
-    ]
-    return [builder.fpext(builder.bitcast(half, HALF_FLOATS), FLOATS) for half in halves]
+def small_floats(tiles: Tiles, stored: Any) -> Any:
+    """Returns the levels, fp32, of the 8-bit floats in the low bytes of 16-bit words."""
+    return _widened(tiles, tiles.builder.shl(stored, filled(HALVES, 8)))
+
+
+def _widened(tiles: Tiles, stored: Any) -> Any:
+    """Returns the levels, fp32, of the 8-bit floats in the high bytes of 16-bit words."""
+    builder = tiles.builder
+    sign = builder.and_(stored, filled(HALVES, 0x8000))
+    magnitude = builder.and_(builder.lshr(stored, filled(HALVES, 1)), filled(HALVES, 0x3F80))
+    half = builder.bitcast(builder.or_(sign, magnitude), HALF_FLOATS)
+    return builder.fpext(half, FLOATS)
 
 
 def _narrowed(tiles: Tiles, codes: Any) -> Any:
@@ -120,14 +148,6 @@ def _narrowed(tiles: Tiles, codes: Any) -> Any:
     is_small = builder.icmp_unsigned("<", low, filled(CODES, 8))
     sign = builder.shl(builder.and_(codes, filled(CODES, 0x80)), filled(CODES, 8))
     return builder.bitcast(builder.or_(sign, builder.select(is_small, small, normal)), WORDS)
-
-
-def _level(tiles: Tiles, code: Any, bits: int, kind: int) -> Any:
-    """Returns the levels of codes, given as words, as fp32."""
-    if kind != INTEGERS:
-        return _chosen(tiles, code, TABLES[kind])
-    middle = filled(WORDS, middle_of(bits))
-    return tiles.builder.sitofp(tiles.builder.sub(code, middle), FLOATS)
 
 
 def _chosen(tiles: Tiles, codes: Any, numbers: Sequence[float]) -> Any:

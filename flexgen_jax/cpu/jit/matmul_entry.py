@@ -28,7 +28,7 @@ from flexgen_jax.cpu.jit.grouped_factors import factors_of
 from flexgen_jax.cpu.jit.levels_ir import INTEGERS, LEVELS
 from flexgen_jax.cpu.jit.matmul_blocked import columns_of
 from flexgen_jax.cpu.jit.matmul_codes import codes_of
-from flexgen_jax.cpu.jit.matmul_grouped import multiplier_of, padded_count, taker_of
+from flexgen_jax.cpu.jit.matmul_grouped import multiplier_of, padded_count, planes_of, taker_of
 from flexgen_jax.cpu.jit.matmul_int8 import multiply_rounded, round_panel
 from flexgen_jax.cpu.jit.matmul_packed import most_folded, packed_of
 from flexgen_jax.cpu.jit.matmul_small_batch import (
@@ -38,8 +38,9 @@ from flexgen_jax.cpu.jit.matmul_small_batch import (
     SIDE_OF_FLOATS,
     few_of,
 )
-from flexgen_jax.cpu.jit.packing import PAIR, STEP, take_columns
+from flexgen_jax.cpu.jit.packing import PAIR, take_columns
 from flexgen_jax.cpu.jit.xla_calls import words
+from flexgen_jax.models.formats.format import WIDTHS
 
 MOST_GROUPED = 15
 """The most rows for which kernel weights that are grouped along their input stay packed: beyond,
@@ -208,14 +209,14 @@ def _grouped_helpers(of: Grouping, unit: str, rounding: Rounding) -> dict[str, A
         few = matmul_grouped_int8.multiplier_of(take, own, bits, by_fours)
         tiles = matmul_grouped_tiles.multiplier_of(take, own)
     else:
-        few = tiles = multiplier_of(take, middle, bits, levels, kind)
+        few = tiles = multiplier_of(take, middle, bits, levels, of.unit, kind)
     return {
         "multiply_few": few,
         "multiply_tiles": tiles,
         "multiply_columns": columns_of(
-            taker_of(take, middle, bits, levels), bits, unit == "amx", kind
+            taker_of(take, middle, bits, levels, of.unit), bits, unit == "amx", kind
         ),
-        "leaves_in": _leaves_in(of.kinds),
+        "leaves_in": _leaves_in(of.kinds, 2 + len(WIDTHS[bits])),
     }
 
 
@@ -228,19 +229,21 @@ def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) ->
     has_tiles, folded = rounding == "tiles", min(most_folded(unit), MOST_GROUPED)
     if rounding:
         folded = FEW_OF_TILES if has_tiles else MOST
-    repeats = of.repeats
+    planes, low_planes, own, repeats = planes_of(bits), 8 // WIDTHS[bits][0], of.unit, of.repeats
+    last = 1 + len(WIDTHS[bits])
 
     def compute(shared, part):
         assert source
         arguments, results, parts = words(shared[ARGUMENTS]), words(shared[RESULTS]), shared[ALL]
         rows, columns = words(words(arguments[0])[5]), words(words(arguments[1])[5])[0]
         count, depth = rows[0], rows[1]
-        shape, plane = (count, depth, columns), depth * bits // 8
+        shape, plane = (count, depth, columns), depth // planes
         left = array_in(words(arguments[0]), (count * depth,), np.uint16)
         bias = array_in(words(arguments[1]), (columns,), np.float32)
-        codes = array_in(words(arguments[2]), (columns * plane,), np.uint8)
+        low = array_in(words(arguments[2]), (columns * depth // low_planes,), np.uint8)
+        codes = (low, array_in(words(arguments[last]), (columns * plane,), np.uint8))
         out = array_in(words(results[0]), (count * columns,), stored)
-        groups = depth // STEP // repeats
+        groups = depth // own // repeats
         leaves = (leaves_in(arguments), groups)
         start, end = limits(columns, part, parts)
         if count <= folded:
@@ -249,7 +252,7 @@ def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) ->
         if has_tiles:
             multiply_tiles(left, (codes, leaves), plane, bias, out, shape, start, end)
             return 1
-        size = PAIR * padded_count(depth)
+        size = PAIR * padded_count(depth, own)
         kernel = (codes, leaves, np.zeros(size, np.float32), np.zeros(size, np.float32))
         multiply_columns(left, kernel, plane, bias, out, shape, start, end)
         return 1
@@ -257,7 +260,7 @@ def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) ->
     return compute
 
 
-def _leaves_in(kinds: Sequence[str], at: int = 3) -> Any:
+def _leaves_in(kinds: Sequence[str], at: int) -> Any:
     """Returns the function that views a kernel's leaves beside the codes, flat, as a tuple: the
     arguments of a call from number `at` on, whose dtypes are `kinds`."""
     if not kinds:

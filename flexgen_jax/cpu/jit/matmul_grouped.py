@@ -15,6 +15,7 @@ serves two steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from numba.extending import intrinsic
 from flexgen_jax.cpu.jit import grouped_factors, matmul_packed
 from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.levels_ir import levels_of, pairs_of_levels
-from flexgen_jax.cpu.jit.llvm import INT, LANES, SECOND_CACHE, arrays_of, filled
+from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, arrays_of, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_inner import added, multiplied
 from flexgen_jax.cpu.jit.matmul_small_batch import give_sums, lay, loaded_step
@@ -37,6 +38,7 @@ from flexgen_jax.cpu.jit.packing import (
     HALVES,
     PAIR,
     STEP,
+    WORDS,
     N,
     PlainKernel,
     Tiles,
@@ -47,6 +49,7 @@ from flexgen_jax.cpu.jit.packing import (
     store_columns,
 )
 from flexgen_jax.cpu.processor import has_wide_vectors
+from flexgen_jax.models.formats.format import WIDTHS
 
 cgutils: Any = untyped
 
@@ -65,9 +68,9 @@ def _dots(
     left,
     row,
     pitch,
-    codes,
-    begin,
-    apart,
+    low,
+    high,
+    column,
     plane,
     scales,
     offsets,
@@ -77,25 +80,81 @@ def _dots(
     at,
     bits,
     kind,
+    unit,
     wide,
     many,
 ):
-    kinds = (left, N, N, codes, N, N, N, scales, offsets, sums, N, lanes, N, bits, kind, wide, many)
-    return types.void(*kinds), emitted(_emit_dots, constants=4)
+    kinds = (left, N, N, low, high, N, N, scales, offsets, sums, N, lanes, N)
+    constants = (bits, kind, unit, wide, many)
+    return types.void(*kinds, *constants), emitted(_emit_dots, constants=len(constants))
+
+
+class Parts:
+    """Emits loads of the bytes of a step of some columns' codes, each when it is first needed.
+
+    arrays: of the parts of codes, `Format.widths` bits wide; column: the first one; plane: elements
+    of a plane of the narrowest part; step: the number of a step in such a plane.
+
+    With 6 bits, 4 + 2, a step of a plane of n/4 elements is of the elements j, j + n/4, j + n/2 and
+    j + 3n/4: one load of the 2 bits serves all four, and each of two loads of the 4 bits two.
+    """
+
+    def __init__(
+        self, tiles: Tiles, arrays: Sequence[Any], column: Any, plane: Any, step: Any, bits: int
+    ) -> None:
+        self._tiles, self._arrays, self._column = tiles, arrays, column
+        self._plane, self._step, self._widths = plane, step, WIDTHS[bits]
+        self._stored: dict[tuple[int, int, int], Any] = {}
+        self._loads = loads_of(bits)
+
+    def bytes_of(self, column: int, number: int) -> list[Any]:
+        """Returns bytes with each part of a plane's codes, as 16-bit words."""
+        return [
+            self._loaded(part, column, number % loads) for part, loads in enumerate(self._loads)
+        ]
+
+    def shifts_of(self, number: int) -> list[int]:
+        """Returns where the parts of a plane's codes begin in these bytes."""
+        return [
+            number // loads * width for width, loads in zip(self._widths, self._loads, strict=True)
+        ]
+
+    def _loaded(self, part: int, column: int, load: int) -> Any:
+        key = (part, column, load)
+        if key not in self._stored:
+            tiles, array = self._tiles, self._arrays[part]
+            pitch = tiles.at((self._plane, self._loads[part]))
+            place = tiles.at((tiles.at(self._column, column), pitch), (self._plane, load))
+            place = tiles.at(place, (self._step, STEP))
+            tiles.ask(tiles.place(array, tiles.at(place, AHEAD), BYTE), SECOND_CACHE)
+            self._stored[key] = tiles.builder.load(tiles.place(array, place, HALVES), align=1)
+        return self._stored[key]
+
+
+def loads_of(bits: int) -> list[int]:
+    """Returns for each part of codes how many bytes of a row belong to one of a plane of the
+    narrowest part."""
+    return [width // min(WIDTHS[bits]) for width in WIDTHS[bits]]
+
+
+def planes_of(bits: int) -> int:
+    """Returns the number of planes of the narrowest part of codes."""
+    return 8 // min(WIDTHS[bits])
 
 
 def _emit_dots(
     tiles: Tiles,
     bits: int,
     kind: int,
+    unit: int,
     wide: int,
     many: int,
     left: Any,
     row: Any,
     pitch: Any,
-    codes: Any,
-    begin: Any,
-    apart: Any,
+    low: Any,
+    high: Any,
+    column: Any,
     plane: Any,
     scales: Any,
     offsets: Any,
@@ -108,186 +167,202 @@ def _emit_dots(
     totals = [cgutils.alloca_once_value(builder, filled(FLOATS, 0)) for _ in range(wide * many)]
     for total in totals:
         builder.store(filled(FLOATS, 0), total)
+    arrays, loads = (low, high)[: len(WIDTHS[bits])], loads_of(bits)
     steps = builder.udiv(plane, tiles.index(STEP))
     with tiles.loop(steps) as (step, _):
-        columns = []
-        for column in range(wide):
-            where = tiles.at(begin, (column, apart), (step, STEP))
-            tiles.ask(tiles.place(codes, tiles.at(where, AHEAD), BYTE), SECOND_CACHE)
-            if floats:
-                stored = builder.load(tiles.place(codes, where, HALVES), align=1)
-                shifts = [ir.Constant(INT, shift) for shift in range(0, 8, bits)]
-                columns.append([levels_of(tiles, stored, shift, bits, kind) for shift in shifts])
-            else:
-                columns.append(pairs_of_levels(tiles, codes, where, bits, kind))
-        for part in range(8 // bits):
-            number = tiles.at((steps, part), step)
-            own = [
-                tiles.spread(
-                    builder.load(builder.gep(scales.data, [tiles.at((column, factors), number)])),
-                    LANES,
-                )
-                for column in range(wide)
-            ]
+        parts = Parts(tiles, arrays, column, plane, step, bits)
+        for part in sorted(range(planes_of(bits)), key=lambda number: number % loads[0]):
+            number, shifts = tiles.at((steps, part), step), parts.shifts_of(part)
+            levels, own = [], []
+            for one in range(wide):
+                stored = parts.bytes_of(one, part)
+                if floats:
+                    by = [ir.Constant(INT, shift) for shift in shifts]
+                    levels.append(levels_of(tiles, stored, by, bits, kind))
+                else:
+                    levels.append(pairs_of_levels(tiles, stored, shifts, bits, kind))
+                own.append(_factor(tiles, scales, tiles.at((one, factors)), number, unit))
             for line in range(many):
                 place = tiles.at((tiles.at(row, line), pitch), (plane, part), (step, STEP))
                 x = loaded_step(tiles, left, place, floats)
-                for column in range(wide):
+                for one in range(wide):
                     product = filled(FLOATS, 0)
-                    vectors = columns[column][part]
-                    for n, vector in enumerate(vectors):
+                    for n, vector in enumerate(levels[one]):
                         product = multiplied(tiles, product, vector, x[n if floats else 0])
-                    total = totals[line * wide + column]
-                    builder.store(added(tiles, builder.load(total), product, own[column]), total)
+                    total = totals[line * wide + one]
+                    builder.store(added(tiles, builder.load(total), product, own[one]), total)
     with tiles.loop(builder.udiv(factors, tiles.index(LANES))) as (part, _):
         for line in range(many):
             place = tiles.at((tiles.at(row, line), factors), (part, LANES))
             x = builder.load(tiles.place(sums, place, FLOATS), align=4)
-            for column in range(wide):
-                place = tiles.at((column, factors), (part, LANES))
+            for one in range(wide):
+                place = tiles.at((one, factors), (part, LANES))
                 offset = builder.load(tiles.place(offsets, place, FLOATS), align=4)
-                total = totals[line * wide + column]
+                total = totals[line * wide + one]
                 builder.store(added(tiles, builder.load(total), x, offset), total)
     for number, total in enumerate(totals):
         place = tiles.place(lanes, tiles.at(at, number * LANES), FLOATS)
         builder.store(builder.load(total), place, align=4)
 
 
+def _factor(tiles: Tiles, array: Any, begin: Any, step: Any, unit: int) -> Any:
+    """Loads the factor of a step for all lanes, or its two factors for half of them each: lanes are
+    of pairs of elements, in their order."""
+    builder, each = tiles.builder, STEP // unit
+    place = tiles.place(array, tiles.at(begin, (step, each)), ir.VectorType(FLOAT, each))
+    pair = builder.load(place, align=4)
+    lanes = [lane * each // LANES for lane in range(LANES)]
+    return builder.shuffle_vector(pair, pair, ir.Constant(WORDS, lanes))
+
+
 class GroupedKernel(PlainKernel):
     """Emits loads of rows of kernel weights that are grouped along their input, unpacked on the way
     in registers.
 
-    begin: of the bytes of the first step; pitch: of a row's bytes; scales, offsets: fp32 [row,
-    factors] from the step `first` on; shift: of the plane's codes in a byte.
+    parts: arrays of the parts of codes, where the first step begins in each of them, a row's bytes,
+    and where its codes begin in a byte; scales, offsets: fp32 [row, factors] from the step `first`
+    on.
     """
 
     def __init__(
         self,
         tiles: Tiles,
-        codes: Any,
-        begin: Any,
-        pitch: Any,
+        parts: list[tuple[Any, Any, Any, Any]],
         sides: list[Any],
         factors: Any,
         first: Any,
-        shift: Any,
         bits: int,
         kind: int,
+        unit: int,
     ) -> None:
-        super().__init__(tiles, codes, begin, pitch)
+        array, begin, pitch, _ = parts[0]
+        super().__init__(tiles, array, begin, pitch)
+        self._parts = [PlainKernel(tiles, array, begin, pitch) for array, begin, pitch, _ in parts]
+        self._shifts = [tiles.builder.trunc(shift, INT) for *_, shift in parts]
         self._sides, self._factors, self._first = sides, factors, first
-        self._shift, self._bits, self._kind = shift, bits, kind
+        self._bits, self._kind, self._unit = bits, kind, unit
 
     def rows(self, tile: Any, step: Any) -> list[Any]:
-        tiles, builder, rows = self._tiles, self._tiles.builder, []
-        shift = builder.trunc(self._shift, INT)
-        for number, stored in enumerate(self._loaded(tile, step, HALVES, 1)):
-            where = tiles.at((tiles.at((tile, LANES), number), self._factors), self._first, step)
+        tiles, rows = self._tiles, []
+        loaded = [part.loaded(tile, step, HALVES, 1) for part in self._parts]
+        number = tiles.at(self._first, step)
+        for row, stored in enumerate(zip(*loaded, strict=True)):
+            begin = tiles.at((tiles.at((tile, LANES), row), self._factors))
             scale, offset = (
-                tiles.spread(builder.load(builder.gep(side.data, [where])), LANES)
-                for side in self._sides
+                _factor(tiles, side, begin, number, self._unit) for side in self._sides
             )
-            levels = levels_of(tiles, stored, shift, self._bits, self._kind)
-            halves = [added(tiles, offset, level, scale) for level in levels]
-            rows.append(joined_words(tiles, halves))
+            levels = levels_of(tiles, stored, self._shifts, self._bits, self._kind)
+            rows.append(joined_words(tiles, [added(tiles, offset, x, scale) for x in levels]))
         return rows
 
 
 def _columns(
     _context,
-    codes,
-    begin,
-    pitch,
+    low,
+    high,
+    column,
+    plane,
+    number,
+    inside,
     scales,
     offsets,
     factors,
     first,
-    shift,
     steps,
     packed,
     at,
     bits,
     kind,
+    unit,
 ):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         tiles = Tiles(builder)
-        bits, kind = (x.literal_value for x in signature.args[-2:])
-        values = arrays_of(context, builder, signature.args[:-2], arguments[:-2])
-        codes, begin, pitch, scales, offsets, factors, first, shift, steps, packed, at = values
+        bits, kind, unit = (x.literal_value for x in signature.args[-3:])
+        values = arrays_of(context, builder, signature.args[:-3], arguments[:-3])
+        low, high, column, plane, number, inside, *rest = values
+        scales, offsets, factors, first, steps, packed, at = rest
+        parts = []
+        for array, width, loads in zip((low, high), WIDTHS[bits], loads_of(bits), strict=False):
+            pitch, load = tiles.at((plane, loads)), builder.urem(number, tiles.index(loads))
+            begin = tiles.at((column, pitch), (plane, load), inside)
+            shift = tiles.at((builder.udiv(number, tiles.index(loads)), width))
+            parts.append((array, begin, pitch, shift))
         sides = [scales, offsets]
-        kernel = GroupedKernel(tiles, codes, begin, pitch, sides, factors, first, shift, bits, kind)
+        kernel = GroupedKernel(tiles, parts, sides, factors, first, bits, kind, unit)
         store_columns(tiles, kernel, steps, packed, at)
         return context.get_dummy_value()
 
-    kinds = (codes, N, N, scales, offsets, N, N, N, N, packed, N, bits, kind)
+    kinds = (low, high, N, N, N, N, scales, offsets, N, N, N, packed, N, bits, kind, unit)
     return types.void(*kinds), generate
 
 
 dots: Any = intrinsic(prefer_literal=True)(_dots)
 """Intrinsic: the products of `many` rows from `row` on with `wide` columns, lane by lane.
 
-left: [row][element], `pitch` elements a row, bfloat16 or fp32 as `lay` makes them; codes: rows of
-bytes `apart` apart from `begin` on, with `plane` elements in a plane; scales, offsets: fp32
-[column][factors]; sums: fp32 [row][factors], of each step of the rows; lanes: fp32 [row][column]
-[lane], from `at` on. bits, kind, wide and many are compile-time constants.
+left: [row][element], `pitch` elements a row, bfloat16 or fp32 as `lay` makes them; low, high: the
+parts of codes, with `plane` elements in a plane, where codes of one part do not look at high;
+scales, offsets: fp32 [column][factors], one for each `unit` elements; sums: fp32 [row][factors], of
+as many elements of the rows; lanes: fp32 [row][column][lane], from `at` on. bits, kind, unit, wide
+and many are compile-time constants.
 """
 
 take_grouped_columns: Any = intrinsic(prefer_literal=True)(_columns)
-"""Intrinsic: does what `packing.take_columns` does, for `steps` steps of one plane; see
-`GroupedKernel`."""
+"""Intrinsic: does what `packing.take_columns` does, for `steps` steps of the plane `number`, from
+its element `inside` on; see `GroupedKernel`."""
 
 
 @njit(inline="always")
-def padded_count(depth):
-    """Returns the number of steps of a row, rounded up to whole vectors."""
-    return -(-depth // (STEP * LANES)) * LANES
+def padded_count(depth, unit=STEP):
+    """Returns the number of factors of a row, rounded up to whole vectors."""
+    return -(-depth // (unit * LANES)) * LANES
 
 
 @njit(inline="always")
-def step_sums(rows, shape, height, factors):
-    """Returns the sums of each step of the rows, bfloat16 as bits: fp32 [height][factors], with
-    zeros beyond."""
+def sums_of(rows, shape, height, factors, unit):
+    """Returns the sums of each `unit` elements of the rows, bfloat16 as bits: fp32 [height]
+    [factors], with zeros beyond."""
     count, depth, _ = shape
     sums = np.zeros(height * factors, np.float32)
     for row in range(count):
-        for step in range(depth // STEP):
+        for number in range(depth // unit):
             total = np.float32(0)
-            for n in range(STEP):
-                total += single(rows[row * depth + step * STEP + n])
-            sums[row * factors + step] = total
+            for n in range(unit):
+                total += single(rows[row * depth + number * unit + n])
+            sums[row * factors + number] = total
     return sums
 
 
-def multiplier_of(take: Any, middle: float, bits: int, levels: int, kind: Any) -> Any:
+def multiplier_of(take: Any, middle: float, bits: int, levels: int, unit: int, kind: Any) -> Any:
     """Returns the function that does what that of `matmul_blocked.columns_of` does for few rows.
 
-    Its arguments: rows; kernel: the codes, with leaves and how many groups a row has, for `take`;
-    elements of a plane; bias, out, shape, start, end. take: writes a row's scales and offsets, see
-    `grouped_factors.factors_of`; levels: what codes stand for; kind: type of the rows.
+    Its arguments: rows; kernel: the parts of codes, and for `take` leaves and how many groups a row
+    has; elements of a plane; bias, out, shape, start, end. take: writes a row's scales and offsets,
+    see `grouped_factors.factors_of`; levels: what codes stand for; unit: elements that share a
+    scale; kind: type of the rows.
     """
-    return by_rows(partial(_streams_of, take, middle, bits, levels, kind), ONE, TWO, MORE)
+    return by_rows(partial(_streams_of, take, middle, bits, levels, unit, kind), ONE, TWO, MORE)
 
 
 def _streams_of(
-    take: Any, middle: float, bits: int, levels: int, kind: Any, wide: int, many: int
+    take: Any, middle: float, bits: int, levels: int, unit: int, kind: Any, wide: int, many: int
 ) -> Any:
     """Returns the function that multiplies `many` rows by `wide` columns at a time."""
 
     @called
     def multiply(rows, kernel, plane, bias, out, shape, start, end):
         count, depth, _ = shape
-        turns, factors, pitch = -(-count // many), padded_count(depth), depth * bits // 8
+        turns, factors = -(-count // many), padded_count(depth, unit)
         left = aligned(turns * many * depth, kind)
         left[:] = 0
         for row in range(count):
             lay(rows, row * depth, depth // STEP, left, row * depth, STEP)
-        sums = step_sums(rows, shape, turns * many, factors)
+        sums = sums_of(rows, shape, turns * many, factors, unit)
         scales, offsets = aligned(wide * factors, np.float32), aligned(wide * factors, np.float32)
         scales[:] = 0
         offsets[:] = 0
         lanes = aligned(PAIR * turns * many * LANES, np.float32)
         results = np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
-        codes, (arrays, groups) = kernel
+        (low, high), (arrays, groups) = kernel
         for first in range(start, end, PAIR):
             for column in range(0, PAIR, wide):
                 for n in range(wide):
@@ -297,9 +372,9 @@ def _streams_of(
                         left,
                         turn * many,
                         depth,
-                        codes,
-                        (first + column) * pitch,
-                        pitch,
+                        low,
+                        high,
+                        first + column,
                         plane,
                         scales,
                         offsets,
@@ -309,6 +384,7 @@ def _streams_of(
                         (column * turns + turn * wide) * many * LANES,
                         bits,
                         levels,
+                        unit,
                         wide,
                         many,
                     )
@@ -317,14 +393,13 @@ def _streams_of(
     return multiply
 
 
-def taker_of(take: Any, middle: float, bits: int, levels: int) -> Any:
+def taker_of(take: Any, middle: float, bits: int, levels: int, unit: int) -> Any:
     """Returns what that of `matmul_blocked.columns_of` takes columns by."""
 
     @njit(inline="always")
     def take_columns(kernel, column, top, depth, plane, steps, packed, at, _bits):
-        codes, leaves, scales, offsets = kernel
-        arrays, groups = leaves
-        factors, pitch = padded_count(depth), depth * bits // 8
+        (low, high), (arrays, groups), scales, offsets = kernel
+        factors = padded_count(depth, unit)
         for n in range(PAIR):
             take(arrays, column + n, groups, scales, offsets, n * factors, middle)
         done = 0
@@ -333,19 +408,22 @@ def taker_of(take: Any, middle: float, bits: int, levels: int) -> Any:
             number = element // plane
             some = min(steps - done, ((number + 1) * plane - element) // STEP)
             take_grouped_columns(
-                codes,
-                column * pitch + element - number * plane,
-                pitch,
+                low,
+                high,
+                column,
+                plane,
+                number,
+                element - number * plane,
                 scales,
                 offsets,
                 factors,
                 element // STEP,
-                number * bits,
                 some,
                 packed,
                 at + done * 2 * LANES * STEP,
                 bits,
                 levels,
+                unit,
             )
             done += some
 

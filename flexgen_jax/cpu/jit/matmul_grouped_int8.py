@@ -269,7 +269,7 @@ def _streams_of(take: Any, middle: float, bits: int, fours: int, wide: int, many
         scaled = aligned(wide * many * factors, np.float32)
         lanes = aligned(PAIR * turns * many * LANES, np.float32)
         results = np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
-        codes, (arrays, groups) = kernel
+        (codes, _), (arrays, groups) = kernel
         for first in range(start, end, PAIR):
             for column in range(0, PAIR, wide):
                 for n in range(wide):

@@ -180,7 +180,7 @@ def multiplier_of(take: Any, middle: float) -> Any:
     @called
     def multiply(rows, kernel, plane, bias, out, shape, start, end):
         count, depth, columns = shape
-        codes, (arrays, groups) = kernel
+        (codes, _), (arrays, groups) = kernel
         steps, factors, pitch = plane // STEP, padded_count(depth), depth + APART
         height = min(ROWS, -(-count // PAIR) * PAIR)
         left = aligned(height * pitch, np.int8)

@@ -227,8 +227,11 @@ def _codes(
             [(tiles.builder.sitofp(half, FLOATS), number) for number, half in enumerate(halves)]
             for halves in _codes_in(tiles, kernel, at, bits)
         ]
-    levels = pairs_of_levels(tiles, kernel, at, bits, INTEGERS)
-    return [[(vector, 0) for vector in vectors] for vectors in levels]
+    stored = tiles.builder.load(tiles.place(kernel, at, HALVES), align=1)
+    return [
+        [(vector, 0) for vector in pairs_of_levels(tiles, [stored], [shift], bits, INTEGERS)]
+        for shift in range(0, 8, bits)
+    ]
 
 
 def _codes_in(tiles: Tiles, kernel: Any, at: Any, bits: int) -> list[list[Any]]:

@@ -163,9 +163,9 @@ class PlainKernel:
     def rows(self, tile: Any, step: Any) -> list[Any]:
         """Returns the step's elements of a tile's rows, one vector per row, two elements in a
         word."""
-        return self._loaded(tile, step, WORDS, 2)
+        return self.loaded(tile, step, WORDS, 2)
 
-    def _loaded(self, tile: Any, step: Any, kind: Any, align: int) -> list[Any]:
+    def loaded(self, tile: Any, step: Any, kind: Any, align: int) -> list[Any]:
         """Loads the step's elements of a tile's rows as vectors of type `kind`."""
         return [
             self._tiles.builder.load(place, align=align) for place in self._places(tile, step, kind)
@@ -212,7 +212,7 @@ class PackedKernel(PlainKernel):
         shifts = [tiles.spread(builder.add(shift, ir.Constant(INT, n)), LANES) for n in (0, 8)]
         levels = filled(WORDS, (1 << self._bits) - 1)
         vectors = []
-        for stored in self._loaded(tile, step, HALVES, 1):
+        for stored in self.loaded(tile, step, HALVES, 1):
             word = builder.zext(stored, WORDS)
             halves = []
             for by, scale, minimum in zip(shifts, scales, minima, strict=True):

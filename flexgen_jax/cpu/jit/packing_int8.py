@@ -135,7 +135,7 @@ class PackedIntegers(Integers, PackedKernel):
         ]
         levels = filled(WORDS, (1 << self._bits) - 1)
         vectors = []
-        for word in self._loaded(tile, step, WORDS, 1):
+        for word in self.loaded(tile, step, WORDS, 1):
             codes = [builder.and_(builder.lshr(word, by), levels) for by in shifts]
             wide = [builder.sitofp(code, FLOATS) for code in codes]
             vectors.append(self._joined(list(map(tiles.multiply_add, wide, scales, minima))))
