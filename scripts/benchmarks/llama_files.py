@@ -1,4 +1,5 @@
-"""Writes GGUF files with random weights, without a vocabulary, of the shapes that are compared."""
+"""Writes GGUF files with random weights, and words that mean nothing, of the shapes that are
+compared."""
 
 from __future__ import annotations
 
@@ -127,8 +128,7 @@ def write_gguf(file: Path, raw: Mapping[str, Any]) -> None:
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(raw["num_attention_heads"])
     writer.add_head_count_kv(raw["num_key_value_heads"])
-    writer.add_vocab_size(raw["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    _add_words(writer, raw["vocab_size"])
     if raw["model_type"] == "gpt_oss":
         _of_gpt_oss(writer, raw)
     elif raw["model_type"] == "qwen3_5_moe_text":
@@ -149,6 +149,22 @@ def write_gguf(file: Path, raw: Mapping[str, Any]) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_words(writer: Any, count: int) -> None:
+    """Adds a vocabulary of pieces: three special ones, one for each byte, and numbers."""
+    from gguf import TokenType
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    kinds = [TokenType.UNKNOWN, *[TokenType.CONTROL] * 2, *[TokenType.BYTE] * 256]
+    others = range(len(pieces), count)
+    writer.add_vocab_size(count)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces + [f"w{number}" for number in others])
+    writer.add_token_types(kinds + [TokenType.NORMAL] * len(others))
+    writer.add_token_scores([-float(number) for number in range(count)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
 
 
 def _of_gpt_oss(writer: Any, raw: Mapping[str, Any]) -> None:

@@ -12,9 +12,10 @@ llama.cpp runs a model of the same shape with random weights, written into the f
 Q4_0, or gpt-oss as it is published, with experts in MXFP4 and all else in bfloat16, by the
 functions of its library: prompts in batches as large as it likes them, then one token of every
 sequence at a time, greedily. It maps its file into memory, as it does by default. Loading, placing
-and compiling are not counted. With weights of its own, ours multiplies 8-bit integers where that is
-faster, as llama.cpp always does. Every run is a process of its own, with
---limit in a memory cgroup, which takes root.
+and compiling are not counted. Ours has random 4-bit weights of the same shape, in a format of its
+own, or, with --weight-format file, the file that llama.cpp reads. With weights that are not of 16
+bits it multiplies 8-bit integers where that is faster, as llama.cpp always does. Every run is a
+process of its own, with --limit in a memory cgroup, which takes root.
 """
 
 from __future__ import annotations
@@ -140,15 +141,17 @@ def run_peer(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def commands(args: argparse.Namespace, file: Path, batch: int) -> dict[str, list[str]]:
-    lengths = ["--model", args.model, "--prompt-len", str(args.prompt_len)]
-    lengths += ["--gen-len", str(args.gen_len)]
-    ours = [sys.executable, "-m", "flexgen_jax", "bench", *lengths, "--dummy-weights"]
-    ours += ["--dtype", "bfloat16"]
+    lengths = ["--prompt-len", str(args.prompt_len), "--gen-len", str(args.gen_len)]
+    ours = [sys.executable, "-m", "flexgen_jax", "bench", *lengths, "--dtype", "bfloat16"]
     is_published = known_shape(args.model).published is not None
-    if not is_published:
-        ours += ["--weight-bits", "4"]
+    if args.weight_format == "file":
+        ours += ["--model", str(file)]
+    else:
+        ours += ["--model", args.model, "--dummy-weights"]
+        if not is_published:
+            ours += ["--weight-bits", "4", "--weight-format", args.weight_format]
     if features().int8 and not is_published:
-        ours += ["--weight-format", args.weight_format, "--matmul-bits", "8"]
+        ours += ["--matmul-bits", "8"]
     ours += ["--offload-dir", str(args.folder / "offload"), "--num-sequences", str(batch)]
     if args.limit is None:
         ours += ["--percent", "100", "0", "100", "0", "100", "0", "--warm-up"]
@@ -156,7 +159,7 @@ def commands(args: argparse.Namespace, file: Path, batch: int) -> dict[str, list
     elif not is_published:
         ours += ["--cache-bits", "4"]
     peer = [sys.executable, __file__, "--folder", str(args.folder), *lengths]
-    peer += ["--batches", str(batch), "--peer", str(file)]
+    peer += ["--model", args.model, "--batches", str(batch), "--peer", str(file)]
     return {"ours": ours, "llama.cpp": peer + ([] if args.limit is None else ["--is-mapped"])}
 
 
@@ -186,7 +189,9 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--gen-len", type=int, default=32)
     parser.add_argument("--limit", type=parse_bytes, help="Of a memory cgroup, e.g. 3GB.")
-    parser.add_argument("--weight-format", choices=WEIGHT_FORMATS, default="own")
+    parser.add_argument(
+        "--weight-format", choices=[*WEIGHT_FORMATS, "file"], default="own", help="Of ours."
+    )
     parser.add_argument(
         "--peer-format", choices=PEER_FORMATS, default="Q4_0", help="Of llama.cpp's weights."
     )
