@@ -3,7 +3,7 @@
 A weight is `scale * level + offset`, where levels are integers around a middle, or numbers of a
 table. Each function writes the scales and the offsets of one row of a kernel, fp32, one for every
 `STEP` elements or for half as many: groups are multiples of that. `LANES` groups at a time are
-widened as vectors, and those that are left one by one.
+widened as vectors. Those that are left are widened with some before them again, or one by one.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
-from flexgen_jax.cpu.jit.levels_ir import E4M3_UNIT, small_floats
-from flexgen_jax.cpu.jit.llvm import FLOAT, LANES, filled
-from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, HALVES, WORDS, N, Tiles, emitted, single
+from flexgen_jax.cpu.jit.grouped_factors_ir import (
+    BLOCK,
+    scaling_of,
+    widen_floats_of,
+    widen_four,
+    widen_powers,
+    widen_signed,
+    widen_six,
+    widen_small,
+    widen_units,
+)
+from flexgen_jax.cpu.jit.levels_ir import E4M3_UNIT
+from flexgen_jax.cpu.jit.llvm import LANES
+from flexgen_jax.cpu.jit.packing import single
 
-BLOCK, SUPER = 8, 256
-"""Groups whose integers are scaled together, and elements that share a unit of them."""
-
-EIGHT = ir.VectorType(FLOAT, BLOCK)
+SUPER = 256
+"""Elements that share a unit of integers."""
 
 
 @njit(inline="always")
@@ -63,207 +70,6 @@ WIDEN: dict[str, Any] = {
     "float32": from_float32,
     "e8m0": from_power,
 }
-
-
-def _floats(tiles: Tiles, array: Any, at: Any, dtype: str) -> Any:
-    """Loads `LANES` floats as fp32."""
-    builder = tiles.builder
-    if dtype == "float32":
-        return builder.load(tiles.place(array, at, FLOATS), align=1)
-    if dtype == "float16":
-        kind = ir.VectorType(ir.HalfType(), LANES)
-        return builder.fpext(builder.load(tiles.place(array, at, kind), align=1), FLOATS)
-    words = builder.zext(builder.load(tiles.place(array, at, HALVES), align=1), WORDS)
-    return builder.bitcast(builder.shl(words, filled(WORDS, 16)), FLOATS)
-
-
-def _bytes(tiles: Tiles, array: Any, at: Any, is_signed: bool = False) -> Any:
-    """Loads `LANES` bytes as words."""
-    builder = tiles.builder
-    stored = builder.load(tiles.place(array, at, ir.VectorType(BYTE, LANES)), align=1)
-    return builder.sext(stored, WORDS) if is_signed else builder.zext(stored, WORDS)
-
-
-def _stored(tiles: Tiles, values: Any, array: Any, at: Any) -> None:
-    tiles.builder.store(values, tiles.place(array, at, values.type), align=4)
-
-
-def _emit_units(
-    tiles: Tiles,
-    scale: Any,
-    minimum: Any,
-    begin: Any,
-    vectors: Any,
-    one: Any,
-    other: Any,
-    middle: Any,
-    scales: Any,
-    offsets: Any,
-    to: Any,
-) -> None:
-    builder = tiles.builder
-    one, other, middle = (tiles.spread(x, LANES) for x in (one, other, middle))
-    with tiles.loop(vectors) as (vector, _):
-        at, target = tiles.at(begin, (vector, LANES)), tiles.at(to, (vector, LANES))
-        step = builder.fmul(builder.sitofp(_bytes(tiles, scale, at), FLOATS), one)
-        least = builder.sitofp(_bytes(tiles, minimum, at, is_signed=True), FLOATS)
-        _stored(tiles, step, scales, target)
-        offset = builder.fadd(builder.fmul(least, other), builder.fmul(middle, step))
-        _stored(tiles, offset, offsets, target)
-
-
-def _emit_powers(tiles: Tiles, scale: Any, begin: Any, vectors: Any, scales: Any, to: Any) -> None:
-    builder = tiles.builder
-    with tiles.loop(vectors) as (vector, _):
-        bits = _bytes(tiles, scale, tiles.at(begin, (vector, LANES)))
-        is_zero = builder.icmp_signed("==", bits, filled(WORDS, 0))
-        bits = builder.select(is_zero, filled(WORDS, 1), bits)
-        step = builder.bitcast(builder.shl(bits, filled(WORDS, 23)), FLOATS)
-        _stored(tiles, step, scales, tiles.at(to, (vector, LANES)))
-
-
-def _emit_six(
-    tiles: Tiles, low: Any, lower: Any, high: Any, upper: Any, plane: Any, values: Any, to: Any
-) -> None:
-    builder = tiles.builder
-    halves = tiles.at((builder.udiv(plane, tiles.index(2)), 4))
-    shifts = [
-        tiles.spread(builder.trunc(by, WORDS.element), LANES)
-        for by in (halves, tiles.at((plane, 2)))
-    ]
-    stored = [_bytes(tiles, low, lower), _bytes(tiles, high, upper)]
-    first, second = (builder.lshr(x, by) for x, by in zip(stored, shifts, strict=True))
-    first, second = builder.and_(first, filled(WORDS, 15)), builder.and_(second, filled(WORDS, 3))
-    codes = builder.or_(first, builder.shl(second, filled(WORDS, 4)))
-    _stored(tiles, builder.sitofp(codes, FLOATS), values, to)
-
-
-def _emit_nibbles(tiles: Tiles, codes: Any, begin: Any, plane: Any, values: Any, to: Any) -> None:
-    builder = tiles.builder
-    by = tiles.spread(builder.trunc(tiles.at((plane, 4)), WORDS.element), LANES)
-    codes = builder.and_(builder.lshr(_bytes(tiles, codes, begin), by), filled(WORDS, 15))
-    _stored(tiles, builder.sitofp(codes, FLOATS), values, to)
-
-
-def _emit_signed(tiles: Tiles, codes: Any, begin: Any, vectors: Any, values: Any, to: Any) -> None:
-    with tiles.loop(vectors) as (vector, _):
-        signed = _bytes(tiles, codes, tiles.at(begin, (vector, LANES)), is_signed=True)
-        numbers = tiles.builder.sitofp(signed, FLOATS)
-        _stored(tiles, numbers, values, tiles.at(to, (vector, LANES)))
-
-
-def _emit_small(
-    tiles: Tiles, codes: Any, begin: Any, vectors: Any, factor: Any, scales: Any, to: Any
-) -> None:
-    builder, factor = tiles.builder, tiles.spread(factor, LANES)
-    with tiles.loop(vectors) as (vector, _):
-        place = tiles.place(codes, tiles.at(begin, (vector, LANES)), ir.VectorType(BYTE, LANES))
-        levels = small_floats(tiles, builder.zext(builder.load(place, align=1), HALVES))
-        numbers = builder.fmul(levels, filled(FLOATS, E4M3_UNIT))
-        _stored(tiles, builder.fmul(numbers, factor), scales, tiles.at(to, (vector, LANES)))
-
-
-def _units(_context, scale, minimum, begin, vectors, one, other, middle, scales, offsets, to):
-    single = types.float32
-    kinds = (scale, minimum, N, N, single, single, single, scales, offsets, N)
-    return types.void(*kinds), emitted(_emit_units)
-
-
-def _powers(_context, scale, begin, vectors, scales, to):
-    return types.void(scale, N, N, scales, N), emitted(_emit_powers)
-
-
-def _six(_context, low, lower, high, upper, plane, values, to):
-    return types.void(low, N, high, N, N, values, N), emitted(_emit_six)
-
-
-def _nibbles(_context, codes, begin, plane, values, to):
-    return types.void(codes, N, N, values, N), emitted(_emit_nibbles)
-
-
-def _signed(_context, codes, begin, vectors, values, to):
-    return types.void(codes, N, N, values, N), emitted(_emit_signed)
-
-
-def _small(_context, codes, begin, vectors, factor, scales, to):
-    return types.void(codes, N, N, types.float32, scales, N), emitted(_emit_small)
-
-
-widen_units: Any = intrinsic(_units)
-"""Intrinsic: scales and offsets of `vectors` vectors of groups, from the byte `begin` on."""
-
-widen_powers: Any = intrinsic(_powers)
-"""Intrinsic: powers of two as scales."""
-
-widen_six: Any = intrinsic(_six)
-"""Intrinsic: `LANES` codes of 6 bits of a plane, as fp32; see `six_bits`."""
-
-widen_four: Any = intrinsic(_nibbles)
-"""Intrinsic: `LANES` codes of 4 bits of a plane, as fp32."""
-
-widen_signed: Any = intrinsic(_signed)
-"""Intrinsic: `vectors` vectors of signed bytes, as fp32."""
-
-widen_small: Any = intrinsic(_small)
-"""Intrinsic: `vectors` vectors of 8-bit floats as scales, times a factor."""
-
-
-def scaling_of(center: int, has_minimum: bool) -> Any:
-    """Returns the intrinsic by which a block's scales, and minima, which are integers, become
-    scales and offsets. center: what is subtracted from scales."""
-
-    def emit(
-        tiles: Tiles, scales: Any, offsets: Any, at: Any, one: Any, other: Any, middle: Any
-    ) -> None:
-        builder = tiles.builder
-        one, other, middle = (tiles.spread(x, BLOCK) for x in (one, other, middle))
-        step, least = (
-            builder.load(tiles.place(array, at, EIGHT), align=4) for array in (scales, offsets)
-        )
-        step = builder.fmul(builder.fsub(step, filled(EIGHT, center)), one)
-        _stored(tiles, step, scales, at)
-        offset = builder.fmul(middle, step)
-        if has_minimum:
-            offset = builder.fsub(offset, builder.fmul(least, other))
-        _stored(tiles, offset, offsets, at)
-
-    def scaled(_context, scales, offsets, at, one, other, middle):
-        single = types.float32
-        return types.void(scales, offsets, N, single, single, single), emitted(emit)
-
-    return intrinsic(scaled)
-
-
-def widen_floats_of(dtype: str) -> Any:
-    """Returns the intrinsic that widens `vectors` vectors of scales, and of minima."""
-
-    def emit(
-        tiles: Tiles,
-        scale: Any,
-        minimum: Any,
-        begin: Any,
-        vectors: Any,
-        factor: Any,
-        middle: Any,
-        scales: Any,
-        offsets: Any,
-        to: Any,
-    ) -> None:
-        builder = tiles.builder
-        factor, middle = (tiles.spread(x, LANES) for x in (factor, middle))
-        with tiles.loop(vectors) as (vector, _):
-            at, target = tiles.at(begin, (vector, LANES)), tiles.at(to, (vector, LANES))
-            step = _floats(tiles, scale, at, dtype)
-            _stored(tiles, step, scales, target)
-            least = builder.fmul(_floats(tiles, minimum, at, dtype), factor)
-            _stored(tiles, builder.fadd(least, builder.fmul(middle, step)), offsets, target)
-
-    def floats(_context, scale, minimum, begin, vectors, factor, middle, scales, offsets, to):
-        single = types.float32
-        kinds = (scale, minimum, N, N, single, single, scales, offsets, N)
-        return types.void(*kinds), emitted(emit)
-
-    return intrinsic(floats)
 
 
 @njit(inline="always")
@@ -418,8 +224,7 @@ def _in_blocks(
         units, others, blocks = leaves[first], leaves[last], count // BLOCK
         for block in range(blocks):
             unit = (row * blocks + block) // sharing
-            one, other = from_float16(units[unit]), from_float16(others[unit])
-            scale_block(scales, offsets, at + block * BLOCK, one, other, middle)
+            scale_block(scales, offsets, at + block * BLOCK, units, others, unit, middle)
 
     return take
 
@@ -431,16 +236,14 @@ def _sixes_from(leaf: int) -> Any:
     @njit(inline="always")
     def widen(leaves, row, count, values, at):
         low, high, each = leaves[leaf], leaves[upper_leaf], count // 4
-        whole = each // LANES
-        for plane in range(4):
-            for vector in range(whole):
-                inside = vector * LANES
-                lower = (row * 2 + plane % 2) * each + inside
-                upper, to = row * each + inside, at + plane * each + inside
-                widen_six(low, lower, high, upper, plane, values, to)
-            for inside in range(whole * LANES, each):
-                group = plane * each + inside
+        if each < LANES:
+            for group in range(count):
                 values[at + group] = six_bits(low, high, row, count, group)
+            return
+        for begin in range(0, each, LANES):
+            inside = min(begin, each - LANES)
+            lower, upper = row * 2 * each + inside, row * each + inside
+            widen_six(low, lower, high, upper, each, values, at + inside)
 
     return widen
 
@@ -451,15 +254,14 @@ def _fours_from(leaf: int) -> Any:
     @njit(inline="always")
     def widen(leaves, row, count, values, at):
         codes, half = leaves[leaf], count // 2
-        whole = half // LANES
-        for plane in range(2):
-            to = at + plane * half
-            for vector in range(whole):
-                inside = vector * LANES
-                widen_four(codes, row * half + inside, plane, values, to + inside)
-            for inside in range(whole * LANES, half):
-                code = codes[row * half + inside] >> (plane * 4) & 15
-                values[to + inside] = np.float32(code)
+        if half < LANES:
+            for group in range(count):
+                code = codes[row * half + group % half] >> (group // half * 4) & 15
+                values[at + group] = np.float32(code)
+            return
+        for begin in range(0, half, LANES):
+            inside = min(begin, half - LANES)
+            widen_four(codes, row * half + inside, half, values, at + inside)
 
     return widen
 

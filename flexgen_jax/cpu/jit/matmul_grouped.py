@@ -25,7 +25,7 @@ from numba import njit, types
 from numba.core import cgutils as untyped
 from numba.extending import intrinsic
 
-from flexgen_jax.cpu.jit import grouped_factors, matmul_packed
+from flexgen_jax.cpu.jit import grouped_factors, grouped_factors_ir, matmul_packed
 from flexgen_jax.cpu.jit.code_cache import called, source_of
 from flexgen_jax.cpu.jit.levels_ir import levels_of, pairs_of_levels
 from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, arrays_of, filled
@@ -53,7 +53,8 @@ from flexgen_jax.models.formats.format import WIDTHS
 
 cgutils: Any = untyped
 
-SOURCE = matmul_packed.SOURCE + source_of(__file__, grouped_factors.__file__)
+_FILES = (__file__, grouped_factors.__file__, grouped_factors_ir.__file__)
+SOURCE = matmul_packed.SOURCE + source_of(*_FILES)
 """A checksum of the code that these products are made from; see `decode_attention.SOURCE`."""
 
 ONE, TWO, MORE = ((4, 1), (4, 2), (2, 4)) if has_wide_vectors() else ((1, 1), (1, 2), (1, 4))
