@@ -112,7 +112,10 @@ def _rounding_for(kernel: Kept) -> Rounding:
     vectors of 512 bits and no products of four bytes, many rows are multiplied faster in fp32."""
     if multiplies_bytes():
         return "fours"
-    return "pairs" if has_wide_vectors() or _bits(kernel) != 4 else "tiles"
+    assert isinstance(kernel, QuantizedArray), "rows are not rounded in steps for plain weights"
+    grouping = grouping_of(kernel.storage)
+    has_tiles = grouping is not None and (grouping.bits, grouping.unit) == (4, STEP)
+    return "tiles" if has_tiles and not has_wide_vectors() else "pairs"
 
 
 def multiplies(x: jax.Array, kernel: Kept) -> bool:
@@ -125,9 +128,7 @@ def _rounds_steps(kernel: Kept) -> bool:
     """Returns whether rows are rounded step by step, for the codes of a kernel that is grouped
     along its input."""
     grouping = grouping_of(kernel.storage) if isinstance(kernel, QuantizedArray) else None
-    if grouping is None or grouping.unit != STEP:
-        return False
-    return grouping.levels == "integers" and grouping.bits in (4, 8)
+    return grouping is not None and grouping.levels == "integers"
 
 
 def _target_for(kernel: Kept, is_wide: bool, unit: str, rounding: Rounding = "") -> str | None:

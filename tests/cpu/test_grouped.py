@@ -49,7 +49,7 @@ FORMATS = {
 }
 
 
-ROUNDED = ["own", "own-8", "Q4_0", "Q4_1", "Q4_K", "gptq", "act-order", "int8"]
+ROUNDED = [name for name, kind in FORMATS.items() if kind.levels == "integers"]
 """Formats whose codes are multiplied by integers, too."""
 
 FINITE = np.array([code for code in range(256) if code & 0x7F < 0x7C], np.uint8)

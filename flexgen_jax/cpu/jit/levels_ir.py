@@ -1,4 +1,4 @@
-"""Emits what codes of packed kernel weights stand for.
+"""Emits loads of the codes of packed kernel weights, and what they stand for.
 
 Integers are counted from the middle one, and an 8-bit float's levels are `E4M3_UNIT` times smaller
 than its numbers: its sign, exponent and mantissa are put into a float16, which a processor widens
@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from llvmlite import ir
 
-from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, filled
+from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, filled
 from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, HALVES, STEP, WORDS, Tiles
 from flexgen_jax.cpu.processor import has_wide_vectors
 from flexgen_jax.models.formats.format import WIDTHS
@@ -42,12 +42,74 @@ E4M3_UNIT = 2.0**8
 
 HALF_FLOATS = ir.VectorType(ir.HalfType(), LANES)
 
+AHEAD = 1 << 12
+"""About how many bytes ahead codes are prefetched."""
+
 BYTES, CODES = ir.VectorType(BYTE, STEP), ir.VectorType(ir.IntType(16), STEP)
 
 
 def middle_of(bits: int) -> int:
     """Returns a code in the middle of all."""
     return 1 << (bits - 1)
+
+
+class Parts:
+    """Emits loads of the bytes of a step of some columns' codes, each when it is first needed.
+
+    arrays: of the parts of codes, `Format.widths` bits wide; column: the first one; plane: elements
+    of a plane of the narrowest part; step: the number of a step in such a plane.
+
+    With 6 bits, 4 + 2, a step of a plane of n/4 elements is of the elements j, j + n/4, j + n/2 and
+    j + 3n/4: one load of the 2 bits serves all four, and each of two loads of the 4 bits two.
+    """
+
+    def __init__(
+        self, tiles: Tiles, arrays: Sequence[Any], column: Any, plane: Any, step: Any, bits: int
+    ) -> None:
+        self._tiles, self._arrays, self._column = tiles, arrays, column
+        self._plane, self._step, self._widths = plane, step, WIDTHS[bits]
+        self._stored: dict[tuple[int, int, int], Any] = {}
+        self._loads = loads_of(bits)
+
+    @property
+    def planes(self) -> list[int]:
+        """The numbers of planes, those together that need the same bytes."""
+        every = range(8 // min(self._widths))
+        return sorted(every, key=lambda number: number % self._loads[0])
+
+    def bytes_of(self, column: int, number: int) -> list[Any]:
+        """Returns bytes with each part of a plane's codes, as 16-bit words."""
+        return [
+            self._loaded(part, column, number % loads) for part, loads in enumerate(self._loads)
+        ]
+
+    def shifts_of(self, number: int) -> list[int]:
+        """Returns where the parts of a plane's codes begin in these bytes."""
+        return [
+            number // loads * width for width, loads in zip(self._widths, self._loads, strict=True)
+        ]
+
+    def _loaded(self, part: int, column: int, load: int) -> Any:
+        key = (part, column, load)
+        if key not in self._stored:
+            tiles, array = self._tiles, self._arrays[part]
+            pitch = tiles.at((self._plane, self._loads[part]))
+            place = tiles.at((tiles.at(self._column, column), pitch), (self._plane, load))
+            place = tiles.at(place, (self._step, STEP))
+            tiles.ask(tiles.place(array, tiles.at(place, AHEAD), BYTE), SECOND_CACHE)
+            self._stored[key] = tiles.builder.load(tiles.place(array, place, HALVES), align=1)
+        return self._stored[key]
+
+
+def loads_of(bits: int) -> list[int]:
+    """Returns for each part of codes how many bytes of a row belong to one of a plane of the
+    narrowest part."""
+    return [width // min(WIDTHS[bits]) for width in WIDTHS[bits]]
+
+
+def planes_of(bits: int) -> int:
+    """Returns the number of planes of the narrowest part of codes."""
+    return 8 // min(WIDTHS[bits])
 
 
 def levels_of(
@@ -62,7 +124,7 @@ def levels_of(
         return [small_floats(tiles, stored[0]), _widened(tiles, stored[0])]
     builder, codes, shift, levels = tiles.builder, stored[0], shifts[0], []
     if len(stored) > 1:
-        codes, shift = _joined(tiles, stored, shifts, bits), ir.Constant(INT, 0)
+        codes, shift = joined_codes(tiles, stored, shifts, bits), ir.Constant(INT, 0)
     word, mask = builder.zext(codes, WORDS), filled(WORDS, (1 << bits) - 1)
     for byte in (0, 8):
         by = tiles.spread(builder.add(shift, ir.Constant(INT, byte)), LANES)
@@ -75,8 +137,8 @@ def levels_of(
     return levels
 
 
-def _joined(tiles: Tiles, stored: Sequence[Any], shifts: Sequence[Any], bits: int) -> Any:
-    """Returns codes, one a byte, from the bytes with their parts."""
+def joined_codes(tiles: Tiles, stored: Sequence[Any], shifts: Sequence[Any], bits: int) -> Any:
+    """Returns codes, one a byte, from the bytes with their parts; see `levels_of`."""
     builder, codes, at = tiles.builder, filled(HALVES, 0), 0
     for width, part, shift in zip(WIDTHS[bits], stored, shifts, strict=True):
         mask, by = (1 << width) - 1, builder.trunc(shift, HALVES.element)

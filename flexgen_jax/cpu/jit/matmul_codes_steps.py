@@ -213,7 +213,7 @@ def _emit_dots(
                 ahead = tiles.at(soon, (byte, pitch), (step, STEP))
                 tiles.ask(tiles.place(codes, ahead, BYTE), SECOND_CACHE)
                 where = tiles.at(begin, (byte, pitch), (step, STEP))
-                halves.append(codes_of_step(tiles, codes, where, min(bits, NIBBLE)))
+                halves.append(_codes_of_step(tiles, codes, where, min(bits, NIBBLE)))
             for panel in range(panels):
                 place = tiles.at((step, panels * STEP), panel * STEP)
                 x = builder.load(tiles.place(left, place, BYTES), align=1)
@@ -244,7 +244,7 @@ def _emit_dots(
         builder.store(builder.fadd(before, value), place)
 
 
-def codes_of_step(tiles: Tiles, codes: Any, at: Any, bits: int) -> list[Any]:
+def _codes_of_step(tiles: Tiles, codes: Any, at: Any, bits: int) -> list[Any]:
     """Loads a step of bytes; returns the codes of `bits` bits in them, as bytes, lowest first."""
     builder = tiles.builder
     stored = builder.load(tiles.place(codes, at, SHORTS), align=1)

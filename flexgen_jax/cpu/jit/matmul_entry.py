@@ -25,10 +25,10 @@ from flexgen_jax.cpu.jit import (
 from flexgen_jax.cpu.jit.attention_entry import ALL, ARGUMENTS, CALLS, RESULTS, array_in, handler
 from flexgen_jax.cpu.jit.code_cache import bound
 from flexgen_jax.cpu.jit.grouped_factors import factors_of
-from flexgen_jax.cpu.jit.levels_ir import INTEGERS, LEVELS
+from flexgen_jax.cpu.jit.levels_ir import INTEGERS, LEVELS, planes_of
 from flexgen_jax.cpu.jit.matmul_blocked import columns_of
 from flexgen_jax.cpu.jit.matmul_codes import codes_of
-from flexgen_jax.cpu.jit.matmul_grouped import multiplier_of, padded_count, planes_of, taker_of
+from flexgen_jax.cpu.jit.matmul_grouped import multiplier_of, padded_count, taker_of
 from flexgen_jax.cpu.jit.matmul_int8 import multiply_rounded, round_panel
 from flexgen_jax.cpu.jit.matmul_packed import most_folded, packed_of
 from flexgen_jax.cpu.jit.matmul_small_batch import (
@@ -206,7 +206,7 @@ def _grouped_helpers(of: Grouping, unit: str, rounding: Rounding) -> dict[str, A
     if rounding:
         by_fours = rounding == "fours"
         own: Any = np.float32(matmul_grouped_int8.middle_code(bits, by_fours) - of.center)
-        few = matmul_grouped_int8.multiplier_of(take, own, bits, by_fours)
+        few = matmul_grouped_int8.multiplier_of(take, own, bits, of.unit, by_fours)
         tiles = matmul_grouped_tiles.multiplier_of(take, own)
     else:
         few = tiles = multiplier_of(take, middle, bits, levels, of.unit, kind)

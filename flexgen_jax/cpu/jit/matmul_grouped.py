@@ -1,6 +1,7 @@
 """Products with kernel weights that are grouped along their input, compiled by Numba.
 
-A weight is `scale * level + offset`, with one scale and one offset for each step of 32 elements. So
+A weight is `scale * level + offset`, with one scale and one offset for each step of 32 elements, or
+for half of it. So
 
     sum over k of x[k] weight[k]  =  sum over steps of  scale * (sum of x[k] level[k])
                                                         + offset * (sum of x[k])
@@ -9,13 +10,12 @@ Few rows multiply levels as they come out of a table, one step after the other, 
 unpacked in memory; the sums of x in a step are made once for all columns. For many rows the weights
 are unpacked into the tiles of `matmul_blocked`.
 
-A byte has the codes of elements half a row apart (see `models/formats/format.py`), so one load
-serves two steps.
+A byte has the codes of elements that are far apart (see `models/formats/format.py`), such as half a
+row, so one load serves several steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,18 +27,21 @@ from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import grouped_factors, grouped_factors_ir, matmul_packed
 from flexgen_jax.cpu.jit.code_cache import called, source_of
-from flexgen_jax.cpu.jit.levels_ir import levels_of, pairs_of_levels
-from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, arrays_of, filled
+from flexgen_jax.cpu.jit.levels_ir import (
+    Parts,
+    levels_of,
+    loads_of,
+    pairs_of_levels,
+)
+from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, arrays_of, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_inner import added, multiplied
 from flexgen_jax.cpu.jit.matmul_small_batch import give_sums, lay, loaded_step
 from flexgen_jax.cpu.jit.packing import (
-    BYTE,
     FLOATS,
     HALVES,
     PAIR,
     STEP,
-    WORDS,
     N,
     PlainKernel,
     Tiles,
@@ -59,9 +62,6 @@ SOURCE = matmul_packed.SOURCE + source_of(*_FILES)
 
 ONE, TWO, MORE = ((4, 1), (4, 2), (2, 4)) if has_wide_vectors() else ((1, 1), (1, 2), (1, 4))
 """Columns, and rows of x, that are multiplied at a time, where x has one row, two, and more."""
-
-AHEAD = 1 << 12
-"""About how many bytes ahead codes are prefetched."""
 
 
 def _dots(
@@ -90,59 +90,6 @@ def _dots(
     return types.void(*kinds, *constants), emitted(_emit_dots, constants=len(constants))
 
 
-class Parts:
-    """Emits loads of the bytes of a step of some columns' codes, each when it is first needed.
-
-    arrays: of the parts of codes, `Format.widths` bits wide; column: the first one; plane: elements
-    of a plane of the narrowest part; step: the number of a step in such a plane.
-
-    With 6 bits, 4 + 2, a step of a plane of n/4 elements is of the elements j, j + n/4, j + n/2 and
-    j + 3n/4: one load of the 2 bits serves all four, and each of two loads of the 4 bits two.
-    """
-
-    def __init__(
-        self, tiles: Tiles, arrays: Sequence[Any], column: Any, plane: Any, step: Any, bits: int
-    ) -> None:
-        self._tiles, self._arrays, self._column = tiles, arrays, column
-        self._plane, self._step, self._widths = plane, step, WIDTHS[bits]
-        self._stored: dict[tuple[int, int, int], Any] = {}
-        self._loads = loads_of(bits)
-
-    def bytes_of(self, column: int, number: int) -> list[Any]:
-        """Returns bytes with each part of a plane's codes, as 16-bit words."""
-        return [
-            self._loaded(part, column, number % loads) for part, loads in enumerate(self._loads)
-        ]
-
-    def shifts_of(self, number: int) -> list[int]:
-        """Returns where the parts of a plane's codes begin in these bytes."""
-        return [
-            number // loads * width for width, loads in zip(self._widths, self._loads, strict=True)
-        ]
-
-    def _loaded(self, part: int, column: int, load: int) -> Any:
-        key = (part, column, load)
-        if key not in self._stored:
-            tiles, array = self._tiles, self._arrays[part]
-            pitch = tiles.at((self._plane, self._loads[part]))
-            place = tiles.at((tiles.at(self._column, column), pitch), (self._plane, load))
-            place = tiles.at(place, (self._step, STEP))
-            tiles.ask(tiles.place(array, tiles.at(place, AHEAD), BYTE), SECOND_CACHE)
-            self._stored[key] = tiles.builder.load(tiles.place(array, place, HALVES), align=1)
-        return self._stored[key]
-
-
-def loads_of(bits: int) -> list[int]:
-    """Returns for each part of codes how many bytes of a row belong to one of a plane of the
-    narrowest part."""
-    return [width // min(WIDTHS[bits]) for width in WIDTHS[bits]]
-
-
-def planes_of(bits: int) -> int:
-    """Returns the number of planes of the narrowest part of codes."""
-    return 8 // min(WIDTHS[bits])
-
-
 def _emit_dots(
     tiles: Tiles,
     bits: int,
@@ -168,11 +115,11 @@ def _emit_dots(
     totals = [cgutils.alloca_once_value(builder, filled(FLOATS, 0)) for _ in range(wide * many)]
     for total in totals:
         builder.store(filled(FLOATS, 0), total)
-    arrays, loads = (low, high)[: len(WIDTHS[bits])], loads_of(bits)
+    arrays = (low, high)[: len(WIDTHS[bits])]
     steps = builder.udiv(plane, tiles.index(STEP))
     with tiles.loop(steps) as (step, _):
         parts = Parts(tiles, arrays, column, plane, step, bits)
-        for part in sorted(range(planes_of(bits)), key=lambda number: number % loads[0]):
+        for part in parts.planes:
             number, shifts = tiles.at((steps, part), step), parts.shifts_of(part)
             levels, own = [], []
             for one in range(wide):
@@ -182,7 +129,7 @@ def _emit_dots(
                     levels.append(levels_of(tiles, stored, by, bits, kind))
                 else:
                     levels.append(pairs_of_levels(tiles, stored, shifts, bits, kind))
-                own.append(_factor(tiles, scales, tiles.at((one, factors)), number, unit))
+                own.append(factor_of(tiles, scales, tiles.at((one, factors)), number, unit))
             for line in range(many):
                 place = tiles.at((tiles.at(row, line), pitch), (plane, part), (step, STEP))
                 x = loaded_step(tiles, left, place, floats)
@@ -206,14 +153,16 @@ def _emit_dots(
         builder.store(builder.load(total), place, align=4)
 
 
-def _factor(tiles: Tiles, array: Any, begin: Any, step: Any, unit: int) -> Any:
-    """Loads the factor of a step for all lanes, or its two factors for half of them each: lanes are
-    of pairs of elements, in their order."""
+def factor_of(
+    tiles: Tiles, array: Any, begin: Any, step: Any, unit: int, count: int = LANES
+) -> Any:
+    """Loads the factor of a step for `count` lanes, or its two factors for half of them each: lanes
+    are of some elements each, in their order."""
     builder, each = tiles.builder, STEP // unit
     place = tiles.place(array, tiles.at(begin, (step, each)), ir.VectorType(FLOAT, each))
     pair = builder.load(place, align=4)
-    lanes = [lane * each // LANES for lane in range(LANES)]
-    return builder.shuffle_vector(pair, pair, ir.Constant(WORDS, lanes))
+    lanes = [lane * each // count for lane in range(count)]
+    return builder.shuffle_vector(pair, pair, ir.Constant(ir.VectorType(INT, count), lanes))
 
 
 class GroupedKernel(PlainKernel):
@@ -250,7 +199,7 @@ class GroupedKernel(PlainKernel):
         for row, stored in enumerate(zip(*loaded, strict=True)):
             begin = tiles.at((tiles.at((tile, LANES), row), self._factors))
             scale, offset = (
-                _factor(tiles, side, begin, number, self._unit) for side in self._sides
+                factor_of(tiles, side, begin, number, self._unit) for side in self._sides
             )
             levels = levels_of(tiles, stored, self._shifts, self._bits, self._kind)
             rows.append(joined_words(tiles, [added(tiles, offset, x, scale) for x in levels]))

@@ -1,8 +1,8 @@
-"""Products of few rows, rounded to 8-bit integers, with kernel weights of 4 or 8 bits that are
+"""Products of few rows, rounded to 8-bit integers, with kernel weights that are integers and
 grouped along their input, compiled by Numba.
 
-A weight is `scale * code + offset`. Each step of 32 elements of a row is rounded to x = unit * q
-with integers q of at most 127, so that
+A weight is `scale * code + offset`, with one of both for a step of 32 elements, or for half of it.
+Each step of a row is rounded to x = unit * q with integers q of at most 127, so that
 
     sum over k of x[k] weight[k]  =  sum over steps of  scale * unit * (sum of q[k] code[k])
                                                         + offset * unit * (sum of q[k]).
@@ -23,7 +23,8 @@ from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import matmul_codes_steps
 from flexgen_jax.cpu.jit.code_cache import called, source_of
-from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, filled
+from flexgen_jax.cpu.jit.levels_ir import Parts, joined_codes, planes_of
+from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_codes_steps import (
     BYTES,
@@ -31,13 +32,13 @@ from flexgen_jax.cpu.jit.matmul_codes_steps import (
     SHORTS,
     SUMS,
     WIDE_MAGNITUDE,
-    codes_of_step,
     paired,
 )
-from flexgen_jax.cpu.jit.matmul_grouped import AHEAD, MORE, ONE, TWO, padded_count
+from flexgen_jax.cpu.jit.matmul_grouped import MORE, ONE, TWO, factor_of, padded_count
 from flexgen_jax.cpu.jit.matmul_small_batch import give_sums
-from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, PAIR, STEP, N, Tiles, emitted
+from flexgen_jax.cpu.jit.packing import FLOATS, PAIR, STEP, N, Tiles, emitted
 from flexgen_jax.layers.matmul_int8 import LEVELS
+from flexgen_jax.models.formats.format import WIDTHS
 
 cgutils: Any = untyped
 
@@ -54,15 +55,17 @@ SIGN = 0x80
 def middle_code(bits: int, by_fours: bool) -> int:
     """Returns what is subtracted from codes before they are multiplied: without products of four
     bytes, the sums of two have to fit into 16 bits."""
-    return 0 if bits == 4 or by_fours else SIGN
+    return SIGN if bits == 8 and not by_fours else 0
 
 
-def _round(_context, rows, begin, steps, left, at, apart, units, sums, to):
-    return types.void(rows, N, N, left, N, N, units, sums, N), emitted(_emit_rounding)
+def _round(_context, rows, begin, steps, left, at, apart, units, sums, to, share):
+    kinds = (rows, N, N, left, N, N, units, sums, N, share)
+    return types.void(*kinds), emitted(_emit_rounding, constants=1)
 
 
 def _emit_rounding(
     tiles: Tiles,
+    share: int,
     rows: Any,
     begin: Any,
     steps: Any,
@@ -91,21 +94,23 @@ def _emit_rounding(
         integers = builder.fptosi(nearest, ROW_BITS)
         place = tiles.place(left, tiles.at(at, (step, apart)), BYTES)
         builder.store(builder.trunc(integers, BYTES), place, align=1)
-        total = tiles.call(f"llvm.vector.reduce.add.v{STEP}i32", INT, integers)
-        index = tiles.at(to, step)
-        builder.store(unit, builder.gep(units.data, [index]))
-        total = builder.fmul(builder.sitofp(total, FLOAT), unit)
-        builder.store(total, builder.gep(sums.data, [index]))
+        for number, first in enumerate(range(0, STEP, share)):
+            lanes = ir.Constant(ir.VectorType(INT, share), list(range(first, first + share)))
+            some = builder.shuffle_vector(integers, integers, lanes)
+            total = tiles.call(f"llvm.vector.reduce.add.v{share}i32", INT, some)
+            index = tiles.at((step, STEP // share), to, number)
+            builder.store(unit, builder.gep(units.data, [index]))
+            total = builder.fmul(builder.sitofp(total, FLOAT), unit)
+            builder.store(total, builder.gep(sums.data, [index]))
 
 
 def _dots(
     _context,
     left,
     row,
-    pitch,
-    codes,
-    begin,
-    apart,
+    low,
+    high,
+    column,
     plane,
     scales,
     offsets,
@@ -116,26 +121,28 @@ def _dots(
     lanes,
     at,
     bits,
+    share,
     fours,
     wide,
     many,
 ):
-    kinds = (left, N, N, codes, N, N, N, scales, offsets, units, sums, scaled, N, lanes, N)
-    return types.void(*kinds, bits, fours, wide, many), emitted(_emit_dots, constants=4)
+    kinds = (left, N, low, high, N, N, scales, offsets, units, sums, scaled, N, lanes, N)
+    constants = (bits, share, fours, wide, many)
+    return types.void(*kinds, *constants), emitted(_emit_dots, constants=len(constants))
 
 
 def _emit_dots(
     tiles: Tiles,
     bits: int,
+    share: int,
     fours: int,
     wide: int,
     many: int,
     left: Any,
     row: Any,
-    pitch: Any,
-    codes: Any,
-    begin: Any,
-    apart: Any,
+    low: Any,
+    high: Any,
+    column: Any,
     plane: Any,
     scales: Any,
     offsets: Any,
@@ -159,9 +166,9 @@ def _emit_dots(
             unit, x = (
                 builder.load(tiles.place(side, place, FLOATS), align=4) for side in (units, sums)
             )
-            for column in range(wide):
-                own = line * wide + column
-                place = tiles.at((column, factors), (part, LANES))
+            for one in range(wide):
+                own = line * wide + one
+                place = tiles.at((one, factors), (part, LANES))
                 scale, offset = (
                     builder.load(tiles.place(side, place, FLOATS), align=4)
                     for side in (scales, offsets)
@@ -170,27 +177,26 @@ def _emit_dots(
                 builder.store(builder.fmul(scale, unit), place, align=4)
                 rest = rests[own]
                 builder.store(tiles.multiply_add(x, offset, builder.load(rest)), rest)
+    arrays, planes = (low, high)[: len(WIDTHS[bits])], planes_of(bits)
     steps = builder.udiv(plane, tiles.index(STEP))
+    begin = tiles.at((row, tiles.at((plane, planes))))
     with tiles.loop(steps) as (step, _):
-        columns = []
-        for column in range(wide):
-            where = tiles.at(begin, (column, apart), (step, STEP))
-            tiles.ask(tiles.place(codes, tiles.at(where, AHEAD), BYTE), SECOND_CACHE)
-            columns.append(codes_of_step(tiles, codes, where, bits))
-        for part in range(8 // bits):
+        parts = Parts(tiles, arrays, column, plane, step, bits)
+        for part in parts.planes:
             number = tiles.at((steps, part), step)
+            shifts = [ir.Constant(INT, shift) for shift in parts.shifts_of(part)]
+            stored = [parts.bytes_of(one, part) for one in range(wide)]
+            codes = [joined_codes(tiles, own, shifts, bits) for own in stored]
             for line in range(many):
-                place = tiles.at((row, pitch), (step, 8 // bits * many * STEP))
-                place = tiles.at(place, (part * many + line) * STEP)
+                place = tiles.at(begin, (step, planes * many * STEP), (part * many + line) * STEP)
                 x = builder.load(tiles.place(left, place, BYTES), align=1)
-                for column in range(wide):
-                    own = line * wide + column
-                    index = tiles.at((own, factors), number)
-                    factor = builder.load(builder.gep(scaled.data, [index]))
-                    dot = _dot(tiles, columns[column][part], x, bits, bool(fours))
-                    total = builder.load(totals[own])
-                    factor = tiles.spread(factor, SUMS.count)
-                    dot = builder.sitofp(dot, SUMS)
+                for one in range(wide):
+                    own = line * wide + one
+                    factor = factor_of(
+                        tiles, scaled, tiles.at((own, factors)), number, share, SUMS.count
+                    )
+                    dot = _dot(tiles, builder.bitcast(codes[one], BYTES), x, bits, bool(fours))
+                    total, dot = builder.load(totals[own]), builder.sitofp(dot, SUMS)
                     builder.store(tiles.multiply_add(dot, factor, total), totals[own])
     every = ir.Constant(ir.VectorType(INT, LANES), list(range(LANES)))
     for number, (total, rest) in enumerate(zip(totals, rests, strict=True)):
@@ -218,7 +224,8 @@ round_steps: Any = intrinsic(prefer_literal=True)(_round)
 """Intrinsic: rounds `steps` steps of a row to integers.
 
 rows: bfloat16 as bits, from `begin` on; left: int8, from `at` on, steps `apart` elements apart;
-units, sums: fp32, from `to` on: what an integer stands for, and the sums of what is rounded.
+units, sums: fp32, from `to` on: what an integer stands for, and the sums of what is rounded, for
+each `share` elements, which is a compile-time constant.
 """
 
 dots: Any = intrinsic(prefer_literal=True)(_dots)
@@ -226,42 +233,45 @@ dots: Any = intrinsic(prefer_literal=True)(_dots)
 lane; as `matmul_grouped.dots`, but for left: int8 [step][plane][row][element of a step], since rows
 that lie a power of two apart share a bank of the first cache, from which processors load one number
 at a time; units, sums: fp32 [row][factors], those of `round_steps`; scaled: room for fp32
-[row][column][factors]. bits, wide and many are compile-time constants, and `fours`: whether the
-processor adds up products of four bytes.
+[row][column][factors]. bits, share, wide and many are compile-time constants, and `fours`: whether
+the processor adds up products of four bytes.
 """
 
 
-def multiplier_of(take: Any, middle: float, bits: int, by_fours: bool) -> Any:
+def multiplier_of(take: Any, middle: float, bits: int, share: int, by_fours: bool) -> Any:
     """Returns the function that does what `matmul_grouped.multiplier_of` says, with rounded
     rows."""
-    return by_rows(partial(_streams_of, take, middle, bits, int(by_fours)), ONE, TWO, MORE)
+    return by_rows(partial(_streams_of, take, middle, bits, share, int(by_fours)), ONE, TWO, MORE)
 
 
-def _streams_of(take: Any, middle: float, bits: int, fours: int, wide: int, many: int) -> Any:
+def _streams_of(
+    take: Any, middle: float, bits: int, share: int, fours: int, wide: int, many: int
+) -> Any:
     """Returns the function that multiplies `many` rows by `wide` columns at a time."""
+    planes, each = planes_of(bits), STEP // share
 
     @called
     def multiply(rows, kernel, plane, bias, out, shape, start, end):
         count, depth, _ = shape
-        turns, factors, pitch = -(-count // many), padded_count(depth), depth * bits // 8
+        turns, factors, steps = -(-count // many), padded_count(depth, share), plane // STEP
         left = aligned(turns * many * depth, np.int8)
         left[:] = 0
         units = np.zeros(turns * many * factors, np.float32)
         sums = np.zeros(turns * many * factors, np.float32)
-        planes, steps = 8 // bits, pitch // STEP
         for row in range(count):
             begin = row // many * many * depth + row % many * STEP
             for part in range(planes):
                 round_steps(
                     rows,
-                    row * depth + part * pitch,
+                    row * depth + part * plane,
                     steps,
                     left,
                     begin + part * many * STEP,
                     planes * many * STEP,
                     units,
                     sums,
-                    row * factors + part * steps,
+                    row * factors + part * steps * each,
+                    share,
                 )
         scales, offsets = aligned(wide * factors, np.float32), aligned(wide * factors, np.float32)
         scales[:] = 0
@@ -269,7 +279,7 @@ def _streams_of(take: Any, middle: float, bits: int, fours: int, wide: int, many
         scaled = aligned(wide * many * factors, np.float32)
         lanes = aligned(PAIR * turns * many * LANES, np.float32)
         results = np.zeros(-(-count // PAIR) * PAIR * PAIR, np.float32)
-        (codes, _), (arrays, groups) = kernel
+        (low, high), (arrays, groups) = kernel
         for first in range(start, end, PAIR):
             for column in range(0, PAIR, wide):
                 for n in range(wide):
@@ -278,10 +288,9 @@ def _streams_of(take: Any, middle: float, bits: int, fours: int, wide: int, many
                     dots(
                         left,
                         turn * many,
-                        depth,
-                        codes,
-                        (first + column) * pitch,
-                        pitch,
+                        low,
+                        high,
+                        first + column,
                         plane,
                         scales,
                         offsets,
@@ -292,6 +301,7 @@ def _streams_of(take: Any, middle: float, bits: int, fours: int, wide: int, many
                         lanes,
                         (column * turns + turn * wide) * many * LANES,
                         bits,
+                        share,
                         fours,
                         wide,
                         many,

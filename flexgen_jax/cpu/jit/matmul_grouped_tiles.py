@@ -201,7 +201,16 @@ def multiplier_of(take: Any, middle: float) -> Any:
             for row in range(some):
                 begin, to = row * pitch, row * factors
                 round_steps(
-                    rows, (top + row) * depth, depth // STEP, left, begin, STEP, units, sums, to
+                    rows,
+                    (top + row) * depth,
+                    depth // STEP,
+                    left,
+                    begin,
+                    STEP,
+                    units,
+                    sums,
+                    to,
+                    STEP,
                 )
             for first in range(start, end, PAIR):
                 for column in range(PAIR):
