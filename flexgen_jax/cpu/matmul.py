@@ -114,7 +114,8 @@ def _rounding_for(kernel: Kept) -> Rounding:
         return "fours"
     assert isinstance(kernel, QuantizedArray), "rows are not rounded in steps for plain weights"
     grouping = grouping_of(kernel.storage)
-    has_tiles = grouping is not None and (grouping.bits, grouping.unit) == (4, STEP)
+    codes = None if grouping is None else (grouping.levels, grouping.bits, grouping.unit)
+    has_tiles = codes == ("integers", 4, STEP)
     return "tiles" if has_tiles and not has_wide_vectors() else "pairs"
 
 
@@ -128,7 +129,7 @@ def _rounds_steps(kernel: Kept) -> bool:
     """Returns whether rows are rounded step by step, for the codes of a kernel that is grouped
     along its input."""
     grouping = grouping_of(kernel.storage) if isinstance(kernel, QuantizedArray) else None
-    return grouping is not None and grouping.levels == "integers"
+    return grouping is not None and grouping.levels in ("integers", "e2m1")
 
 
 def _target_for(kernel: Kept, is_wide: bool, unit: str, rounding: Rounding = "") -> str | None:

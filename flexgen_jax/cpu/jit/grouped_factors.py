@@ -25,7 +25,6 @@ from flexgen_jax.cpu.jit.grouped_factors_ir import (
     widen_small,
     widen_units,
 )
-from flexgen_jax.cpu.jit.levels_ir import E4M3_UNIT
 from flexgen_jax.cpu.jit.llvm import LANES
 from flexgen_jax.cpu.jit.packing import single
 
@@ -83,22 +82,24 @@ def six_bits(low, high, row, count, index):
     return np.float32(lower | upper << 4)
 
 
-def factors_of(kind: str, dtype: str, repeats: int, rows: int, has_minimum: bool) -> Any:
+def factors_of(
+    kind: str, dtype: str, repeats: int, rows: int, has_minimum: bool, unit: float
+) -> Any:
     """Returns the function that writes a row's scales and offsets.
 
     Its arguments: the kernel's leaves but the codes, flat; the row; how many groups a row has;
     scales and offsets, fp32, and where they begin; the middle code, less the code that stands for
     zero where there is no minimum: what is multiplied is a code less the middle one. repeats:
     groups have this many times `STEP` elements. rows: that share their scales, 0 if all do. dtype:
-    of floats.
+    of floats. unit: of levels of floats: what 1 of a level stands for before it is scaled.
     """
     makers: dict[str, Callable[[], Any]] = {
         "unit": _of_units,
         "floats": lambda: _of_floats(dtype, repeats, has_minimum),
-        "blocks": lambda: _of_blocks(dtype, repeats, rows),
-        "powers": _of_powers,
+        "blocks": lambda: _of_blocks(dtype, repeats, rows, unit),
+        "powers": lambda: _of_powers(unit),
         "zeros": lambda: _with_zeros(dtype, repeats),
-        "small": _of_small_floats,
+        "small": lambda: _of_small_floats(unit),
         "sixes": lambda: _in_blocks(_sixes_from, 2, SUPER // 32, 0, True),
         "signed_sixes": lambda: _in_blocks(_sixes_from, 2, SUPER // 16, 32, False),
         "fours": lambda: _in_blocks(_fours_from, 1, SUPER // 16, 0, True),
@@ -145,30 +146,32 @@ def _of_floats(dtype: str, repeats: int, has_minimum: bool) -> Any:
     return take
 
 
-def _of_blocks(dtype: str, repeats: int, rows: int) -> Any:
+def _of_blocks(dtype: str, repeats: int, rows: int, unit: float) -> Any:
     """Scales that blocks of rows share, of 8-bit floats."""
-    widen, sharing, unit = WIDEN[dtype], rows or 1 << 62, np.float32(E4M3_UNIT)
+    widen, sharing, factor = WIDEN[dtype], rows or 1 << 62, np.float32(unit)
 
     @njit(inline="always")
     def take(leaves, row, count, scales, offsets, at, middle):
         begin = row // sharing * count
         for group in range(count):
-            step = widen(leaves[0][begin + group]) * unit
+            step = widen(leaves[0][begin + group]) * factor
             for n in range(repeats):
                 scales[at + group * repeats + n] = step
 
     return take
 
 
-def _of_powers() -> Any:
+def _of_powers(unit: float) -> Any:
     """Exponents of powers of two."""
+    factor = np.float32(unit)
 
     @njit(inline="always")
     def take(leaves, row, count, scales, offsets, at, middle):
         whole = count // LANES
-        widen_powers(leaves[0], row * count, whole, scales, at)
+        widen_powers(leaves[0], row * count, whole, factor, middle, scales, offsets, at)
         for group in range(whole * LANES, count):
-            scales[at + group] = from_power(leaves[0][row * count + group])
+            step = from_power(leaves[0][row * count + group]) * factor
+            scales[at + group], offsets[at + group] = step, middle * step
 
     return take
 
@@ -191,15 +194,17 @@ def _with_zeros(dtype: str, repeats: int) -> Any:
     return take
 
 
-def _of_small_floats() -> Any:
+def _of_small_floats(unit: float) -> Any:
     """8-bit floats in units of one number for all."""
+    factor = np.float32(unit)
 
     @njit(inline="always")
     def take(leaves, row, count, scales, offsets, at, middle):
-        whole, unit = count // LANES, from_float32(leaves[1][0])
-        widen_small(leaves[0], row * count, whole, unit, scales, at)
+        whole, own = count // LANES, from_float32(leaves[1][0]) * factor
+        widen_small(leaves[0], row * count, whole, own, middle, scales, offsets, at)
         for group in range(whole * LANES, count):
-            scales[at + group] = from_small_float(leaves[0][row * count + group]) * unit
+            step = from_small_float(leaves[0][row * count + group]) * own
+            scales[at + group], offsets[at + group] = step, middle * step
 
     return take
 

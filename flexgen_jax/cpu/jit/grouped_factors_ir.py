@@ -65,14 +65,41 @@ def _emit_units(
         _stored(tiles, offset, offsets, target)
 
 
-def _emit_powers(tiles: Tiles, scale: Any, begin: Any, vectors: Any, scales: Any, to: Any) -> None:
+def _emit_powers(
+    tiles: Tiles,
+    scale: Any,
+    begin: Any,
+    vectors: Any,
+    factor: Any,
+    middle: Any,
+    scales: Any,
+    offsets: Any,
+    to: Any,
+) -> None:
     builder = tiles.builder
     with tiles.loop(vectors) as (vector, _):
         bits = _bytes(tiles, scale, tiles.at(begin, (vector, LANES)))
         is_zero = builder.icmp_signed("==", bits, filled(WORDS, 0))
         bits = builder.select(is_zero, filled(WORDS, 1), bits)
         step = builder.bitcast(builder.shl(bits, filled(WORDS, 23)), FLOATS)
-        _stored(tiles, step, scales, tiles.at(to, (vector, LANES)))
+        target = tiles.at(to, (vector, LANES))
+        _scaled(tiles, step, factor, middle, scales, offsets, target)
+
+
+def _scaled(
+    tiles: Tiles,
+    step: Any,
+    factor: Any,
+    middle: Any,
+    scales: Any,
+    offsets: Any,
+    target: Any,
+) -> None:
+    """Stores scales times a factor, and these times the middle code as offsets."""
+    builder = tiles.builder
+    step = builder.fmul(step, tiles.spread(factor, LANES))
+    _stored(tiles, step, scales, target)
+    _stored(tiles, builder.fmul(step, tiles.spread(middle, LANES)), offsets, target)
 
 
 def _emit_six(
@@ -104,14 +131,23 @@ def _emit_signed(tiles: Tiles, codes: Any, begin: Any, vectors: Any, values: Any
 
 
 def _emit_small(
-    tiles: Tiles, codes: Any, begin: Any, vectors: Any, factor: Any, scales: Any, to: Any
+    tiles: Tiles,
+    codes: Any,
+    begin: Any,
+    vectors: Any,
+    factor: Any,
+    middle: Any,
+    scales: Any,
+    offsets: Any,
+    to: Any,
 ) -> None:
-    builder, factor = tiles.builder, tiles.spread(factor, LANES)
+    builder = tiles.builder
     with tiles.loop(vectors) as (vector, _):
         place = tiles.place(codes, tiles.at(begin, (vector, LANES)), ir.VectorType(BYTE, LANES))
         levels = small_floats(tiles, builder.zext(builder.load(place, align=1), HALVES))
-        numbers = builder.fmul(levels, filled(FLOATS, E4M3_UNIT))
-        _stored(tiles, builder.fmul(numbers, factor), scales, tiles.at(to, (vector, LANES)))
+        step = builder.fmul(levels, filled(FLOATS, E4M3_UNIT))
+        target = tiles.at(to, (vector, LANES))
+        _scaled(tiles, step, factor, middle, scales, offsets, target)
 
 
 def _units(_context, scale, minimum, begin, vectors, one, other, middle, scales, offsets, to):
@@ -120,8 +156,9 @@ def _units(_context, scale, minimum, begin, vectors, one, other, middle, scales,
     return types.void(*kinds), emitted(_emit_units)
 
 
-def _powers(_context, scale, begin, vectors, scales, to):
-    return types.void(scale, N, N, scales, N), emitted(_emit_powers)
+def _powers(_context, scale, begin, vectors, factor, middle, scales, offsets, to):
+    single = types.float32
+    return types.void(scale, N, N, single, single, scales, offsets, N), emitted(_emit_powers)
 
 
 def _six(_context, low, lower, high, upper, each, values, to):
@@ -136,15 +173,16 @@ def _signed(_context, codes, begin, vectors, values, to):
     return types.void(codes, N, N, values, N), emitted(_emit_signed)
 
 
-def _small(_context, codes, begin, vectors, factor, scales, to):
-    return types.void(codes, N, N, types.float32, scales, N), emitted(_emit_small)
+def _small(_context, codes, begin, vectors, factor, middle, scales, offsets, to):
+    single = types.float32
+    return types.void(codes, N, N, single, single, scales, offsets, N), emitted(_emit_small)
 
 
 widen_units: Any = intrinsic(_units)
 """Intrinsic: scales and offsets of `vectors` vectors of groups, from the byte `begin` on."""
 
 widen_powers: Any = intrinsic(_powers)
-"""Intrinsic: powers of two as scales."""
+"""Intrinsic: powers of two times a factor as scales, and these times the middle code as offsets."""
 
 widen_six: Any = intrinsic(_six)
 """Intrinsic: `LANES` codes of 6 bits of each of four planes, as fp32, `each` apart: their low 4
@@ -157,7 +195,7 @@ widen_signed: Any = intrinsic(_signed)
 """Intrinsic: `vectors` vectors of signed bytes, as fp32."""
 
 widen_small: Any = intrinsic(_small)
-"""Intrinsic: `vectors` vectors of 8-bit floats as scales, times a factor."""
+"""Intrinsic: `vectors` vectors of 8-bit floats, likewise."""
 
 
 def scaling_of(center: int, has_minimum: bool) -> Any:

@@ -40,6 +40,9 @@ TABLES: dict[int, Sequence[float]] = {SMALL_FLOATS: E2M1, QUANTILES: NF4}
 E4M3_UNIT = 2.0**8
 """An 8-bit float's number over its level."""
 
+WHOLE_E2M1_UNIT, WHOLE_E2M1_ZERO = 0.5, 12
+"""A 4-bit float's number over an integer that stands for it, less the integer that stands for 0."""
+
 HALF_FLOATS = ir.VectorType(ir.HalfType(), LANES)
 
 AHEAD = 1 << 12
@@ -147,6 +150,19 @@ def joined_codes(tiles: Tiles, stored: Sequence[Any], shifts: Sequence[Any], bit
         codes = builder.or_(codes, builder.shl(own, filled(HALVES, at)))
         at += width
     return codes
+
+
+def whole_levels_of(
+    tiles: Tiles, stored: Sequence[Any], shifts: Sequence[Any], bits: int, kind: int
+) -> Any:
+    """Returns unsigned bytes that stand for a step's codes: integers themselves, and in place of
+    4-bit floats twice their number, counted from `WHOLE_E2M1_ZERO`. See `levels_of`."""
+    codes = tiles.builder.bitcast(joined_codes(tiles, stored, shifts, bits), BYTES)
+    if kind == INTEGERS:
+        return codes
+    whole = [round(number / WHOLE_E2M1_UNIT) + WHOLE_E2M1_ZERO for number in TABLES[kind]]
+    table = ir.Constant(BYTES, whole * 2)  # for each half of a register
+    return tiles.call("llvm.x86.avx2.pshuf.b", BYTES, table, codes)
 
 
 def pairs_of_levels(

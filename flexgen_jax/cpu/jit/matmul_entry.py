@@ -25,7 +25,16 @@ from flexgen_jax.cpu.jit import (
 from flexgen_jax.cpu.jit.attention_entry import ALL, ARGUMENTS, CALLS, RESULTS, array_in, handler
 from flexgen_jax.cpu.jit.code_cache import bound
 from flexgen_jax.cpu.jit.grouped_factors import factors_of
-from flexgen_jax.cpu.jit.levels_ir import INTEGERS, LEVELS, planes_of
+from flexgen_jax.cpu.jit.levels_ir import (
+    E4M3_UNIT,
+    EIGHT_BIT_FLOATS,
+    INTEGERS,
+    LEVELS,
+    SMALL_FLOATS,
+    WHOLE_E2M1_UNIT,
+    WHOLE_E2M1_ZERO,
+    planes_of,
+)
 from flexgen_jax.cpu.jit.matmul_blocked import columns_of
 from flexgen_jax.cpu.jit.matmul_codes import codes_of
 from flexgen_jax.cpu.jit.matmul_grouped import multiplier_of, padded_count, taker_of
@@ -202,11 +211,15 @@ def _grouped_helpers(of: Grouping, unit: str, rounding: Rounding) -> dict[str, A
     bits, levels, kind = of.bits, LEVELS[of.levels], stored_as(unit)
     code = np.float32(1 << (bits - 1)) if levels == INTEGERS else np.float32(0)
     middle: Any = np.float32(code - of.center)
-    take = factors_of(of.factors, of.dtype, of.repeats, of.rows, of.has_minimum)
+    has_floats = levels == EIGHT_BIT_FLOATS
+    take = _taker_of(of, E4M3_UNIT if has_floats else 1.0)
     if rounding:
-        by_fours = rounding == "fours"
-        own: Any = np.float32(matmul_grouped_int8.middle_code(bits, by_fours) - of.center)
-        few = matmul_grouped_int8.multiplier_of(take, own, bits, of.unit, by_fours)
+        by_fours, center = rounding == "fours", of.center
+        rounded = take
+        if levels == SMALL_FLOATS:
+            rounded, center = _taker_of(of, WHOLE_E2M1_UNIT), WHOLE_E2M1_ZERO
+        own: Any = np.float32(matmul_grouped_int8.middle_code(bits, by_fours) - center)
+        few = matmul_grouped_int8.multiplier_of(rounded, own, bits, levels, of.unit, by_fours)
         tiles = matmul_grouped_tiles.multiplier_of(take, own)
     else:
         few = tiles = multiplier_of(take, middle, bits, levels, of.unit, kind)
@@ -218,6 +231,18 @@ def _grouped_helpers(of: Grouping, unit: str, rounding: Rounding) -> dict[str, A
         ),
         "leaves_in": _leaves_in(of.kinds, 2 + len(WIDTHS[bits])),
     }
+
+
+def _taker_of(of: Grouping, unit: float) -> Any:
+    """Returns the function that writes a row's scales and offsets; see `factors_of`."""
+    return factors_of(
+        kind=of.factors,
+        dtype=of.dtype,
+        repeats=of.repeats,
+        rows=of.rows,
+        has_minimum=of.has_minimum,
+        unit=unit,
+    )
 
 
 def _grouped_part(of: Grouping, is_wide: bool, unit: str, rounding: Rounding) -> Callable[..., int]:

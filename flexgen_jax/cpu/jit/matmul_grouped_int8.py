@@ -1,5 +1,5 @@
 """Products of few rows, rounded to 8-bit integers, with kernel weights that are integers and
-grouped along their input, compiled by Numba.
+grouped along their input, or 4-bit floats, compiled by Numba.
 
 A weight is `scale * code + offset`, with one of both for a step of 32 elements, or for half of it.
 Each step of a row is rounded to x = unit * q with integers q of at most 127, so that
@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import matmul_codes_steps
 from flexgen_jax.cpu.jit.code_cache import called, source_of
-from flexgen_jax.cpu.jit.levels_ir import Parts, joined_codes, planes_of
+from flexgen_jax.cpu.jit.levels_ir import Parts, planes_of, whole_levels_of
 from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_codes_steps import (
@@ -121,19 +121,21 @@ def _dots(
     lanes,
     at,
     bits,
+    kind,
     share,
     fours,
     wide,
     many,
 ):
     kinds = (left, N, low, high, N, N, scales, offsets, units, sums, scaled, N, lanes, N)
-    constants = (bits, share, fours, wide, many)
+    constants = (bits, kind, share, fours, wide, many)
     return types.void(*kinds, *constants), emitted(_emit_dots, constants=len(constants))
 
 
 def _emit_dots(
     tiles: Tiles,
     bits: int,
+    kind: int,
     share: int,
     fours: int,
     wide: int,
@@ -186,7 +188,7 @@ def _emit_dots(
             number = tiles.at((steps, part), step)
             shifts = [ir.Constant(INT, shift) for shift in parts.shifts_of(part)]
             stored = [parts.bytes_of(one, part) for one in range(wide)]
-            codes = [joined_codes(tiles, own, shifts, bits) for own in stored]
+            codes = [whole_levels_of(tiles, own, shifts, bits, kind) for own in stored]
             for line in range(many):
                 place = tiles.at(begin, (step, planes * many * STEP), (part * many + line) * STEP)
                 x = builder.load(tiles.place(left, place, BYTES), align=1)
@@ -195,7 +197,7 @@ def _emit_dots(
                     factor = factor_of(
                         tiles, scaled, tiles.at((own, factors)), number, share, SUMS.count
                     )
-                    dot = _dot(tiles, builder.bitcast(codes[one], BYTES), x, bits, bool(fours))
+                    dot = _dot(tiles, codes[one], x, bits, bool(fours))
                     total, dot = builder.load(totals[own]), builder.sitofp(dot, SUMS)
                     builder.store(tiles.multiply_add(dot, factor, total), totals[own])
     every = ir.Constant(ir.VectorType(INT, LANES), list(range(LANES)))
@@ -233,19 +235,29 @@ dots: Any = intrinsic(prefer_literal=True)(_dots)
 lane; as `matmul_grouped.dots`, but for left: int8 [step][plane][row][element of a step], since rows
 that lie a power of two apart share a bank of the first cache, from which processors load one number
 at a time; units, sums: fp32 [row][factors], those of `round_steps`; scaled: room for fp32
-[row][column][factors]. bits, share, wide and many are compile-time constants, and `fours`: whether
-the processor adds up products of four bytes.
+[row][column][factors]. bits, kind, share, wide and many are compile-time constants, and `fours`:
+whether the processor adds up products of four bytes.
 """
 
 
-def multiplier_of(take: Any, middle: float, bits: int, share: int, by_fours: bool) -> Any:
+def multiplier_of(
+    take: Any, middle: float, bits: int, levels: int, share: int, by_fours: bool
+) -> Any:
     """Returns the function that does what `matmul_grouped.multiplier_of` says, with rounded
     rows."""
-    return by_rows(partial(_streams_of, take, middle, bits, share, int(by_fours)), ONE, TWO, MORE)
+    streams_of = partial(_streams_of, take, middle, bits, levels, share, int(by_fours))
+    return by_rows(streams_of, ONE, TWO, MORE)
 
 
 def _streams_of(
-    take: Any, middle: float, bits: int, share: int, fours: int, wide: int, many: int
+    take: Any,
+    middle: float,
+    bits: int,
+    levels: int,
+    share: int,
+    fours: int,
+    wide: int,
+    many: int,
 ) -> Any:
     """Returns the function that multiplies `many` rows by `wide` columns at a time."""
     planes, each = planes_of(bits), STEP // share
@@ -301,6 +313,7 @@ def _streams_of(
                         lanes,
                         (column * turns + turn * wide) * many * LANES,
                         bits,
+                        levels,
                         share,
                         fours,
                         wide,
