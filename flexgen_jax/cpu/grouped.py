@@ -99,7 +99,8 @@ def _kind_of(packing: Format) -> str | None:
     if scale.rows != 1:
         return None
     if zero is not None:
-        return "zeros" if _is_float(scale) and zero.dtype == "codes" and zero.bits == 4 else None
+        fits = _is_float(scale) and zero.dtype == "codes" and zero.bits == packing.bits
+        return "zeros" if fits and packing.bits in (2, 4, 8) else None
     if _is_float(scale):
         is_plain = minimum is None or (_is_float(minimum) and not packing.subtracts)
         return "floats" if is_plain else None

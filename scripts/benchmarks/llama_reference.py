@@ -150,7 +150,7 @@ def commands(args: argparse.Namespace, file: Path, batch: int) -> dict[str, list
         ours += ["--model", args.model, "--dummy-weights"]
         if not is_published:
             ours += ["--weight-bits", "4", "--weight-format", args.weight_format]
-    if features().int8 and not is_published:
+    if features().int8:
         ours += ["--matmul-bits", "8"]
     ours += ["--offload-dir", str(args.folder / "offload"), "--num-sequences", str(batch)]
     if args.limit is None:

@@ -40,6 +40,8 @@ FORMATS = {
     "MXFP4": Format(4, Factor("e8m0", 32), levels="e2m1"),
     "nf4": Format(4, Factor("float32", 64), levels="nf4"),
     "gptq": Format(4, Factor("float16", 128), zero=Factor("codes", 128, bits=4)),
+    "gptq-8": Format(8, Factor("float16", 128), zero=Factor("codes", 128, bits=8)),
+    "gptq-2": Format(2, Factor("float16", 64), zero=Factor("codes", 64, bits=2)),
     "act-order": Format(4, Factor("float16", 64), center=8, has_order=True),
     "int8": Format(8, Factor("bfloat16", 0), center=128),
     "fp8": Format(8, Factor("float32", 128, rows=128), levels="e4m3"),

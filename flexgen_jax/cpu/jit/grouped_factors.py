@@ -83,22 +83,22 @@ def six_bits(low, high, row, count, index):
 
 
 def factors_of(
-    kind: str, dtype: str, repeats: int, rows: int, has_minimum: bool, unit: float
+    kind: str, bits: int, dtype: str, repeats: int, rows: int, has_minimum: bool, unit: float
 ) -> Any:
     """Returns the function that writes a row's scales and offsets.
 
     Its arguments: the kernel's leaves but the codes, flat; the row; how many groups a row has;
     scales and offsets, fp32, and where they begin; the middle code, less the code that stands for
     zero where there is no minimum: what is multiplied is a code less the middle one. repeats:
-    groups have this many times `STEP` elements. rows: that share their scales, 0 if all do. dtype:
-    of floats. unit: of levels of floats: what 1 of a level stands for before it is scaled.
+    groups have this many times `STEP` elements. rows: that share their scales, 0 if all do. bits:
+    of zeros. dtype: of floats. unit: what 1 of a level of floats stands for before it is scaled.
     """
     makers: dict[str, Callable[[], Any]] = {
         "unit": _of_units,
         "floats": lambda: _of_floats(dtype, repeats, has_minimum),
         "blocks": lambda: _of_blocks(dtype, repeats, rows, unit),
         "powers": lambda: _of_powers(unit),
-        "zeros": lambda: _with_zeros(dtype, repeats),
+        "zeros": lambda: _with_zeros(bits, dtype, repeats),
         "small": lambda: _of_small_floats(unit),
         "sixes": lambda: _in_blocks(_sixes_from, 2, SUPER // 32, 0, True),
         "signed_sixes": lambda: _in_blocks(_sixes_from, 2, SUPER // 16, 32, False),
@@ -176,17 +176,17 @@ def _of_powers(unit: float) -> Any:
     return take
 
 
-def _with_zeros(dtype: str, repeats: int) -> Any:
-    """Floats with zeros of 4 bits, in planes of two."""
-    widen = WIDEN[dtype]
+def _with_zeros(bits: int, dtype: str, repeats: int) -> Any:
+    """Floats with zeros that are codes of as many bits as the weights', in planes."""
+    widen, planes, mask = WIDEN[dtype], 8 // bits, (1 << bits) - 1
 
     @njit(inline="always")
     def take(leaves, row, count, scales, offsets, at, middle):
-        half = (count + 1) // 2
+        each = (count + planes - 1) // planes
         for group in range(count):
             step = widen(leaves[0][row * count + group])
-            byte = leaves[1][row * half + group % half]
-            zero = np.float32(byte >> (4 * (group // half)) & 15)
+            byte = leaves[1][row * each + group % each]
+            zero = np.float32(byte >> (bits * (group // each)) & mask)
             for n in range(repeats):
                 scales[at + group * repeats + n] = step
                 offsets[at + group * repeats + n] = (middle - zero) * step

@@ -237,6 +237,7 @@ def _taker_of(of: Grouping, unit: float) -> Any:
     """Returns the function that writes a row's scales and offsets; see `factors_of`."""
     return factors_of(
         kind=of.factors,
+        bits=of.bits,
         dtype=of.dtype,
         repeats=of.repeats,
         rows=of.rows,
