@@ -17,6 +17,17 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 LEVELS = ("integers", "e2m1", "nf4", "e4m3")
 
+_UNIT = Factor("float16", 256)
+
+BLOCKS = {
+    (Factor("codes", 32, bits=6, of=_UNIT), True): "sixes",
+    (Factor("codes", 16, bits=6, center=32, of=_UNIT), False): "signed_sixes",
+    (Factor("codes", 16, bits=4, of=_UNIT), True): "fours",
+    (Factor("int8", 16, of=_UNIT), False): "bytes",
+}
+"""Kinds of scales that are integers in units of blocks of 256 elements, with and without minima
+of the same format."""
+
 Rounding = Literal["", "pairs", "fours", "tiles"]
 """How rows are rounded to 8-bit integers: not at all, few of them for a processor that adds up
 products of two bytes, or of four, or any number of them for one of the former kind."""
@@ -117,12 +128,9 @@ def _kind_of(packing: Format) -> str | None:
 def _kind_in_blocks(packing: Format) -> str | None:
     """Returns the kind of scales, and of minima, that are integers in units of their block."""
     scale, minimum = packing.scale, packing.minimum
-    if scale.of != Factor("float16", 256):
+    if minimum is not None and (minimum != scale or not packing.subtracts):
         return None
-    if minimum is None:
-        return {(8, 0): "bytes", (6, 32): "signed_sixes"}.get((scale.bits or 8, scale.center))
-    fits = minimum == scale and packing.subtracts and scale.center == 0
-    return {6: "sixes", 4: "fours"}.get(scale.bits) if fits else None
+    return BLOCKS.get((scale, minimum is not None))
 
 
 def _is_float(factor: Factor) -> bool:

@@ -37,7 +37,7 @@ from flexgen_jax.units import parse_bytes
 from limits import run_limited
 from llama_files import write_gguf
 
-KEPT = ("generation_throughput", "prefill_s", "decode_s", "policy")
+KEPT = ("generation_throughput", "prefill_s", "decode_s", "policy", "guessed_experts")
 """Fields of a run's report that are kept."""
 PEER_FORMATS = ("Q4_0", "Q4_K_M")
 TOGETHER = 2048

@@ -211,8 +211,7 @@ def _grouped_helpers(of: Grouping, unit: str, rounding: Rounding) -> dict[str, A
     bits, levels, kind = of.bits, LEVELS[of.levels], stored_as(unit)
     code = np.float32(1 << (bits - 1)) if levels == INTEGERS else np.float32(0)
     middle: Any = np.float32(code - of.center)
-    has_floats = levels == EIGHT_BIT_FLOATS
-    take = _taker_of(of, E4M3_UNIT if has_floats else 1.0)
+    take = _taker_of(of, E4M3_UNIT if levels == EIGHT_BIT_FLOATS else 1.0)
     if rounding:
         by_fours, center = rounding == "fours", of.center
         rounded = take
