@@ -13,7 +13,8 @@ STEP = 32
 """Elements that are multiplied at a time: planes of codes must be multiples of it, and groups of it
 or of half of it."""
 
-FLOATS = ("float32", "bfloat16", "float16")
+FLOATS = ("float32", "bfloat16", "float16", "e8m0")
+"""Dtypes of scales that say what they are without another number."""
 
 LEVELS = ("integers", "e2m1", "nf4", "e4m3")
 
@@ -83,7 +84,7 @@ def grouping_of(storage: Storage) -> Grouping | None:
     if plane * storage.planes != depth or plane % STEP or group % unit or depth % group:
         return None
     kind = _kind_of(packing)
-    if kind is None or (kind not in ("floats", "zeros", "blocks") and group != unit):
+    if kind is None or (kind not in ("floats", "zeros") and group != unit):
         return None
     leaves = [
         leaf for leaf in storage.leaves if leaf.name not in ("packed", "packed_high", "order")
@@ -92,7 +93,7 @@ def grouping_of(storage: Storage) -> Grouping | None:
         bits=packing.bits,
         levels=packing.levels,
         factors=kind,
-        dtype=next((leaf.dtype for leaf in leaves if leaf.dtype in (*FLOATS, "e8m0")), "float32"),
+        dtype=next((leaf.dtype for leaf in leaves if leaf.dtype in FLOATS), "float32"),
         unit=unit,
         repeats=group // unit,
         rows=packing.rows,
@@ -104,19 +105,14 @@ def grouping_of(storage: Storage) -> Grouping | None:
 
 def _kind_of(packing: Format) -> str | None:
     scale, minimum, zero = packing.scale, packing.minimum, packing.zero
-    if packing.levels == "e4m3":
-        is_plain = scale.of is None and minimum is None and zero is None
-        return "blocks" if is_plain and scale.dtype in (*FLOATS, "e8m0") else None
-    if scale.rows != 1:
+    if scale.rows != 1 and (packing.levels != "e4m3" or not _is_float(scale)):
         return None
     if zero is not None:
         fits = _is_float(scale) and zero.dtype == "codes" and zero.bits == packing.bits
         return "zeros" if fits and packing.bits in (2, 4, 8) else None
     if _is_float(scale):
-        is_plain = minimum is None or (_is_float(minimum) and not packing.subtracts)
-        return "floats" if is_plain else None
-    if scale.dtype == "e8m0":
-        return "powers"
+        is_alike = minimum is not None and minimum.dtype == scale.dtype and minimum.of is None
+        return "floats" if minimum is None or (is_alike and not packing.subtracts) else None
     if scale.dtype == "e4m3":
         return "small" if scale.of == Factor("float32", 0, rows=0) and minimum is None else None
     unit = Factor("bfloat16", 0)

@@ -112,8 +112,7 @@ def _rounding_for(kernel: Kept) -> Rounding:
     vectors of 512 bits and no products of four bytes, many rows are multiplied faster in fp32."""
     if multiplies_bytes():
         return "fours"
-    assert isinstance(kernel, QuantizedArray), "rows are not rounded in steps for plain weights"
-    grouping = grouping_of(kernel.storage)
+    grouping = _grouping(kernel)
     codes = None if grouping is None else (grouping.levels, grouping.bits, grouping.unit)
     has_tiles = codes == ("integers", 4, STEP)
     return "tiles" if has_tiles and not has_wide_vectors() else "pairs"
@@ -128,17 +127,22 @@ def multiplies(x: jax.Array, kernel: Kept) -> bool:
 def _rounds_steps(kernel: Kept) -> bool:
     """Returns whether rows are rounded step by step, for the codes of a kernel that is grouped
     along its input."""
-    grouping = grouping_of(kernel.storage) if isinstance(kernel, QuantizedArray) else None
+    grouping = _grouping(kernel)
     return grouping is not None and grouping.levels in ("integers", "e2m1")
 
 
 def _target_for(kernel: Kept, is_wide: bool, unit: str, rounding: Rounding = "") -> str | None:
     """Returns the name of the code that multiplies by a kernel's format, None if there is none;
     rounding: how few rows are rounded to integers."""
-    grouping = grouping_of(kernel.storage) if isinstance(kernel, QuantizedArray) else None
+    grouping = _grouping(kernel)
     if grouping is not None:
         return _grouped_target(grouping, is_wide, unit, rounding)
     return _target(_bits(kernel), is_wide, unit)
+
+
+def _grouping(kernel: Kept) -> Grouping | None:
+    """Returns a kernel's format as the generated code knows it, None if it does not."""
+    return grouping_of(kernel.storage) if isinstance(kernel, QuantizedArray) else None
 
 
 def _bits(kernel: Kept) -> int:
@@ -205,12 +209,9 @@ def _unit_for(x: jax.Array, kernel: Kept) -> str | None:
 def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
     kinds = {jnp.dtype(x.dtype), jnp.dtype(kernel.dtype)}
     fits = kinds == {jnp.dtype(jnp.bfloat16)} and not any(n % MULTIPLE for n in kernel.shape)
-    if not isinstance(kernel, QuantizedArray):
+    if not isinstance(kernel, QuantizedArray) or _grouping(kernel) is not None:
         return fits
-    storage = kernel.storage
-    if grouping_of(storage) is not None:
-        return fits
-    return fits and _is_papers(kernel) and storage.plane_length % MULTIPLE == 0
+    return fits and _is_papers(kernel) and kernel.storage.plane_length % MULTIPLE == 0
 
 
 def _is_papers(kernel: Kept) -> bool:

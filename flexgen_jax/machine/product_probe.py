@@ -56,24 +56,33 @@ def time_products(rows: Sequence[int] = ROWS, turns: int = 3) -> Iterator[Produc
     for count in rows:
         x = jax.random.normal(jax.random.key(count), (count, DEPTH), jnp.bfloat16)
         for bits, matrices in ((16, [*plain]), (4, [*packed])):
-            ways = [_compiled(theirs, x, matrices[0], bits)]
+            ways = [compiled_product(theirs, x, matrices[0], bits)]
             if multiplies(x, matrices[0]):
-                ways.append(_compiled(ours, x, matrices[0], bits))
-            xla_s, *own = _medians(ways, x, matrices, turns)
+                ways.append(compiled_product(ours, x, matrices[0], bits))
+            xla_s, *own = median_seconds(ways, x, matrices, turns)
             nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(matrices[0]))
             yield Product(count, bits, nbytes, own[0] if own else None, xla_s)
 
 
-def _compiled(kernels: Kernels, x: jax.Array, matrix: Kept, bits: int) -> jax.stages.Compiled:
-    """Compiles a product as a model's programs are compiled."""
+def compiled_product(
+    kernels: Kernels, x: jax.Array, matrix: Kept, bits: int, matmul_bits: int = 16
+) -> jax.stages.Compiled:
+    """Compiles a product as a model's programs are compiled; bits: of the matrix; matmul_bits: of
+    the numbers that are multiplied."""
     options = kernels_of_device().compiler_options(Formats("bfloat16", bits))
-    lowered = jax.jit(lambda x, matrix: kernels.matmul(x, matrix, None)).lower(x, matrix)
+
+    def multiply(x: jax.Array, matrix: Kept) -> jax.Array:
+        return kernels.matmul(x, matrix, None, matmul_bits)
+
+    lowered = jax.jit(multiply).lower(x, matrix)
     return lowered.compile(compiler_options=options)
 
 
-def _medians(
+def median_seconds(
     ways: Sequence[jax.stages.Compiled], x: jax.Array, matrices: Sequence[Kept], turns: int
 ) -> list[float]:
+    """Returns the median seconds of each way, which alternate, of multiplying by each matrix in
+    turn; turns: see `time_products`."""
     samples = []
     for turn in range(1 + turns):
         for matrix in matrices:

@@ -100,25 +100,29 @@ class DummyWeights:
     def read_packed(self, tensor: TensorSpec, start: int, stop: int) -> list[np.ndarray]:
         """Returns random codes, and scales that make numbers as small as those of `read`."""
         storage = Storage((stop - start, *tensor.shape[1:]), "bfloat16", tensor.published)
-        generator = np.random.default_rng([self._seed, start, len(tensor.key)])
-        leaves = []
-        for leaf in storage.leaves:
-            shape, kind = leaf.shape, numpy_dtype(leaf.kind)
-            if leaf.name.startswith("packed"):
-                leaves.append(generator.integers(0, 127, shape, np.uint8))  # 127 is an FP8's NaN
-            elif leaf.name == "order":
-                leaves.append(np.arange(shape[0], dtype=kind))
-            else:
-                small = {"e8m0": 119, "e4m3": 8, "uint8": 8, "int8": 0}
-                unit = 0.0002 if storage.packing.levels == "e4m3" else 0.002
-                leaves.append(np.full(shape, small.get(leaf.dtype, unit), kind))
-        return leaves
+        return random_leaves(storage, np.random.default_rng([self._seed, start, len(tensor.key)]))
 
     def fingerprint(self, dtype: str) -> str:
         return digest("dummy bits", FORMAT_VERSION, self.config, self._seed, dtype)
 
     def content(self, dtype: str) -> str:
         return self.fingerprint(dtype)
+
+
+def random_leaves(storage: Storage, generator: np.random.Generator) -> list[np.ndarray]:
+    """Returns the leaves of an array in a format: random codes, and small scales."""
+    leaves = []
+    for leaf in storage.leaves:
+        shape, kind = leaf.shape, numpy_dtype(leaf.kind)
+        if leaf.name.startswith("packed"):
+            leaves.append(generator.integers(0, 127, shape, np.uint8))  # 127 is an FP8's NaN
+        elif leaf.name == "order":
+            leaves.append(np.arange(shape[0], dtype=kind))
+        else:
+            small = {"e8m0": 119, "e4m3": 8, "uint8": 8, "int8": 0}
+            unit = 0.0002 if storage.packing.levels == "e4m3" else 0.002
+            leaves.append(np.full(shape, small.get(leaf.dtype, unit), kind))
+    return leaves
 
 
 def digest(*parts: Any) -> str:

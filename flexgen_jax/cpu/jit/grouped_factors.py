@@ -19,10 +19,8 @@ from flexgen_jax.cpu.jit.grouped_factors_ir import (
     scaling_of,
     widen_floats_of,
     widen_four,
-    widen_powers,
     widen_signed,
     widen_six,
-    widen_small,
     widen_units,
 )
 from flexgen_jax.cpu.jit.llvm import LANES
@@ -68,6 +66,7 @@ WIDEN: dict[str, Any] = {
     "float16": from_float16,
     "float32": from_float32,
     "e8m0": from_power,
+    "e4m3": from_small_float,
 }
 
 
@@ -95,9 +94,7 @@ def factors_of(
     """
     makers: dict[str, Callable[[], Any]] = {
         "unit": _of_units,
-        "floats": lambda: _of_floats(dtype, repeats, has_minimum),
-        "blocks": lambda: _of_blocks(dtype, repeats, rows, unit),
-        "powers": lambda: _of_powers(unit),
+        "floats": lambda: _of_floats(dtype, repeats, rows, has_minimum, unit),
         "zeros": lambda: _with_zeros(bits, dtype, repeats),
         "small": lambda: _of_small_floats(unit),
         "sixes": lambda: _in_blocks(_sixes_from, 2, SUPER // 32, 0, True),
@@ -126,52 +123,24 @@ def _of_units() -> Any:
     return take
 
 
-def _of_floats(dtype: str, repeats: int, has_minimum: bool) -> Any:
-    """Scales, and perhaps minima, of 16 or 32 bits."""
-    widen, widen_all = WIDEN[dtype], widen_floats_of(dtype)
-    last, factor = int(has_minimum), np.float32(has_minimum)
+def _of_floats(dtype: str, repeats: int, rows: int, has_minimum: bool, unit: float) -> Any:
+    """Scales, and perhaps minima, which some rows share."""
+    widen, widen_all = WIDEN[dtype], widen_floats_of(dtype, has_minimum)
+    last, sharing, factor = int(has_minimum), rows or 1 << 62, np.float32(unit)
 
     @njit(inline="always")
     def take(leaves, row, count, scales, offsets, at, middle):
-        scale, minimum = leaves[0], leaves[last]
+        scale, minimum, begin = leaves[0], leaves[last], row // sharing * count
         whole = count // LANES if repeats == 1 else 0
-        widen_all(scale, minimum, row * count, whole, factor, middle, scales, offsets, at)
+        widen_all(scale, minimum, begin, whole, factor, middle, scales, offsets, at)
         for group in range(whole * LANES, count):
-            step = widen(scale[row * count + group])
-            offset = middle * step + factor * widen(minimum[row * count + group])
+            step = widen(scale[begin + group]) * factor
+            offset = middle * step
+            if has_minimum:
+                offset += widen(minimum[begin + group])
             for n in range(repeats):
                 scales[at + group * repeats + n] = step
                 offsets[at + group * repeats + n] = offset
-
-    return take
-
-
-def _of_blocks(dtype: str, repeats: int, rows: int, unit: float) -> Any:
-    """Scales that blocks of rows share, of 8-bit floats."""
-    widen, sharing, factor = WIDEN[dtype], rows or 1 << 62, np.float32(unit)
-
-    @njit(inline="always")
-    def take(leaves, row, count, scales, offsets, at, middle):
-        begin = row // sharing * count
-        for group in range(count):
-            step = widen(leaves[0][begin + group]) * factor
-            for n in range(repeats):
-                scales[at + group * repeats + n] = step
-
-    return take
-
-
-def _of_powers(unit: float) -> Any:
-    """Exponents of powers of two."""
-    factor = np.float32(unit)
-
-    @njit(inline="always")
-    def take(leaves, row, count, scales, offsets, at, middle):
-        whole = count // LANES
-        widen_powers(leaves[0], row * count, whole, factor, middle, scales, offsets, at)
-        for group in range(whole * LANES, count):
-            step = from_power(leaves[0][row * count + group]) * factor
-            scales[at + group], offsets[at + group] = step, middle * step
 
     return take
 
@@ -196,14 +165,15 @@ def _with_zeros(bits: int, dtype: str, repeats: int) -> Any:
 
 def _of_small_floats(unit: float) -> Any:
     """8-bit floats in units of one number for all."""
-    factor = np.float32(unit)
+    widen, widen_all, factor = WIDEN["e4m3"], widen_floats_of("e4m3", False), np.float32(unit)
 
     @njit(inline="always")
     def take(leaves, row, count, scales, offsets, at, middle):
-        whole, own = count // LANES, from_float32(leaves[1][0]) * factor
-        widen_small(leaves[0], row * count, whole, own, middle, scales, offsets, at)
+        scale, begin, whole = leaves[0], row * count, count // LANES
+        own = from_float32(leaves[1][0]) * factor
+        widen_all(scale, scale, begin, whole, own, middle, scales, offsets, at)
         for group in range(whole * LANES, count):
-            step = from_small_float(leaves[0][row * count + group]) * own
+            step = widen(scale[begin + group]) * own
             scales[at + group], offsets[at + group] = step, middle * step
 
     return take

@@ -19,8 +19,18 @@ EIGHT = ir.VectorType(FLOAT, BLOCK)
 
 
 def _floats(tiles: Tiles, array: Any, at: Any, dtype: str) -> Any:
-    """Loads `LANES` floats as fp32."""
+    """Loads `LANES` floats as fp32; dtype: a float's, "e8m0" for exponents of powers of two, or
+    "e4m3"."""
     builder = tiles.builder
+    if dtype == "e8m0":
+        bits = _bytes(tiles, array, at)
+        is_zero = builder.icmp_signed("==", bits, filled(WORDS, 0))
+        bits = builder.select(is_zero, filled(WORDS, 1), bits)
+        return builder.bitcast(builder.shl(bits, filled(WORDS, 23)), FLOATS)
+    if dtype == "e4m3":
+        stored = builder.load(tiles.place(array, at, ir.VectorType(BYTE, LANES)), align=1)
+        levels = small_floats(tiles, builder.zext(stored, HALVES))
+        return builder.fmul(levels, filled(FLOATS, E4M3_UNIT))
     if dtype == "float32":
         return builder.load(tiles.place(array, at, FLOATS), align=1)
     if dtype == "float16":
@@ -65,43 +75,6 @@ def _emit_units(
         _stored(tiles, offset, offsets, target)
 
 
-def _emit_powers(
-    tiles: Tiles,
-    scale: Any,
-    begin: Any,
-    vectors: Any,
-    factor: Any,
-    middle: Any,
-    scales: Any,
-    offsets: Any,
-    to: Any,
-) -> None:
-    builder = tiles.builder
-    with tiles.loop(vectors) as (vector, _):
-        bits = _bytes(tiles, scale, tiles.at(begin, (vector, LANES)))
-        is_zero = builder.icmp_signed("==", bits, filled(WORDS, 0))
-        bits = builder.select(is_zero, filled(WORDS, 1), bits)
-        step = builder.bitcast(builder.shl(bits, filled(WORDS, 23)), FLOATS)
-        target = tiles.at(to, (vector, LANES))
-        _scaled(tiles, step, factor, middle, scales, offsets, target)
-
-
-def _scaled(
-    tiles: Tiles,
-    step: Any,
-    factor: Any,
-    middle: Any,
-    scales: Any,
-    offsets: Any,
-    target: Any,
-) -> None:
-    """Stores scales times a factor, and these times the middle code as offsets."""
-    builder = tiles.builder
-    step = builder.fmul(step, tiles.spread(factor, LANES))
-    _stored(tiles, step, scales, target)
-    _stored(tiles, builder.fmul(step, tiles.spread(middle, LANES)), offsets, target)
-
-
 def _emit_six(
     tiles: Tiles, low: Any, lower: Any, high: Any, upper: Any, each: Any, values: Any, to: Any
 ) -> None:
@@ -130,35 +103,10 @@ def _emit_signed(tiles: Tiles, codes: Any, begin: Any, vectors: Any, values: Any
         _stored(tiles, numbers, values, tiles.at(to, (vector, LANES)))
 
 
-def _emit_small(
-    tiles: Tiles,
-    codes: Any,
-    begin: Any,
-    vectors: Any,
-    factor: Any,
-    middle: Any,
-    scales: Any,
-    offsets: Any,
-    to: Any,
-) -> None:
-    builder = tiles.builder
-    with tiles.loop(vectors) as (vector, _):
-        place = tiles.place(codes, tiles.at(begin, (vector, LANES)), ir.VectorType(BYTE, LANES))
-        levels = small_floats(tiles, builder.zext(builder.load(place, align=1), HALVES))
-        step = builder.fmul(levels, filled(FLOATS, E4M3_UNIT))
-        target = tiles.at(to, (vector, LANES))
-        _scaled(tiles, step, factor, middle, scales, offsets, target)
-
-
 def _units(_context, scale, minimum, begin, vectors, one, other, middle, scales, offsets, to):
     single = types.float32
     kinds = (scale, minimum, N, N, single, single, single, scales, offsets, N)
     return types.void(*kinds), emitted(_emit_units)
-
-
-def _powers(_context, scale, begin, vectors, factor, middle, scales, offsets, to):
-    single = types.float32
-    return types.void(scale, N, N, single, single, scales, offsets, N), emitted(_emit_powers)
 
 
 def _six(_context, low, lower, high, upper, each, values, to):
@@ -173,16 +121,8 @@ def _signed(_context, codes, begin, vectors, values, to):
     return types.void(codes, N, N, values, N), emitted(_emit_signed)
 
 
-def _small(_context, codes, begin, vectors, factor, middle, scales, offsets, to):
-    single = types.float32
-    return types.void(codes, N, N, single, single, scales, offsets, N), emitted(_emit_small)
-
-
 widen_units: Any = intrinsic(_units)
 """Intrinsic: scales and offsets of `vectors` vectors of groups, from the byte `begin` on."""
-
-widen_powers: Any = intrinsic(_powers)
-"""Intrinsic: powers of two times a factor as scales, and these times the middle code as offsets."""
 
 widen_six: Any = intrinsic(_six)
 """Intrinsic: `LANES` codes of 6 bits of each of four planes, as fp32, `each` apart: their low 4
@@ -193,9 +133,6 @@ widen_four: Any = intrinsic(_four)
 
 widen_signed: Any = intrinsic(_signed)
 """Intrinsic: `vectors` vectors of signed bytes, as fp32."""
-
-widen_small: Any = intrinsic(_small)
-"""Intrinsic: `vectors` vectors of 8-bit floats, likewise."""
 
 
 def scaling_of(center: int, has_minimum: bool) -> Any:
@@ -239,8 +176,9 @@ def scaling_of(center: int, has_minimum: bool) -> Any:
     return intrinsic(scaled)
 
 
-def widen_floats_of(dtype: str) -> Any:
-    """Returns the intrinsic that widens `vectors` vectors of scales, and of minima."""
+def widen_floats_of(dtype: str, has_minimum: bool) -> Any:
+    """Returns the intrinsic that widens `vectors` vectors of scales, which it multiplies by `unit`,
+    and of minima, to scales and offsets. dtype: see `_floats`."""
 
     def emit(
         tiles: Tiles,
@@ -248,22 +186,24 @@ def widen_floats_of(dtype: str) -> Any:
         minimum: Any,
         begin: Any,
         vectors: Any,
-        factor: Any,
+        unit: Any,
         middle: Any,
         scales: Any,
         offsets: Any,
         to: Any,
     ) -> None:
         builder = tiles.builder
-        factor, middle = (tiles.spread(x, LANES) for x in (factor, middle))
+        unit, middle = (tiles.spread(x, LANES) for x in (unit, middle))
         with tiles.loop(vectors) as (vector, _):
             at, target = tiles.at(begin, (vector, LANES)), tiles.at(to, (vector, LANES))
-            step = _floats(tiles, scale, at, dtype)
+            step = builder.fmul(_floats(tiles, scale, at, dtype), unit)
             _stored(tiles, step, scales, target)
-            least = builder.fmul(_floats(tiles, minimum, at, dtype), factor)
-            _stored(tiles, builder.fadd(least, builder.fmul(middle, step)), offsets, target)
+            offset = builder.fmul(middle, step)
+            if has_minimum:
+                offset = builder.fadd(_floats(tiles, minimum, at, dtype), offset)
+            _stored(tiles, offset, offsets, target)
 
-    def floats(_context, scale, minimum, begin, vectors, factor, middle, scales, offsets, to):
+    def floats(_context, scale, minimum, begin, vectors, unit, middle, scales, offsets, to):
         single = types.float32
         kinds = (scale, minimum, N, N, single, single, scales, offsets, N)
         return types.void(*kinds), emitted(emit)

@@ -20,7 +20,7 @@ from llvmlite import ir
 from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, SECOND_CACHE, filled
 from flexgen_jax.cpu.jit.packing import BYTE, FLOATS, HALVES, STEP, WORDS, Tiles
 from flexgen_jax.cpu.processor import has_wide_vectors
-from flexgen_jax.models.formats.format import WIDTHS
+from flexgen_jax.models.formats.format import WIDTHS, planes_of
 from flexgen_jax.models.formats.levels import E2M1, NF4
 
 INTEGERS, SMALL_FLOATS, QUANTILES, EIGHT_BIT_FLOATS = range(4)
@@ -70,15 +70,14 @@ class Parts:
         self, tiles: Tiles, arrays: Sequence[Any], column: Any, plane: Any, step: Any, bits: int
     ) -> None:
         self._tiles, self._arrays, self._column = tiles, arrays, column
-        self._plane, self._step, self._widths = plane, step, WIDTHS[bits]
+        self._plane, self._step, self._bits = plane, step, bits
         self._stored: dict[tuple[int, int, int], Any] = {}
         self._loads = loads_of(bits)
 
     @property
     def planes(self) -> list[int]:
         """The numbers of planes, those together that need the same bytes."""
-        every = range(8 // min(self._widths))
-        return sorted(every, key=lambda number: number % self._loads[0])
+        return sorted(range(planes_of(self._bits)), key=lambda number: number % self._loads[0])
 
     def bytes_of(self, column: int, number: int) -> list[Any]:
         """Returns bytes with each part of a plane's codes, as 16-bit words."""
@@ -88,9 +87,8 @@ class Parts:
 
     def shifts_of(self, number: int) -> list[int]:
         """Returns where the parts of a plane's codes begin in these bytes."""
-        return [
-            number // loads * width for width, loads in zip(self._widths, self._loads, strict=True)
-        ]
+        widths = WIDTHS[self._bits]
+        return [number // loads * width for width, loads in zip(widths, self._loads, strict=True)]
 
     def _loaded(self, part: int, column: int, load: int) -> Any:
         key = (part, column, load)
@@ -108,11 +106,6 @@ def loads_of(bits: int) -> list[int]:
     """Returns for each part of codes how many bytes of a row belong to one of a plane of the
     narrowest part."""
     return [width // min(WIDTHS[bits]) for width in WIDTHS[bits]]
-
-
-def planes_of(bits: int) -> int:
-    """Returns the number of planes of the narrowest part of codes."""
-    return 8 // min(WIDTHS[bits])
 
 
 def levels_of(

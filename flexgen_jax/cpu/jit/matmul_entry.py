@@ -33,7 +33,6 @@ from flexgen_jax.cpu.jit.levels_ir import (
     SMALL_FLOATS,
     WHOLE_E2M1_UNIT,
     WHOLE_E2M1_ZERO,
-    planes_of,
 )
 from flexgen_jax.cpu.jit.matmul_blocked import columns_of
 from flexgen_jax.cpu.jit.matmul_codes import codes_of
@@ -49,7 +48,7 @@ from flexgen_jax.cpu.jit.matmul_small_batch import (
 )
 from flexgen_jax.cpu.jit.packing import PAIR, take_columns
 from flexgen_jax.cpu.jit.xla_calls import words
-from flexgen_jax.models.formats.format import WIDTHS
+from flexgen_jax.models.formats.format import WIDTHS, planes_of
 
 MOST_GROUPED = 15
 """The most rows for which kernel weights that are grouped along their input stay packed: beyond,

@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 
 from flexgen_jax.cpu.jit import matmul_codes_steps
 from flexgen_jax.cpu.jit.code_cache import called, source_of
-from flexgen_jax.cpu.jit.levels_ir import Parts, planes_of, whole_levels_of
+from flexgen_jax.cpu.jit.levels_ir import Parts, whole_levels_of
 from flexgen_jax.cpu.jit.llvm import FLOAT, INT, LANES, filled
 from flexgen_jax.cpu.jit.matmul_blocked import aligned, by_rows
 from flexgen_jax.cpu.jit.matmul_codes_steps import (
@@ -38,7 +38,7 @@ from flexgen_jax.cpu.jit.matmul_grouped import MORE, ONE, TWO, factor_of, padded
 from flexgen_jax.cpu.jit.matmul_small_batch import give_sums
 from flexgen_jax.cpu.jit.packing import FLOATS, PAIR, STEP, N, Tiles, emitted
 from flexgen_jax.layers.matmul_int8 import LEVELS
-from flexgen_jax.models.formats.format import WIDTHS
+from flexgen_jax.models.formats.format import WIDTHS, planes_of
 
 cgutils: Any = untyped
 

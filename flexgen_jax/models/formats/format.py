@@ -132,8 +132,8 @@ class Format:
 
     @property
     def planes(self) -> int:
-        """Number of planes: elements whose codes share a byte of the narrowest part."""
-        return 8 // min(self.widths)
+        """Number of planes; see `planes_of`."""
+        return planes_of(self.bits)
 
     @property
     def group(self) -> int:
@@ -154,6 +154,11 @@ class Format:
             while factor is not None:
                 yield name, factor
                 name, factor = f"{name}_of", factor.of
+
+
+def planes_of(bits: int) -> int:
+    """Returns the number of planes of codes: elements that share a byte of the narrowest part."""
+    return 8 // min(WIDTHS[bits])
 
 
 def plane_length(length: int, planes: int, group: int) -> int:
