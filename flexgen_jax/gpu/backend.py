@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -77,7 +77,7 @@ class GpuKernels(DeviceKernels):
             return super().decode_attention(query, blocks, starts, position, first_valid, spec)
         return decode_attention.attend(
             query=query,
-            blocks=cast(Sequence[KVPair], blocks),
+            blocks=blocks,
             starts=starts,
             position=position,
             first_valid=first_valid,

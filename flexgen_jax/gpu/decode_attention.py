@@ -1,14 +1,15 @@
 """A new token's attention to all KV blocks in one kernel.
 
-A place of the grid folds the tiles of every block, for the query heads that share one KV head of a
+A place of the grid folds the tiles of every block, for query heads that share one KV head of a
 sequence: online softmax, as in FlashAttention (Dao et al. 2022, section 3.1). Few sequences are
 divided along their tokens as well, so that all multiprocessors read; the parts are merged by their
-log-sum-exp.
+log-sum-exp. Packed blocks are unpacked tile by tile. What latent attention keeps is keys and values
+at once, and loaded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from flexgen_jax.gpu.head_parts import (
+    Part,
+    Side,
+    arrays_of,
+    can_load,
+    load_parts,
+    parts_of,
+    storage_of,
+)
 from flexgen_jax.gpu.online_softmax import State, empty, finished, folded
 from flexgen_jax.gpu.triton import (
     LEAST_ROWS,
@@ -26,19 +36,21 @@ from flexgen_jax.gpu.triton import (
     rows_times_rows,
     store,
 )
-from flexgen_jax.layers.attention import KVPair, Partial, merge
+from flexgen_jax.layers.attention import KVBlock, Partial, merge
+from flexgen_jax.models.formats.storage import Storage
 
-TILE = 64
-"""Tokens whose keys and values are multiplied together."""
+TILE, WIDE_TILE = 64, 32
+"""Tokens whose keys and values are multiplied together, of heads up to `NARROW_HEAD`, and wider."""
 
-LARGEST_HEAD = 256
-"""Elements of the largest head whose tiles fit a multiprocessor."""
+NARROW_HEAD, LARGEST_HEAD = 256, 576
+"""Elements of the largest head whose results four warps hold, and of the largest one whose tiles
+fit a multiprocessor."""
 
 LARGEST_GROUP = 64
-"""Query heads that share keys and values, up to which their results fit a multiprocessor."""
+"""Query heads that one place has where there are places enough; elsewhere it has `LEAST_ROWS`."""
 
 MOST_BLOCKS = 64
-"""KV blocks that one kernel takes, each of which is two arguments."""
+"""KV blocks that one kernel takes, each of which is one to six arguments."""
 
 PLACES = 264
 """Places of a grid that keep the multiprocessors of a large GPU busy, two on each."""
@@ -51,34 +63,53 @@ LEAST_TOKENS = 512
 """The fewest tokens that are worth a place of their own."""
 
 
-class Shape(NamedTuple):
-    """What a kernel is made for: tokens of the blocks, query heads of a KV head, elements of a
-    head, tokens of a place, and the softcap."""
+class BlockShape(NamedTuple):
+    """Tokens of a block, how its keys and its values are kept, None for plain ones, and whether the
+    two are one."""
 
-    lengths: tuple[int, ...]
-    group: int
-    head_dim: int
     tokens: int
+    key: Storage | None
+    value: Storage | None
+    is_one: bool
+
+    @staticmethod
+    def of(block: KVBlock) -> BlockShape:
+        key, value = block
+        return BlockShape(key.shape[2], storage_of(key), storage_of(value), key is value)
+
+
+class Shape(NamedTuple):
+    """What a kernel is made for: the blocks, query heads of a KV head, those of a place, tokens of
+    a tile and of a place, the parts of a head, and the softcap."""
+
+    blocks: tuple[BlockShape, ...]
+    group: int
+    rows: int
+    tile: int
+    tokens: int
+    parts: tuple[Part, ...]
     softcap: float | None
+
+    @property
+    def warps(self) -> int:
+        """Warps of a place, whose registers hold the results of its heads."""
+        width = sum(part.width for part in self.parts)
+        return 8 if width > NARROW_HEAD and self.rows > LEAST_ROWS else 4
 
 
 def can_attend(query: jax.Array, blocks: Sequence[tuple[Any, Any]]) -> bool:
     """Returns whether the kernel takes these arguments of `attend`."""
-    is_narrow = query.dtype in NARROW
-    if not is_narrow or len(blocks) > MOST_BLOCKS or query.shape[3] > LARGEST_HEAD:
+    if query.dtype not in NARROW or len(blocks) > MOST_BLOCKS or query.shape[3] > LARGEST_HEAD:
         return False
-    if query.shape[1] > LARGEST_GROUP * blocks[0][0].shape[1]:
-        return False
-    arrays = [array for block in blocks for array in block]
-    return all(
-        isinstance(x, jax.Array) and x.dtype == query.dtype and x.shape[3] == query.shape[3]
-        for x in arrays
-    )
+    kept = [side for block in blocks for side in block]
+    packed = {storage.packing for side in kept if (storage := storage_of(side)) is not None}
+    are_alike = len(packed) <= 1 and all(side.shape[3] == query.shape[3] for side in kept)
+    return are_alike and all(can_load(side, query.dtype) for side in kept)
 
 
 def attend(
     query: jax.Array,
-    blocks: Sequence[KVPair],
+    blocks: Sequence[KVBlock],
     starts: jax.Array,
     position: jax.Array,
     first_valid: jax.Array,
@@ -87,43 +118,86 @@ def attend(
 ) -> Partial:
     """Attends to one or more KV blocks; see `Kernels.decode_attention`."""
     batch, heads, _, head_dim = query.shape
-    kv_heads, total = blocks[0][0].shape[1], sum(key.shape[2] for key, _ in blocks)
-    group = heads // kv_heads
-    places = max(1, min(PLACES // (batch * kv_heads), total // LEAST_TOKENS))
-    tokens = -(-total // (places * TILE)) * TILE
-    shape = Shape(tuple(key.shape[2] for key, _ in blocks), group, head_dim, tokens, softcap)
+    kv_heads = blocks[0][0].shape[1]
+    shape = _shape_of(query, blocks, softcap)
+    tiles = pl.cdiv(shape.group, shape.rows)
+    total = sum(block.tokens for block in shape.blocks)
+    places = pl.cdiv(total, shape.tokens)
     indices = jnp.concatenate([starts.astype(jnp.int32), jnp.reshape(position, 1)])
-    of_head = pl.BlockSpec((None, None, group, head_dim), lambda b, h, p: (b, h, 0, 0))
+    of_head = pl.BlockSpec(
+        (None, None, shape.group, head_dim), lambda b, h, p: (b, h // tiles, 0, 0)
+    )
     inputs = [
-        (query.reshape(batch, kv_heads, group, head_dim), of_head),
+        (query.reshape(batch, kv_heads, shape.group, head_dim), of_head),
         (indices, pl.BlockSpec(indices.shape, lambda b, h, p: (0,))),
         (first_valid, pl.BlockSpec((1,), lambda b, h, p: (b,))),
     ]
-    for array in (array for block in blocks for array in block):
-        size = (None, None, array.shape[2], head_dim)
-        inputs.append((array, pl.BlockSpec(size, lambda b, h, p: (b, h, 0, 0))))
-    out_shape = (batch, kv_heads, places, group, head_dim)
+    for array in _arrays(blocks):
+        size = (None, None, *array.shape[2:])
+        inputs.append((array, pl.BlockSpec(size, lambda b, h, p: (b, h // tiles, 0, 0))))
+    out_shape = (batch, kv_heads, places, shape.group, head_dim)
     outputs = [
         (
             jax.ShapeDtypeStruct(out_shape, jnp.float32),
-            pl.BlockSpec((None, None, None, group, head_dim), lambda b, h, p: (b, h, p, 0, 0)),
+            pl.BlockSpec(
+                (None, None, None, *out_shape[3:]), lambda b, h, p: (b, h // tiles, p, 0, 0)
+            ),
         ),
         (
             jax.ShapeDtypeStruct(out_shape[:-1], jnp.float32),
-            pl.BlockSpec((None, None, None, group), lambda b, h, p: (b, h, p, 0)),
+            pl.BlockSpec((None, None, None, shape.group), lambda b, h, p: (b, h // tiles, p, 0)),
         ),
     ]
     out, lse = call(
         partial(_kernel, shape=shape),
-        grid=(batch, kv_heads, places),
+        grid=(batch, kv_heads * tiles, places),
         inputs=inputs,
         outputs=outputs,
-        warps=4,
+        warps=shape.warps,
         stages=2,
         interprets=interprets,
     )
     out, lse = _merged(out, lse)
     return out.reshape(query.shape), lse.reshape(batch, heads, 1)
+
+
+def _shape_of(query: jax.Array, blocks: Sequence[KVBlock], softcap: float | None) -> Shape:
+    """Returns a kernel's shape: heads and tokens are divided among more places while these keep
+    more multiprocessors busy."""
+    batch, heads, _, head_dim = query.shape
+    kv_heads, shapes = blocks[0][0].shape[1], tuple(map(BlockShape.of, blocks))
+    group, total = heads // kv_heads, sum(block.tokens for block in shapes)
+    parts = parts_of(head_dim, [side for block in shapes for side in (block.key, block.value)])
+    rows = min(LARGEST_GROUP, max(LEAST_ROWS, power_of_two(group)))
+    is_narrow = sum(part.width for part in parts) <= NARROW_HEAD
+    if not is_narrow and batch * kv_heads * pl.cdiv(group, LEAST_ROWS) <= PLACES:
+        rows = LEAST_ROWS
+    tile = TILE if is_narrow else WIDE_TILE
+    of_heads = batch * kv_heads * pl.cdiv(group, rows)
+    places = max(1, min(PLACES // of_heads, total // LEAST_TOKENS))
+    tokens = pl.cdiv(total, places * tile) * tile
+    return Shape(shapes, group, rows, tile, tokens, parts, softcap)
+
+
+def _arrays(blocks: Sequence[KVBlock]) -> Iterator[jax.Array]:
+    """Yields the arrays of all blocks, those of keys before those of values that are others."""
+    for key, value in blocks:
+        yield from arrays_of(key)
+        if value is not key:
+            yield from arrays_of(value)
+
+
+def _sides(refs: Sequence[Any], shape: Shape) -> Iterator[tuple[Side, Side]]:
+    """Yields the keys and the values of each block, from the references to `_arrays`."""
+    rest = iter(refs)
+
+    def taken(storage: Storage | None) -> Side:
+        count = 1 if storage is None else len(storage.leaves)
+        return Side(tuple(next(rest) for _ in range(count)), storage)
+
+    for block in shape.blocks:
+        key = taken(block.key)
+        yield key, key if block.is_one else taken(block.value)
 
 
 def _merged(out: jax.Array, lse: jax.Array) -> Partial:
@@ -139,60 +213,62 @@ def _merged(out: jax.Array, lse: jax.Array) -> Partial:
 
 
 def _kernel(query_ref: Any, indices_ref: Any, first_ref: Any, *refs: Any, shape: Shape) -> None:
-    """Attends with the queries of a group, [group, head_dim], to some tokens of all blocks.
+    """Attends with queries of a group, [group, head_dim], to some tokens of all blocks.
 
     indices_ref: the index of each block's first token, and of the new token; first_ref: of the
-    sequence's first token; refs: keys and values by block, [token, head_dim], and the outputs.
+    sequence's first token; refs: keys and values by block, [token, ...], and the outputs.
     """
     *cache, out_ref, lse_ref = refs
-    rows, width = max(LEAST_ROWS, power_of_two(shape.group)), power_of_two(shape.head_dim)
-    is_row, is_element = jnp.arange(rows) < shape.group, jnp.arange(width) < shape.head_dim
-    of_group = (pl.ds(0, rows), pl.ds(0, width))
-    in_group = is_row[:, None] & is_element[None, :]
-    query = load(query_ref, of_group, in_group)
+    tiles = pl.cdiv(shape.group, shape.rows)
+    here = (pl.program_id(1) % tiles) * shape.rows + jnp.arange(shape.rows)
+    is_head = here < shape.group if shape.group % shape.rows else None
+    query = tuple(load(query_ref, *part.at(here, is_head)) for part in shape.parts)
     # A place has tokens from `begin` on.
     begin = pl.program_id(2) * shape.tokens
     first = jnp.maximum(first_ref[0], begin)
-    stop = jnp.minimum(indices_ref[len(shape.lengths)], begin + shape.tokens)
-    state = empty(rows, width)
-    for index, length in enumerate(shape.lengths):
-        start = indices_ref[index]
+    stop = jnp.minimum(indices_ref[len(shape.blocks)], begin + shape.tokens)
+    state = empty(shape.rows, [part.width for part in shape.parts])
+    for index, block in enumerate(_sides(cache, shape)):
+        start, length = indices_ref[index], shape.blocks[index].tokens
         fold = partial(
             _fold,
             query=query,
-            block=(cache[2 * index], cache[2 * index + 1]),
+            block=block,
             seen=(first - start, stop - start),
             length=length,
             shape=shape,
         )
-        low = jnp.clip(first - start, 0, length) // TILE
-        high = pl.cdiv(jnp.clip(stop - start, 0, length), TILE)
+        low = jnp.clip(first - start, 0, length) // shape.tile
+        high = pl.cdiv(jnp.clip(stop - start, 0, length), shape.tile)
         state = jax.lax.fori_loop(low, high, fold, state)
     out, lse = finished(state)
-    store(out_ref, of_group, out, in_group)
-    store(lse_ref, (pl.ds(0, rows),), lse, is_row)
+    for part, values in zip(shape.parts, out, strict=True):
+        place, mask = part.at(here, is_head)
+        store(out_ref, place, values, mask)
+    store(lse_ref, (here,), lse, is_head)
 
 
 def _fold(
     tile: jax.Array,
     state: State,
-    query: jax.Array,
-    block: tuple[Any, Any],
+    query: tuple[jax.Array, ...],
+    block: tuple[Side, Side],
     seen: tuple[jax.Array, jax.Array],
     length: int,
     shape: Shape,
 ) -> State:
-    """Adds a tile of a block to the sums over the tiles before: the values by their weights, the
-    largest score, and the weights.
+    """Adds a tile of a block to the state; query: the parts of the heads.
 
     seen: the first token of the block that is attended to, and the first one after these.
     """
-    at = tile * TILE + jnp.arange(TILE)
-    of_tile, mask = (pl.ds(tile * TILE, TILE), pl.ds(0, query.shape[1])), None
-    if length % TILE or query.shape[1] != shape.head_dim:
-        is_element = jnp.arange(query.shape[1]) < shape.head_dim
-        mask = (at < length)[:, None] & is_element[None, :]
-    key, value = (load(ref, of_tile, mask) for ref in block)
-    scores = rows_times_rows(query, key)
+    at = tile * shape.tile + jnp.arange(shape.tile)
+    is_token = at < length if length % shape.tile else None
+
+    def tile_of(side: Side) -> tuple[jax.Array, ...]:
+        return load_parts(side, shape.parts, at, is_token, query[0].dtype)
+
+    key = tile_of(block[0])
+    value = key if block[1] is block[0] else tile_of(block[1])
+    scores = sum(map(rows_times_rows, query[1:], key[1:]), rows_times_rows(query[0], key[0]))
     is_seen = ((at >= seen[0]) & (at < seen[1]) & (at < length))[None, :]
     return folded(state, scores, is_seen, value, shape.softcap)

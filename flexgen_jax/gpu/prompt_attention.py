@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flexgen_jax.gpu.decode_attention import LARGEST_HEAD
 from flexgen_jax.gpu.online_softmax import State, empty, finished, folded
 from flexgen_jax.gpu.triton import (
     LEAST_ROWS,
@@ -29,8 +28,9 @@ from flexgen_jax.layers.attention import Partial
 QUERIES, KEYS = 64, 64
 """Tokens of a tile of queries, and of one of keys and values."""
 
-NARROW_HEAD = 128
-"""Elements of the largest head whose tiles four warps hold in registers."""
+NARROW_HEAD, LARGEST_HEAD = 128, 256
+"""Elements of the largest head whose tiles four warps hold in registers, and of the largest one
+whose tiles fit a multiprocessor."""
 
 
 class Shape(NamedTuple):
@@ -143,7 +143,7 @@ def _kernel(
 
     query = load(query_ref, (here, pl.ds(0, key_dim)), of_queries(key_dim, shape.key_dim))
     last = lead_ref[0] + begin + jnp.arange(rows)
-    state = empty(rows, value_dim)
+    state = empty(rows, (value_dim,))
     low = first_ref[0]
     if shape.window is not None:
         low = jnp.maximum(low, lead_ref[0] + begin + 1 - shape.window)
@@ -156,7 +156,7 @@ def _kernel(
         shape=shape,
     )
     tiles = (jnp.maximum(low, 0) // KEYS, pl.cdiv(jnp.maximum(high, 0), KEYS))
-    out, lse = finished(jax.lax.fori_loop(*tiles, fold, state))
+    (out,), lse = finished(jax.lax.fori_loop(*tiles, fold, state))
     out = out.astype(out_ref.dtype)
     store(out_ref, (here, pl.ds(0, value_dim)), out, of_queries(value_dim, shape.value_dim))
     store(lse_ref, (here,), lse, is_asked)
@@ -188,4 +188,4 @@ def _fold(
     is_seen = ((at >= seen[0]) & (at < shape.tokens))[None, :] & (at[None, :] <= seen[1][:, None])
     if shape.window is not None:
         is_seen &= at[None, :] > seen[1][:, None] - shape.window
-    return folded(state, scores, is_seen, value, shape.softcap)
+    return folded(state, scores, is_seen, (value,), shape.softcap)

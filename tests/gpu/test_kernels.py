@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_jax.errors import UserError
-from flexgen_jax.gpu import DeviceKernels, GpuKernels, kernels_of_gpu, lone_norm, packed_product
+from flexgen_jax.gpu import (
+    DeviceKernels,
+    GpuKernels,
+    decode_attention,
+    kernels_of_gpu,
+    lone_norm,
+    packed_product,
+)
 from flexgen_jax.gpu.backend import CHOICE
 from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.quantization import QuantizedArray
@@ -36,13 +43,70 @@ def wide(array: jax.Array) -> np.ndarray:
     return np.asarray(array.astype(jnp.float32)).astype(np.float64)
 
 
-@settings(max_examples=6)
+HEADS = st.sampled_from(((16, 1), (40, 3), (64, 8), (64, 17), (80, 70), (96, 2), (576, 20)))
+"""Elements of a head, and query heads that share one of keys and values."""
+
+Kept = jax.Array | QuantizedArray
+
+
+def held_to_the_formula(
+    rng: np.random.Generator,
+    dtype: str,
+    group: int,
+    blocks: tuple[tuple[Kept, Kept], ...],
+    softcap: float | None,
+) -> None:
+    """Attends to blocks of two sequences from random tokens on, up to a random one."""
+    batch, kv_heads, _, head_dim = blocks[0][0].shape
+    lengths, heads = [key.shape[2] for key, _ in blocks], kv_heads * group
+    query = jnp.asarray(rng.standard_normal((batch, heads, 1, head_dim)), dtype)
+    query = query / jnp.asarray(head_dim**0.5, dtype)
+    position = int(rng.integers(1, sum(lengths) + 1))
+    first = rng.integers(0, position, batch).astype(np.int32)
+    assert decode_attention.can_attend(query, blocks)
+    out, lse = KERNELS.decode_attention(
+        query=query,
+        blocks=blocks,
+        starts=jnp.asarray(np.cumsum([0, *lengths])[:-1], jnp.int32),
+        position=jnp.int32(position),
+        first_valid=jnp.asarray(first),
+        spec=AttentionSpec(heads, kv_heads, head_dim, softcap=softcap),
+    )
+    keys, values = (
+        np.concatenate([numbers_of(side) for side in sides], 2)
+        for sides in zip(*blocks, strict=True)
+    )
+    at = np.arange(sum(lengths))
+    valid = (at >= first[:, None]) & (at < position)
+    expected, expected_lse = numpy_attention(wide(query), keys, values, valid, softcap)
+    # Weights are rounded to the dtype before they multiply the values, and unpacked numbers are.
+    scale = max(1.0, np.abs(values).max() / 4)
+    np.testing.assert_allclose(out, expected, atol=16 * EPSILON[dtype] * scale)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+def numbers_of(kept: Kept) -> np.ndarray:
+    """The numbers of keys or values, those of packed ones rounded to their dtype."""
+    if not isinstance(kept, QuantizedArray):
+        return wide(kept)
+    storage = kept.storage
+    mask = (1 << storage.bits) - 1
+    planes = [(np.asarray(kept.packed) >> (storage.bits * n)) & mask for n in range(storage.planes)]
+    codes = np.concatenate(planes, 3)[..., : storage.length].astype(np.float32)
+    scale, minimum = (
+        np.repeat(np.asarray(leaf.astype(jnp.float32)), storage.group_size, 3)
+        for leaf in (kept.scale, kept.minimum)
+    )
+    return wide(jnp.asarray(codes * scale + minimum, kept.dtype))
+
+
+@settings(max_examples=10)
 @given(
     dtype=DTYPES,
     lengths=st.lists(st.sampled_from((1, 37, 64, 530)), min_size=1, max_size=2),
     kv_heads=st.integers(1, 3),
-    group=st.sampled_from((1, 3, 8, 17)),
-    head_dim=st.sampled_from((16, 40, 64)),
+    head=HEADS,
+    are_values_keys=st.booleans(),
     softcap=st.sampled_from((None, 2.0)),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -50,39 +114,52 @@ def test_attention_to_blocks(
     dtype: str,
     lengths: list[int],
     kv_heads: int,
-    group: int,
-    head_dim: int,
+    head: tuple[int, int],
+    are_values_keys: bool,
     softcap: float | None,
     seed: int,
 ) -> None:
     """Of any lengths, with padding before the tokens and room after them."""
-    rng, batch, total = np.random.default_rng(seed), 2, sum(lengths)
+    rng = np.random.default_rng(seed)
 
-    def array(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), dtype)
+    def side(length: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((2, kv_heads, length, head[0])), dtype)
 
-    query = array(batch, kv_heads * group, 1, head_dim)
-    shapes = [(batch, kv_heads, length, head_dim) for length in lengths]
-    cache = tuple((array(*shape), array(*shape)) for shape in shapes)
-    position = int(rng.integers(1, total + 1))
-    first = rng.integers(0, position, batch).astype(np.int32)
-    out, lse = KERNELS.decode_attention(
-        query=query,
-        blocks=cache,
-        starts=jnp.asarray(np.cumsum([0, *lengths])[:-1], jnp.int32),
-        position=jnp.int32(position),
-        first_valid=jnp.asarray(first),
-        spec=AttentionSpec(kv_heads * group, kv_heads, head_dim, softcap=softcap),
-    )
-    keys, values = (
-        np.concatenate([wide(side) for side in sides], 2) for sides in zip(*cache, strict=True)
-    )
-    at = np.arange(total)
-    valid = (at >= first[:, None]) & (at < position)
-    expected, expected_lse = numpy_attention(wide(query), keys, values, valid, softcap)
-    # Weights are rounded to the dtype before they multiply the values.
-    np.testing.assert_allclose(out, expected, atol=16 * EPSILON[dtype])
-    np.testing.assert_allclose(lse, expected_lse, atol=1e-4, rtol=1e-5)
+    keys = [side(length) for length in lengths]
+    values = keys if are_values_keys else [side(length) for length in lengths]
+    held_to_the_formula(rng, dtype, head[1], tuple(zip(keys, values, strict=True)), softcap)
+
+
+@settings(max_examples=10)
+@given(
+    dtype=DTYPES,
+    bits=st.sampled_from((4, 8)),
+    lengths=st.lists(st.sampled_from((1, 37, 64, 530)), min_size=1, max_size=2),
+    tail=st.sampled_from((0, 40)),
+    head=HEADS,
+    are_values_keys=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_attention_to_packed_blocks(
+    dtype: str,
+    bits: int,
+    lengths: list[int],
+    tail: int,
+    head: tuple[int, int],
+    are_values_keys: bool,
+    seed: int,
+) -> None:
+    """The open block after them is plain."""
+    rng = np.random.default_rng(seed)
+
+    def side(length: int, bits: int) -> Kept:
+        array = jnp.asarray(rng.standard_normal((2, 2, length, head[0])), dtype)
+        return encoded(array, kv_storage(array.shape, dtype, bits)) if bits < 16 else array
+
+    sizes = [*((length, bits) for length in lengths), *([(tail, 16)] if tail else [])]
+    keys = [side(*size) for size in sizes]
+    values = keys if are_values_keys else [side(*size) for size in sizes]
+    held_to_the_formula(rng, dtype, head[1], tuple(zip(keys, values, strict=True)), None)
 
 
 @settings(max_examples=6)
@@ -273,21 +350,20 @@ def test_other_formats_are_left_to_xla() -> None:
     assert not packed_product.can_multiply(jnp.zeros((1, 128), "float32"), own_bits)
 
 
-def test_quantized_blocks_are_left_to_xla() -> None:
-    rng = np.random.default_rng(0)
-    array = jnp.asarray(rng.standard_normal((1, 2, 32, 64)), "float16")
-    block = encoded(array, kv_storage(array.shape, "float16", 4))
-    arguments = {
-        "query": array[:, :, :1],
-        "blocks": ((block, block),),
-        "starts": jnp.zeros(1, jnp.int32),
-        "position": jnp.int32(32),
-        "first_valid": jnp.zeros(1, jnp.int32),
-        "spec": AttentionSpec(2, 2, 64),
-    }
-    out, _ = KERNELS.decode_attention(**arguments)
-    expected, _ = DeviceKernels(KernelSizes.of_gpu()).decode_attention(**arguments)
-    np.testing.assert_array_equal(out, expected)
+def test_other_blocks_are_left_to_xla() -> None:
+    """Of wide numbers, in another format, of larger heads, or packed in two ways."""
+
+    def packed(bits: int, dtype: str = "float16") -> QuantizedArray:
+        array = jnp.ones((1, 2, 32, 64), dtype)
+        return encoded(array, kv_storage(array.shape, dtype, bits))
+
+    query = jnp.zeros((1, 2, 1, 64), "float16")
+    assert decode_attention.can_attend(query, [(packed(4), packed(4))])
+    assert not decode_attention.can_attend(query, [(packed(4), packed(8))])
+    assert not decode_attention.can_attend(query, [(packed(4, "bfloat16"), packed(4))])
+    assert not decode_attention.can_attend(query.astype("float32"), [(packed(4), packed(4))])
+    wide_head = jnp.zeros((1, 2, 1, 1024), "float16")
+    assert not decode_attention.can_attend(wide_head, [(wide_head, wide_head)])
 
 
 @pytest.mark.parametrize(
