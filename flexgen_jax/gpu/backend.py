@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.errors import UserError
-from flexgen_jax.gpu import decode_attention, lone_norm, packed_product, prompt_attention
+from flexgen_jax.gpu import (
+    decode_attention,
+    lone_norm,
+    packed_product,
+    packed_tiles,
+    prompt_attention,
+)
 from flexgen_jax.gpu.triton import LEAST_CAPABILITY
 from flexgen_jax.layers.attention import KVPair, Partial
 from flexgen_jax.layers.kernels import XlaKernels
@@ -155,11 +161,14 @@ class GpuKernels(DeviceKernels):
 
     def _product(self, x: jax.Array, kernel: Kept) -> jax.Array | None:
         """Returns `x @ kernel.T`, fp32 [..., out], of few rows; None if XLA's code is to do it."""
-        rows = x.reshape(-1, x.shape[-1])
-        if not isinstance(kernel, QuantizedArray) or not packed_product.can_multiply(rows, kernel):
+        if not isinstance(kernel, QuantizedArray):
             return None
-        out = packed_product.multiply(rows, kernel, self.interprets)
-        return out.reshape(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1])
+        for product in (packed_product, packed_tiles):
+            if product.can_multiply(rows, kernel):
+                out: jax.Array = product.multiply(rows, kernel, self.interprets)
+                return out.reshape(*x.shape[:-1], -1)
+        return None
 
 
 def kernels_of_gpu(

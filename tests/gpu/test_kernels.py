@@ -3,7 +3,7 @@ one."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from flexgen_jax.gpu import (
     kernels_of_gpu,
     lone_norm,
     packed_product,
+    packed_tiles,
 )
 from flexgen_jax.gpu.backend import CHOICE
 from flexgen_jax.layers.encoding import encoded
@@ -284,55 +285,98 @@ def random_kernel(rng: np.random.Generator, storage: Storage) -> tuple[Quantized
     return QuantizedArray(storage, tuple(map(jnp.asarray, named.values()))), numbers
 
 
-@settings(max_examples=6)
+PRODUCTS = st.sampled_from((packed_product, packed_tiles))
+OUTPUTS = st.sampled_from((16, 96, 384))
+"""Outputs whose places differ in size."""
+
+
+def held_to_numbers(
+    rng: np.random.Generator,
+    product: ModuleType,
+    dtype: str,
+    rows: int,
+    kernel: QuantizedArray,
+    numbers: np.ndarray,
+) -> None:
+    """Multiplies random rows by a kernel that stands for these numbers; by the matrix units if
+    they are rounded to the dtype."""
+    x = jnp.asarray(
+        rng.standard_normal((min(rows, product.LARGEST_COUNT), numbers.shape[1])), dtype
+    )
+    assert product.can_multiply(x, kernel)
+    if product is packed_tiles:
+        numbers = wide(jnp.asarray(numbers.astype(np.float32), dtype))
+    out = product.multiply(x, kernel, interprets=not has_gpu())
+    error = np.abs(np.asarray(out) - wide(x) @ numbers.T)
+    assert (error <= 1e-4 * (np.abs(wide(x)) @ np.abs(numbers).T)).all()
+
+
+@settings(max_examples=12)
 @given(
+    product=PRODUCTS,
     dtype=DTYPES,
-    rows=st.integers(1, packed_product.MOST_ROWS),
-    outputs=st.sampled_from((16, 48)),
+    rows=st.sampled_from((1, 2, 3, 9, 20, 40, 64)),
+    outputs=OUTPUTS,
     length=st.sampled_from((128, 384, 960)),
     packing=st.sampled_from((own(4), own(8), GPTQ)),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_products_with_packed_weights(
-    dtype: str, rows: int, outputs: int, length: int, packing: Format, seed: int
+    product: ModuleType,
+    dtype: str,
+    rows: int,
+    outputs: int,
+    length: int,
+    packing: Format,
+    seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.standard_normal((rows, length)), dtype)
     kernel, numbers = random_kernel(rng, Storage((outputs, length), dtype, packing))
-    assert packed_product.can_multiply(x, kernel)
-    bias = jnp.asarray(rng.standard_normal(outputs), dtype)
-    out = KERNELS.matmul(x, kernel, bias)
-    expected = wide(x) @ numbers.T + wide(bias)
-    assert out.dtype == x.dtype
-    error = np.abs(wide(out) - expected)
-    assert (
-        error <= 1e-4 * (np.abs(wide(x)) @ np.abs(numbers).T) + EPSILON[dtype] * np.abs(expected)
-    ).all()
+    held_to_numbers(rng, product, dtype, rows, kernel, numbers)
 
 
-@settings(max_examples=10)
+@settings(max_examples=12)
 @given(
+    product=PRODUCTS,
     dtype=DTYPES,
-    rows=st.integers(1, packed_product.MOST_ROWS),
-    outputs=st.sampled_from((16, 144)),
+    rows=st.sampled_from((1, 2, 3, 9, 20, 40, 64)),
+    outputs=OUTPUTS,
     length=st.sampled_from((256, 768, 1280)),
     packing=st.sampled_from(FLOATS),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_products_with_floats_of_few_bits(
-    dtype: str, rows: int, outputs: int, length: int, packing: Format, seed: int
+    product: ModuleType,
+    dtype: str,
+    rows: int,
+    outputs: int,
+    length: int,
+    packing: Format,
+    seed: int,
 ) -> None:
     """Held to NumPy's decoder of published files."""
     rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.standard_normal((rows, length)), dtype)
     storage = Storage((outputs, length), dtype, packing)
     leaves = [random_leaf(rng, leaf, packing) for leaf in storage.leaves]
     kernel = QuantizedArray(storage, tuple(map(jnp.asarray, leaves)))
-    assert packed_product.can_multiply(x, kernel)
     numbers = decoded(leaves, storage).astype(np.float64)
-    expected = wide(x) @ numbers.T
-    out = packed_product.multiply(x, kernel, interprets=not has_gpu())
-    assert (np.abs(out - expected) <= 1e-4 * (np.abs(wide(x)) @ np.abs(numbers).T)).all()
+    held_to_numbers(rng, product, dtype, rows, kernel, numbers)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65])
+def test_a_product_is_chosen_by_its_rows(rows: int) -> None:
+    """With a bias, and in the dtype of the rows."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 128)), "bfloat16")
+    kernel, numbers = random_kernel(rng, Storage((48, 128), "bfloat16", own(4)))
+    bias = jnp.asarray(rng.standard_normal(48), "bfloat16")
+    assert packed_product.can_multiply(x, kernel) == (rows == 1)
+    assert packed_tiles.can_multiply(x, kernel) == (rows <= 64)
+    out = KERNELS.matmul(x, kernel, bias)
+    assert out.dtype == x.dtype
+    expected = wide(x) @ numbers.T + wide(bias)
+    bound = np.abs(wide(x)) @ np.abs(numbers).T + np.abs(expected)
+    assert (np.abs(wide(out) - expected) <= EPSILON["bfloat16"] * bound).all()
 
 
 def test_other_formats_are_left_to_xla() -> None:
@@ -345,7 +389,7 @@ def test_other_formats_are_left_to_xla() -> None:
     assert packed_product.can_multiply(x, own_bits)
     few = encoded(jnp.ones((8, 128), "float16"), Storage((8, 128), "float16", own(4)))
     assert not packed_product.can_multiply(x, few)
-    many = packed_product.MOST_ROWS + 1
+    many = packed_product.LARGEST_COUNT + 1
     assert not packed_product.can_multiply(jnp.zeros((many, 128), "float16"), own_bits)
     assert not packed_product.can_multiply(jnp.zeros((1, 128), "float32"), own_bits)
 

@@ -1,0 +1,147 @@
+"""Products of up to 64 rows with weights of 4 or 8 bits by the matrix units, without the matrix in
+memory; see `packed_words`.
+
+A place of the grid has some outputs and all rows. It unpacks a tile of its weights into the dtype
+of the rows, in the threads' registers, and multiplies it; the elements of the rows lie in the order
+of the words' bytes, so that no weight is moved to another place of its tile.
+"""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+from math import gcd
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from flexgen_jax.gpu.packed_words import (
+    WORDS,
+    Shape,
+    can_unpack,
+    in_order,
+    inputs_of,
+    inside,
+    line,
+    shape_of,
+    weights_of,
+)
+from flexgen_jax.gpu.triton import (
+    LEAST_ROWS,
+    NARROW,
+    call,
+    load,
+    power_of_two,
+    rows_times_rows,
+    store,
+)
+from flexgen_jax.layers.quantization import QuantizedArray
+
+LARGEST_COUNT = 64
+"""Rows up to which a matrix is unpacked in registers; for more, XLA unpacks it in memory."""
+
+MANY_ROWS = 32
+"""Rows up to which a place has 64 outputs. More rows are read less often by places of 128."""
+
+OUTPUTS_OF_WARP = 16
+"""Outputs of a warp, which are the rows of a tile of the matrix units."""
+
+LARGEST_PLACE = 128
+"""Outputs of the largest place, whose eight warps share the rows."""
+
+LARGEST_TILE = 128
+"""Bytes of codes in a row of a tile; half of it in the largest place."""
+
+PLACES = 264
+"""Places of a grid that keep the multiprocessors of a large GPU busy, two on each."""
+
+MOST_SPLITS = 8
+"""Places that share some outputs, each with a range of the inputs: as many as XLA adds up in one
+kernel with whatever takes the sums."""
+
+LARGEST_SHARE = 0.5
+"""Bytes of the sums of such places, written and read, over those of the weights."""
+
+
+def can_multiply(rows: jax.Array, kernel: QuantizedArray) -> bool:
+    """Returns whether the kernel takes these rows, [n, in], and this matrix."""
+    are_few = rows.shape[0] <= LARGEST_COUNT
+    return rows.dtype in NARROW and are_few and can_unpack(kernel.storage)
+
+
+def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) -> jax.Array:
+    """Returns rows [n, in] @ kernel [out, in].T, fp32 [n, out]."""
+    (count, _), outputs = rows.shape, kernel.shape[0]
+    of_place = _outputs_of_place(count, kernel)
+    tile = LARGEST_TILE // (2 if of_place == LARGEST_PLACE else 1)
+    shape = shape_of(kernel, of_place, tile, interprets)
+    splits = _splits(count, kernel, shape)
+    whole = pl.BlockSpec(rows.shape, lambda n, split: (0, 0))
+    sums = jax.ShapeDtypeStruct((splits, count, outputs), jnp.float32)
+    (out,) = call(
+        partial(_kernel, shape=shape, tiles=pl.cdiv(shape.tiles, splits)),
+        grid=(outputs // of_place, splits),
+        inputs=[(in_order(rows, kernel), whole), *inputs_of(kernel, shape)],
+        outputs=[(sums, pl.BlockSpec((None, count, of_place), lambda n, split: (split, 0, n)))],
+        warps=of_place // OUTPUTS_OF_WARP,
+        stages=3,
+        interprets=interprets,
+    )
+    added: jax.Array = reduce(jnp.add, [out[split] for split in range(splits)])
+    return added
+
+
+def _outputs_of_place(count: int, kernel: QuantizedArray) -> int:
+    """Returns the outputs of a place for so many rows. They share what rows of the kernel do."""
+    largest = LARGEST_PLACE if count > MANY_ROWS else LARGEST_PLACE // 2
+    shared = [factor.rows for _, factor in kernel.storage.packing.factors if factor.rows > 1]
+    return gcd(largest, kernel.shape[0], *shared)
+
+
+def _splits(count: int, kernel: QuantizedArray, shape: Shape) -> int:
+    """Returns among how many places the inputs of a product of so many rows are divided: enough to
+    keep the multiprocessors busy, without much to write for it."""
+    outputs = kernel.shape[0]
+    wanted = PLACES // (outputs // shape.outputs)
+    written = 2 * 4 * count * outputs  # fp32, written and read
+    worth = int(LARGEST_SHARE * kernel.nbytes / written)
+    return max(1, min(wanted, worth, MOST_SPLITS, shape.tiles))
+
+
+def _kernel(rows_ref: Any, words_ref: Any, *refs: Any, shape: Shape, tiles: int) -> None:
+    """Multiplies all rows, [n, in], by some tiles of some rows of the kernel, [output, part, word];
+    refs: the leaves of their factors, and the output."""
+    *leaves, out_ref = refs
+    factors, count = dict(zip(shape.leaves, leaves, strict=True)), rows_ref.shape[0]
+    height = max(LEAST_ROWS, power_of_two(count))
+    is_row = jnp.arange(height) < count
+
+    def add_tile(tile: jax.Array, sums: jax.Array) -> jax.Array:
+        mask = inside(tile, shape)
+        of_tile = (slice(None), pl.ds(tile * shape.parts, shape.parts), slice(None))
+        of_outputs = (shape.outputs, shape.parts, WORDS)
+        masks = None if mask is None else jnp.broadcast_to(mask[None], of_outputs)
+        words = load(words_ref, of_tile, masks)
+        element = tile * shape.tile + jnp.arange(shape.tile)
+        is_inside = is_row[:, None] & (element < shape.plane)[None, :]
+        for plane in range(shape.packing.planes):
+            at = plane * shape.plane + tile * shape.tile
+            weights = weights_of(words, plane, line(factors, at, shape), shape)
+            x = load(rows_ref, (pl.ds(0, height), pl.ds(at, shape.tile)), is_inside)
+            sums = sums + rows_times_rows(_joined([w.astype(x.dtype) for w in weights], shape), x)
+        return sums
+
+    zeros = jnp.zeros((shape.outputs, height), jnp.float32)
+    begin = pl.program_id(1) * tiles
+    sums = jax.lax.fori_loop(begin, jnp.minimum(begin + tiles, shape.tiles), add_tile, zeros)
+    here = (pl.ds(0, height), slice(None))
+    store(out_ref, here, sums.T, jnp.broadcast_to(is_row[:, None], (height, shape.outputs)))
+
+
+def _joined(of_bytes: list[jax.Array], shape: Shape) -> jax.Array:
+    """Returns the weights of each byte of a tile's words, [output, part, word], as rows of the
+    tile, [output, element]."""
+    first, second, third, fourth = of_bytes
+    halves = jnp.stack([first, third], axis=-1), jnp.stack([second, fourth], axis=-1)
+    return jnp.stack(halves, axis=-1).reshape(shape.outputs, shape.tile)

@@ -1,0 +1,258 @@
+"""Weights of 4 or 8 bits in a kernel, unpacked a tile at a time: integers, and floats of 4 (MXFP4,
+NVFP4) and 8 bits.
+
+A tile is 32-bit words of codes, [output, part, word], whose parts have one scale. A weight is
+scale * level + minimum, which takes one operation. A code becomes fp32 by one operation: put into
+the highest bits of the mantissa of a power of two, it is added to that. With 4 bits,
+0x43000000 | c << 16 is 128 + c; the minimum has -128 * scale in it for that.
+
+A float of few bits has a sign, an exponent and a mantissa. Put into a half so that exponents end
+together, it is that half times a power of two, also below the normal numbers. For example E2M1's
+0110, which is 4, becomes 0 00011 0000000000: 2^-12, times 2^14.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from flexgen_jax.gpu.triton import power_of_two
+from flexgen_jax.layers.levels import number_of
+from flexgen_jax.layers.quantization import QuantizedArray
+from flexgen_jax.models.formats.format import Factor, Format
+from flexgen_jax.models.formats.storage import Storage
+
+WORD, WORDS = 4, 4
+"""Bytes of codes in a word, and words that a thread loads at once."""
+
+PART = WORD * WORDS
+"""Elements of a plane in so many words, which have one scale."""
+
+LEAST_OUTPUTS = 16
+"""Rows of the kernel, which are outputs, of the smallest place of a grid."""
+
+POWERS = {"e2m1": 2.0**14, "e4m3": 2.0**8, "e5m2": 1.0}
+"""By kind of floats: what their halves are multiplied by."""
+
+BASES = {4: (0x43000000, 16, 128.0), 8: (0x43800000, 15, 256.0)}
+"""By bits of a code: a power of two, how far a code is shifted into its mantissa, and its value."""
+
+HALVES = {"e2m1": (12, 9, 0x0E00), "e4m3": (8, 7, 0x3F80), "e5m2": (8, 8, 0x7F00)}
+"""By kind of floats: how far the sign is shifted in a half, how far the rest, and its mask."""
+
+
+class Shape(NamedTuple):
+    """What a kernel is made for: outputs of a place, elements of a plane and of a tile's row, the
+    format, and whether JAX interprets the kernel."""
+
+    outputs: int
+    plane: int
+    tile: int
+    packing: Format
+    interprets: bool
+
+    @property
+    def leaves(self) -> dict[str, Factor]:
+        """The factors by the names of their leaves."""
+        return dict(self.packing.factors)
+
+    @property
+    def parts(self) -> int:
+        """Parts in a row of a tile."""
+        return self.tile // PART
+
+    @property
+    def tiles(self) -> int:
+        """Tiles in a plane, of which the last may have fewer words."""
+        return pl.cdiv(self.plane, self.tile)
+
+
+def can_unpack(storage: Storage) -> bool:
+    """Returns whether a matrix can be unpacked: parts must be whole and have one scale, and the
+    rows of a place share numbers that several rows do."""
+    packing = storage.packing
+    if storage.axis != 1 or packing.levels not in ("integers", *POWERS):
+        return False
+    if packing.bits not in BASES or storage.shape[0] % LEAST_OUTPUTS:
+        return False
+    groups = [factor.group for _, factor in packing.factors if factor.group]
+    is_whole = storage.plane_length * packing.planes == storage.length
+    if not is_whole or storage.plane_length % PART or any(group % PART for group in groups):
+        return False
+    return all(_is_simple(factor) for _, factor in packing.factors)
+
+
+def _is_simple(factor: Factor) -> bool:
+    """Returns whether a factor's numbers are of one row, of all, or of a multiple of the rows
+    that a place of the grid has."""
+    return factor.dtype != "codes" and (factor.rows == 1 or factor.rows % LEAST_OUTPUTS == 0)
+
+
+def shape_of(kernel: QuantizedArray, outputs: int, largest_tile: int, interprets: bool) -> Shape:
+    """Returns the shape of a kernel whose tiles' rows have `largest_tile` bytes of codes at most.
+    What a tile has beyond the end of a row counts as zero."""
+    plane = kernel.storage.plane_length
+    tile = min(largest_tile, power_of_two(plane))
+    return Shape(outputs, plane, tile, kernel.storage.packing, interprets)
+
+
+def words_of(kernel: QuantizedArray) -> jax.Array:
+    """Returns the codes of a matrix, uint32 [output, part, word]."""
+    codes = kernel.packed.reshape(kernel.shape[0], -1, WORDS, WORD)
+    return jax.lax.bitcast_convert_type(codes, jnp.uint32)
+
+
+def in_order(rows: jax.Array, kernel: QuantizedArray) -> jax.Array:
+    """Returns rows, [n, in], with their elements in the order in which the kernel has them."""
+    if not kernel.storage.packing.has_order:
+        return rows
+    return jnp.take(rows, kernel.leaf("order"), axis=1)
+
+
+def inputs_of(kernel: QuantizedArray, shape: Shape) -> list[tuple[jax.Array, pl.BlockSpec]]:
+    """Returns a matrix' words and factors, and the parts of them that a place of the grid sees;
+    its first axis counts outputs."""
+    words = words_of(kernel)
+    of_place = pl.BlockSpec((shape.outputs, *words.shape[1:]), lambda n, *_: (n, 0, 0))
+    factors = [
+        _of_place(kernel.leaf(leaf), factor.rows, shape.outputs)
+        for leaf, factor in shape.leaves.items()
+    ]
+    return [(words, of_place), *factors]
+
+
+def _of_place(leaf: jax.Array, rows: int, outputs: int) -> tuple[jax.Array, pl.BlockSpec]:
+    """Returns a leaf, [rows, groups], and the part of it that a place of the grid sees; rows: how
+    many rows of the kernel share one of the leaf's, 0 if all do."""
+    if rows == 1:
+        return leaf, pl.BlockSpec((outputs, leaf.shape[1]), lambda n, *_: (n, 0))
+    places = rows // outputs
+    return leaf, pl.BlockSpec((1, leaf.shape[1]), lambda n, *_: (n // places if places else 0, 0))
+
+
+def inside(tile: jax.Array, shape: Shape) -> jax.Array | None:
+    """Returns which words of a tile, [part, word], a row has; None if it has whole tiles."""
+    if shape.plane % shape.tile == 0:
+        return None
+    part = tile * shape.parts + jax.lax.broadcasted_iota(jnp.int32, (shape.parts, WORDS), 0)
+    return part < shape.plane // PART
+
+
+def line(
+    factors: dict[str, Any], at: jax.Array, shape: Shape
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns by what the levels of a tile, [output, part, word], are multiplied, and what is added
+    then, None for nothing; at: the element at which the tile begins."""
+    packing, parts = shape.packing, (shape.outputs, shape.parts)
+    output = jax.lax.broadcasted_iota(jnp.int32, parts, 0)
+    part = jax.lax.broadcasted_iota(jnp.int32, parts, 1)
+
+    def numbers(leaf: str, factor: Factor) -> jax.Array:
+        row = output if factor.rows == 1 else jnp.zeros_like(output)
+        group = jnp.zeros_like(part)
+        if factor.group:
+            group = (at + PART * part) // factor.group
+            group = jnp.minimum(group, factors[leaf].shape[1] - 1)  # beyond the end, any will do
+        stored = number_of(factors[leaf][row, group], factor.dtype)
+        own = stored - factor.center if factor.center else stored
+        return own if factor.of is None else own * numbers(f"{leaf}_of", factor.of)
+
+    scale = numbers("scale", packing.scale)
+    if packing.levels != "integers":
+        return _of_words(scale * POWERS[packing.levels]), None
+    offset = BASES[packing.bits][2] + packing.center
+    zero = offset if packing.zero is None else offset + numbers("zero", packing.zero)
+    least = -scale * zero
+    if packing.minimum is not None:
+        minimum = numbers("minimum", packing.minimum)
+        least = least - minimum if packing.subtracts else least + minimum
+    return _of_words(scale), _of_words(least)
+
+
+def _of_words(numbers: jax.Array) -> jax.Array:
+    """Returns numbers of parts, [output, part], for each of their words."""
+    return jnp.broadcast_to(numbers[:, :, None], (*numbers.shape, WORDS))
+
+
+def weights_of(
+    words: jax.Array, plane: int, factors: tuple[jax.Array, jax.Array | None], shape: Shape
+) -> list[jax.Array]:
+    """Returns the weights of a plane, fp32 [output, part, word], one array for each byte of the
+    words; factors: see `line`."""
+    scale, least = factors
+    levels = _levels(words, plane, shape)
+    if least is None:
+        return [level * scale for level in levels]
+    return [multiply_add(level, scale, least, shape.interprets) for level in levels]
+
+
+def multiply_add(left: jax.Array, right: jax.Array, more: jax.Array, interprets: bool) -> jax.Array:
+    """Returns left * right + more, on a GPU by one instruction, of which Triton would make two."""
+    if interprets:
+        return left * right + more
+    return _inline("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", left, right, more)
+
+
+def _inline(instruction: str, constraints: str, *operands: jax.Array) -> jax.Array:
+    """Returns the fp32 results of an instruction, element by element."""
+    out = jax.ShapeDtypeStruct(operands[0].shape, jnp.float32)
+    result: jax.Array = triton.elementwise_inline_asm(
+        instruction,
+        args=operands,
+        constraints=constraints,
+        pack=1,
+        result_shape_dtypes=[out],
+    )[0]
+    return result
+
+
+def _inserted(words: jax.Array, mask: int, power: int, interprets: bool) -> jax.Array:
+    """Returns fp32 numbers whose bits are words & mask | power, on a GPU by one instruction, of
+    which the compiler would make two."""
+    if interprets:
+        bits = (words & jnp.uint32(mask)) | jnp.uint32(power)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    constants = [jnp.full(words.shape, number, jnp.uint32) for number in (mask, power)]
+    return _inline("lop3.b32 $0, $1, $2, $3, 0xEA;", "=f,r,r,r", words, *constants)
+
+
+def _levels(words: jax.Array, plane: int, shape: Shape) -> list[jax.Array]:
+    """Returns the codes of a plane in fp32, one array for each byte of the words, uint32: integers
+    added to the format's power of two, floats divided by theirs."""
+    packing, bits = shape.packing, shape.packing.bits
+    if packing.levels != "integers":
+        return _floats(words, bits * plane, packing.levels)
+    power, place, _ = BASES[bits]
+    mask, levels = ((1 << bits) - 1) << place, []
+    for byte in range(WORD):
+        left = place - (8 * byte + bits * plane)
+        moved = words << left if left > 0 else words >> -left
+        levels.append(_inserted(moved, mask, power, shape.interprets))
+    return levels
+
+
+def _floats(words: jax.Array, lowest: int, kind: str) -> list[jax.Array]:
+    """Returns floats divided by their power of two, one array for each byte of the words; lowest:
+    their lowest bit in each byte.
+
+    The two halves of a register take bytes 0 and 2, or 1 and 3: one shift brings the signs of both
+    to their places, and one the rest.
+    """
+    sign_at, rest_at, rest = HALVES[kind]
+    pairs = []
+    for pair in (words, words >> 8):
+        sign = (pair << (sign_at - lowest)) & jnp.uint32(0x80008000)
+        halves = sign | ((pair << (rest_at - lowest)) & jnp.uint32(rest << 16 | rest))
+        pairs.append((_half(halves & jnp.uint32(0xFFFF)), _half(halves >> 16)))
+    (first, third), (second, fourth) = pairs
+    return [first, second, third, fourth]
+
+
+def _half(bits: jax.Array) -> jax.Array:
+    """Returns halves, whose bits are in the low half of words, in fp32."""
+    half = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+    return half.astype(jnp.float32)
