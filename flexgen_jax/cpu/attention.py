@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from flexgen_jax.cpu.host_attention import MANY_HEADS, heads_together
 from flexgen_jax.cpu.targets import register
-from flexgen_jax.layers.attention import KVBlock, KVPair, Partial, merge, plain
-from flexgen_jax.layers.quantization import Kept, QuantizedArray
+from flexgen_jax.layers.attention import KVBlock, KVPair, Partial, merge
+from flexgen_jax.layers.quantization import Kept, QuantizedArray, plain
 from flexgen_jax.models.parts import AttentionSpec
 
 FEW_ELEMENTS = 1 << 20

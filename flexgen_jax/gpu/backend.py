@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flexgen_jax.errors import UserError
 from flexgen_jax.gpu import (
     decode_attention,
+    head_product,
     lone_norm,
     packed_product,
     packed_tiles,
@@ -147,6 +148,13 @@ class GpuKernels(DeviceKernels):
         if bias is not None:
             out = out + bias.astype(jnp.float32)
         return out.astype(x.dtype)
+
+    def matmul_by_heads(
+        self, x: jax.Array, kernel: Kept, features: tuple[int, int], is_inverse: bool
+    ) -> jax.Array:
+        if not head_product.can_multiply(x, kernel, features):
+            return super().matmul_by_heads(x, kernel, features, is_inverse)
+        return head_product.multiply(x, kernel, features, is_inverse, self.interprets)
 
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         out = self._product(x, table)

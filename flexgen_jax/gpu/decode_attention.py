@@ -52,8 +52,9 @@ LARGEST_GROUP = 64
 MOST_BLOCKS = 64
 """KV blocks that one kernel takes, each of which is one to six arguments."""
 
-PLACES = 264
-"""Places of a grid that keep the multiprocessors of a large GPU busy, two on each."""
+PLACES, WIDE_PLACES = 264, 132
+"""Places of a grid that keep the multiprocessors of a large GPU busy, two on each, or one with
+heads wider than `NARROW_HEAD`."""
 
 FEW_PLACES = 8
 """Places of a head up to which XLA merges them in one kernel, with whatever takes the result: more
@@ -170,11 +171,11 @@ def _shape_of(query: jax.Array, blocks: Sequence[KVBlock], softcap: float | None
     parts = parts_of(head_dim, [side for block in shapes for side in (block.key, block.value)])
     rows = min(LARGEST_GROUP, max(LEAST_ROWS, power_of_two(group)))
     is_narrow = sum(part.width for part in parts) <= NARROW_HEAD
-    if not is_narrow and batch * kv_heads * pl.cdiv(group, LEAST_ROWS) <= PLACES:
+    wanted, tile = (PLACES, TILE) if is_narrow else (WIDE_PLACES, WIDE_TILE)
+    if not is_narrow and batch * kv_heads * pl.cdiv(group, LEAST_ROWS) <= wanted:
         rows = LEAST_ROWS
-    tile = TILE if is_narrow else WIDE_TILE
     of_heads = batch * kv_heads * pl.cdiv(group, rows)
-    places = max(1, min(PLACES // of_heads, total // LEAST_TOKENS))
+    places = max(1, min(wanted // of_heads, total // LEAST_TOKENS))
     tokens = pl.cdiv(total, places * tile) * tile
     return Shape(shapes, group, rows, tile, tokens, parts, softcap)
 

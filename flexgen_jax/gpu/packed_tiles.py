@@ -8,6 +8,7 @@ of the words' bytes, so that no weight is moved to another place of its tile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial, reduce
 from math import gcd
 from typing import Any
@@ -17,7 +18,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flexgen_jax.gpu.packed_words import (
-    WORDS,
     Shape,
     can_unpack,
     in_order,
@@ -109,27 +109,20 @@ def _splits(count: int, kernel: QuantizedArray, shape: Shape) -> int:
     return max(1, min(wanted, worth, MOST_SPLITS, shape.tiles))
 
 
-def _kernel(rows_ref: Any, words_ref: Any, *refs: Any, shape: Shape, tiles: int) -> None:
-    """Multiplies all rows, [n, in], by some tiles of some rows of the kernel, [output, part, word];
-    refs: the leaves of their factors, and the output."""
-    *leaves, out_ref = refs
-    factors, count = dict(zip(shape.leaves, leaves, strict=True)), rows_ref.shape[0]
+def _kernel(rows_ref: Any, *refs: Any, shape: Shape, tiles: int) -> None:
+    """Multiplies all rows, [n, in], by some tiles of some rows of the kernel; refs: its words,
+    [output, part, word], the leaves of its factors, and the output."""
+    *kept, out_ref = refs
+    count = rows_ref.shape[0]
     height = max(LEAST_ROWS, power_of_two(count))
     is_row = jnp.arange(height) < count
 
     def add_tile(tile: jax.Array, sums: jax.Array) -> jax.Array:
-        mask = inside(tile, shape)
-        of_tile = (slice(None), pl.ds(tile * shape.parts, shape.parts), slice(None))
-        of_outputs = (shape.outputs, shape.parts, WORDS)
-        masks = None if mask is None else jnp.broadcast_to(mask[None], of_outputs)
-        words = load(words_ref, of_tile, masks)
         element = tile * shape.tile + jnp.arange(shape.tile)
         is_inside = is_row[:, None] & (element < shape.plane)[None, :]
-        for plane in range(shape.packing.planes):
-            at = plane * shape.plane + tile * shape.tile
-            weights = weights_of(words, plane, line(factors, at, shape), shape)
+        for at, weights in tile_of(kept, tile, shape, rows_ref.dtype):
             x = load(rows_ref, (pl.ds(0, height), pl.ds(at, shape.tile)), is_inside)
-            sums = sums + rows_times_rows(_joined([w.astype(x.dtype) for w in weights], shape), x)
+            sums = sums + rows_times_rows(weights, x)
         return sums
 
     zeros = jnp.zeros((shape.outputs, height), jnp.float32)
@@ -137,6 +130,26 @@ def _kernel(rows_ref: Any, words_ref: Any, *refs: Any, shape: Shape, tiles: int)
     sums = jax.lax.fori_loop(begin, jnp.minimum(begin + tiles, shape.tiles), add_tile, zeros)
     here = (pl.ds(0, height), slice(None))
     store(out_ref, here, sums.T, jnp.broadcast_to(is_row[:, None], (height, shape.outputs)))
+
+
+def tile_of(
+    kept: Sequence[Any], tile: jax.Array, shape: Shape, dtype: Any
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Unpacks a tile: for each plane the index of its first element, and weights of a dtype,
+    [output, element]. kept: the words and the leaves of the factors, of the outputs of a place."""
+    words_ref, *leaves = kept
+    factors = dict(zip(shape.leaves, leaves, strict=True))
+    mask = inside(tile, shape)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask[None], (shape.outputs, *mask.shape))
+    of_tile = (slice(None), pl.ds(tile * shape.parts, shape.parts), slice(None))
+    words = load(words_ref, of_tile, mask)
+    unpacked = []
+    for plane in range(shape.packing.planes):
+        at = plane * shape.plane + tile * shape.tile
+        weights = weights_of(words, plane, line(factors, at, shape), shape)
+        unpacked.append((at, _joined([weight.astype(dtype) for weight in weights], shape)))
+    return unpacked
 
 
 def _joined(of_bytes: list[jax.Array], shape: Shape) -> jax.Array:

@@ -13,6 +13,7 @@ together, it is that half times a power of two, also below the normal numbers. F
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -113,25 +114,26 @@ def in_order(rows: jax.Array, kernel: QuantizedArray) -> jax.Array:
     return jnp.take(rows, kernel.leaf("order"), axis=1)
 
 
-def inputs_of(kernel: QuantizedArray, shape: Shape) -> list[tuple[jax.Array, pl.BlockSpec]]:
+def inputs_of(
+    kernel: QuantizedArray, shape: Shape, block_of: Callable[[Any], Any] = lambda place: place
+) -> list[tuple[jax.Array, pl.BlockSpec]]:
     """Returns a matrix' words and factors, and the parts of them that a place of the grid sees;
-    its first axis counts outputs."""
-    words = words_of(kernel)
-    of_place = pl.BlockSpec((shape.outputs, *words.shape[1:]), lambda n, *_: (n, 0, 0))
-    factors = [
-        _of_place(kernel.leaf(leaf), factor.rows, shape.outputs)
-        for leaf, factor in shape.leaves.items()
-    ]
-    return [(words, of_place), *factors]
+    block_of: from its index along the first axis, that of its block of outputs."""
+    words, factors = words_of(kernel), shape.leaves.items()
+    own = pl.BlockSpec((shape.outputs, *words.shape[1:]), lambda n, *_: (block_of(n), 0, 0))
 
+    def seen(leaf: jax.Array, rows: int) -> pl.BlockSpec:
+        """Returns the part of a leaf, [rows, groups]; rows: how many rows of the kernel share one
+        of the leaf's, 0 if all do."""
+        blocks, groups = rows // shape.outputs, leaf.shape[1]
+        if rows == 1:
+            return pl.BlockSpec((shape.outputs, groups), lambda n, *_: (block_of(n), 0))
+        if not blocks:
+            return pl.BlockSpec((1, groups), lambda n, *_: (0, 0))
+        return pl.BlockSpec((1, groups), lambda n, *_: (block_of(n) // blocks, 0))
 
-def _of_place(leaf: jax.Array, rows: int, outputs: int) -> tuple[jax.Array, pl.BlockSpec]:
-    """Returns a leaf, [rows, groups], and the part of it that a place of the grid sees; rows: how
-    many rows of the kernel share one of the leaf's, 0 if all do."""
-    if rows == 1:
-        return leaf, pl.BlockSpec((outputs, leaf.shape[1]), lambda n, *_: (n, 0))
-    places = rows // outputs
-    return leaf, pl.BlockSpec((1, leaf.shape[1]), lambda n, *_: (n // places if places else 0, 0))
+    leaves = [(kernel.leaf(name), factor.rows) for name, factor in factors]
+    return [(words, own), *((leaf, seen(leaf, rows)) for leaf, rows in leaves)]
 
 
 def inside(tile: jax.Array, shape: Shape) -> jax.Array | None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.layers.matmul import precision_for
-from flexgen_jax.layers.quantization import Kept, QuantizedArray, dequantize, parts_of
+from flexgen_jax.layers.quantization import Kept, parts_of, plain
 from flexgen_jax.layers.tuning import PLAIN, Tuning
 
 X = TypeVar("X")
@@ -277,11 +277,6 @@ def chunk_attention(
     else:
         out, lse = jax.lax.map(one_head, args, batch_size=max(1, at_once // group))
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
-
-
-def plain(kept: Kept) -> jax.Array:
-    """Returns an array with its numbers unpacked."""
-    return dequantize(kept) if isinstance(kept, QuantizedArray) else kept
 
 
 def split_heads(x: jax.Array, heads: int) -> jax.Array:

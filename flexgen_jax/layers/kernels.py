@@ -20,7 +20,7 @@ from flexgen_jax.layers.attention import (
     causal_attention,
     chunk_attention,
 )
-from flexgen_jax.layers.matmul import matmul
+from flexgen_jax.layers.matmul import matmul, matmul_by_heads
 from flexgen_jax.layers.matmul_int8 import matmul_int8
 from flexgen_jax.layers.normalization import normalize
 from flexgen_jax.layers.quantization import Kept
@@ -122,6 +122,12 @@ class Kernels(Protocol):
         themselves, 8 rounds both sides to 8-bit integers (LLM.int8(), sections 2 and 3).
         """
 
+    def matmul_by_heads(
+        self, x: jax.Array, kernel: Kept, features: tuple[int, int], is_inverse: bool
+    ) -> jax.Array:
+        """Multiplies the vectors of heads by a part of their kernels; see
+        `layers.matmul.matmul_by_heads`."""
+
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         """Returns `x @ table.T`, fp32 [..., vocabulary]; x: [..., in]; table: [vocabulary, in]."""
 
@@ -217,6 +223,11 @@ class XlaKernels:
         if bits == 8:
             return matmul_int8(x, kernel, bias, part_bytes, self.tuning)
         return matmul(x, kernel, bias, part_bytes, self.tuning).astype(x.dtype)
+
+    def matmul_by_heads(
+        self, x: jax.Array, kernel: Kept, features: tuple[int, int], is_inverse: bool
+    ) -> jax.Array:
+        return matmul_by_heads(x, kernel, features, is_inverse)
 
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         return matmul(x, table, None, self._part_bytes(x, table), self.tuning)

@@ -8,9 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.attention import join_heads, plain
 from flexgen_jax.layers.linear import Linear, parameter
-from flexgen_jax.layers.matmul import precision_for
 from flexgen_jax.layers.norm import Norm
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.layers.rotary import Rows
@@ -60,8 +58,7 @@ class LatentAttention(SelfAttention):
 
     def _asked(self, x: jax.Array, start: jax.Array, rows: Rows) -> jax.Array:
         plain_part, rotated = self._queries(x, start, rows)
-        keys, _ = self._parts()
-        moved = self._product("bthn,hnr->bthr", plain_part, keys)
+        moved = self._by_heads(plain_part, (0, self.spec.plain), is_inverse=True)
         heads = jnp.concatenate([moved, rotated], axis=-1)
         return self._scaled(heads, start, rows).swapaxes(1, 2)
 
@@ -72,9 +69,9 @@ class LatentAttention(SelfAttention):
         return (jnp.concatenate([vector, rotated[:, :, 0]], axis=-1)[:, None],)
 
     def _result(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        _, values = self._parts()
-        vectors = attended[..., : self.spec.kv_rank].astype(self.dtype)
-        return self.out(join_heads(self._product("bhtr,hvr->bhtv", vectors, values)))
+        vectors = attended[..., : self.spec.kv_rank].astype(self.dtype).swapaxes(1, 2)
+        values = self._by_heads(vectors, (self.spec.plain, self.spec.value), is_inverse=False)
+        return self.out(values.reshape(*values.shape[:2], -1))
 
     def _of_prompt(
         self, x: jax.Array, rows: Rows
@@ -103,21 +100,12 @@ class LatentAttention(SelfAttention):
         heads = heads.reshape(*x.shape[:2], spec.num_heads, spec.key_size)
         return heads[..., : spec.plain], self._rotated(heads[..., spec.plain :], start, rows)
 
-    def _parts(self) -> tuple[jax.Array, jax.Array]:
-        """Returns the kernels that make the heads' keys and their values, [head, element,
-        kv_rank]."""
-        spec = self.spec
-        kernel = plain(self.kv_up()).reshape(spec.num_heads, -1, spec.kv_rank)
-        return kernel[:, : spec.plain], kernel[:, spec.plain :]
-
-    def _product(self, equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            equation,
-            x,
-            kernel.astype(self.dtype),
-            precision=precision_for(self.dtype),
-            preferred_element_type=jnp.float32,
-        ).astype(self.dtype)
+    def _by_heads(self, x: jax.Array, features: tuple[int, int], is_inverse: bool) -> jax.Array:
+        """Multiplies x, [batch, token, head, element], by the part of the heads' kernels that makes
+        keys or values; see `Kernels.matmul_by_heads`."""
+        rows = x.reshape(-1, *x.shape[2:])
+        out = self.kernels.matmul_by_heads(rows, self.kv_up(), features, is_inverse)
+        return out.reshape(*x.shape[:3], -1)
 
 
 def _padded(x: jax.Array, size: int) -> jax.Array:

@@ -9,6 +9,7 @@ from flexgen_jax.layers.quantization import (
     Kept,
     QuantizedArray,
     parts_of,
+    plain,
     ranges_of_rows,
     row_parts,
 )
@@ -46,6 +47,27 @@ def matmul(
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def matmul_by_heads(
+    x: jax.Array, kernel: Kept, features: tuple[int, int], is_inverse: bool
+) -> jax.Array:
+    """Multiplies the vectors of heads, [row, head, element], each by a part of its head's kernel,
+    in x's dtype.
+
+    kernel: [head x feature, rank]; features: the first one of the part, and their number. The
+    elements are the kernel's inputs (rank), and the results features; with `is_inverse` it is the
+    other way round.
+    """
+    first, count = features
+    heads = plain(kernel).reshape(x.shape[1], -1, kernel.shape[1])[:, first : first + count]
+    return jnp.einsum(
+        "shf,hfr->shr" if is_inverse else "shr,hfr->shf",
+        x,
+        heads.astype(x.dtype),
+        precision=precision_for(x.dtype),
+        preferred_element_type=jnp.float32,
+    ).astype(x.dtype)
 
 
 def _by_groups_of_rows(

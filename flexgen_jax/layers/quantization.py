@@ -164,6 +164,11 @@ def dequantize(q: QuantizedArray, has_barrier: bool = False) -> jax.Array:
     return plain
 
 
+def plain(kept: Kept) -> jax.Array:
+    """Returns an array with its numbers unpacked."""
+    return dequantize(kept) if isinstance(kept, QuantizedArray) else kept
+
+
 def parts_of(x: Kept, has_barrier: bool = False) -> list[jax.Array]:
     """Returns plain arrays that make up x: x itself, or the unpacked planes of a quantized array.
 

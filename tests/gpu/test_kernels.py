@@ -17,6 +17,7 @@ from flexgen_jax.gpu import (
     DeviceKernels,
     GpuKernels,
     decode_attention,
+    head_product,
     kernels_of_gpu,
     lone_norm,
     packed_product,
@@ -361,6 +362,45 @@ def test_products_with_floats_of_few_bits(
     kernel = QuantizedArray(storage, tuple(map(jnp.asarray, leaves)))
     numbers = decoded(leaves, storage).astype(np.float64)
     held_to_numbers(rng, product, dtype, rows, kernel, numbers)
+
+
+@settings(max_examples=12)
+@given(
+    dtype=DTYPES,
+    rows=st.sampled_from((1, 5, 16, 64)),
+    features=st.sampled_from(((0, 16), (16, 16), (0, 128), (256, 128))),
+    rank=st.sampled_from((128, 512)),
+    is_inverse=st.booleans(),
+    packing=st.sampled_from((None, own(4), own(8), *FLOATS)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_products_by_heads(
+    dtype: str,
+    rows: int,
+    features: tuple[int, int],
+    rank: int,
+    is_inverse: bool,
+    packing: Format | None,
+    seed: int,
+) -> None:
+    """Of three heads whose kernels have three parts, of which one is multiplied."""
+    rng, (first, count) = np.random.default_rng(seed), features
+    storage = Storage((9 * count, rank), dtype, packing)
+    kernel: Kept = jnp.asarray(rng.standard_normal(storage.shape), dtype)
+    numbers = wide(kernel)
+    if packing is not None:
+        leaves = [random_leaf(rng, leaf, packing) for leaf in storage.leaves]
+        kernel = QuantizedArray(storage, tuple(map(jnp.asarray, leaves)))
+        numbers = wide(jnp.asarray(decoded(leaves, storage), dtype))
+    x = jnp.asarray(rng.standard_normal((rows, 3, count if is_inverse else rank)), dtype)
+    assert head_product.can_multiply(x, kernel, features)
+    out = KERNELS.matmul_by_heads(x, kernel, features, is_inverse)
+    part = numbers.reshape(3, -1, rank)[:, first : first + count]
+    equation = "shf,hfr->shr" if is_inverse else "shr,hfr->shf"
+    bound = np.einsum(equation, np.abs(wide(x)), np.abs(part))
+    error = np.abs(wide(out) - np.einsum(equation, wide(x), part))
+    assert out.dtype == x.dtype
+    assert (error <= 1e-4 * bound + EPSILON[dtype] * np.abs(wide(out))).all()
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65])
