@@ -135,12 +135,10 @@ def weigh(card: Card, model: Traceable, kind: Program[Any], shape: dict[str, Any
     return seconds, cost.kernels, memory.temp_size_in_bytes + made, cost.nbytes, least
 
 
-def weighed(
-    card_name: str, name: str, bits: int, work: Workload, dtype: str
-) -> Iterator[Weighed | str]:
+def weighed(card_name: str, name: str, formats: Formats, work: Workload) -> Iterator[Weighed | str]:
     """Yields a model's programs for a card, and errors where one cannot be compiled."""
-    card, config = CARDS[card_name], known_shape(name)
-    model = Traceable(config, Formats(dtype, weight_bits=bits), card.kernels)
+    card, config, bits = CARDS[card_name], known_shape(name), formats.weight_bits
+    model = Traceable(config, formats, card.kernels)
     for program, kind, shape, layers in asked(model, work):
         try:
             seconds, kernels, temporaries, moved, least = weigh(card, model, kind, shape)
@@ -161,11 +159,10 @@ def weighed(
         )
 
 
-def planned(name: str, card: Card, bits: int, work: Workload, dtype: str) -> int:
+def planned(name: str, card: Card, formats: Formats, work: Workload) -> int:
     """Returns the bytes of temporaries that a plan counts for a batch."""
     config = known_shape(name)
-    setting = Setting(config, dtype, False, card.kernels.sizes)
-    formats = Formats(dtype, weight_bits=bits)
+    setting = Setting(config, formats.dtype, False, card.kernels.sizes)
     return workspace_bytes(setting, formats, work.rows, work.prompt)
 
 
@@ -184,6 +181,7 @@ def main() -> None:
     parser.add_argument("--cards", choices=CARDS, nargs="+", default=["t4", "h100"])
     parser.add_argument("--models", nargs="+", default=["facebook/opt-6.7b"])
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 4])
+    parser.add_argument("--cache-bits", type=int, default=16, choices=[16, 8, 4])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=512, help="Tokens of a prompt.")
     parser.add_argument("--context", type=int, default=2048, help="Tokens in the cache.")
@@ -196,11 +194,12 @@ def main() -> None:
         print(f"{name}, {args.dtype}, prompts of {args.prompt}, a cache of {args.context}")
         for card, bits, rows in product(args.cards, args.bits, args.rows):
             work = Workload(rows, args.prompt, args.context)
-            programs_of_batch = list(told(weighed(card, name, bits, work, args.dtype)))
+            formats = Formats(args.dtype, weight_bits=bits, cache_bits=args.cache_bits)
+            programs_of_batch = list(told(weighed(card, name, formats, work)))
             failed |= any(isinstance(item, str) for item in programs_of_batch)
             of_batch = [item for item in programs_of_batch if isinstance(item, Weighed)]
             found += of_batch
-            counted = planned(name, CARDS[card], bits, work, args.dtype)
+            counted = planned(name, CARDS[card], formats, work)
             print(f"{card:8} {bits:2} bits {rows:3} rows  {compared(of_batch, counted)}")
     if args.json:
         args.json.write_text(json.dumps([asdict(item) for item in found], indent=1) + "\n")

@@ -32,9 +32,9 @@ CHOICE = "FLEXGEN_JAX_GPU_KERNELS"
 """The variable that leaves a GPU's products and attention to XLA."""
 
 GPU_TUNING = Tuning(orders_parts=True)
-WITHOUT_TRITON = Tuning(orders_parts=True, doubles_lone_row=True)
-"""Settings for GPUs, and for those for which XLA's Triton does not compile: their product of a lone
-row would widen the whole kernel to fp32 first."""
+WITHOUT_TRITON = Tuning(orders_parts=True, doubles_lone_row=True, keeps_cache_narrow=True)
+"""Settings for GPUs, and for those for which XLA's Triton does not compile: the product of a lone
+row would widen the whole kernel to fp32 first, and grouped attention the cache."""
 
 
 @dataclass(frozen=True)

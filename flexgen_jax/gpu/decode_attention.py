@@ -26,14 +26,13 @@ from flexgen_jax.gpu.head_parts import (
     parts_of,
     storage_of,
 )
-from flexgen_jax.gpu.online_softmax import State, empty, finished, folded
+from flexgen_jax.gpu.online_softmax import State, empty, finished, folded, scores_of
 from flexgen_jax.gpu.triton import (
     LEAST_ROWS,
     NARROW,
     call,
     load,
     power_of_two,
-    rows_times_rows,
     store,
 )
 from flexgen_jax.layers.attention import KVBlock, Partial, merge
@@ -270,6 +269,5 @@ def _fold(
 
     key = tile_of(block[0])
     value = key if block[1] is block[0] else tile_of(block[1])
-    scores = sum(map(rows_times_rows, query[1:], key[1:]), rows_times_rows(query[0], key[0]))
     is_seen = ((at >= seen[0]) & (at < seen[1]) & (at < length))[None, :]
-    return folded(state, scores, is_seen, value, shape.softcap)
+    return folded(state, scores_of(query, key), is_seen, value, shape.softcap)

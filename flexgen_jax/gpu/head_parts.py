@@ -82,7 +82,7 @@ def arrays_of(kept: Kept) -> tuple[jax.Array, ...]:
     return (kept,)
 
 
-def parts_of(head_dim: int, storages: Sequence[Storage | None]) -> tuple[Part, ...]:
+def parts_of(head_dim: int, storages: Sequence[Storage | None] = ()) -> tuple[Part, ...]:
     """Returns the parts of a head in blocks that are kept in these ways; packed ones in one."""
     cuts = {0, head_dim}
     for storage in storages:

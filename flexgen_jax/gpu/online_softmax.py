@@ -7,11 +7,12 @@ each part of a head; each query's largest score, and the sum of its weights, fp3
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.gpu.triton import rows_times_columns
+from flexgen_jax.gpu.triton import rows_times_columns, rows_times_rows
 from flexgen_jax.layers.attention import MASKED
 
 Parts = tuple[jax.Array, ...]
@@ -25,6 +26,11 @@ def empty(queries: int, widths: Sequence[int]) -> State:
         jnp.full((queries,), MASKED, jnp.float32),
         jnp.zeros((queries,), jnp.float32),
     )
+
+
+def scores_of(query: Parts, key: Parts) -> jax.Array:
+    """Returns the product of queries and keys, fp32 [query, key], from the parts of their heads."""
+    return reduce(jnp.add, map(rows_times_rows, query, key))
 
 
 def folded(

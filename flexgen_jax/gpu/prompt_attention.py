@@ -13,20 +13,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flexgen_jax.gpu.online_softmax import State, empty, finished, folded
+from flexgen_jax.gpu.head_parts import Part, Side, load_parts, parts_of
+from flexgen_jax.gpu.online_softmax import State, empty, finished, folded, scores_of
 from flexgen_jax.gpu.triton import (
     LEAST_ROWS,
     NARROW,
     call,
     load,
     power_of_two,
-    rows_times_rows,
     store,
 )
 from flexgen_jax.layers.attention import Partial
 
-QUERIES, KEYS = 64, 64
-"""Tokens of a tile of queries, and of one of keys and values."""
+QUERIES, KEYS, WIDE_KEYS = 64, 64, 32
+"""Tokens of a tile of queries, and of one of keys and values, of heads up to `NARROW_HEAD` and
+wider: a place has 99 KB of shared memory on the smallest cards."""
 
 NARROW_HEAD, LARGEST_HEAD = 128, 256
 """Elements of the largest head whose tiles four warps hold in registers, and of the largest one
@@ -34,14 +35,14 @@ whose tiles fit a multiprocessor."""
 
 
 class Shape(NamedTuple):
-    """What a kernel is made for: query heads of a KV head, queries, keys, elements of a key's and
+    """What a kernel is made for: query heads of a KV head, queries, keys, the parts of a key's and
     of a value's head, the attention window, and the softcap."""
 
     group: int
     asked: int
     tokens: int
-    key_dim: int
-    value_dim: int
+    key: tuple[Part, ...]
+    value: tuple[Part, ...]
     window: int | None
     softcap: float | None
 
@@ -49,6 +50,15 @@ class Shape(NamedTuple):
     def rows(self) -> int:
         """Queries of a tile."""
         return min(QUERIES, max(LEAST_ROWS, power_of_two(self.asked)))
+
+    @property
+    def is_narrow(self) -> bool:
+        return sum(part.width for part in self.key) <= NARROW_HEAD
+
+    @property
+    def keys(self) -> int:
+        """Keys and values of a tile."""
+        return KEYS if self.is_narrow else WIDE_KEYS
 
 
 def can_attend(query: jax.Array, key: Any, value: Any) -> bool:
@@ -82,8 +92,8 @@ def attend(
         group=heads // key.shape[1],
         asked=asked,
         tokens=key.shape[2],
-        key_dim=query.shape[3],
-        value_dim=value.shape[3],
+        key=parts_of(query.shape[3]),
+        value=parts_of(value.shape[3]),
         window=window,
         softcap=softcap,
     )
@@ -97,25 +107,26 @@ def attend(
         whole = (None, None, shape.tokens, size)
         return pl.BlockSpec(whole, lambda b, h, t: (b, h // shape.group, 0, 0))
 
-    result = (*query.shape[:3], shape.value_dim)
+    key_dim, value_dim = key.shape[3], value.shape[3]
+    result = (*query.shape[:3], value_dim)
     out, lse = call(
         partial(_kernel, shape=shape),
         grid=(batch, heads, pl.cdiv(asked, shape.rows)),
         inputs=[
-            (query, of_head(shape.key_dim)),
-            (key, of_keys(shape.key_dim)),
-            (value, of_keys(shape.value_dim)),
+            (query, of_head(key_dim)),
+            (key, of_keys(key_dim)),
+            (value, of_keys(value_dim)),
             (first_valid, pl.BlockSpec((1,), lambda b, h, t: (b,))),
             (jnp.reshape(lead, 1).astype(jnp.int32), pl.BlockSpec((1,), lambda b, h, t: (0,))),
         ],
         outputs=[
-            (jax.ShapeDtypeStruct(result, dtype), of_head(shape.value_dim)),
+            (jax.ShapeDtypeStruct(result, dtype), of_head(value_dim)),
             (
                 jax.ShapeDtypeStruct((batch, heads, asked), jnp.float32),
                 pl.BlockSpec((None, None, asked), lambda b, h, t: (b, h, 0)),
             ),
         ],
-        warps=4 if shape.key_dim <= NARROW_HEAD else 8,
+        warps=4 if shape.is_narrow else 8,
         stages=2,
         interprets=interprets,
     )
@@ -134,16 +145,11 @@ def _kernel(
 ) -> None:
     """Attends with a tile of a head's queries, [query, head_dim], to the keys that it sees."""
     rows, begin = shape.rows, pl.program_id(2) * shape.rows
-    key_dim, value_dim = power_of_two(shape.key_dim), power_of_two(shape.value_dim)
-    is_asked = begin + jnp.arange(rows) < shape.asked
-    here = pl.ds(begin, rows)
-
-    def of_queries(width: int, size: int) -> jax.Array:
-        return is_asked[:, None] & (jnp.arange(width) < size)[None, :]
-
-    query = load(query_ref, (here, pl.ds(0, key_dim)), of_queries(key_dim, shape.key_dim))
-    last = lead_ref[0] + begin + jnp.arange(rows)
-    state = empty(rows, (value_dim,))
+    asked = begin + jnp.arange(rows)
+    is_asked = asked < shape.asked
+    query = tuple(load(query_ref, *part.at(asked, is_asked)) for part in shape.key)
+    last = lead_ref[0] + asked
+    state = empty(rows, [part.width for part in shape.value])
     low = first_ref[0]
     if shape.window is not None:
         low = jnp.maximum(low, lead_ref[0] + begin + 1 - shape.window)
@@ -155,17 +161,18 @@ def _kernel(
         seen=(first_ref[0], last),
         shape=shape,
     )
-    tiles = (jnp.maximum(low, 0) // KEYS, pl.cdiv(jnp.maximum(high, 0), KEYS))
-    (out,), lse = finished(jax.lax.fori_loop(*tiles, fold, state))
-    out = out.astype(out_ref.dtype)
-    store(out_ref, (here, pl.ds(0, value_dim)), out, of_queries(value_dim, shape.value_dim))
-    store(lse_ref, (here,), lse, is_asked)
+    tiles = (jnp.maximum(low, 0) // shape.keys, pl.cdiv(jnp.maximum(high, 0), shape.keys))
+    out, lse = finished(jax.lax.fori_loop(*tiles, fold, state))
+    for part, values in zip(shape.value, out, strict=True):
+        place, mask = part.at(asked, is_asked)
+        store(out_ref, place, values.astype(out_ref.dtype), mask)
+    store(lse_ref, (pl.ds(begin, rows),), lse, is_asked)
 
 
 def _fold(
     tile: jax.Array,
     state: State,
-    query: jax.Array,
+    query: tuple[jax.Array, ...],
     block: tuple[Any, Any],
     seen: tuple[jax.Array, jax.Array],
     shape: Shape,
@@ -173,19 +180,17 @@ def _fold(
     """Adds a tile of keys and values to the sums over the tiles before: the values by their
     weights, the largest score, and the weights.
 
-    seen: the first token that all queries see, and the last one that each of them does.
+    query: the parts of the queries; seen: the first token that all queries see, and the last one
+    that each of them does.
     """
-    at, here = tile * KEYS + jnp.arange(KEYS), pl.ds(tile * KEYS, KEYS)
-
-    def tile_of(ref: Any, size: int) -> jax.Array:
-        width, mask = power_of_two(size), None
-        if shape.tokens % KEYS or width != size:
-            mask = (at < shape.tokens)[:, None] & (jnp.arange(width) < size)[None, :]
-        return load(ref, (here, pl.ds(0, width)), mask)
-
-    key, value = tile_of(block[0], shape.key_dim), tile_of(block[1], shape.value_dim)
-    scores = rows_times_rows(query, key)
+    at = tile * shape.keys + jnp.arange(shape.keys)
+    is_token = at < shape.tokens if shape.tokens % shape.keys else None
+    key, value = (
+        load_parts(Side((ref,), None), parts, at, is_token, query[0].dtype)
+        for ref, parts in zip(block, (shape.key, shape.value), strict=True)
+    )
+    scores = scores_of(query, key)
     is_seen = ((at >= seen[0]) & (at < shape.tokens))[None, :] & (at[None, :] <= seen[1][:, None])
     if shape.window is not None:
         is_seen &= at[None, :] > seen[1][:, None] - shape.window
-    return folded(state, scores, is_seen, (value,), shape.softcap)
+    return folded(state, scores, is_seen, value, shape.softcap)

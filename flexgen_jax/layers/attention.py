@@ -83,22 +83,35 @@ def key_scores(
     scores = jnp.zeros((), jnp.float32)
     for part in parts_of(key, tuning.has_barriers):
         stop = start + part.shape[3]
-        scores = scores + _part_scores(rows[..., start:stop], part, tuning.lanes)
+        scores = scores + _part_scores(rows[..., start:stop], part, tuning)
         start = stop
     return jnp.where(valid[:, None, :], capped(scores, softcap), MASKED)
 
 
-def _part_scores(rows: jax.Array, part: jax.Array, lanes: int) -> jax.Array:
+def _part_scores(rows: jax.Array, part: jax.Array, tuning: Tuning) -> jax.Array:
     """Returns the products of queries with some elements of all keys, fp32 [batch, head, token]."""
     batch, kv_heads, tokens, _ = part.shape
-    wide = part.astype(jnp.float32)
     if rows.shape[1] == kv_heads:
         # For a matrix product, XLA's CPU backend would first copy the cache. Multiplying and
         # summing reads keys and values only once, which is much faster.
-        return _sum_last(wide * rows, lanes)
+        return _sum_last(part.astype(jnp.float32) * rows, tuning.lanes)
     grouped = rows.reshape(batch, kv_heads, -1, rows.shape[3])
-    scores = jnp.einsum("bkgd,bktd->bkgt", grouped, wide, precision=jax.lax.Precision.HIGHEST)
-    return scores.reshape(batch, -1, tokens)
+    return _grouped("bkgd,bktd->bkgt", grouped, part, tuning).reshape(batch, -1, tokens)
+
+
+def _grouped(equation: str, grouped: jax.Array, part: jax.Array, tuning: Tuning) -> jax.Array:
+    """Multiplies fp32 numbers of query heads with the keys or values that they share; fp32."""
+    if tuning.keeps_cache_narrow:
+        grouped = grouped.astype(part.dtype)
+    else:
+        part = part.astype(jnp.float32)
+    return jnp.einsum(
+        equation,
+        grouped,
+        part,
+        precision=precision_for(part.dtype),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
@@ -121,13 +134,12 @@ def weighted_sum(weights: jax.Array, value: Kept, tuning: Tuning = PLAIN) -> jax
     batch, heads, tokens = weights.shape
     mixed = []
     for part in parts_of(value, tuning.has_barriers):
-        wide, kv_heads = part.astype(jnp.float32), part.shape[1]
+        kv_heads = part.shape[1]
         if heads == kv_heads:
-            mixed.append((wide * weights[..., None]).sum(2))
+            mixed.append((part.astype(jnp.float32) * weights[..., None]).sum(2))
             continue
         grouped = weights.reshape(batch, kv_heads, -1, tokens)
-        how = jax.lax.Precision.HIGHEST
-        summed = jnp.einsum("bkgt,bktd->bkgd", grouped, wide, precision=how)
+        summed = _grouped("bkgt,bktd->bkgd", grouped, part, tuning)
         mixed.append(summed.reshape(batch, heads, -1))
     return jnp.concatenate(mixed, axis=-1)[:, :, None]
 

@@ -17,6 +17,8 @@ class Tuning:
         slow with one.
     has_barriers: whether a barrier separates unpacked arrays from the loops of later operations,
         for a backend that would unpack repeatedly inside them.
+    keeps_cache_narrow: whether grouped queries are multiplied with keys and values in the dtype of
+        these, with fp32 sums, for a backend that would write the cache to memory in fp32 first.
     orders_parts: whether a kernel's part is unpacked only when the product of the part before is
         there, for a backend that would have several of them in memory.
     """
@@ -26,6 +28,7 @@ class Tuning:
     doubles_lone_row: bool = False
     has_barriers: bool = False
     orders_parts: bool = False
+    keeps_cache_narrow: bool = False
 
 
 PLAIN = Tuning()

@@ -104,10 +104,13 @@ def _instruction(match: re.Match[str], line: str) -> Instruction:
     attributes = line[at:]
     trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes)
     number = re.match(r"(\d+)\)", inside)
+    leaves = [_leaf_bytes(kind, sizes) for kind, sizes in _LEAF.findall(match["shape"])]
+    if 'custom_call_target="__cublas' in attributes:
+        leaves = leaves[:1]  # the other one is room that the library may need
     return Instruction(
         name=match["name"],
         opcode=match["opcode"],
-        leaves=tuple(_leaf_bytes(kind, sizes) for kind, sizes in _LEAF.findall(match["shape"])),
+        leaves=tuple(leaves),
         operands=tuple(re.findall(r"%([\w.\-#]+)", inside)),
         calls=tuple(re.findall(r"(?:calls|body|to_apply)=%?([\w.\-#]+)", attributes)),
         trips=int(trips[1]) if trips else 1,
