@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 
 from flexgen_jax.gpu.packed_words import (
     LEAST_OUTPUTS,
-    PART,
     WORD,
     WORDS,
     Shape,
@@ -46,14 +45,12 @@ def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) 
     """Returns rows [n, in] @ kernel [out, in].T, fp32 [n, out]."""
     shape = shape_of(kernel, LEAST_OUTPUTS, LARGEST_TILE, interprets)
     (count, _), outputs = rows.shape, kernel.shape[0]
-    wide = in_order(rows, kernel).astype(jnp.float32)
-    of_bytes = wide.reshape(count, -1, WORDS, WORD).transpose(0, 3, 1, 2)
-    whole = pl.BlockSpec(of_bytes.shape, lambda n: (0, 0, 0, 0))
+    whole = pl.BlockSpec(rows.shape, lambda n: (0, 0))
     product = jax.ShapeDtypeStruct((count, outputs), jnp.float32)
     (out,) = call(
         partial(_kernel, shape=shape),
         grid=(outputs // shape.outputs,),
-        inputs=[(of_bytes, whole), *inputs_of(kernel, shape)],
+        inputs=[(in_order(rows, kernel), whole), *inputs_of(kernel, shape)],
         outputs=[(product, pl.BlockSpec((count, shape.outputs), lambda n: (0, n)))],
         warps=4,  # none of which waits for another
         stages=3,
@@ -64,8 +61,8 @@ def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) 
 
 
 def _kernel(rows_ref: Any, words_ref: Any, *refs: Any, shape: Shape) -> None:
-    """Multiplies all rows, [n, byte, part, word], by some rows of the kernel, [output, part, word];
-    refs: the leaves of their factors, and the output."""
+    """Multiplies all rows, [n, in], by some rows of the kernel, [output, part, word]; refs: the
+    leaves of their factors, and the output."""
     *leaves, out_ref = refs
     factors = dict(zip(shape.leaves, leaves, strict=True))
     count, parts = rows_ref.shape[0], shape.parts
@@ -76,17 +73,29 @@ def _kernel(rows_ref: Any, words_ref: Any, *refs: Any, shape: Shape) -> None:
         of_outputs = None if mask is None else jnp.broadcast_to(mask[None], zeros.shape)
         of_tile = (slice(None), pl.ds(tile * parts, parts), slice(None))
         words = load(words_ref, of_tile, of_outputs)
+        of_row = None
+        if mask is not None:
+            of_row = tile * shape.tile + jnp.arange(shape.tile) < shape.plane
         for plane in range(shape.packing.planes):
             at = plane * shape.plane + tile * shape.tile
             weights = weights_of(words, plane, line(factors, at, shape), shape)
-            for byte, weight in enumerate(weights):
-                for row in range(count):
-                    of_row = (jnp.int32(row), jnp.int32(byte), pl.ds(at // PART, parts))
-                    x = load(rows_ref, (*of_row, slice(None)), mask)
-                    x = jnp.broadcast_to(x[None], weight.shape)
-                    sums[row] = multiply_add(weight, x, sums[row], shape.interprets)
+            for row in range(count):
+                x = load(rows_ref, (jnp.int32(row), pl.ds(at, shape.tile)), of_row)
+                for weight, element in zip(weights, _of_bytes(x, shape), strict=True):
+                    sums[row] = multiply_add(weight, element, sums[row], shape.interprets)
         return sums
 
     sums = jax.lax.fori_loop(0, shape.tiles, add_tile, [zeros] * count)
     for row, products in enumerate(sums):
         out_ref[row, :] = products.sum(2).sum(1)
+
+
+def _of_bytes(x: jax.Array, shape: Shape) -> list[jax.Array]:
+    """Returns the elements of a row, [element], that each byte of a tile's words is multiplied by,
+    fp32 [output, part, word]."""
+    of_words = x.reshape(shape.parts, WORDS, WORD)
+    size = (shape.outputs, shape.parts, WORDS)
+    return [
+        jnp.broadcast_to(element.reshape(size[1:]).astype(jnp.float32)[None], size)
+        for element in jnp.split(of_words, WORD, axis=2)
+    ]
