@@ -31,6 +31,10 @@ from flexgen_jax.policy.hardware import KernelSizes
 CHOICE = "FLEXGEN_JAX_GPU_KERNELS"
 """The variable that leaves a GPU's products and attention to XLA."""
 
+SMALL_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
+"""Compute capabilities with 99 KB of shared memory for a block, where others have 163 or more:
+those of GeForce cards, of an A10, an L4 and an RTX 6000."""
+
 GPU_TUNING = Tuning(orders_parts=True)
 WITHOUT_TRITON = Tuning(orders_parts=True, doubles_lone_row=True, keeps_cache_narrow=True)
 """Settings for GPUs, and for those for which XLA's Triton does not compile: the product of a lone
@@ -62,9 +66,11 @@ class GpuKernels(DeviceKernels):
     """Kernels that Triton compiles, where XLA's own code moves more bytes or takes more launches;
     see `layers.kernels.Kernels`.
 
-    interprets: whether JAX interprets them, which is how they run without a GPU.
+    has_large_tiles: whether a multiprocessor has the shared memory for tiles of more than 99 KB;
+    interprets: whether JAX interprets the kernels, which is how they run without a GPU.
     """
 
+    has_large_tiles: bool = True
     interprets: bool = False
 
     @property
@@ -89,6 +95,7 @@ class GpuKernels(DeviceKernels):
             position=position,
             first_valid=first_valid,
             softcap=spec.softcap,
+            has_large_tiles=self.has_large_tiles,
             interprets=self.interprets,
         )
 
@@ -196,4 +203,5 @@ def kernels_of_gpu(
     numbers = tuple(int(part) for part in said.split(".") if part.isdecimal())
     if not is_nvidia or numbers < LEAST_CAPABILITY:
         return DeviceKernels(sizes, WITHOUT_TRITON)
-    return DeviceKernels(sizes) if chosen else GpuKernels(sizes)
+    has_large_tiles = numbers not in SMALL_MEMORY
+    return DeviceKernels(sizes) if chosen else GpuKernels(sizes, GPU_TUNING, has_large_tiles)

@@ -80,7 +80,7 @@ class BlockShape(NamedTuple):
 
 class Shape(NamedTuple):
     """What a kernel is made for: the blocks, query heads of a KV head, those of a place, tokens of
-    a tile and of a place, the parts of a head, and the softcap."""
+    a tile and of a place, the parts of a head, the softcap, and whether JAX interprets it."""
 
     blocks: tuple[BlockShape, ...]
     group: int
@@ -89,6 +89,7 @@ class Shape(NamedTuple):
     tokens: int
     parts: tuple[Part, ...]
     softcap: float | None
+    interprets: bool
 
     @property
     def warps(self) -> int:
@@ -114,12 +115,16 @@ def attend(
     position: jax.Array,
     first_valid: jax.Array,
     softcap: float | None,
+    has_large_tiles: bool = True,
     interprets: bool = False,
 ) -> Partial:
-    """Attends to one or more KV blocks; see `Kernels.decode_attention`."""
+    """Attends to one or more KV blocks; see `Kernels.decode_attention`.
+
+    has_large_tiles: whether a multiprocessor has room for `LARGEST_GROUP` queries of wide heads.
+    """
     batch, heads, _, head_dim = query.shape
     kv_heads = blocks[0][0].shape[1]
-    shape = _shape_of(query, blocks, softcap)
+    shape = _shape_of(query, blocks, softcap, has_large_tiles, interprets)
     tiles = pl.cdiv(shape.group, shape.rows)
     total = sum(block.tokens for block in shape.blocks)
     places = pl.cdiv(total, shape.tokens)
@@ -161,7 +166,13 @@ def attend(
     return out.reshape(query.shape), lse.reshape(batch, heads, 1)
 
 
-def _shape_of(query: jax.Array, blocks: Sequence[KVBlock], softcap: float | None) -> Shape:
+def _shape_of(
+    query: jax.Array,
+    blocks: Sequence[KVBlock],
+    softcap: float | None,
+    has_large_tiles: bool,
+    interprets: bool,
+) -> Shape:
     """Returns a kernel's shape: heads and tokens are divided among more places while these keep
     more multiprocessors busy."""
     batch, heads, _, head_dim = query.shape
@@ -171,12 +182,13 @@ def _shape_of(query: jax.Array, blocks: Sequence[KVBlock], softcap: float | None
     rows = min(LARGEST_GROUP, max(LEAST_ROWS, power_of_two(group)))
     is_narrow = sum(part.width for part in parts) <= NARROW_HEAD
     wanted, tile = (PLACES, TILE) if is_narrow else (WIDE_PLACES, WIDE_TILE)
-    if not is_narrow and batch * kv_heads * pl.cdiv(group, LEAST_ROWS) <= wanted:
+    are_few = batch * kv_heads * pl.cdiv(group, LEAST_ROWS) <= wanted
+    if not is_narrow and (are_few or not has_large_tiles):
         rows = LEAST_ROWS
     of_heads = batch * kv_heads * pl.cdiv(group, rows)
     places = max(1, min(wanted // of_heads, total // LEAST_TOKENS))
     tokens = pl.cdiv(total, places * tile) * tile
-    return Shape(shapes, group, rows, tile, tokens, parts, softcap)
+    return Shape(shapes, group, rows, tile, tokens, parts, softcap, interprets)
 
 
 def _arrays(blocks: Sequence[KVBlock]) -> Iterator[jax.Array]:
@@ -193,7 +205,7 @@ def _sides(refs: Sequence[Any], shape: Shape) -> Iterator[tuple[Side, Side]]:
 
     def taken(storage: Storage | None) -> Side:
         count = 1 if storage is None else len(storage.leaves)
-        return Side(tuple(next(rest) for _ in range(count)), storage)
+        return Side(tuple(next(rest) for _ in range(count)), storage, shape.interprets)
 
     for block in shape.blocks:
         key = taken(block.key)

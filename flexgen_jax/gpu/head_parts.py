@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from flexgen_jax.gpu.inline import BASES, code_on_base, multiply_add
 from flexgen_jax.gpu.triton import LEAST_ROWS, load, power_of_two
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.models.formats.format import affine
 from flexgen_jax.models.formats.storage import Storage
-
-BASE, BASE_BITS = 2.0**23, 0x4B000000
-"""A power of two, and its bits in fp32: an integer in its mantissa is added to it."""
 
 
 class Part(NamedTuple):
@@ -54,10 +52,11 @@ class Part(NamedTuple):
 
 class Side(NamedTuple):
     """Keys or values of a block in a kernel: the arrays that they are kept in, each [token, ...],
-    and their storage, None for plain ones."""
+    their storage, None for plain ones, and whether JAX interprets the kernel."""
 
     refs: tuple[Any, ...]
-    storage: Storage | None
+    storage: Storage | None = None
+    interprets: bool = False
 
 
 def can_load(kept: Any, dtype: Any) -> bool:
@@ -130,12 +129,13 @@ def _unpacked(
         (index, mask), place = part.at(tokens, is_token, at), (at, part.width)
         if place not in loaded:
             loaded[place] = load(codes_ref, index, mask).astype(jnp.uint32)
-        code = (loaded[place] >> (bits * plane)) & ((1 << bits) - 1)
-        number = jax.lax.bitcast_convert_type(code | jnp.uint32(BASE_BITS), jnp.float32) - BASE
+        level = code_on_base(loaded[place], bits * plane, bits, side.interprets)
         group = jnp.full_like(tokens, part.start // storage.group_size)
         scale, minimum = (
-            load(ref, (tokens, group), is_token).astype(jnp.float32)[:, None] for ref in factors
+            load(ref, (tokens, group), is_token).astype(jnp.float32) for ref in factors
         )
-        tile = (number * scale + minimum).astype(dtype)
+        line = (scale, minimum - BASES[bits][2] * scale)
+        scale, least = (jnp.broadcast_to(x[:, None], level.shape) for x in line)
+        tile = multiply_add(level, scale, least, side.interprets).astype(dtype)
         tiles.append(tile if mask is None else jnp.where(mask, tile, 0))
     return tuple(tiles)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from flexgen_jax.gpu.inline import multiply_add
 from flexgen_jax.gpu.packed_words import (
     LEAST_OUTPUTS,
     WORD,
@@ -20,7 +21,6 @@ from flexgen_jax.gpu.packed_words import (
     inputs_of,
     inside,
     line,
-    multiply_add,
     shape_of,
     weights_of,
 )

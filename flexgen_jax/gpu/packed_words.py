@@ -2,9 +2,8 @@
 NVFP4) and 8 bits.
 
 A tile is 32-bit words of codes, [output, part, word], whose parts have one scale. A weight is
-scale * level + minimum, which takes one operation. A code becomes fp32 by one operation: put into
-the highest bits of the mantissa of a power of two, it is added to that. With 4 bits,
-0x43000000 | c << 16 is 128 + c; the minimum has -128 * scale in it for that.
+scale * level + minimum, which takes one operation. An integer is a level that has been added to a
+power of two, see `inline`: with 4 bits, the minimum has -128 * scale in it for that.
 
 A float of few bits has a sign, an exponent and a mantissa. Put into a half so that exponents end
 together, it is that half times a power of two, also below the normal numbers. For example E2M1's
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
+from flexgen_jax.gpu.inline import BASES, code_on_base, multiply_add
 from flexgen_jax.gpu.triton import power_of_two
 from flexgen_jax.layers.levels import number_of
 from flexgen_jax.layers.quantization import QuantizedArray
@@ -38,9 +37,6 @@ LEAST_OUTPUTS = 16
 
 POWERS = {"e2m1": 2.0**14, "e4m3": 2.0**8, "e5m2": 1.0}
 """By kind of floats: what their halves are multiplied by."""
-
-BASES = {4: (0x43000000, 16, 128.0), 8: (0x43800000, 15, 256.0)}
-"""By bits of a code: a power of two, how far a code is shifted into its mantissa, and its value."""
 
 HALVES = {"e2m1": (12, 9, 0x0E00), "e4m3": (8, 7, 0x3F80), "e5m2": (8, 8, 0x7F00)}
 """By kind of floats: how far the sign is shifted in a half, how far the rest, and its mask."""
@@ -192,49 +188,14 @@ def weights_of(
     return [multiply_add(level, scale, least, shape.interprets) for level in levels]
 
 
-def multiply_add(left: jax.Array, right: jax.Array, more: jax.Array, interprets: bool) -> jax.Array:
-    """Returns left * right + more, on a GPU by one instruction, of which Triton would make two."""
-    if interprets:
-        return left * right + more
-    return _inline("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", left, right, more)
-
-
-def _inline(instruction: str, constraints: str, *operands: jax.Array) -> jax.Array:
-    """Returns the fp32 results of an instruction, element by element."""
-    out = jax.ShapeDtypeStruct(operands[0].shape, jnp.float32)
-    result: jax.Array = triton.elementwise_inline_asm(
-        instruction,
-        args=operands,
-        constraints=constraints,
-        pack=1,
-        result_shape_dtypes=[out],
-    )[0]
-    return result
-
-
-def _inserted(words: jax.Array, mask: int, power: int, interprets: bool) -> jax.Array:
-    """Returns fp32 numbers whose bits are words & mask | power, on a GPU by one instruction, of
-    which the compiler would make two."""
-    if interprets:
-        bits = (words & jnp.uint32(mask)) | jnp.uint32(power)
-        return jax.lax.bitcast_convert_type(bits, jnp.float32)
-    constants = [jnp.full(words.shape, number, jnp.uint32) for number in (mask, power)]
-    return _inline("lop3.b32 $0, $1, $2, $3, 0xEA;", "=f,r,r,r", words, *constants)
-
-
 def _levels(words: jax.Array, plane: int, shape: Shape) -> list[jax.Array]:
     """Returns the codes of a plane in fp32, one array for each byte of the words, uint32: integers
     added to the format's power of two, floats divided by theirs."""
-    packing, bits = shape.packing, shape.packing.bits
-    if packing.levels != "integers":
-        return _floats(words, bits * plane, packing.levels)
-    power, place, _ = BASES[bits]
-    mask, levels = ((1 << bits) - 1) << place, []
-    for byte in range(WORD):
-        left = place - (8 * byte + bits * plane)
-        moved = words << left if left > 0 else words >> -left
-        levels.append(_inserted(moved, mask, power, shape.interprets))
-    return levels
+    bits = shape.packing.bits
+    if shape.packing.levels != "integers":
+        return _floats(words, bits * plane, shape.packing.levels)
+    lowest = [8 * byte + bits * plane for byte in range(WORD)]
+    return [code_on_base(words, bit, bits, shape.interprets) for bit in lowest]
 
 
 def _floats(words: jax.Array, lowest: int, kind: str) -> list[jax.Array]:

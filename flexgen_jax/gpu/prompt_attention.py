@@ -186,7 +186,7 @@ def _fold(
     at = tile * shape.keys + jnp.arange(shape.keys)
     is_token = at < shape.tokens if shape.tokens % shape.keys else None
     key, value = (
-        load_parts(Side((ref,), None), parts, at, is_token, query[0].dtype)
+        load_parts(Side((ref,)), parts, at, is_token, query[0].dtype)
         for ref, parts in zip(block, (shape.key, shape.value), strict=True)
     )
     scores = scores_of(query, key)

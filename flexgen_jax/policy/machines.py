@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from flexgen_jax.policy.hardware import HardwareProfile, KernelSizes, ProfileError, Rate
 
@@ -72,24 +73,50 @@ def _unpacked(full: Rate, unpack: float) -> Rate:
     return Rate(tuple((float(rows), rate) for rows, rate in points))
 
 
-PACKED_ROWS = 8
-"""Rows up to which the GPU's kernels multiply with weights of 8 or 4 bits as they are."""
+FEW_ROWS, PACKED_ROWS = 2, 64
+"""Rows up to which the GPU's kernels multiply by packed weights row by row, and up to which they do
+so by the matrix units."""
+
+GROUP_BITS = 0.5
+"""Bits of the scales of a group, for each of its numbers."""
 
 
-def _packed(others: Rate, bits: int, read: float, issued: float) -> Rate:
-    """Returns the FLOP/s of products with packed kernels, as they are for few rows, by `others` for
-    more.
+class Instructions(NamedTuple):
+    """Instructions of the compiled kernels: for a packed weight that is multiplied row by row, for
+    each row of these, for a weight that the matrix units multiply, and for a number of a packed KV
+    cache."""
 
-    read: byte/s; issued: instructions of a second. A weight takes its bits and half a bit of its
-    group's scale, and by the compiled kernel's machine code 6.7 instructions, and 1.65 for each
-    row; whichever takes longer counts.
+    weight: float = 4.1
+    row: float = 1.7
+    tiled: float = 10.8
+    cached: float = 10.3
+
+
+AMPERE, HOPPER = Instructions(), Instructions(tiled=6.5, cached=9.6)
+"""Those of an A100 and of cards like it, and of an H100, whose matrix units take weights from registers and rows from shared memory."""
+
+
+def _packed(others: Rate, bits: int, read: float, issued: float, cost: Instructions) -> Rate:
+    """Returns the FLOP/s of products with packed kernels, as they are up to `PACKED_ROWS` rows, by
+    `others` for more.
+
+    read: byte/s; issued: instructions of a second. Reading or computing counts, whichever takes
+    longer.
     """
 
     def rate(rows: float) -> float:
-        weights = min(8 * read / (bits + 0.5), issued / (6.7 + 1.65 * rows))
+        by_rows = cost.weight + cost.row * rows
+        taken = by_rows if rows <= FEW_ROWS else cost.tiled
+        weights = min(8 * read / (bits + GROUP_BITS), issued / taken)
         return max(2 * rows * weights, others.at(rows))
 
     return Rate(tuple((n, rate(n) if n <= PACKED_ROWS else other) for n, other in others.points))
+
+
+def _cached(bits: int, read: float, issued: float, cost: Instructions) -> Rate:
+    """Returns the elements of a packed KV cache that a token attends to in a second; see
+    `_packed`."""
+    return Rate.constant(min(8 * read / (bits + GROUP_BITS), issued / cost.cached))
 
 
 def _gpu(
@@ -103,13 +130,15 @@ def _gpu(
     issued: float,
     host_bandwidth: float,
     disk: tuple[float, float],
+    cost: Instructions = AMPERE,
 ) -> HardwareProfile:
     """Returns a profile from a data sheet.
 
     device_memory, host_memory, disk_space: GB; link, bandwidth, host_bandwidth: byte/s; flops:
     dense 16-bit FLOP/s; issued: instructions of threads that begin in a second, 128 for each clock
-    of a multiprocessor; disk: GB/s of reading and writing. Products reach 0.6 of the FLOP/s,
-    reading memory and copying 0.8 of the bandwidth, the CPU's attention half of it.
+    of a multiprocessor; disk: GB/s of reading and writing; cost: of the kernels. Products reach
+    0.6 of the FLOP/s, reading memory and copying 0.8 of the bandwidth, the CPU's attention half of
+    it.
     """
     read = 0.8 * bandwidth
     full = Rate(tuple((float(rows), min(rows * read, 0.6 * flops)) for rows in ROWS))
@@ -127,10 +156,10 @@ def _gpu(
         host_to_device=Rate(((1e4, 0.1 * link), (1e7, 0.8 * link))),
         device_to_host=Rate(((1e4, 0.1 * link), (1e7, 0.8 * link))),
         linear={16: full}
-        | {bits: _packed(_unpacked(full, unpack), bits, read, issued) for bits in (8, 4)},
+        | {bits: _packed(_unpacked(full, unpack), bits, read, issued, cost) for bits in (8, 4)},
         prefill_attention=Rate.constant(0.1 * flops),
-        device_attention={16: Rate.constant(read / 2), 8: Rate.constant(unpack / 2)}
-        | {4: Rate.constant(unpack / 2)},
+        device_attention={16: Rate.constant(read / 2)}
+        | {bits: _cached(bits, read, issued, cost) for bits in (8, 4)},
         host_attention={
             16: Rate.constant(host_bandwidth / 4),
             8: Rate.constant(host_bandwidth / 3),
@@ -193,10 +222,30 @@ MACHINES: dict[str, Callable[[], HardwareProfile]] = {
         "a100-80gb", 80, 512, 2000, 32 * GB, 2039 * GB, 312e12, 19.5e12, 200 * GB, (3.0, 2.0)
     ),
     "h100-80gb": lambda: _gpu(
-        "h100-80gb", 80, 1024, 4000, 64 * GB, 3350 * GB, 989e12, 33.5e12, 300 * GB, (6.0, 4.0)
+        "h100-80gb",
+        80,
+        1024,
+        4000,
+        64 * GB,
+        3350 * GB,
+        989e12,
+        33.5e12,
+        300 * GB,
+        (6.0, 4.0),
+        HOPPER,
     ),
     "h200-141gb": lambda: _gpu(
-        "h200-141gb", 141, 1024, 4000, 64 * GB, 4800 * GB, 989e12, 33.5e12, 300 * GB, (6.0, 4.0)
+        "h200-141gb",
+        141,
+        1024,
+        4000,
+        64 * GB,
+        4800 * GB,
+        989e12,
+        33.5e12,
+        300 * GB,
+        (6.0, 4.0),
+        HOPPER,
     ),
     "generic-cpu": _generic_cpu,
 }

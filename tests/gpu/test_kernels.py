@@ -455,6 +455,7 @@ def test_other_blocks_are_left_to_xla() -> None:
     [
         ("NVIDIA H200", "9.0", GpuKernels),
         ("NVIDIA A100-SXM4-80GB", "8.0", GpuKernels),
+        ("NVIDIA L4", "8.9", GpuKernels),
         ("Tesla T4", "7.5", DeviceKernels),
         ("gfx942", "", DeviceKernels),
     ],
@@ -462,6 +463,9 @@ def test_other_blocks_are_left_to_xla() -> None:
 def test_kernels_by_the_card(kind: str, capability: str, kernels: type) -> None:
     device = SimpleNamespace(device_kind=kind, compute_capability=capability)
     assert type(kernels_of_gpu(device, {})) is kernels
+    if kernels is GpuKernels:
+        has_large_tiles = capability != "8.9"
+        assert kernels_of_gpu(device, {}).has_large_tiles == has_large_tiles  # type: ignore
     assert kernels_of_gpu(device, {}).in_words == ("triton" if kernels is GpuKernels else "xla")
     assert type(kernels_of_gpu(device, {CHOICE: "xla"})) is DeviceKernels
     with pytest.raises(UserError, match="set it to xla"):
