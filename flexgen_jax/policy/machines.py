@@ -93,7 +93,8 @@ class Instructions(NamedTuple):
 
 
 AMPERE, HOPPER = Instructions(), Instructions(tiled=6.5, cached=9.6)
-"""Those of an A100 and of cards like it, and of an H100, whose matrix units take weights from registers and rows from shared memory."""
+"""Those of an A100 and of cards like it, and of an H100, whose matrix units take weights from
+registers and rows from shared memory."""
 
 
 def _packed(others: Rate, bits: int, read: float, issued: float, cost: Instructions) -> Rate:
