@@ -61,13 +61,14 @@ def matmul_by_heads(
     """
     first, count = features
     heads = plain(kernel).reshape(x.shape[1], -1, kernel.shape[1])[:, first : first + count]
-    return jnp.einsum(
-        "shf,hfr->shr" if is_inverse else "shr,hfr->shf",
-        x,
-        heads.astype(x.dtype),
+    heads = heads.astype(x.dtype)
+    out = jnp.matmul(  # heads first: XLA's CPU backend takes bfloat16 in no other order
+        x.swapaxes(0, 1),
+        heads if is_inverse else heads.swapaxes(1, 2),
         precision=precision_for(x.dtype),
         preferred_element_type=jnp.float32,
-    ).astype(x.dtype)
+    )
+    return out.swapaxes(0, 1).astype(x.dtype)
 
 
 def _by_groups_of_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 
 import hypothesis.extra.numpy as hnp
@@ -20,7 +21,7 @@ from flexgen_jax.layers.attention import attend, causal_attention, merge
 from flexgen_jax.layers.decoder import DecoderLayer
 from flexgen_jax.layers.embedding import Embedding, Head
 from flexgen_jax.layers.kernels import Kernels
-from flexgen_jax.layers.matmul import matmul
+from flexgen_jax.layers.matmul import matmul, matmul_by_heads
 from flexgen_jax.layers.programs import Programs, table
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.layers.sampling import keep_top, sample
@@ -119,6 +120,36 @@ def test_products(rows: int, dtype: np.dtype, tuning: Tuning) -> None:
     expected = np.asarray(x, np.float32) @ np.asarray(kernel, np.float32).T
     found = matmul(x, kernel, tuning=tuning)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("is_inverse", [False, True])
+def test_products_by_heads(rows: int, dtype: np.dtype, is_inverse: bool) -> None:
+    """Of four heads, with the last 10 of the 22 features of each, as a program computes them."""
+    x = jnp.asarray(normal(rows, 4, 10 if is_inverse else 16), dtype)
+    kernel = jnp.asarray(normal(4 * 22, 16), dtype)
+    part = np.asarray(kernel, np.float32).reshape(4, 22, 16)[:, 12:]
+    equation = "shf,hfr->shr" if is_inverse else "shr,hfr->shf"
+    product = partial(matmul_by_heads, features=(12, 10), is_inverse=is_inverse)
+    out = jax.jit(product)(x, kernel)
+    expected = np.einsum(equation, np.asarray(x, np.float32), part)
+    assert out.dtype == dtype
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32), expected, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("grouped", [1, 4])
+def test_a_cache_that_stays_narrow(grouped: int) -> None:
+    """Weights of values are rounded to the cache's dtype, and nothing else is."""
+    query = jnp.asarray(normal(2, 3 * grouped, 1, 8), jnp.float16)
+    key, value = (jnp.asarray(normal(2, 3, 5, 8), jnp.float16) for _ in range(2))
+    valid = jnp.ones((2, 5), bool)
+    narrow, lse = attend(query, key, value, valid, Tuning(keeps_cache_narrow=True))
+    wide, wide_lse = attend(query, key, value, valid)
+    np.testing.assert_allclose(lse, wide_lse, rtol=1e-5)
+    np.testing.assert_allclose(narrow, wide, rtol=0, atol=2**-9)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
