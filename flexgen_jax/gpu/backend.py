@@ -35,10 +35,16 @@ SMALL_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
 """Compute capabilities with 99 KB of shared memory for a block, where others have 163 or more:
 those of GeForce cards, of an A10, an L4 and an RTX 6000."""
 
+ADDED_ROWS = 8
+"""Rows that XLA's sums multiply by packed weights in one kernel."""
+
 GPU_TUNING = Tuning(orders_parts=True)
-WITHOUT_TRITON = Tuning(orders_parts=True, doubles_lone_row=True, keeps_cache_narrow=True)
+WITHOUT_TRITON = Tuning(
+    orders_parts=True, doubles_lone_row=True, keeps_cache_narrow=True, added_rows=ADDED_ROWS
+)
 """Settings for GPUs, and for those for which XLA's Triton does not compile: the product of a lone
-row would widen the whole kernel to fp32 first, and grouped attention the cache."""
+row would widen the whole kernel to fp32 first or unpack it in memory, and grouped attention would
+widen the cache."""
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,12 @@ def can_multiply(x: jax.Array, kernel: Kept, features: tuple[int, int]) -> bool:
     if not isinstance(kernel, QuantizedArray):
         return bool(kernel.dtype == x.dtype)
     packing = kernel.storage.packing
-    shared = [factor.rows for _, factor in packing.factors if factor.rows > 1]
-    is_shared = any(rows % count for rows in shared) or packing.has_order
-    return can_unpack(kernel.storage) and kernel.storage.plane_length % TILE == 0 and not is_shared
+    if packing.has_order or kernel.storage.plane_length % TILE:
+        return False
+    are_shared_by_all = all(
+        not factor.rows % count for _, factor in packing.factors if factor.rows > 1
+    )
+    return can_unpack(kernel.storage) and are_shared_by_all
 
 
 def multiply(

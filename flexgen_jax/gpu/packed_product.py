@@ -52,7 +52,7 @@ def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) 
         grid=(outputs // shape.outputs,),
         inputs=[(in_order(rows, kernel), whole), *inputs_of(kernel, shape)],
         outputs=[(product, pl.BlockSpec((count, shape.outputs), lambda n: (0, n)))],
-        warps=4,  # none of which waits for another
+        warps=4,
         stages=3,
         interprets=interprets,
     )

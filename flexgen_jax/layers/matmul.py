@@ -33,20 +33,28 @@ def matmul(
     x: [..., in]; kernel: [out, in], unpacked here, `part_bytes` at a time, if it is quantized;
     bias: [out] or None.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    is_doubled = tuning.doubles_lone_row and rows.shape[0] == 1 and x.dtype != jnp.float32
-    if is_doubled:
-        rows = jnp.concatenate([rows, rows])
-    if isinstance(kernel, QuantizedArray):
-        multiply = _by_groups_of_rows if kernel.storage.axis == 0 else _by_planes
-        out = multiply(rows, kernel, part_bytes, tuning)
-    else:
-        out = _product(rows, kernel, tuning)
-    if is_doubled:
-        out = out[:1]
+    out = _multiplied(x.reshape(-1, x.shape[-1]), kernel, part_bytes, tuning)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _multiplied(rows: jax.Array, kernel: Kept, part_bytes: int, tuning: Tuning) -> jax.Array:
+    """Computes rows [n, in] @ kernel [out, in].T in fp32; see `matmul`."""
+    count = rows.shape[0]
+    if isinstance(kernel, QuantizedArray) and _is_added(count, kernel, tuning):
+        return _added(rows, kernel)
+    if count == 1 and tuning.doubles_lone_row and rows.dtype != jnp.float32:
+        return _multiplied(jnp.concatenate([rows, rows]), kernel, part_bytes, tuning)[:1]
+    if not isinstance(kernel, QuantizedArray):
+        return _product(rows, kernel, tuning)
+    multiply = _by_groups_of_rows if kernel.storage.axis == 0 else _by_planes
+    return multiply(rows, kernel, part_bytes, tuning)
+
+
+def _is_added(count: int, kernel: QuantizedArray, tuning: Tuning) -> bool:
+    """Returns whether `_added` is to multiply this number of rows."""
+    return kernel.storage.axis == 1 and count <= tuning.added_rows
 
 
 def matmul_by_heads(
@@ -82,14 +90,30 @@ def _by_groups_of_rows(
     return jnp.concatenate(products, axis=2).reshape(rows.shape[0], -1)[:, : kernel.shape[0]]
 
 
+def _added(rows: jax.Array, kernel: QuantizedArray) -> jax.Array:
+    """Multiplies rows, [n, in], by a kernel that is grouped along its input, by sums that XLA
+    computes in one kernel from the codes, without a matrix in memory."""
+    wide, out, start = _ordered(rows, kernel).astype(jnp.float32), jnp.zeros((), jnp.float32), 0
+    for plane in parts_of(kernel):
+        stop, numbers = start + plane.shape[1], plane.astype(jnp.float32)
+        out = out + jnp.stack([(numbers * row).sum(1) for row in wide[:, start:stop]])
+        start = stop
+    return out
+
+
+def _ordered(rows: jax.Array, kernel: QuantizedArray) -> jax.Array:
+    """Returns rows, [n, in], with their elements in the order in which a kernel has them."""
+    if not kernel.storage.packing.has_order:
+        return rows
+    return jnp.take(rows, kernel.leaf("order"), axis=1)
+
+
 def _by_planes(
     rows: jax.Array, kernel: QuantizedArray, part_bytes: int, tuning: Tuning
 ) -> jax.Array:
     """Multiplies by a kernel that is grouped along its input: each plane by its part of the rows,
     which is faster than joining the planes first."""
-    if kernel.storage.packing.has_order:
-        rows = jnp.take(rows, kernel.leaf("order"), axis=1)
-    outs: list[jax.Array] = []
+    rows, outs = _ordered(rows, kernel), list[jax.Array]()
     for part in ranges_of_rows(kernel, part_bytes):
         if tuning.orders_parts and outs:
             outs[-1], part = _in_order(outs[-1], part)

@@ -15,6 +15,8 @@ class Tuning:
         operand, for a backend that copies the right one.
     doubles_lone_row: whether a single row in 16 bits is multiplied as two, for a backend that is
         slow with one.
+    added_rows: up to this many rows are multiplied by packed weights element by element and added
+        up, for a backend that would write the unpacked weights to memory for a product.
     has_barriers: whether a barrier separates unpacked arrays from the loops of later operations,
         for a backend that would unpack repeatedly inside them.
     keeps_cache_narrow: whether grouped queries are multiplied with keys and values in the dtype of
@@ -29,6 +31,7 @@ class Tuning:
     has_barriers: bool = False
     orders_parts: bool = False
     keeps_cache_narrow: bool = False
+    added_rows: int = 0
 
 
 PLAIN = Tuning()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import hypothesis.extra.numpy as hnp
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,16 @@ from flexgen_jax.layers.attention import attend
 from flexgen_jax.layers.matmul import matmul
 from flexgen_jax.layers.quantization import (
     QuantizedArray,
+    assemble,
     dequantize,
     quantize,
     take_rows,
 )
-from flexgen_jax.models.formats.storage import kv_storage
+from flexgen_jax.layers.tuning import Tuning
+from flexgen_jax.models.formats.storage import Storage, kv_storage
 from tests.helpers.cases import covering
 from tests.helpers.numpy_quantization import quantized
+from tests.helpers.packed import FORMATS, random_kernel
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 RNG = np.random.default_rng(0)
@@ -136,6 +141,24 @@ def test_dense_with_a_quantized_kernel(bits: int, rows: int, size: tuple[int, in
     q = quantize(jnp.asarray(kernel), bits, 64, 0)
     expected = x @ np.asarray(dequantize(q)).T + bias
     np.testing.assert_allclose(matmul(jnp.asarray(x), q, jnp.asarray(bias)), expected, 2e-5, 2e-5)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, "float16"), (1, "bfloat16"), (8, "float16")])
+@pytest.mark.parametrize(
+    "name", ["own", "own-8", "Q6_K", "gptq", "act-order", "fp8", "MXFP4", "nf4"]
+)
+def test_few_rows_are_added_up(name: str, rows: int, dtype: str) -> None:
+    """By weights that are grouped along their input, in their stored order."""
+    rng = np.random.default_rng(0)
+    kernel = random_kernel((48, 512), FORMATS[name])
+    kernel = assemble(Storage(kernel.shape, dtype, FORMATS[name]), kernel.leaves)
+    x = jnp.asarray(rng.standard_normal((rows, 512)), dtype)
+    bias = jnp.asarray(rng.standard_normal(48), dtype)
+    added = jax.jit(partial(matmul, tuning=Tuning(added_rows=rows)))(x, kernel, bias)
+    numbers = np.asarray(dequantize(kernel), np.float64)
+    wide = np.asarray(x, np.float64)
+    error = np.abs(np.asarray(added) - wide @ numbers.T - np.asarray(bias, np.float64))
+    assert (error <= 1e-5 * (np.abs(wide) @ np.abs(numbers).T) + 1e-5).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
