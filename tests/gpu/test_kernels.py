@@ -102,7 +102,7 @@ def numbers_of(kept: Kept) -> np.ndarray:
     return wide(jnp.asarray(codes * scale + minimum, kept.dtype))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     dtype=DTYPES,
     lengths=st.lists(st.sampled_from((1, 37, 64, 530)), min_size=1, max_size=2),
@@ -132,7 +132,7 @@ def test_attention_to_blocks(
     held_to_the_formula(rng, dtype, head[1], tuple(zip(keys, values, strict=True)), softcap)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     dtype=DTYPES,
     bits=st.sampled_from((4, 8)),
@@ -312,7 +312,7 @@ def held_to_numbers(
     assert (error <= 1e-4 * (np.abs(wide(x)) @ np.abs(numbers).T)).all()
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     product=PRODUCTS,
     dtype=DTYPES,
@@ -336,7 +336,7 @@ def test_products_with_packed_weights(
     held_to_numbers(rng, product, dtype, rows, kernel, numbers)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     product=PRODUCTS,
     dtype=DTYPES,
