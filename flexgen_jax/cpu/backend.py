@@ -19,10 +19,15 @@ from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
 
 CPU_TUNING = Tuning(
-    lanes=8, kernel_first_rows=matmul.FEW_ROWS, doubles_lone_row=True, has_barriers=True
+    lanes=8,
+    kernel_first_rows=matmul.FEW_ROWS,
+    doubles_lone_row=True,
+    has_barriers=True,
+    turns_heads=True,
 )
 """Settings for XLA's CPU backend: it adds one element after the other, copies a product's right
-operand, is slow with a lone 16-bit row, and unpacks inside loops."""
+operand, is slow with a lone 16-bit row and with kernels whose inputs are not last, and unpacks
+inside loops."""
 
 
 @dataclass(frozen=True)

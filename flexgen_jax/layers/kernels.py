@@ -227,7 +227,7 @@ class XlaKernels:
     def matmul_by_heads(
         self, x: jax.Array, kernel: Kept, features: tuple[int, int], is_inverse: bool
     ) -> jax.Array:
-        return matmul_by_heads(x, kernel, features, is_inverse)
+        return matmul_by_heads(x, kernel, features, is_inverse, self.tuning)
 
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         return matmul(x, table, None, self._part_bytes(x, table), self.tuning)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -58,7 +60,11 @@ def _is_added(count: int, kernel: QuantizedArray, tuning: Tuning) -> bool:
 
 
 def matmul_by_heads(
-    x: jax.Array, kernel: Kept, features: tuple[int, int], is_inverse: bool
+    x: jax.Array,
+    kernel: Kept,
+    features: tuple[int, int],
+    is_inverse: bool,
+    tuning: Tuning = PLAIN,
 ) -> jax.Array:
     """Multiplies the vectors of heads, [row, head, element], each by a part of its head's kernel,
     in x's dtype.
@@ -70,13 +76,16 @@ def matmul_by_heads(
     first, count = features
     heads = plain(kernel).reshape(x.shape[1], -1, kernel.shape[1])[:, first : first + count]
     heads = heads.astype(x.dtype)
-    out = jnp.matmul(  # heads first: XLA's CPU backend takes bfloat16 in no other order
-        x.swapaxes(0, 1),
-        heads if is_inverse else heads.swapaxes(1, 2),
-        precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
+    product = partial(
+        jnp.einsum, precision=precision_for(x.dtype), preferred_element_type=jnp.float32
     )
-    return out.swapaxes(0, 1).astype(x.dtype)
+    if not is_inverse:
+        out = product("shr,hfr->shf", x, heads)
+    elif tuning.turns_heads and x.shape[0] > 1 and x.dtype != jnp.float32:
+        out = product("shf,hrf->shr", x, jax.lax.optimization_barrier(heads.swapaxes(1, 2)))
+    else:  # heads first: XLA's CPU backend takes bfloat16 in no other order
+        out = product("hsf,hfr->hsr", x.swapaxes(0, 1), heads).swapaxes(0, 1)
+    return out.astype(x.dtype)
 
 
 def _by_groups_of_rows(

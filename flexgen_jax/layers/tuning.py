@@ -21,6 +21,8 @@ class Tuning:
         for a backend that would unpack repeatedly inside them.
     keeps_cache_narrow: whether grouped queries are multiplied with keys and values in the dtype of
         these, with fp32 sums, for a backend that would write the cache to memory in fp32 first.
+    turns_heads: whether the kernels of heads are copied with their inputs last for a product of
+        several rows in 16 bits, for a backend that is slow with them in another order.
     orders_parts: whether a kernel's part is unpacked only when the product of the part before is
         there, for a backend that would have several of them in memory.
     """
@@ -29,6 +31,7 @@ class Tuning:
     kernel_first_rows: int = 0
     doubles_lone_row: bool = False
     has_barriers: bool = False
+    turns_heads: bool = False
     orders_parts: bool = False
     keeps_cache_narrow: bool = False
     added_rows: int = 0

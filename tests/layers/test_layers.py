@@ -125,13 +125,14 @@ def test_products(rows: int, dtype: np.dtype, tuning: Tuning) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
 @pytest.mark.parametrize("is_inverse", [False, True])
-def test_products_by_heads(rows: int, dtype: np.dtype, is_inverse: bool) -> None:
+@pytest.mark.parametrize("tuning", [PLAIN, CPU_TUNING])
+def test_products_by_heads(rows: int, dtype: np.dtype, is_inverse: bool, tuning: Tuning) -> None:
     """Of four heads, with the last 10 of the 22 features of each, as a program computes them."""
     x = jnp.asarray(normal(rows, 4, 10 if is_inverse else 16), dtype)
     kernel = jnp.asarray(normal(4 * 22, 16), dtype)
     part = np.asarray(kernel, np.float32).reshape(4, 22, 16)[:, 12:]
     equation = "shf,hfr->shr" if is_inverse else "shr,hfr->shf"
-    product = partial(matmul_by_heads, features=(12, 10), is_inverse=is_inverse)
+    product = partial(matmul_by_heads, features=(12, 10), is_inverse=is_inverse, tuning=tuning)
     out = jax.jit(product)(x, kernel)
     expected = np.einsum(equation, np.asarray(x, np.float32), part)
     assert out.dtype == dtype
