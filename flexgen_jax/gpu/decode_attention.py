@@ -3,8 +3,8 @@
 A place of the grid folds the tiles of every block, for query heads that share one KV head of a
 sequence: online softmax, as in FlashAttention (Dao et al. 2022, section 3.1). Few sequences are
 divided along their tokens as well, so that all multiprocessors read; the parts are merged by their
-log-sum-exp. Packed blocks are unpacked tile by tile. What latent attention keeps is keys and values
-at once, and loaded once.
+log-sum-exp. Packed blocks are unpacked tile by tile. Latent attention keeps one array, which is
+keys and values at once and is loaded once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from flexgen_jax.gpu.head_parts import (
     load_parts,
     parts_of,
     storage_of,
+    width_of,
 )
 from flexgen_jax.gpu.online_softmax import State, empty, finished, folded, scores_of
 from flexgen_jax.gpu.triton import (
@@ -94,8 +95,7 @@ class Shape(NamedTuple):
     @property
     def warps(self) -> int:
         """Warps of a place, whose registers hold the results of its heads."""
-        width = sum(part.width for part in self.parts)
-        return 8 if width > NARROW_HEAD and self.rows > LEAST_ROWS else 4
+        return 8 if width_of(self.parts) > NARROW_HEAD and self.rows > LEAST_ROWS else 4
 
 
 def can_attend(query: jax.Array, blocks: Sequence[tuple[Any, Any]]) -> bool:
@@ -180,7 +180,7 @@ def _shape_of(
     group, total = heads // kv_heads, sum(block.tokens for block in shapes)
     parts = parts_of(head_dim, [side for block in shapes for side in (block.key, block.value)])
     rows = min(LARGEST_GROUP, max(LEAST_ROWS, power_of_two(group)))
-    is_narrow = sum(part.width for part in parts) <= NARROW_HEAD
+    is_narrow = width_of(parts) <= NARROW_HEAD
     wanted, tile = (PLACES, TILE) if is_narrow else (WIDE_PLACES, WIDE_TILE)
     are_few = batch * kv_heads * pl.cdiv(group, LEAST_ROWS) <= wanted
     if not is_narrow and (are_few or not has_large_tiles):

@@ -95,6 +95,11 @@ def parts_of(head_dim: int, storages: Sequence[Storage | None] = ()) -> tuple[Pa
     return tuple(parts)
 
 
+def width_of(parts: Sequence[Part]) -> int:
+    """Returns the elements of a head's tiles."""
+    return sum(part.width for part in parts)
+
+
 def _powers(start: int, stop: int) -> list[Part]:
     """Divides elements into parts, the largest first; the last one may have a larger tile."""
     parts = list[Part]()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flexgen_jax.gpu.packed_tiles import tile_of
-from flexgen_jax.gpu.packed_words import Shape, can_unpack, inputs_of, shape_of
+from flexgen_jax.gpu.packed_words import Shape, can_unpack, inputs_of, shape_of, shared_rows
 from flexgen_jax.gpu.triton import (
     LEAST_ROWS,
     NARROW,
@@ -29,7 +29,7 @@ from flexgen_jax.gpu.triton import (
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 
 LARGEST_COUNT = 64
-"""Rows that a place has, up to which the kernel is read by the one place."""
+"""Rows up to which one place has all of them, so that a head's part is read once."""
 
 LARGEST_PART = 128
 """Features of a head's part whose tiles fit a multiprocessor."""
@@ -67,10 +67,8 @@ def can_multiply(x: jax.Array, kernel: Kept, features: tuple[int, int]) -> bool:
     packing = kernel.storage.packing
     if packing.has_order or kernel.storage.plane_length % TILE:
         return False
-    are_shared_by_all = all(
-        not factor.rows % count for _, factor in packing.factors if factor.rows > 1
-    )
-    return can_unpack(kernel.storage) and are_shared_by_all
+    is_within_shared = all(rows % count == 0 for rows in shared_rows(packing))
+    return can_unpack(kernel.storage) and is_within_shared
 
 
 def multiply(

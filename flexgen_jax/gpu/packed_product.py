@@ -17,15 +17,12 @@ from flexgen_jax.gpu.packed_words import (
     WORDS,
     Shape,
     can_unpack,
-    in_order,
     inputs_of,
-    inside,
-    line,
     shape_of,
-    weights_of,
+    unpacked,
 )
 from flexgen_jax.gpu.triton import NARROW, call, load
-from flexgen_jax.layers.quantization import QuantizedArray
+from flexgen_jax.layers.quantization import QuantizedArray, in_stored_order
 
 LARGEST_COUNT = 2
 """Rows that are multiplied one after the other. A weight takes one operation more for each, and
@@ -50,7 +47,7 @@ def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) 
     (out,) = call(
         partial(_kernel, shape=shape),
         grid=(outputs // shape.outputs,),
-        inputs=[(in_order(rows, kernel), whole), *inputs_of(kernel, shape)],
+        inputs=[(in_stored_order(rows, kernel), whole), *inputs_of(kernel, shape)],
         outputs=[(product, pl.BlockSpec((count, shape.outputs), lambda n: (0, n)))],
         warps=4,
         stages=3,
@@ -60,32 +57,24 @@ def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) 
     return result
 
 
-def _kernel(rows_ref: Any, words_ref: Any, *refs: Any, shape: Shape) -> None:
-    """Multiplies all rows, [n, in], by some rows of the kernel, [output, part, word]; refs: the
-    leaves of their factors, and the output."""
-    *leaves, out_ref = refs
-    factors = dict(zip(shape.leaves, leaves, strict=True))
-    count, parts = rows_ref.shape[0], shape.parts
-    zeros = jnp.zeros((shape.outputs, parts, WORDS), jnp.float32)
+def _kernel(rows_ref: Any, *refs: Any, shape: Shape) -> None:
+    """Multiplies all rows, [n, in], by some rows of the kernel; refs: its words, [output, part,
+    word], the leaves of its factors, and the output."""
+    *kept, out_ref = refs
+    zeros = jnp.zeros((shape.outputs, shape.parts, WORDS), jnp.float32)
 
     def add_tile(tile: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        mask = inside(tile, shape)
-        of_outputs = None if mask is None else jnp.broadcast_to(mask[None], zeros.shape)
-        of_tile = (slice(None), pl.ds(tile * parts, parts), slice(None))
-        words = load(words_ref, of_tile, of_outputs)
-        of_row = None
-        if mask is not None:
-            of_row = tile * shape.tile + jnp.arange(shape.tile) < shape.plane
-        for plane in range(shape.packing.planes):
-            at = plane * shape.plane + tile * shape.tile
-            weights = weights_of(words, plane, line(factors, at, shape), shape)
-            for row in range(count):
-                x = load(rows_ref, (jnp.int32(row), pl.ds(at, shape.tile)), of_row)
+        mask = None
+        if shape.plane % shape.tile:
+            mask = tile * shape.tile + jnp.arange(shape.tile) < shape.plane
+        for at, weights in unpacked(kept, tile, shape):
+            for row in range(len(sums)):
+                x = load(rows_ref, (jnp.int32(row), pl.ds(at, shape.tile)), mask)
                 for weight, element in zip(weights, _of_bytes(x, shape), strict=True):
                     sums[row] = multiply_add(weight, element, sums[row], shape.interprets)
         return sums
 
-    sums = jax.lax.fori_loop(0, shape.tiles, add_tile, [zeros] * count)
+    sums = jax.lax.fori_loop(0, shape.tiles, add_tile, [zeros] * rows_ref.shape[0])
     for row, products in enumerate(sums):
         out_ref[row, :] = products.sum(2).sum(1)
 

@@ -2,8 +2,8 @@
 memory; see `packed_words`.
 
 A place of the grid has some outputs and all rows. It unpacks a tile of its weights into the dtype
-of the rows, in the threads' registers, and multiplies it; the elements of the rows lie in the order
-of the words' bytes, so that no weight is moved to another place of its tile.
+of the rows, in the threads' registers, and multiplies it. The bytes of a word lie in one thread,
+which puts their weights into the order of the rows' elements.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from jax.experimental import pallas as pl
 from flexgen_jax.gpu.packed_words import (
     Shape,
     can_unpack,
-    in_order,
     inputs_of,
-    inside,
-    line,
     shape_of,
-    weights_of,
+    shared_rows,
+    unpacked,
 )
 from flexgen_jax.gpu.triton import (
     LEAST_ROWS,
@@ -36,7 +34,7 @@ from flexgen_jax.gpu.triton import (
     rows_times_rows,
     store,
 )
-from flexgen_jax.layers.quantization import QuantizedArray
+from flexgen_jax.layers.quantization import QuantizedArray, in_stored_order
 
 LARGEST_COUNT = 64
 """Rows up to which a matrix is unpacked in registers; for more, XLA unpacks it in memory."""
@@ -56,7 +54,7 @@ LARGEST_TILE = 128
 PLACES = 264
 """Places of a grid that keep the multiprocessors of a large GPU busy, two on each."""
 
-MOST_SPLITS = 8
+SPLITS = 8
 """Places that share some outputs, each with a range of the inputs: as many as XLA adds up in one
 kernel with whatever takes the sums."""
 
@@ -82,7 +80,7 @@ def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) 
     (out,) = call(
         partial(_kernel, shape=shape, tiles=pl.cdiv(shape.tiles, splits)),
         grid=(outputs // of_place, splits),
-        inputs=[(in_order(rows, kernel), whole), *inputs_of(kernel, shape)],
+        inputs=[(in_stored_order(rows, kernel), whole), *inputs_of(kernel, shape)],
         outputs=[(sums, pl.BlockSpec((None, count, of_place), lambda n, split: (split, 0, n)))],
         warps=of_place // OUTPUTS_OF_WARP,
         stages=3,
@@ -95,8 +93,7 @@ def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) 
 def _outputs_of_place(count: int, kernel: QuantizedArray) -> int:
     """Returns the outputs of a place for so many rows. They share what rows of the kernel do."""
     largest = LARGEST_PLACE if count > MANY_ROWS else LARGEST_PLACE // 2
-    shared = [factor.rows for _, factor in kernel.storage.packing.factors if factor.rows > 1]
-    return gcd(largest, kernel.shape[0], *shared)
+    return gcd(largest, kernel.shape[0], *shared_rows(kernel.storage.packing))
 
 
 def _splits(count: int, kernel: QuantizedArray, shape: Shape) -> int:
@@ -106,7 +103,7 @@ def _splits(count: int, kernel: QuantizedArray, shape: Shape) -> int:
     wanted = PLACES // (outputs // shape.outputs)
     written = 2 * 4 * count * outputs  # fp32, written and read
     worth = int(LARGEST_SHARE * kernel.nbytes / written)
-    return max(1, min(wanted, worth, MOST_SPLITS, shape.tiles))
+    return max(1, min(wanted, worth, SPLITS, shape.tiles))
 
 
 def _kernel(rows_ref: Any, *refs: Any, shape: Shape, tiles: int) -> None:
@@ -136,20 +133,11 @@ def tile_of(
     kept: Sequence[Any], tile: jax.Array, shape: Shape, dtype: Any
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Unpacks a tile: for each plane the index of its first element, and weights of a dtype,
-    [output, element]. kept: the words and the leaves of the factors, of the outputs of a place."""
-    words_ref, *leaves = kept
-    factors = dict(zip(shape.leaves, leaves, strict=True))
-    mask = inside(tile, shape)
-    if mask is not None:
-        mask = jnp.broadcast_to(mask[None], (shape.outputs, *mask.shape))
-    of_tile = (slice(None), pl.ds(tile * shape.parts, shape.parts), slice(None))
-    words = load(words_ref, of_tile, mask)
-    unpacked = []
-    for plane in range(shape.packing.planes):
-        at = plane * shape.plane + tile * shape.tile
-        weights = weights_of(words, plane, line(factors, at, shape), shape)
-        unpacked.append((at, _joined([weight.astype(dtype) for weight in weights], shape)))
-    return unpacked
+    [output, element]; kept: see `unpacked`."""
+    return [
+        (at, _joined([weight.astype(dtype) for weight in of_bytes], shape))
+        for at, of_bytes in unpacked(kept, tile, shape)
+    ]
 
 
 def _joined(of_bytes: list[jax.Array], shape: Shape) -> jax.Array:

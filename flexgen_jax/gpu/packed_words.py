@@ -12,7 +12,7 @@ together, it is that half times a power of two, also below the normal numbers. F
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flexgen_jax.gpu.inline import BASES, code_on_base, multiply_add
-from flexgen_jax.gpu.triton import power_of_two
+from flexgen_jax.gpu.triton import load, power_of_two
 from flexgen_jax.layers.levels import number_of
 from flexgen_jax.layers.quantization import QuantizedArray
 from flexgen_jax.models.formats.format import Factor, Format
@@ -83,6 +83,11 @@ def can_unpack(storage: Storage) -> bool:
     return all(_is_simple(factor) for _, factor in packing.factors)
 
 
+def shared_rows(packing: Format) -> list[int]:
+    """Returns how many rows share a number, of each factor that several rows share."""
+    return [factor.rows for _, factor in packing.factors if factor.rows > 1]
+
+
 def _is_simple(factor: Factor) -> bool:
     """Returns whether a factor's numbers are of one row, of all, or of a multiple of the rows
     that a place of the grid has."""
@@ -97,17 +102,10 @@ def shape_of(kernel: QuantizedArray, outputs: int, largest_tile: int, interprets
     return Shape(outputs, plane, tile, kernel.storage.packing, interprets)
 
 
-def words_of(kernel: QuantizedArray) -> jax.Array:
+def _words_of(kernel: QuantizedArray) -> jax.Array:
     """Returns the codes of a matrix, uint32 [output, part, word]."""
     codes = kernel.packed.reshape(kernel.shape[0], -1, WORDS, WORD)
     return jax.lax.bitcast_convert_type(codes, jnp.uint32)
-
-
-def in_order(rows: jax.Array, kernel: QuantizedArray) -> jax.Array:
-    """Returns rows, [n, in], with their elements in the order in which the kernel has them."""
-    if not kernel.storage.packing.has_order:
-        return rows
-    return jnp.take(rows, kernel.leaf("order"), axis=1)
 
 
 def inputs_of(
@@ -115,7 +113,7 @@ def inputs_of(
 ) -> list[tuple[jax.Array, pl.BlockSpec]]:
     """Returns a matrix' words and factors, and the parts of them that a place of the grid sees;
     block_of: from its index along the first axis, that of its block of outputs."""
-    words, factors = words_of(kernel), shape.leaves.items()
+    words, factors = _words_of(kernel), shape.leaves.items()
     own = pl.BlockSpec((shape.outputs, *words.shape[1:]), lambda n, *_: (block_of(n), 0, 0))
 
     def seen(leaf: jax.Array, rows: int) -> pl.BlockSpec:
@@ -132,15 +130,30 @@ def inputs_of(
     return [(words, own), *((leaf, seen(leaf, rows)) for leaf, rows in leaves)]
 
 
-def inside(tile: jax.Array, shape: Shape) -> jax.Array | None:
-    """Returns which words of a tile, [part, word], a row has; None if it has whole tiles."""
-    if shape.plane % shape.tile == 0:
-        return None
-    part = tile * shape.parts + jax.lax.broadcasted_iota(jnp.int32, (shape.parts, WORDS), 0)
-    return part < shape.plane // PART
+def unpacked(
+    kept: Sequence[Any], tile: jax.Array, shape: Shape
+) -> list[tuple[jax.Array, list[jax.Array]]]:
+    """Unpacks a tile: for each plane the index of its first element, and its weights, fp32 [output,
+    part, word], one array for each byte of the words.
+
+    kept: the words and the leaves of the factors, of the outputs of a place.
+    """
+    words_ref, *leaves = kept
+    factors = dict(zip(shape.leaves, leaves, strict=True))
+    first, mask = tile * shape.parts, None
+    if shape.plane % shape.tile:
+        of_words = (shape.outputs, shape.parts, WORDS)
+        part = first + jax.lax.broadcasted_iota(jnp.int32, of_words, 1)
+        mask = part < shape.plane // PART
+    words = load(words_ref, (slice(None), pl.ds(first, shape.parts), slice(None)), mask)
+    starts = [plane * shape.plane + tile * shape.tile for plane in range(shape.packing.planes)]
+    return [
+        (at, _weights(words, plane, _line(factors, at, shape), shape))
+        for plane, at in enumerate(starts)
+    ]
 
 
-def line(
+def _line(
     factors: dict[str, Any], at: jax.Array, shape: Shape
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns by what the levels of a tile, [output, part, word], are multiplied, and what is added
@@ -176,11 +189,11 @@ def _of_words(numbers: jax.Array) -> jax.Array:
     return jnp.broadcast_to(numbers[:, :, None], (*numbers.shape, WORDS))
 
 
-def weights_of(
+def _weights(
     words: jax.Array, plane: int, factors: tuple[jax.Array, jax.Array | None], shape: Shape
 ) -> list[jax.Array]:
     """Returns the weights of a plane, fp32 [output, part, word], one array for each byte of the
-    words; factors: see `line`."""
+    words; factors: see `_line`."""
     scale, least = factors
     levels = _levels(words, plane, shape)
     if least is None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flexgen_jax.gpu.head_parts import Part, Side, load_parts, parts_of
+from flexgen_jax.gpu.head_parts import Part, Side, load_parts, parts_of, width_of
 from flexgen_jax.gpu.online_softmax import State, empty, finished, folded, scores_of
 from flexgen_jax.gpu.triton import (
     LEAST_ROWS,
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        return sum(part.width for part in self.key) <= NARROW_HEAD
+        return width_of(self.key) <= NARROW_HEAD
 
     @property
     def keys(self) -> int:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flexgen_jax.layers.quantization import (
     Kept,
     QuantizedArray,
+    in_stored_order,
     parts_of,
     plain,
     ranges_of_rows,
@@ -102,7 +103,8 @@ def _by_groups_of_rows(
 def _added(rows: jax.Array, kernel: QuantizedArray) -> jax.Array:
     """Multiplies rows, [n, in], by a kernel that is grouped along its input, by sums that XLA
     computes in one kernel from the codes, without a matrix in memory."""
-    wide, out, start = _ordered(rows, kernel).astype(jnp.float32), jnp.zeros((), jnp.float32), 0
+    wide = in_stored_order(rows, kernel).astype(jnp.float32)
+    out, start = jnp.zeros((), jnp.float32), 0
     for plane in parts_of(kernel):
         stop, numbers = start + plane.shape[1], plane.astype(jnp.float32)
         out = out + jnp.stack([(numbers * row).sum(1) for row in wide[:, start:stop]])
@@ -110,19 +112,12 @@ def _added(rows: jax.Array, kernel: QuantizedArray) -> jax.Array:
     return out
 
 
-def _ordered(rows: jax.Array, kernel: QuantizedArray) -> jax.Array:
-    """Returns rows, [n, in], with their elements in the order in which a kernel has them."""
-    if not kernel.storage.packing.has_order:
-        return rows
-    return jnp.take(rows, kernel.leaf("order"), axis=1)
-
-
 def _by_planes(
     rows: jax.Array, kernel: QuantizedArray, part_bytes: int, tuning: Tuning
 ) -> jax.Array:
     """Multiplies by a kernel that is grouped along its input: each plane by its part of the rows,
     which is faster than joining the planes first."""
-    rows, outs = _ordered(rows, kernel), list[jax.Array]()
+    rows, outs = in_stored_order(rows, kernel), list[jax.Array]()
     for part in ranges_of_rows(kernel, part_bytes):
         if tuning.orders_parts and outs:
             outs[-1], part = _in_order(outs[-1], part)

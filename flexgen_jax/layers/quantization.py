@@ -169,6 +169,14 @@ def plain(kept: Kept) -> jax.Array:
     return dequantize(kept) if isinstance(kept, QuantizedArray) else kept
 
 
+def in_stored_order(x: jax.Array, kernel: QuantizedArray) -> jax.Array:
+    """Returns x, [..., in], with its elements in the order in which a kernel, [out, in], has
+    them."""
+    if not kernel.storage.packing.has_order:
+        return x
+    return jnp.take(x, kernel.leaf("order"), axis=-1)
+
+
 def parts_of(x: Kept, has_barrier: bool = False) -> list[jax.Array]:
     """Returns plain arrays that make up x: x itself, or the unpacked planes of a quantized array.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,13 +47,13 @@ def test_tokens_are_those_of_xla(
     policy = Policy(
         batch_size=4, num_batches=2, kv_block_tokens=8, weight_bits=bits, cache_bits=bits
     )
-    results = list[list[RequestOutput]]()
-    for kernels in (XLA, TRITON):
-        chosen = partial(lambda kernels: kernels, kernels)
-        monkeypatch.setattr("flexgen_jax.offload.device.kernels_of_device", chosen)
+
+    def generated(kernels: DeviceKernels) -> list[RequestOutput]:
+        monkeypatch.setattr("flexgen_jax.offload.device.kernels_of_device", lambda: kernels)
         with LLM(references(family), policy=policy, dtype=dtype, unified=False) as llm:
-            results.append(llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS))
-    for one, other in zip(*results, strict=True):
+            return llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
+
+    for one, other in zip(generated(XLA), generated(TRITON), strict=True):
         if dtype == "float32":
             assert one.token_ids == other.token_ids
             continue
