@@ -82,7 +82,7 @@ part measure "links, overlap, alignment, memory, tokens in 16 bits" \
 if [[ ! $quick ]] && "$python" -c 'import torch, transformers' 2>/dev/null; then
   for family in llama gemma2 gpt_oss deepseek_v3; do
     part "families-$family" "everywhere the tokens of transformers" \
-      env XLA_FLAGS="$untried" "$python" scripts/checks/check_families.py "$family"
+      env XLA_FLAGS="$untried" "$python" scripts/checks/check_families.py --family "$family"
   done
 fi
 pytest=(env XLA_FLAGS="$untried" "$python" -m pytest -n 2 -p no:cacheprovider)

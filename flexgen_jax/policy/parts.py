@@ -98,13 +98,14 @@ def _grouped(
     layer: LayerSpec, tiers: Mapping[str, Tier], unified: bool, size: int
 ) -> Iterable[tuple[TensorSpec, ...]]:
     """Yields the tensors of each part of a layer; size: experts in a part."""
-    away = {tensor.key for tensor in layer.tensors if tiers[tensor.key] != "device"}
-    moves = set() if unified else away
+    there = ("device", "host") if unified else ("device",)
+    loaded = {tensor.key for tensor in layer.tensors if tiers[tensor.key] not in there}
+    moves = set() if unified else loaded
     experts: dict[int, list[TensorSpec]] = {}
     together: list[TensorSpec] = []
     others: list[TensorSpec] = []
     for tensor in layer.tensors:
-        if tensor.expert is not None and tensor.key in away:
+        if tensor.expert is not None and tensor.key in loaded:
             experts.setdefault(tensor.expert // size, []).append(tensor)
         elif layer.kind == "decoder" and tensor.key not in moves:
             together.append(tensor)

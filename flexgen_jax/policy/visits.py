@@ -60,7 +60,7 @@ class Visits:
         # The experts of each layer that have to be loaded, by number.
         self._experts: dict[int, dict[int, WeightsPart]] = {}
         # Those that the steps of the visit have taken, and the visit and the experts of a guess.
-        self._chosen: dict[int, Handle] = {}
+        self._chosen: dict[VisitPart, Handle] = {}
         self._guessed: tuple[int, set[int]] = (-1, set())
         self.guessed_right = self.guessed_wrong = 0
 
@@ -205,18 +205,17 @@ class Visits:
 
         def load(numbers: Collection[int], guessed: Collection[int]) -> list[Handle]:
             parts = self._experts_of(step)
-            away = [number for number in numbers if number in parts]
-            new = [number for number in away if number not in self._chosen]
-            keys: list[VisitPart] = [(step.visit, parts[number]) for number in new]
-            self.guessed_right += sum(key in self._stream for key in keys)
-            for key in keys:  # all reads begin before any is waited for
+            keys: list[VisitPart] = [(step.visit, parts[n]) for n in numbers if n in parts]
+            new_keys = [key for key in keys if key not in self._chosen]
+            self.guessed_right += sum(key in self._stream for key in new_keys)
+            for key in new_keys:  # all reads begin before any is waited for
                 self._stream.prefetch(key)
             if guesses and later is not None:
                 self._guess(later, guessed)
-            self._taken |= dict.fromkeys(keys)
-            for number, key in zip(new, keys, strict=True):
-                self._chosen[number] = self._stream.take(key)
-            return [self._chosen[number] for number in away]
+            self._taken |= dict.fromkeys(new_keys)
+            for key in new_keys:
+                self._chosen[key] = self._stream.take(key)
+            return [self._chosen[key] for key in keys]
 
         expected = self._rates.chosen(self._plan.spec.layers[step.layer], rows)
         return ChosenExperts(

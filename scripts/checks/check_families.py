@@ -1,14 +1,17 @@
 """Checks model families against transformers, everywhere their data can lie.
 
-For both variants of each family, greedy tokens in fp32 must be transformers' under four placements,
-two schedules and both places of attention, and with guessed tokens, some of them wrong, under the
-four placements; with weights and cache in 4 bits they must be equal under all of these but guesses.
+For both variants of each family, greedy tokens in fp32 must be transformers' with weights, cache
+and hidden states in each tier alone and in a covering array of mixtures, with the policy that is
+found for little device memory, under four placements, two schedules and both places of attention,
+and with guessed tokens, some of them wrong, under the four placements. With weights and cache in 4
+bits they must be equal under the four placements, both schedules and both places.
 
-    python scripts/checks/check_families.py [FAMILY ...]
+    python scripts/checks/check_families.py [--tiers-only] [--variants 0 1] [--family FAMILY ...]
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +28,7 @@ from flexgen_jax.engine import drafting
 from flexgen_jax.offload.speculation import Pace
 from tests.helpers.drafts import Scripted
 from tests.helpers.families import NEW_TOKENS, VARIANTS, Reference
-from tests.helpers.models import PLACEMENTS, prompts
+from tests.helpers.models import PLACEMENTS, TIER_PLACEMENTS, prompts
 
 WAYS = list(product(PLACEMENTS, ("zigzag", "continuous"), ("device", "host")))
 HAS_ONE_MEMORY = jax.devices()[0].platform == "cpu"
@@ -34,7 +37,7 @@ HAS_ONE_MEMORY = jax.devices()[0].platform == "cpu"
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
-def generated(folder: Path, policy: Policy, unified: bool, **options: Any) -> list[list[int]]:
+def generated(folder: Path, policy: Policy | str, unified: bool, **options: Any) -> list[list[int]]:
     """Returns the tokens of every prompt; unified: where the machine has one memory."""
     with (
         tempfile.TemporaryDirectory() as offload,
@@ -67,6 +70,17 @@ def tokens(folder: Path, bits: int) -> Iterator[list[list[int]]]:
         yield generated(folder, policy, number % 3 > 0)
 
 
+def by_tiers(folder: Path) -> Iterator[list[list[int]]]:
+    """Yields the tokens of every prompt for each placement of `TIER_PLACEMENTS`, with one memory
+    and with copies, and for a policy that is searched."""
+    for number, percent in enumerate(TIER_PLACEMENTS):
+        policy = Policy.from_percent(*percent, batch_size=4, num_batches=2, kv_block_tokens=4)
+        yield generated(folder, policy, number % 2 > 0)
+    host_only = Policy.from_percent(0, 100, 0, 100, 0, 100, batch_size=2)
+    yield generated(folder, host_only, True)
+    yield generated(folder, "auto", True, device_memory="60MB")
+
+
 def with_guesses(folder: Path, reference: Reference) -> Iterator[list[list[int]]]:
     """Yields the tokens of every prompt with guesses, every fifth of which is wrong, for each
     placement."""
@@ -80,10 +94,21 @@ def with_guesses(folder: Path, reference: Reference) -> Iterator[list[list[int]]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--family", nargs="+", default=[*VARIANTS], choices=[*VARIANTS])
+    parser.add_argument("--variants", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--tiers-only", action="store_true", help="no schedules, guesses, 4 bits")
+    options = parser.parse_args()
     wrong = 0
-    for family, variant in product(sys.argv[1:] or VARIANTS, (0, 1)):
+    for family, variant in product(options.family, options.variants):
         with tempfile.TemporaryDirectory() as folder:
             reference = Reference(Path(folder), family, variant)
+            tiers = [found == reference.tokens for found in by_tiers(Path(folder))]
+            wrong += tiers.count(False)
+            summary = f"{sum(tiers)} of {len(tiers)} placements by tiers"
+            print(f"{family} {variant}: {summary} give transformers' tokens", flush=True)
+            if options.tiers_only:
+                continue
             plain = [found == reference.tokens for found in tokens(Path(folder), 16)]
             guesses = with_guesses(Path(folder), reference)
             guessed = [found == reference.tokens for found in guesses]

@@ -20,7 +20,7 @@ from flexgen_jax.offload.speculation import Pace
 from tests.helpers.cases import covering
 from tests.helpers.drafts import Scripted
 from tests.helpers.families import NEW_TOKENS, VARIANTS, Reference
-from tests.helpers.models import assert_within_plan, prompts
+from tests.helpers.models import TIER_PLACEMENTS, assert_within_plan, prompts
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -28,6 +28,7 @@ PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 WAYS: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
     ((30, 40, 20, 50, 0, 100), {"attention": "host", "prefill_chunk": 7}),
     ((0, 0, 0, 0, 0, 0), {"attention": "device", "schedule": "zigzag"}),
+    *((percent, {}) for percent in TIER_PLACEMENTS),
 )
 
 
@@ -50,7 +51,7 @@ def test_logits_are_those_of_transformers(
         np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("variant", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "way"), covering([*VARIANTS], [*range(len(WAYS))], together=1))
 def test_tokens_are_those_of_transformers(
@@ -63,7 +64,7 @@ def test_tokens_are_those_of_transformers(
     reference, (percent, how) = references(family, variant), WAYS[way]
     policy = Policy.from_percent(*percent, batch_size=4, num_batches=2, kv_block_tokens=4, **how)
     with LLM(
-        reference.folder, policy=policy, dtype="float32", offload_dir=tmp_path, unified=bool(way)
+        reference.folder, policy=policy, dtype="float32", offload_dir=tmp_path, unified=way % 3 > 0
     ) as llm:
         results = llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
         report = llm.report()

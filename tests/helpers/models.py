@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.models.families import OPT, read_config
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tokenizer import Tokenizer
+from tests.helpers.cases import chosen_few
 
 BASE: dict[str, Any] = {
     "model_type": "opt",
@@ -54,6 +56,16 @@ PLACEMENTS = (
     (0, 0, 0, 0, 0, 0),
     (30, 40, 20, 50, 0, 100),
 )
+
+SPLITS = ((100, 0), (0, 100), (0, 0), (30, 40))
+"""Percent of weights, cache or hidden states on the device and the host: all in one tier, or in
+all."""
+
+TIER_PLACEMENTS = tuple(
+    tuple(chain.from_iterable(SPLITS[index] for index in choice))
+    for choice in dict.fromkeys([(0,) * 3, (1,) * 3, (2,) * 3, *chosen_few([4] * 3, 2)])
+)
+"""Everything in each tier alone, and mixtures that have every pair of `SPLITS`."""
 
 PROMPT_LENGTHS = (3, 14, 8, 16, 5, 9, 12, 1)
 """All are padded to one length, so that a run compiles few programs."""
