@@ -20,7 +20,7 @@ from flexgen_jax.jobs.choices import done, finished_choice, logprobs_json, read_
 from flexgen_jax.jobs.lines import MOST_CHOICES, Line, LineError, line_name, read_line
 from flexgen_jax.jobs.options import Engine, JobOptions, State, Summary
 from flexgen_jax.jobs.source import InputFacts, JobInput
-from flexgen_jax.jobs.store import Disk, Journal, Manifest, Results
+from flexgen_jax.jobs.store import RECORD_FORMAT, Disk, Journal, Manifest, Results
 from flexgen_jax.models.chat import ChatOptions
 from flexgen_jax.progress import seconds_left
 
@@ -71,6 +71,10 @@ class Job:
             self._facts = InputFacts.of(self._source, self._manifest.recorded("input size"))
             self.summary.total = self._facts.lines
             self._kept = self._journal.read()
+            if damaged := self._results.damaged + self._journal.damaged:
+                self._llm.note(
+                    f"damaged records of an earlier run: {damaged}; they are computed again"
+                )
             self._begin_or_go_on()
             if self._options.retries_errors:
                 self._results.forget_errors()
@@ -109,6 +113,7 @@ class Job:
             "tokens of conversations": self._chat_tokens,
             "chat template": self._llm.chat_fingerprint,
             "sampling defaults": str(self._llm.sampling_defaults),
+            "record format": RECORD_FORMAT,
         }
         known, is_new = self._manifest.recorded("input"), not (self._results.done or self._kept)
         recorded = None if is_new else self._manifest.recorded("time of conversations")

@@ -1,5 +1,6 @@
-"""Files of a job: results, which are only added to; a journal of unfinished texts; and a manifest
-of what the job depends on. Whatever moment a job is killed at, they are valid."""
+"""Files of a job: results, which are only added to; a journal of unfinished requests; and a
+manifest of the job's inputs. They are valid whenever a job is killed. Every record has a checksum;
+a damaged one is computed again."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import os
 import re
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from math import inf
@@ -67,17 +69,52 @@ def beside(path: Path, what: str) -> Path:
     return path.with_name(f"{path.name}.{what}")
 
 
+RECORD_FORMAT = 2
+"""Version of the records of results and journals, which the manifest names."""
+
+CHECKSUM = re.compile(rb', "crc32": (\d+)}\n')
+"""The end of a record's line."""
+
+RECORD_MARKS = b'"crc32": ', b'"line": '
+"""Parts of every record, of which a small damage leaves one."""
+
+
+def sealed(record: Mapping[str, Any]) -> bytes:
+    """Returns a record as a line of JSON whose last entry, "crc32", is the CRC-32 of the line
+    without that entry."""
+    content = json.dumps(record).encode()
+    return content[:-1] + b', "crc32": %d}\n' % zlib.crc32(content)
+
+
+def unsealed(line: bytes) -> dict[str, Any] | None:
+    """Returns the record of a line, None of a damaged one."""
+    end = CHECKSUM.search(line)
+    if end is None or end.end() < len(line):
+        return None
+    content = line[: end.start()] + b"}"
+    if zlib.crc32(content) != int(end.group(1)):
+        return None
+    record: dict[str, Any] = json.loads(content)
+    return record
+
+
+def checksum(*content: Any) -> int:
+    """Returns the CRC-32 of some JSON values."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
 class Results:
     """A file of records, a line of JSON each, of which each has its line in the input as "line".
 
     May be used from several threads. finished: whether a line of the input has its record, as a
     byte; done: the number of records; errors: of those that say why a line could not be run; said:
-    what these say, of which few kinds are kept.
+    what these say, of which few kinds are kept; damaged: the number of damaged records, which were
+    removed when the file was opened.
     """
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self._path, self._disk, self._lock = path, disk, threading.Lock()
-        self._finished, self.done, self.errors = bytearray(), 0, 0
+        self._finished, self.done, self.errors, self.damaged = bytearray(), 0, 0, 0
         self._said: Counter[str] = Counter()
         self._waits_since: float | None = None
         try:
@@ -97,7 +134,7 @@ class Results:
     def add(self, record: Mapping[str, Any]) -> None:
         """Adds a record; raises `UserError` if it cannot be written, and leaves the file as it
         was."""
-        content = json.dumps(record).encode() + b"\n"
+        content = sealed(record)
         with self._lock:
             before = os.fstat(self._file.fileno()).st_size
             try:
@@ -198,46 +235,74 @@ class Results:
         )
 
     def _take_up(self) -> None:
-        """Finds the records that there are, and cuts off a line that was not written whole."""
-        whole = 0
+        """Finds the records that there are, cuts off a line that was not written whole, and removes
+        damaged records."""
+        whole, damaged = 0, set[int]()
         with open(self._path, "rb") as file:
-            for number, content in enumerate(file, 1):
+            for number, content in enumerate(file):
                 if not content.endswith(b"\n"):
                     break
-                try:
-                    self._mark(json.loads(content))
-                except (ValueError, KeyError, TypeError, RecursionError):
+                record = unsealed(content)
+                if record is None and not any(mark in content for mark in RECORD_MARKS):
                     raise UserError(
-                        f"{self._path}, line {number}, is no record of a job; choose another file"
-                    ) from None
+                        f"{self._path}, line {number + 1}, is no record of a job; choose another "
+                        "file"
+                    )
+                if record is None:
+                    damaged.add(number)
+                else:
+                    self._mark(record)
                 whole += len(content)
         os.truncate(self._path, whole)
+        self.damaged = len(damaged)
+        if damaged:
+            with open(self._path, "rb") as file:
+                self._rewrite(line for number, line in enumerate(file) if number not in damaged)
 
 
 class Journal:
-    """The texts that were not finished when a job was broken off: for each line of the input and
-    choice of it, its tokens, and if it is finished its result. It is written as a whole, beside the
-    results."""
+    """The requests that were not finished when a job was interrupted: for each line of the input
+    and each of its choices, the tokens, and if it is finished its result. It is written as a whole,
+    next to the results.
+
+    damaged: the number of choices that `read` found damaged, 1 for a file that is not JSON.
+    """
 
     def __init__(self, results: Path, disk: Disk) -> None:
         self._path, self._disk = beside(results, "journal"), disk
+        self.damaged = 0
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """Returns what was kept by line; nothing if there is no journal."""
+        """Returns the undamaged choices by line; nothing if there is no journal."""
         try:
-            raw = json.loads(self._path.read_bytes())
-            return {int(line): dict(kept) for line, kept in raw.items()}
+            lines = json.loads(self._path.read_bytes())
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise UserError(
-                f"cannot read the journal {self._path}: {error}; delete it, and unfinished texts "
-                "begin anew"
-            ) from None
+        except OSError as error:
+            raise UserError(f"cannot read the journal {self._path}: {error.strerror}") from None
+        except (ValueError, RecursionError):
+            self.damaged = 1
+            return {}
+        kept: dict[int, dict[str, Any]] = {}
+        for line, choices in lines.items() if isinstance(lines, dict) else ():
+            for choice, own in choices.items() if isinstance(choices, dict) else ():
+                crc = own.pop("crc32", None) if isinstance(own, dict) else None
+                if crc is None or crc != checksum(line, choice, own):
+                    self.damaged += 1
+                else:
+                    kept.setdefault(int(line), {})[choice] = own
+        return kept
 
-    def write(self, kept: Mapping[int, Any]) -> None:
+    def write(self, kept: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> None:
+        content = {
+            str(line): {
+                choice: {**own, "crc32": checksum(str(line), choice, own)}
+                for choice, own in choices.items()
+            }
+            for line, choices in kept.items()
+        }
         try:
-            self._disk.write_whole(self._path, [json.dumps(kept).encode()])
+            self._disk.write_whole(self._path, [json.dumps(content).encode()])
         except OSError as error:
             raise UserError(
                 f"cannot write the journal {self._path}: {error.strerror}; results are kept, and "
@@ -253,7 +318,8 @@ NOT_COMPARED = frozenset(("input size",))
 
 
 class Manifest:
-    """What a job's results depend on, by name; a job is taken up only if it is the same."""
+    """The inputs that a job's results depend on, by name, with a checksum. A job is resumed only if
+    they are the same."""
 
     def __init__(self, results: Path, disk: Disk) -> None:
         self._results, self._path, self._disk = results, beside(results, "manifest"), disk
@@ -278,7 +344,8 @@ class Manifest:
     def write(self, content: Mapping[str, Any]) -> None:
         """Writes the manifest of a job that begins, or whose input has more lines now."""
         try:
-            self._disk.write_whole(self._path, [json.dumps(content, indent=2).encode() + b"\n"])
+            whole = {**content, "crc32": checksum(content)}
+            self._disk.write_whole(self._path, [json.dumps(whole, indent=2).encode() + b"\n"])
         except OSError as error:
             raise UserError(f"cannot write {self._path}: {error.strerror}") from None
 
@@ -287,8 +354,8 @@ class Manifest:
         old = self._read()
         if not old:
             raise UserError(
-                f"{self._results} has results, but its manifest {self._path} cannot be read; "
-                "choose another file"
+                f"{self._results} has results, but its manifest {self._path} is damaged; choose "
+                "another file, or delete both to begin again"
             )
         names = {*content, *old} - NOT_COMPARED
         differs = [name for name in names if old.get(name) != content.get(name)]
@@ -303,12 +370,14 @@ class Manifest:
             )
 
     def _read(self) -> dict[str, Any]:
-        """Returns the manifest, an empty one if it cannot be read."""
+        """Returns the manifest, an empty one if it cannot be read or is damaged."""
         try:
             raw = json.loads(self._path.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
-        return raw if isinstance(raw, dict) else {}
+        if not isinstance(raw, dict) or raw.pop("crc32", None) != checksum(raw):
+            return {}
+        return raw
 
 
 def _lock(file: IO[bytes], path: Path) -> None:

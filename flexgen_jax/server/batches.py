@@ -11,13 +11,14 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from flexgen_jax.engine.requests import Request
 from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.lines import URLS, Line, LineError, read_line
+from flexgen_jax.jobs.store import sealed, unsealed
 from flexgen_jax.progress import logger, seconds_left
 from flexgen_jax.server.bodies import chat_tokens_of, requests_of
 from flexgen_jax.server.engine import Engine, EngineError, Text
@@ -294,23 +295,17 @@ class Running:
 
 def _append(file: IO[bytes], record: dict[str, Any]) -> None:
     """Writes a record, at once."""
-    file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+    file.write(sealed(record))
     file.flush()
 
 
 def _numbers(path: Path) -> set[int]:
-    """Returns the lines that have a record in a file. What a kill has left of the last one is cut
-    off."""
+    """Returns the lines that have a record in a file. Damaged records, and the last one if a kill
+    has cut it, are removed."""
     if not path.exists():
         return set()
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with open(path, "r+b") as file:
-            file.truncate(len(whole))
-    return set(_of_records(whole))
-
-
-def _of_records(content: bytes) -> Iterator[int]:
-    for line in content.splitlines():
-        yield json.loads(line)["line"]
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = [(line, record) for line in lines if (record := unsealed(line)) is not None]
+    if len(records) < len(lines):
+        write_whole(path, b"".join(line for line, _ in records))
+    return {record["line"] for _, record in records}

@@ -92,10 +92,11 @@ def run(llm: LLM, source: Path, disk: Disk | None = None, **options: Any) -> Sum
 
 
 def records(source: Path) -> dict[int, dict[str, Any]]:
-    """The records by line; no line has two, and times are left out."""
+    """The records by line; no line has two, and times and checksums are left out."""
     found: dict[int, dict[str, Any]] = {}
     for content in source.with_name("out.jsonl").read_text().splitlines():
         record = json.loads(content)
+        assert record.pop("crc32") > 0
         assert record["line"] not in found
         found[record["line"]] = record
         if record.get("response"):
@@ -199,6 +200,37 @@ def test_a_disk_that_fails_leaves_valid_files(
             break
     assert broken == last > 3
     assert rounded(records(source)) == rounded(expected)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.journal", "out.jsonl.manifest"])
+def test_damage_changes_no_result(
+    llm: LLM, source: Path, expected: dict[int, dict[str, Any]], name: str, seed: int
+) -> None:
+    """A byte of what an interrupted job has written is another one: it is computed again, or
+    refused by name."""
+    rng, refused = random.Random(seed), 0
+    with pytest.raises(Cut):
+        run(llm, source, CutDisk(60, Cut()), journal_s=0)
+    whole = {path: path.read_bytes() for path in source.parent.glob("out.jsonl*")}
+    damaged_path = source.with_name(name)
+    for _ in range(4):
+        for path in source.parent.glob("out.jsonl*"):
+            path.unlink()
+        for path, written in whole.items():
+            path.write_bytes(written)
+        content = bytearray(whole[damaged_path])
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        damaged_path.write_bytes(content)
+        try:
+            run(llm, source)
+        except UserError as error:
+            refused += 1
+            assert "out.jsonl.manifest is damaged" in str(error)
+        else:
+            assert rounded(records(source)) == rounded(expected)
+    assert refused == (4 if name.endswith("manifest") else 0)
 
 
 def test_a_job_of_something_else_is_refused(llm: LLM, source: Path) -> None:

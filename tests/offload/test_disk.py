@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -70,6 +71,15 @@ def test_round_trip_and_reuse(folder: OffloadFolder) -> None:
     for direct in {found.direct, False}:
         np.testing.assert_array_equal(read(replace(found, direct=direct)), DATA)
     assert len(chunks(folder)) > 2
+
+
+def test_a_tensor_of_another_model_or_name_is_written_again(folder: OffloadFolder) -> None:
+    store(folder)
+    for stray in ("weights/g/t", "weights/f/u"):
+        shutil.copytree(folder.root / "weights/f/t", folder.root / stray)
+    assert has(folder)
+    assert not folder.weights("g").has("t", SHAPE, np.dtype(np.float32))
+    assert not has(folder, "u")
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "no done.json"])

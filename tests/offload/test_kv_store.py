@@ -130,6 +130,22 @@ def test_whatever_happens_no_wrong_array_comes_back(
     assert used(folder) <= cap
 
 
+def test_pieces_of_another_model_are_not_taken(tmp_path: Path) -> None:
+    ids = list(range(2 * TOKENS))
+    for model in ("one", "two"):
+        with closing(KVStore(tmp_path, 100 * ONE, model, LAYOUT)) as store:
+            put(store, ids)
+            store.settle()
+            assert check(store, ids) == len(ids)
+    one, two = (path for path in tmp_path.iterdir() if path.is_dir())
+    for piece in one.glob("*.kv"):
+        piece.replace(two / piece.name)
+    with closing(KVStore(tmp_path, 100 * ONE, "one", LAYOUT)) as store:
+        assert check(store, ids) == 0
+    with closing(KVStore(tmp_path, 100 * ONE, "two", LAYOUT)) as store:
+        assert check(store, ids) == 0
+
+
 def test_what_was_used_longest_ago_is_evicted_from_its_end(tmp_path: Path) -> None:
     store = KVStore(tmp_path, 6 * ONE, "model", LAYOUT)
     first, second, third = ([n, *range(3 * TOKENS - 1)] for n in (1, 2, 3))

@@ -256,14 +256,15 @@ class WeightFolder:
             yield
 
     def has(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> bool:
-        """Returns whether the tensor is stored whole; its size and checksum are verified.
+        """Returns whether the tensor is stored whole; its owner, size and checksum are verified.
 
-        A damaged tensor is removed, so that the caller writes it again.
+        A damaged tensor, or another model's, is removed, so that the caller writes it again.
         """
         folder = self.path / name
         try:
             done = json.loads((folder / "done.json").read_text())
-            is_whole = done["bytes"] == _payload_bytes(folder)
+            is_ours = all(done[key] == value for key, value in self._owner(name).items())
+            is_whole = is_ours and done["bytes"] == _payload_bytes(folder)
             if is_whole and done["crc32"] == _checksum(self.open(name, shape, dtype)):
                 return True
         except OSError as error:
@@ -279,6 +280,10 @@ class WeightFolder:
             pass
         shutil.rmtree(folder, ignore_errors=True)
         return False
+
+    def _owner(self, name: str) -> dict[str, str]:
+        """Returns the entries of done.json that say which tensor of which model is stored."""
+        return {"model": self.path.name, "tensor": name}
 
     def remove(self, name: str) -> None:
         """Removes a stored tensor."""
@@ -316,7 +321,7 @@ class WeightFolder:
                 start += piece.shape[0]
             if pending is not None:
                 pending.result()
-            done = {"bytes": _payload_bytes(part), "crc32": crc}
+            done = self._owner(name) | {"bytes": _payload_bytes(part), "crc32": crc}
             (part / "done.json").write_text(json.dumps(done))
             os.rename(part, folder)
         except BaseException as error:

@@ -21,7 +21,7 @@ from flexgen_jax.offload.disk.direct_reads import PAGE
 TOKENS = 64
 """Tokens of a piece, but for a sequence's last one, which may have fewer."""
 
-MAGIC = b"flexgen-jax KV 1"
+MAGIC = b"flexgen-jax KV 2"
 
 KEY_BYTES = 20
 
@@ -61,8 +61,8 @@ class PieceLayout:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes before the arrays: magic, key and checksums, rounded up to whole pages."""
-        return -(-(len(MAGIC) + KEY_BYTES + 4 * len(self.arrays)) // PAGE) * PAGE
+        """Bytes before the arrays: magic, model, key and checksums, rounded up to whole pages."""
+        return -(-(len(MAGIC) + 2 * KEY_BYTES + 4 * len(self.arrays)) // PAGE) * PAGE
 
     def offsets(self, tokens: int, is_end: bool) -> list[int]:
         """Returns where each array of a piece begins, and the end of the last one."""

@@ -7,8 +7,8 @@
     <folder>/<model>/<key>.<id>.part    one that is being written, held by a lock of its own
 
 A piece's key is the hash of the key before it and of its own tokens, so it stands for all tokens up
-to its end. A file has a page or more of header, with the key and a checksum of every array, then
-the arrays of all layers, one after the other. It appears complete or not at all;
+to its end. A file has a page or more of header, with the model, the key and a checksum of every
+array, then the arrays of all layers, one after the other. It appears complete or not at all;
 one that is damaged is removed, and what it had is computed again. Those used longest ago are
 evicted first.
 """
@@ -78,9 +78,11 @@ class KVStore:
         write_limit: int | None = None,
     ) -> None:
         self.layout, self._cap, self._write_limit = layout, cap, write_limit
-        name = hashlib.blake2b(repr((model, layout)).encode(), digest_size=KEY_BYTES).hexdigest()
+        self._model = hashlib.blake2b(
+            repr((model, layout)).encode(), digest_size=KEY_BYTES
+        ).digest()
         self._root = folder.expanduser()
-        self._folder = self._root / name
+        self._folder = self._root / self._model.hex()
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -134,13 +136,17 @@ class KVStore:
         except OSError:  # it is not there, or too many files are open
             return None
         header = os.pread(file, self.layout.header_bytes, 0)
-        start, nbytes = MAGIC + key.digest, self.layout.nbytes(key.tokens, key.is_end)
+        start, nbytes = self._start_of(key), self.layout.nbytes(key.tokens, key.is_end)
         if os.fstat(file).st_size != nbytes or not header.startswith(start):
             os.close(file)
             path.unlink(missing_ok=True)
             return None
         sums = struct.unpack_from(f"<{len(self.layout.arrays)}I", header, len(start))
         return StoredPiece(path, file, key, sums)
+
+    def _start_of(self, key: PieceKey) -> bytes:
+        """Returns the first bytes of a piece's file, which say whose it is."""
+        return MAGIC + self._model + key.digest
 
     def _path(self, key: PieceKey) -> Path:
         return self._folder / key.file_name
@@ -200,7 +206,7 @@ class KVStore:
         try:
             for part in draft.parts:
                 sums = struct.pack(f"<{len(part.sums)}I", *part.sums)
-                os.pwrite(part.file, MAGIC + part.key.digest + sums, 0)
+                os.pwrite(part.file, self._start_of(part.key) + sums, 0)
             with self._locked():  # who makes room must see each file once
                 while draft.parts:
                     part = draft.parts[0]
