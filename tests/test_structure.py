@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "flexgen_jax"
 NAME = PACKAGE.name
 
-BELOW_ALL = {"errors", "units", "progress", "version"}
+BELOW_ALL = {"caches", "errors", "units", "progress", "version"}
 """Modules at the top of the package that every room may import."""
 
 MAY_IMPORT = {

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from flexgen_jax.caches import cache_folder, read_cached, write_cached
 from flexgen_jax.engine.draft_model import ModelDrafter, check_drafts
 from flexgen_jax.engine.lookup import LookupDrafter
 from flexgen_jax.engine.options import LOOKUP, SELF_4BIT, EngineOptions
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine.caches import cache_folder, write_cached
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import Model, open_model, shape_of
 from flexgen_jax.offload.speculation import Acceptance, Drafter
@@ -63,10 +61,7 @@ class Drafting:
     _rates: tuple[HardwareProfile, DraftRates] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._measured = None
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            measured = float(json.loads(self.memory.read_text(encoding="utf-8"))["accepted"])
-            self._measured = min(max(measured, 0.0), 1.0)
+        self._measured = read_cached(self.memory)
 
     def rates(self, hw: HardwareProfile) -> DraftRates:
         """Returns what planning needs to know."""
@@ -82,7 +77,7 @@ class Drafting:
         before = rate if self._measured is None else self._measured
         self._measured = KEPT_SHARE * before + (1 - KEPT_SHARE) * rate
         self._rates = None
-        write_cached(self.memory, json.dumps({"accepted": self._measured}))
+        write_cached(self.memory, self._measured)
 
 
 def name_of(draft: str | Path | Model) -> str:

@@ -381,13 +381,22 @@ class LLM(TextModel):
     def fingerprint(self) -> str:
         """A text that identifies everything that the results depend on besides prompts and
         sampling: the weights, the tokenizer, the dtype, and the parts of the policy that lose
-        precision. A copy of the model has an equal fingerprint."""
+        precision. A copy of the model has an equal fingerprint. The first time, all of the model's
+        files are read."""
+        return self._identified(self._model.source.content(self.dtype))
+
+    @property
+    def files_fingerprint(self) -> str:
+        """A `fingerprint` that is known at once, and differs for copies of the model's files."""
+        return self._identified(self._model.source.fingerprint(self.dtype))
+
+    def _identified(self, weights: str) -> str:
         policy = self._runner.given
         lossy = f"{policy.weight_bits}-{policy.cache_bits}-{policy.attention_sparsity}"
         lossy += f"-{policy.matmul_bits}" if policy.matmul_bits < 16 else ""
         lossy += f"-{policy.weight_format}" if policy.weight_bits < 16 else ""
         tokenizer = self._model.tokenizer.fingerprint if self._model.tokenizer else None
-        return f"{self._model.source.content(self.dtype)}-{tokenizer}-{lossy}"
+        return f"{weights}-{tokenizer}-{lossy}"
 
     @property
     def policy(self) -> Policy | None:

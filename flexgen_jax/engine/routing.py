@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from flexgen_jax.caches import cache_folder, read_cached, write_cached
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine.caches import cache_folder, write_cached
 from flexgen_jax.models.checkpoint import Checkpoint
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import Model
@@ -55,18 +53,9 @@ class MeasuredRouting:
         return ExpertRates.measured(telling, top=kinds.pop()[1])
 
     def _read(self) -> Counts:
-        """Returns what earlier runs have counted; what cannot be read is not missed."""
-        with suppress(OSError, ValueError, TypeError, AttributeError):
-            kept = json.loads(self._memory.read_text(encoding="utf-8"))
-            counts = {int(layer): np.array(chosen, np.int64) for layer, chosen in kept.items()}
-            return {
-                layer: chosen
-                for layer, chosen in counts.items()
-                if layer in self._experts
-                and chosen.shape == (self._experts[layer].count,)
-                and (chosen >= 0).all()
-            }
-        return {}
+        """Returns the counts of earlier runs."""
+        kept = read_cached(self._memory) or {}
+        return {int(layer): np.array(chosen, np.int64) for layer, chosen in kept.items()}
 
     def observe(self, counts: Mapping[int, np.ndarray]) -> None:
         """Keeps what a run has counted, by the layer's index."""
@@ -77,8 +66,7 @@ class MeasuredRouting:
             before = kept.get(layer, np.zeros_like(chosen))
             excess = before.sum() / (KEPT * before.size)
             kept[layer] = (before // max(1.0, excess)).astype(np.int64) + chosen
-        text = json.dumps({str(layer): chosen.tolist() for layer, chosen in kept.items()})
-        write_cached(self._memory, text)
+        write_cached(self._memory, {str(layer): x.tolist() for layer, x in kept.items()})
 
 
 def measured_routing(

@@ -22,13 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from flexgen_jax.caches import cache_folder
 from flexgen_jax.cpu import kernels_of_device
 from flexgen_jax.engine.batching import PromptTokens
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.session import Session
 from flexgen_jax.engine.wire import ClosedError, Wire
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.limits import detect_budgets
 from flexgen_jax.machine.profiles import cached_profile, measured_profile
 from flexgen_jax.machine.start import start_jax

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flexgen_jax.caches import cache_folder
 from flexgen_jax.cpu import kernels_of_device
 from flexgen_jax.engine.drafting import drafting_of
 from flexgen_jax.engine.local import LocalRunner
@@ -13,7 +14,6 @@ from flexgen_jax.engine.routing import measured_routing
 from flexgen_jax.engine.serving import Runner
 from flexgen_jax.engine.stages import Stages
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.jax_settings import set_up_jax
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.loading import Model, resolve_dtype

@@ -190,6 +190,10 @@ class Described:
         return self._llm.fingerprint
 
     @property
+    def files_fingerprint(self) -> str:
+        return self._llm.files_fingerprint
+
+    @property
     def chat_fingerprint(self) -> str | None:
         return self._llm.chat_fingerprint
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -56,6 +59,7 @@ class Job:
         self._kept: dict[int, dict[str, Any]] = {}
         self._names: set[bytes] = set()
         self._journal = Journal(options.results, self._disk)
+        self._hashed: Future[dict[str, Any]] | None = None
         self.summary = Summary(0)
         self._began = self._journal_due = self._report_due = 0.0
         self._done_before = 0
@@ -81,6 +85,7 @@ class Job:
             self._done_before = self._results.done
             self._continue()
             self._results.sync(is_due=True)
+            self._complete_manifest()
             left = self._left()
             if left:  # that `limit` did not let begin
                 self._journal.write(left)
@@ -108,7 +113,6 @@ class Job:
         have come after those that it had."""
         own = {
             "input": self._facts.digest,
-            "model": self._llm.fingerprint,
             "seed": self._options.seed,
             "tokens of conversations": self._chat_tokens,
             "chat template": self._llm.chat_fingerprint,
@@ -116,6 +120,7 @@ class Job:
             "record format": RECORD_FORMAT,
         }
         known, is_new = self._manifest.recorded("input"), not (self._results.done or self._kept)
+        own |= self._model_entries(is_new)
         recorded = None if is_new else self._manifest.recorded("time of conversations")
         given = None if self._options.now is None else self._options.now.isoformat()
         moment = str(given or recorded or datetime.now().isoformat())
@@ -124,8 +129,27 @@ class Job:
         if not is_new:
             begins_alike = known == self._facts.earlier
             self._manifest.check({**own, "input": known} if begins_alike else own)
+        own["input size"] = self._facts.size
         if is_new or known != own["input"]:
-            self._manifest.write({**own, "input size": self._facts.size})
+            self._manifest.write(own)
+        if own["model"] is None:
+            self._hashed = _in_background(lambda: {**own, "model": self._llm.fingerprint})
+
+    def _model_entries(self, is_new: bool) -> dict[str, str | None]:
+        """Returns the manifest's entries of the model. The hash of all its files is computed in the
+        background of a new job, and compared only if the files' times differ."""
+        files = self._llm.files_fingerprint
+        recorded = None if is_new else self._manifest.recorded("model")
+        if is_new or files == self._manifest.recorded("model files"):
+            return {"model files": files, "model": recorded}
+        return {"model files": files, "model": self._llm.fingerprint if recorded else "other files"}
+
+    def _complete_manifest(self) -> None:
+        """Writes the hash of the model's files to the manifest, once it is computed."""
+        if self._hashed is not None and self._hashed.done():
+            hashed, self._hashed = self._hashed, None
+            if hashed.exception() is None:  # without it, the files' times tell the model
+                self._manifest.write(hashed.result())
 
     def _continue(self) -> None:
         """Runs all lines that have no record; what is unfinished when this is broken off goes to
@@ -265,6 +289,7 @@ class Job:
             self._journal_due = now + self._options.journal_s
         if now >= self._report_due:
             self._results.sync()
+            self._complete_manifest()
             self._report()
 
     def _take(self, result: RequestOutput) -> None:
@@ -355,3 +380,20 @@ def _length(request: Request) -> int:
     if request.prompt is not None:
         return len(request.prompt)
     return CHARACTERS * len(request.prompt_token_ids or ())
+
+
+def _in_background(compute: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+    """Computes something in a thread that leaves the processor to the others, and does not keep the
+    process from ending."""
+    future: Future[dict[str, Any]] = Future()
+
+    def run() -> None:
+        with suppress(OSError, AttributeError):  # systems where threads have no priority
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            future.set_result(compute())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="hash", daemon=True).start()
+    return future

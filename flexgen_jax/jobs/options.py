@@ -84,6 +84,9 @@ class Engine(Protocol):
     def fingerprint(self) -> str: ...
 
     @property
+    def files_fingerprint(self) -> str: ...
+
+    @property
     def chat_fingerprint(self) -> str | None: ...
 
     @property

@@ -17,6 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import IO, Any
 
+from flexgen_jax.caches import checksum
 from flexgen_jax.errors import UserError
 
 SYNC_S = 1.0
@@ -96,11 +97,6 @@ def unsealed(line: bytes) -> dict[str, Any] | None:
         return None
     record: dict[str, Any] = json.loads(content)
     return record
-
-
-def checksum(*content: Any) -> int:
-    """Returns the CRC-32 of some JSON values."""
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 class Results:
@@ -313,7 +309,7 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
 
-NOT_COMPARED = frozenset(("input size",))
+NOT_COMPARED = frozenset(("input size", "model files"))
 """Entries of a manifest that are there to be read."""
 
 

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 
+from flexgen_jax.caches import cache_folder
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine.caches import cache_folder
 
 PROGRAMS_BYTES = 1 << 30
 """Limit of the compiled programs that are kept, in bytes."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flexgen_jax.machine.caches import cache_folder, write_cached
+from flexgen_jax.caches import cache_folder, read_cached, write_cached
 from flexgen_jax.machine.limits import (
     detect_budgets,
     existing,
@@ -23,7 +23,6 @@ from flexgen_jax.policy.hardware import (
     UNSTEADY,
     DiskReads,
     HardwareProfile,
-    ProfileError,
 )
 from flexgen_jax.progress import Progress
 
@@ -43,19 +42,14 @@ def cached_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:
 
 
 def _measured(path: Path) -> HardwareProfile | None:
-    try:
-        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ProfileError):
-        return None  # measured again
+    text = read_cached(path)
+    return None if text is None else HardwareProfile.from_json(text)
 
 
 def _seen(path: Path) -> list[float]:
     """Returns the disk's rates that runs have seen, relative to a cached profile's."""
-    try:
-        content = json.loads(_seen_file(path).read_text(encoding="utf-8"))
-        return [float(rate) for rate in content][-RUNS_KEPT:]
-    except (OSError, ValueError, TypeError):
-        return []  # what cannot be read is not missed
+    rates: list[float] = read_cached(_seen_file(path)) or []
+    return rates[-RUNS_KEPT:]
 
 
 def _seen_file(path: Path) -> Path:
@@ -71,7 +65,7 @@ def record_disk_reads(
     profile = _measured(path)
     if profile is not None and sum(read.nbytes for read in reads) >= TELLING_BYTES:
         rate = round(profile.disk_rate_seen(reads, busy_s), 3)
-        write_cached(_seen_file(path), json.dumps([*_seen(path), rate][-RUNS_KEPT:]))
+        write_cached(_seen_file(path), [*_seen(path), rate][-RUNS_KEPT:])
 
 
 def measured_profile(

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from flexgen_jax.caches import cache_folder, read_cached, write_cached
 from flexgen_jax.models.folder import CheckpointError, weight_files
 from flexgen_jax.models.formats.packed import PackedTensor
 
@@ -79,17 +80,32 @@ class Identity(Protocol):
     """Identifies a model's tensors, so that their content is known again."""
 
     def with_times(self) -> list[Any]:
-        """Returns what changes when the tensors do, or perhaps only their files' times."""
+        """Returns a quick identity, which changes with the tensors or their files' times."""
 
     def contents(self) -> list[Any]:
-        """Returns what changes when the tensors' content does."""
+        """Returns an identity of the content alone, for which all of it may have to be read."""
+
+
+class FileIdentity(NamedTuple):
+    """The version of a file. changed_ns: the time of the last change of its content or its times,
+    which no program can set."""
+
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileIdentity:
+        status = path.stat()
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class Files:
-    """The files of a model: who they are, so that their content is known again."""
+    """The files of a model, by which its content is known again."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self._identity = {path: _identity(path) for path in paths}
+        self._identity = {path: FileIdentity.of(path) for path in paths}
 
     @property
     def paths(self) -> list[Path]:
@@ -100,16 +116,16 @@ class Files:
         one by now: reads still go to the one that was opened."""
         parts = []
         for path, identity in sorted(self._identity.items()):
-            if _identity(path) != identity:
+            if FileIdentity.of(path)[:3] != identity[:3]:
                 raise CheckpointError(f"{path} was replaced since it was opened; start again")
-            _, *size_and_time = identity
-            parts.append((path.name, *size_and_time, self._samples[path]))
+            parts.append((path.name, *identity[1:], self._samples[path]))
         return parts
 
     def contents(self) -> list[Any]:
-        """Returns names, sizes and samples, equal for copied files."""
+        """Returns names, sizes and hashes of whole files, equal for copied files."""
         return sorted(
-            (p.name, size, self._samples[p]) for p, (_, size, _) in self._identity.items()
+            (path.name, identity.size, _whole_hash(path, identity))
+            for path, identity in self._identity.items()
         )
 
     @cached_property
@@ -188,16 +204,25 @@ def _entries(path: Path) -> dict[str, Stored]:
     }
 
 
-def _identity(path: Path) -> tuple[int, int, int]:
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
+def _whole_hash(path: Path, identity: FileIdentity) -> str:
+    """Returns the SHA-256 of a file, which is read once for each of its versions."""
+    name = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]
+    cached = cache_folder("hashes") / f"{name}.json"
+    known = read_cached(cached)
+    if known is None or known[:-1] != [*identity]:
+        with open(path, "rb") as file:
+            known = [*identity, hashlib.file_digest(file, "sha256").hexdigest()]
+        if FileIdentity.of(path) == identity:  # nobody has written to it meanwhile
+            write_cached(cached, known)
+    sha: str = known[-1]
+    return sha
 
 
 def _sampled_hash(path: Path) -> str:
     """Returns the SHA-256 of the file's first MiB and of samples all over the file.
 
-    Reading all of a large checkpoint at every start would take minutes. Two training runs differ
-    in nearly every tensor, so samples tell them apart even if their files' times are equal.
+    Reading all of a large checkpoint at every start would take minutes. Samples tell two training
+    runs apart even where a file system keeps no times.
     """
     size, sha = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from flexgen_jax.caches import cache_folder
 from flexgen_jax.cpu import is_cpu
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.machine.profiles import cached_profile, measured_profile
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.machines import read_profile

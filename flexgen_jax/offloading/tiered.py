@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from flexgen_jax.caches import cache_folder
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine.caches import cache_folder
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offload.watcher import Watcher

@@ -6,18 +6,22 @@ from __future__ import annotations
 import errno
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
+import flexgen_jax
 from flexgen_jax import LLM, Policy, SamplingParams, UserError
 from flexgen_jax.jobs.job import Job
 from flexgen_jax.jobs.options import JobOptions, Summary
 from flexgen_jax.jobs.store import Disk
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+DATA = Path(flexgen_jax.__file__).parent / "data/tiny_opt"
 
 TEXTS = ["The people of the United States", "It is", "In the year", "We have", "The debt"]
 
@@ -231,6 +235,33 @@ def test_damage_changes_no_result(
         else:
             assert rounded(records(source)) == rounded(expected)
     assert refused == (4 if name.endswith("manifest") else 0)
+
+
+def test_a_job_goes_on_with_a_copy_of_its_model_but_not_with_another(
+    source: Path, tmp_path: Path
+) -> None:
+    """Of a model that differs in one byte, which is found however large its files are."""
+    shutil.copytree(DATA, tmp_path / "m")
+
+    def run_with(folder: Path, limit: int) -> Summary:
+        policy = Policy(batch_size=4, num_batches=1)
+        with LLM(folder, policy=policy, dtype="float32", progress=False) as llm:
+            job = Job(llm, JobOptions(source, source.with_name("out.jsonl"), limit=limit))
+            summary = job.run()
+            if job._hashed is not None:
+                job._hashed.result()
+                job._complete_manifest()
+            return summary
+
+    assert run_with(tmp_path / "m", limit=2).finished == 2
+    shutil.copytree(tmp_path / "m", tmp_path / "copy")
+    assert run_with(tmp_path / "copy", limit=1).finished == 3
+    file = tmp_path / "copy/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="differs in the model"):
+        run_with(tmp_path / "copy", limit=1)
 
 
 def test_a_job_of_something_else_is_refused(llm: LLM, source: Path) -> None:

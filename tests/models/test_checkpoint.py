@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import struct
 import tracemalloc
 from pathlib import Path
@@ -15,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
 
 from flexgen_jax import LLM, Policy
+from flexgen_jax.models import tensors
 from flexgen_jax.models.checkpoint import Checkpoint
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.folder import CheckpointError
@@ -232,6 +235,35 @@ def test_fingerprint_changes_with_the_file(tmp_path: Path) -> None:
     assert Checkpoint(folder).fingerprint("bfloat16") != before
     os.utime(folder / "model.safetensors", ns=(1, 1))
     assert Checkpoint(folder).fingerprint("float32") != before
+
+
+def test_a_byte_between_samples_changes_fingerprint_and_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With size and time of modification kept; a copy has an equal content. What is known of a file
+    is not read again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_checkpoint(
+        tmp_path / "m", hidden_size=256, ffn_dim=1024, word_embed_proj_dim=256
+    )
+    file, opened = folder / "model.safetensors", Checkpoint(folder)
+    before, times = (opened.fingerprint("float32"), opened.content("float32")), file.stat()
+    shutil.copytree(folder, tmp_path / "copy")
+    assert Checkpoint(tmp_path / "copy").content("float32") == before[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", None)
+        assert Checkpoint(folder).content("float32") == before[1]
+    sampled = times.st_size * 128 // (tensors.FINGERPRINT_SAMPLES + 1)
+    with open(file, "r+b") as opened_file:
+        opened_file.seek(sampled + 4096 + 10)
+        byte = opened_file.read(1)[0]
+        opened_file.seek(-1, os.SEEK_CUR)
+        opened_file.write(bytes([byte ^ 1]))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    changed = Checkpoint(folder)
+    assert tensors._sampled_hash(file) == tensors._sampled_hash(tmp_path / "copy" / file.name)
+    assert changed.fingerprint("float32") != before[0]
+    assert changed.content("float32") != before[1]
 
 
 def test_a_file_that_is_replaced_is_not_taken_for_the_one_that_was_opened(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.caches import read_cached
 from flexgen_jax.engine.routing import TELLING, MeasuredRouting, planned_expert_rates
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import read_config
@@ -171,7 +171,7 @@ def test_runs_count_choices_for_later_plans(
         for experts in tokens[len(ids) :]:
             counts[layer][list(experts)] += 1
     (memory,) = (tmp_path / "cache" / "flexgen_jax" / "routing").iterdir()
-    kept = json.loads(memory.read_text())
+    kept = read_cached(memory)
     assert [kept[str(layer)] for layer in range(1, 1 + len(counts))] == [
         *map(np.ndarray.tolist, counts)
     ]
@@ -180,7 +180,7 @@ def test_runs_count_choices_for_later_plans(
     with LLM(tmp_path / "m", **options) as llm:
         llm.generate(prompt_token_ids=[ids], sampling_params=params)
     assert planned_expert_rates(tmp_path / "m", config, "float32") == known
-    assert json.loads(memory.read_text())["1"] == (2 * counts[0]).tolist()
+    assert read_cached(memory)["1"] == (2 * counts[0]).tolist()
     memory.write_text("{")
     assert planned_expert_rates(tmp_path / "m", config, "float32") == ExpertRates()
 
