@@ -171,7 +171,7 @@ def plan_options(command: Function) -> Function:
                 "--hardware",
                 metavar="NAME|FILE",
                 help="Plan for a known machine (t4-16gb, rtx3090-24gb, a100-80gb, h200-141gb) or a "
-                "profile's file; default: this machine, which is measured once.",
+                "profile's file; default: this machine.",
             ),
             click.option("--prompt-len", default=512, show_default=True, help="Tokens a prompt."),
             click.option(

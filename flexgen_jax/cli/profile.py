@@ -39,8 +39,9 @@ def profile(
     """Measure this machine: links, memory, products, attention, fixed costs.
 
     Takes three to seven minutes on two cores. The result is kept and used by `plan` and by --policy
-    auto, unless the machine was too busy for it to be trusted. On a CPU a table of products
-    follows: by this package's kernels, where runs take them, and by XLA's own code.
+    auto, unless the machine was too busy for it to be trusted. Without it, plans assume a machine
+    from a few rates, which take five seconds to measure. On a CPU a table of products follows: by
+    this package's kernels, where runs take them, and by XLA's own code.
     """
     from flexgen_jax.cpu import is_cpu
     from flexgen_jax.machine.product_probe import time_products

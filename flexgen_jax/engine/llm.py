@@ -403,6 +403,11 @@ class LLM(TextModel):
         """The policy of the last run; None before the first one."""
         return self._runner.policy
 
+    @property
+    def machine(self) -> str:
+        """The profile of the machine that policies are searched for, in words."""
+        return self._runner.machine
+
     def report(self) -> Report:
         """Returns the measurements of the last run: seconds, bytes, peaks, and the split between
         tiers; of stages also those of each, under "stages"."""

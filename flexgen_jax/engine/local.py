@@ -66,6 +66,10 @@ class LocalRunner:
         return self.session.policy if self.session else None
 
     @property
+    def machine(self) -> str:
+        return self.planner.machine
+
+    @property
     def shares_rows(self) -> bool:
         return True
 
@@ -160,6 +164,8 @@ class LocalRunner:
         incoming.put_back(waiting.unfinished())
         session.finish(waiting.entered, collector.num_tokens - before, waiting.prompts)
         self.planner.observe(*session.disk_reads())
+        made = collector.num_tokens - before
+        self.planner.observe_seconds(waiting.entered, made, session.seconds)
         if self._drafting is not None:
             self._drafting.observe(session.acceptance)
         if self._routing is not None:

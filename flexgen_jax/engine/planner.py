@@ -11,7 +11,12 @@ from flexgen_jax.engine.prediction import predicted_time
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.errors import first_line
 from flexgen_jax.machine.limits import detect_budgets
-from flexgen_jax.machine.profiles import cached_profile, measured_profile, record_disk_reads
+from flexgen_jax.machine.profiles import (
+    assumed_profile,
+    known_profile,
+    record_disk_reads,
+    record_products,
+)
 from flexgen_jax.offload.disk.kv_pieces import PieceLayout
 from flexgen_jax.policy.fit import Budgets, Fitter
 from flexgen_jax.policy.hardware import DiskReads, HardwareProfile
@@ -24,8 +29,11 @@ from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.policy.simulate import Prediction
 from flexgen_jax.progress import Progress
 
-WORTH_MEASURING_S = 120.0
-"""A run with fewer predicted seconds than this is planned without measuring the machine first."""
+WORTH_PROBING_S = 60.0
+"""A run with fewer predicted seconds than this is planned for a generic machine."""
+
+TELLING_S = 20.0
+"""Least seconds of a run that corrects later plans."""
 
 STAY = 1.25
 """Weights stay where they are as long as the run takes at most this many times the best plan's
@@ -115,13 +123,13 @@ class Planner:
         return self._known[workload]
 
     def _searched(self, workload: Workload) -> Plan:
-        """Searches the best plan for a workload, after measuring the machine if a long run is
-        predicted."""
+        """Searches the best plan for a workload, after probing the machine for some seconds if a
+        long run is predicted."""
         plans = search(self.problem(workload))
         # Not while a model is in memory, because the machine would be neither free nor quiet.
         is_first = self._plan is None and self._backed_off == 0
-        if self.profile is None and is_first and plans and plans[0].total_s > WORTH_MEASURING_S:
-            self._measure()
+        if self.profile is None and is_first and plans and plans[0].total_s > WORTH_PROBING_S:
+            self._probe()
             plans = search(self.problem(workload))
         if not plans:
             problem = self.problem(workload)
@@ -129,16 +137,15 @@ class Planner:
             _check_writes(problem, plans[0])
         return plans[0]
 
-    def _measure(self) -> None:
-        """Measures the machine; a disk that cannot be measured does not stop the run."""
+    def _probe(self) -> None:
+        """Probes the machine; a disk that cannot be read does not stop the run."""
         try:
-            self.profile = measured_profile(
+            self.profile = assumed_profile(
                 self.setting.dtype, self.offload_dir, self.setting.unified, self.progress
             )
         except (OSError, ValueError) as error:
             what = first_line(error)
-            self.progress.say(f"flexgen-jax: planning without measuring this machine: {what}")
-        self._budgets = None  # what measuring left behind is not free any more
+            self.progress.say(f"flexgen-jax: planning for a generic machine: {what}")
         self._known.clear()
 
     def _staying(self, problem: Problem, best: Plan) -> Plan:
@@ -191,10 +198,10 @@ class Planner:
         return replace(self.setting, drafts=self.drafting.rates(self._known_profile()))
 
     def _known_profile(self) -> HardwareProfile:
-        """Returns the best profile known without measuring: the given one, a cached one, or a
-        generic machine's."""
+        """Returns the best profile known without probing: the given one, a cached one, or a generic
+        machine's."""
         if self.profile is None:
-            self.profile = cached_profile(self.setting.dtype, self.offload_dir)
+            self.profile = known_profile(self.setting.dtype, self.offload_dir)
         return self.profile or generic_machine(self.setting.unified)
 
     def predicted(
@@ -225,10 +232,28 @@ class Planner:
             "hardware": self.profile.name,
         }
 
+    @property
+    def machine(self) -> str:
+        """The profile that plans are made for, in words."""
+        return self._known_profile().in_words
+
     def observe(self, reads: Sequence[DiskReads], busy_s: float) -> None:
         """Keeps how fast a run's direct reads were, for later plans for this machine."""
         if self._is_here and reads:
             record_disk_reads(self.setting.dtype, self.offload_dir, reads, busy_s)
+
+    def observe_seconds(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
+        """Keeps how fast a run was, for later plans, if it was what was planned for an assumed
+        machine, and bound by computing."""
+        plan, profile = self._plan, self.profile
+        if not self._is_here or plan is None or profile is None or seconds < TELLING_S:
+            return
+        is_planned = num_sequences == plan.num_sequences and any(
+            known is plan and num_tokens == num_sequences * workload.gen_len
+            for workload, known in self._known.items()
+        )
+        if is_planned and profile.is_assumed and plan.binding == "compute":
+            record_products(self.setting.dtype, self.offload_dir, plan.total_s / seconds)
 
     def is_worth_sharing(self, saved: int, requests: Sequence[EncodedRequest]) -> bool:
         """Returns whether computing `saved` tokens takes longer, by the machine's profile, than

@@ -49,6 +49,10 @@ class Runner(Protocol):
         """The policy of the last run; None before the first one."""
 
     @property
+    def machine(self) -> str:
+        """The profile that policies are searched for, in words."""
+
+    @property
     def shares_rows(self) -> bool:
         """Whether a row may compute what several requests share."""
 

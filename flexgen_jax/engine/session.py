@@ -207,6 +207,12 @@ class Session:
             "realized": self._realized(),
         }
 
+    @property
+    def seconds(self) -> float:
+        """The seconds of the last run without compiling."""
+        compiled_s: float = self._report["compile_in_run_s"]
+        return sum(self._phases.values()) - compiled_s
+
     def disk_reads(self) -> tuple[list[DiskReads], float]:
         """Returns the direct reads of the last run, and the seconds during which at least one was
         under way; none if they waited for computing most of the time, if nothing was computed

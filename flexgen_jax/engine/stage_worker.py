@@ -30,7 +30,7 @@ from flexgen_jax.engine.session import Session
 from flexgen_jax.engine.wire import ClosedError, Wire
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine.limits import detect_budgets
-from flexgen_jax.machine.profiles import cached_profile, measured_profile
+from flexgen_jax.machine.profiles import assumed_profile, known_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import resolve_dtype
@@ -154,14 +154,14 @@ class Worker:
         self._budgets = _shared(budgets, start["here"], device, host)
         self._session: Session | None = None
         self._slots: StageSource | None = None
-        self._measured: HardwareProfile | None = None
+        self._assumed: HardwareProfile | None = None
         self._asked: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         wire.send(
             "ready",
             on_cpu=on_cpu,
             unified=unified,
             dtype=self._dtype,
-            is_measured=self._profile() is not None,
+            is_probed=self._profile() is not None,
             link=measured_link(),
         )
 
@@ -175,9 +175,9 @@ class Worker:
                     self._wire.send("checked", **self._checked(**content))
                 case "plan":
                     self._wire.send("planned", **self._planned(**content))
-                case "measure":
-                    self._measure()
-                    self._wire.send("measured")
+                case "probe":
+                    self._probe()
+                    self._wire.send("probed")
                 case "open":
                     self._open(**content)
                     self._wire.send("opened")
@@ -237,12 +237,12 @@ class Worker:
         return {"plan": _plan_content(stage_plan(problem, Shape(*shape)))}
 
     def _profile(self) -> HardwareProfile | None:
-        return self._measured or cached_profile(self._dtype, self._folder)
+        return self._assumed or known_profile(self._dtype, self._folder)
 
-    def _measure(self) -> None:
-        """Measures what this stage has of the machine, while the other stages do the same."""
-        with suppress(OSError, ValueError):  # a disk that cannot be measured does not stop the run
-            self._measured = measured_profile(
+    def _probe(self) -> None:
+        """Probes what this stage has of the machine, while the other stages do the same."""
+        with suppress(OSError, ValueError):  # a disk that cannot be read does not stop the run
+            self._assumed = assumed_profile(
                 self._dtype, self._folder, self._unified, Progress(False)
             )
 

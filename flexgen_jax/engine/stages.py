@@ -16,7 +16,7 @@ from flexgen_jax.engine.conductor import Conductor
 from flexgen_jax.engine.feed import Incoming
 from flexgen_jax.engine.members import Members, stage_name
 from flexgen_jax.engine.options import EngineOptions
-from flexgen_jax.engine.planner import WORTH_MEASURING_S
+from flexgen_jax.engine.planner import WORTH_PROBING_S
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.serving import Collector
 from flexgen_jax.engine.stage_worker import read_plan
@@ -74,7 +74,7 @@ class Stages:
         on_cpu, unified = ready[0]["on_cpu"], ready[0]["unified"]
         sizes = KernelSizes() if on_cpu else KernelSizes.of_gpu()
         self._setting = Setting(config, self.dtype, unified, sizes)
-        self._is_measured = all(answer["is_measured"] for answer in ready)
+        self._is_probed = all(answer["is_probed"] for answer in ready)
         seconds, rates = zip(*(answer["link"] for answer in ready), strict=True)
         self._link = Link(max(seconds), min(rates))
         self.given, self.is_auto = options.policy_on(unified, config), options.is_auto
@@ -95,6 +95,10 @@ class Stages:
 
     def note(self, said: str) -> None:
         self._progress.say(said)
+
+    @property
+    def machine(self) -> str:
+        return "the machines of all stages"
 
     def policy_for(self, workload: Workload) -> Policy:
         """Returns the policy of all stages, of which each has its own placement where they are
@@ -140,7 +144,7 @@ class Stages:
         return best
 
     def _searched(self, workload: Workload, given: Policy) -> ChainPlan:
-        """Returns the best plan, after measuring the machines if a long run is predicted; raises
+        """Returns the best plan, after probing the machines if a long run is predicted; raises
         `BudgetError` if none fits."""
         problem, _ = self._problem(workload, given)
 
@@ -158,11 +162,10 @@ class Stages:
             return search_stages(problem, self._divisions, self._placed, plan_all, self._link)
 
         best = search()
-        if best and not self._is_measured and best.total_s > WORTH_MEASURING_S:
-            self._progress.say("flexgen-jax: measuring this machine, for one to three minutes")
-            self._members.tell("measure")
-            self._members.answers("measured")
-            self._is_measured = True
+        if best and not self._is_probed and best.total_s > WORTH_PROBING_S:
+            self._members.tell("probe")
+            self._members.answers("probed")
+            self._is_probed = True
             self._known.clear()
             best = search()
         if best is None:

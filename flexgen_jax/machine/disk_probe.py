@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -57,18 +57,26 @@ class _Files:
 class DiskProbe:
     """A disk with arrays to read.
 
+    disk_sizes: as `DISK_SIZES`; syncs: whether all that is written is on the disk first.
+
     Right after they were written, data may come from a cache, and the disk may still be busy with
     them. So `read` is called now and then while the rest of the machine is measured.
     """
 
-    def __init__(self, offload_dir: Path) -> None:
+    def __init__(
+        self,
+        offload_dir: Path,
+        disk_sizes: Sequence[tuple[int, int]] = DISK_SIZES,
+        syncs: bool = True,
+    ) -> None:
         self._folder = OffloadFolder(offload_dir)
         self._passes = 0
-        self._buffer = host_memory((DISK_SIZES[-1][0] // 2,))
+        self._buffer = host_memory((disk_sizes[-1][0] // 2,))
         self._buffer[:] = np.random.default_rng(0).integers(0, 65535, self._buffer.shape, np.uint16)
         try:
-            self._files = [self._write(offload_dir, *sizes) for sizes in DISK_SIZES]
-            os.sync()
+            self._files = [self._write(offload_dir, *sizes) for sizes in disk_sizes]
+            if syncs:
+                os.sync()
         except BaseException:
             self.close()
             raise

@@ -24,10 +24,18 @@ RUNTIME_BYTES = 250_000_000
 libraries that start, programs that are compiled, and pages of their files in use."""
 
 _CGROUPS = (
-    # (limit, usage, statistics, the statistic that counts reclaimable page cache)
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"),
+    # (limit, usage, statistics, the statistics that count reclaimable memory)
+    (
+        *("memory.max", "memory.current", "memory.stat"),
+        ("inactive_file", "active_file", "slab_reclaimable"),
+    ),
+    (
+        *("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+        ("total_inactive_file", "total_active_file"),
+    ),
 )
+"""Page cache counts as free, also that of the pages of libraries: what this process needs of them
+is in `RUNTIME_BYTES`."""
 
 
 def available_memory() -> int:
@@ -35,12 +43,12 @@ def available_memory() -> int:
     cgroups."""
     free = _meminfo("MemAvailable")
     for folder in _cgroup_folders():
-        for limit_name, usage_name, stat_name, cache_name in _CGROUPS:
+        for limit_name, usage_name, stat_name, reclaimable in _CGROUPS:
             with contextlib.suppress(OSError, ValueError):
                 limit = int((folder / limit_name).read_text())
                 usage = int((folder / usage_name).read_text())
                 stats = dict(line.split() for line in (folder / stat_name).read_text().splitlines())
-                free = min(free, limit - usage + int(stats.get(cache_name, 0)))
+                free = min(free, limit - usage + sum(int(stats.get(x, 0)) for x in reclaimable))
     return max(free, 0)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +34,7 @@ from flexgen_jax.models.families import read_config
 from flexgen_jax.models.shapes import known_shape, raw_shape
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.models.weight_source import DummyWeights
-from flexgen_jax.offload.allocator import release_memory
+from flexgen_jax.offload.allocator import release_memory, tune_allocator
 from flexgen_jax.offload.batch import AllThere, Batch
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.executor import BlockRun
@@ -42,7 +45,7 @@ from flexgen_jax.offload.metrics import (
 from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.offload.weights import WeightStore
-from flexgen_jax.policy.hardware import HardwareProfile, Rate
+from flexgen_jax.policy.hardware import MEASURED, HardwareProfile, Rate
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
@@ -68,7 +71,7 @@ def multiplies_integers(dtype: str) -> bool:
 
 
 def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> HardwareProfile:
-    """Profiles this machine for models of a dtype, in one to three minutes.
+    """Profiles this machine for models of a dtype, in three to seven minutes.
 
     offload_dir: where the disk is measured, from time to time; tell: called with the name of each
     measurement before it begins.
@@ -149,13 +152,49 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
         linear_int8=linear_int8,
         sizes=kernels_of_device().sizes,
         about={
-            "source": "measured",
+            "source": MEASURED,
             "seconds": round(time.perf_counter() - started, 1),
             "measured_at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "offload_dir": str(offload_dir),
             **machine_key(dtype),
         },
     )
+
+
+def measure_in_child(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> HardwareProfile:
+    """Profiles this machine like `measure`, in a process of its own, whose memory is free when it
+    has ended. Raises `OSError` if it fails."""
+    code = f"from {__name__} import main; main({dtype!r}, {str(offload_dir)!r}, {unified})"
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    answer: dict[str, str] = {}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    ) as child:
+        assert child.stdout is not None, "it is a pipe"
+        for line in child.stdout:
+            answer = json.loads(line)
+            if "stage" in answer:
+                tell(answer["stage"])
+    if "profile" not in answer:
+        status = f"the process that measures ended with status {child.returncode}"
+        raise OSError(answer.get("error", status))
+    return HardwareProfile.from_json(answer["profile"])
+
+
+def main(dtype: str, offload_dir: str, unified: bool) -> None:
+    """Measures, and writes a line of JSON for each stage, and for the profile or an error."""
+
+    def write(**content: str) -> None:
+        sys.stdout.write(json.dumps(content) + "\n")
+        sys.stdout.flush()
+
+    tune_allocator(has_gpu=False)
+    try:
+        profile = measure(dtype, Path(offload_dir), unified, lambda name: write(stage=name))
+        write(profile=profile.to_json())
+    except (OSError, ValueError) as error:
+        write(error=str(error))
 
 
 def _measured_rows(bits: int, on_cpu: bool) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:

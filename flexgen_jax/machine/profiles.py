@@ -1,19 +1,22 @@
-"""This machine's hardware profile: from the cache, or measured."""
+"""This machine's hardware profile: from the cache, measured, or assumed from a few rates."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from flexgen_jax.caches import cache_folder, read_cached, write_cached
+from flexgen_jax.cpu import is_cpu
 from flexgen_jax.machine.limits import (
     detect_budgets,
     existing,
 )
-from flexgen_jax.machine.profiler import machine_key, measure, stages
+from flexgen_jax.machine.profiler import machine_key, measure_in_child, stages
+from flexgen_jax.machine.profiler import measure as measure_here
+from flexgen_jax.machine.quick_probe import assumed_machine
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import resolve_dtype
@@ -27,33 +30,62 @@ from flexgen_jax.policy.hardware import (
 from flexgen_jax.progress import Progress
 
 RUNS_KEPT = 20
-"""Number of runs whose disk rates are kept with a profile."""
+"""Number of runs whose rates are kept with a profile."""
+
+DISK, PRODUCTS = "disk", "products"
+"""What runs see of a machine, by the names of the files."""
 
 TELLING_BYTES = 2e9
 """Least bytes of direct reads with which a run says something of the disk."""
 
 
 def cached_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:
-    """Returns the cached profile of this machine, these versions and this disk, corrected by what
+    """Returns the measured profile of this machine, these versions and this disk, corrected by what
     runs have seen of the disk; None if there is none."""
+    return _read(_cache_file(dtype, offload_dir))
+
+
+def known_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:
+    """Returns the measured profile, or else an assumed one of an earlier run; None if there is
+    none."""
     path = _cache_file(dtype, offload_dir)
-    profile = _measured(path)
-    return profile.corrected(_seen(path)) if profile is not None else None
+    return _read(path) or _read(_assumed(path))
 
 
-def _measured(path: Path) -> HardwareProfile | None:
+def assumed_profile(
+    dtype: str, offload_dir: Path, unified: bool, progress: Progress
+) -> HardwareProfile:
+    """Returns the known profile, or makes an assumed one in about five seconds, and says so."""
+    profile = known_profile(dtype, offload_dir)
+    if profile is None:
+        profile = assumed_machine(dtype, offload_dir, unified)
+        write_cached(_assumed(_cache_file(dtype, offload_dir)), profile.to_json())
+    if profile.is_assumed:
+        progress.say_once(f"flexgen-jax: planning for {profile.in_words}")
+    return profile
+
+
+def _read(path: Path) -> HardwareProfile | None:
+    """Returns a cached profile with what runs have seen."""
     text = read_cached(path)
-    return None if text is None else HardwareProfile.from_json(text)
+    if text is None:
+        return None
+    return HardwareProfile.from_json(text).corrected(_seen(path, DISK), _seen(path, PRODUCTS))
 
 
-def _seen(path: Path) -> list[float]:
-    """Returns the disk's rates that runs have seen, relative to a cached profile's."""
-    rates: list[float] = read_cached(_seen_file(path)) or []
+def _assumed(path: Path) -> Path:
+    return path.with_suffix(".assumed.json")
+
+
+def _seen(path: Path, what: str) -> list[float]:
+    """Returns the rates that runs have seen, relative to a cached profile's."""
+    rates: list[float] = read_cached(path.with_suffix(f".{what}.json")) or []
     return rates[-RUNS_KEPT:]
 
 
-def _seen_file(path: Path) -> Path:
-    return path.with_suffix(".disk.json")
+def _add_seen(path: Path, what: str, rate: float) -> None:
+    rates = [*_seen(path, what), round(rate, 3)][-RUNS_KEPT:]
+    write_cached(path.with_suffix(f".{what}.json"), rates)
 
 
 def record_disk_reads(
@@ -61,17 +93,29 @@ def record_disk_reads(
 ) -> None:
     """Keeps how fast a run's direct reads were with the cached profile, if there is one, to correct
     later plans."""
-    path = _cache_file(dtype, offload_dir)
-    profile = _measured(path)
-    if profile is not None and sum(read.nbytes for read in reads) >= TELLING_BYTES:
-        rate = round(profile.disk_rate_seen(reads, busy_s), 3)
-        write_cached(_seen_file(path), [*_seen(path), rate][-RUNS_KEPT:])
+    if sum(read.nbytes for read in reads) < TELLING_BYTES:
+        return
+    measured = _cache_file(dtype, offload_dir)
+    for path in (measured, _assumed(measured)):
+        text = read_cached(path)
+        if text is not None:
+            profile = HardwareProfile.from_json(text)
+            _add_seen(path, DISK, profile.disk_rate_seen(reads, busy_s))
+            return
+
+
+def record_products(dtype: str, offload_dir: Path, speed: float) -> None:
+    """Keeps how fast a run that was bound by computing was, relative to the assumed profile, to
+    correct later plans."""
+    path = _assumed(_cache_file(dtype, offload_dir))
+    corrected = [*_seen(path, PRODUCTS)[-1:], 1.0][0]  # with which the run was planned
+    _add_seen(path, PRODUCTS, speed * corrected)
 
 
 def measured_profile(
     dtype: str, offload_dir: Path, unified: bool, progress: Progress
 ) -> HardwareProfile:
-    """Measures this machine, in one to three minutes.
+    """Measures this machine, in three to seven minutes.
 
     The profile is kept for later runs, unless the machine was too busy for reliable figures.
     """
@@ -81,14 +125,22 @@ def measured_profile(
         progress.say(
             f"flexgen-jax: this machine's speed varied by {100 * profile.spread():.0f} % while it "
             "was measured, so plans may be bad. This profile is not kept: later runs use one from "
-            "before, or measure again, best with nothing else running"
+            "before, or an assumed one. Measure again, best with nothing else running"
         )
         return profile
     path = _cache_file(dtype, offload_dir)
     write_cached(path, profile.to_json())
-    with suppress(OSError):
-        _seen_file(path).unlink()  # what runs have seen was relative to the profile before
+    with suppress(OSError):  # what runs have seen was relative to the profile before
+        path.with_suffix(f".{DISK}.json").unlink()
     return profile
+
+
+def measure(
+    dtype: str, offload_dir: Path, unified: bool, tell: Callable[[str], object]
+) -> HardwareProfile:
+    """Measures in a process of its own, or here where this process has the GPU."""
+    run = measure_in_child if is_cpu() else measure_here
+    return run(dtype, offload_dir, unified, tell)
 
 
 def set_up(offload_dir: Path | None) -> tuple[bool, Path]:
@@ -104,13 +156,14 @@ def this_machine(
     limits: tuple[int | None, int | None, int | None],
     progress: Progress,
 ) -> tuple[str, HardwareProfile, Budgets]:
-    """Returns the resolved dtype, this machine's profile, and its budgets within the given limits.
+    """Returns the resolved dtype, this machine's profile, assumed if it was never measured, and its
+    budgets within the given limits.
 
-    The machine is measured if it never was. limits: bytes of device memory, host memory and disk.
+    limits: bytes of device memory, host memory and disk.
     """
     unified, folder = set_up(offload_dir)
     kind = resolve_dtype(dtype, config, unified)
-    profile = cached_profile(kind, folder) or measured_profile(kind, folder, unified, progress)
+    profile = assumed_profile(kind, folder, unified, progress)
     return kind, profile, detect_budgets(*limits, folder, "", unified)
 
 

@@ -45,7 +45,7 @@ def profile(
     folder: str | Path | None = None, dtype: str = "bfloat16", progress: bool = True
 ) -> HardwareProfile:
     """Returns what this machine can do: as it was measured for this folder's disk and dtype before,
-    or measured now, in one to three minutes.
+    or measured now, in three to seven minutes.
 
     folder: where leaves on disk would lie; by default in the user's cache.
     """

@@ -21,6 +21,9 @@ LATEST = 4
 UNSTEADY = 1 / 3
 """Spread above which a profile is unreliable; it is more than machines have that are just busy."""
 
+MEASURED, ASSUMED = "measured", "assumed from a few rates"
+"""Sources of a profile of this machine."""
+
 TRANSFERS = ("disk_read", "disk_write", "host_to_device", "device_to_host")
 
 
@@ -215,14 +218,19 @@ class HardwareProfile:
         scaled = self.disk_read.scaled(factor)
         return replace(self, disk_read=scaled, disk_range=(low / factor, high / factor))
 
-    def corrected(self, seen: Sequence[float]) -> HardwareProfile:
-        """Returns the profile with what runs have seen of the disk.
+    def corrected(self, disk: Sequence[float], products: Sequence[float] = ()) -> HardwareProfile:
+        """Returns the profile with what runs have seen.
 
-        seen: rates of direct reads in runs, relative to `disk_read`, the latest last.
+        disk: rates of direct reads in runs, relative to `disk_read`, the latest last; products: the
+        same of runs that were bound by computing, relative to `linear`.
         """
         low, high = self.disk_range
-        known = replace(self, disk_range=(min(low, *seen, 1.0), max(high, *seen, 1.0)))
-        return known.with_disk(median([1.0, *seen[-LATEST:]]))
+        known = replace(self, disk_range=(min(low, *disk, 1.0), max(high, *disk, 1.0)))
+        if products:
+            speed = median(products[-LATEST:])
+            linear = {bits: rate.scaled(speed) for bits, rate in self.linear.items()}
+            known = replace(known, linear=linear)
+        return known.with_disk(median([1.0, *disk[-LATEST:]]))
 
     def disk_rate_seen(self, reads: Sequence[DiskReads], busy_s: float) -> float:
         """Returns how fast a run's direct reads were, relative to `disk_read`.
@@ -234,6 +242,20 @@ class HardwareProfile:
             _, slowed = self.contention("disk_read", is_prefill)
             expected += slowed * self.disk_read.seconds(nbytes, size)
         return expected / busy_s
+
+    @property
+    def is_assumed(self) -> bool:
+        return self.about.get("source") == ASSUMED
+
+    @property
+    def in_words(self) -> str:
+        """What the profile is made of, in a line."""
+        if self.about.get("source") == MEASURED:
+            return f"{self.name}, measured at {self.about.get('measured_at')}"
+        if not self.is_assumed:
+            return f"{self.name} ({self.about.get('source')})"
+        rates = ", ".join(f"{name} {self.about[name]}" for name in ("memory", "products", "disk"))
+        return f"{self.name} from {rates}; `flexgen-jax profile` measures it"
 
     def spread(self) -> float:
         """Returns the median of the spreads of all rates; 0 if nothing was measured."""

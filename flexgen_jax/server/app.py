@@ -199,6 +199,7 @@ class Server:
                 "texts": engine.counts.texts,
                 "new_tokens": engine.counts.new_tokens,
                 "policy": None if policy is None else policy.in_words,
+                "machine": self.llm.machine,
                 "jobs": [] if self._kept is None else self._kept.batches.progress(),
                 "talks": True,
             }

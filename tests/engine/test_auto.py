@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -23,7 +24,7 @@ from flexgen_jax.machine import compute_probe, disk_probe, profiler, profiles
 from flexgen_jax.machine.compute_probe import ComputeProbe, Sample, timed
 from flexgen_jax.models.families import read_config
 from flexgen_jax.offload.executor import BlockRun
-from flexgen_jax.policy.hardware import UNSTEADY, DiskReads, Rate
+from flexgen_jax.policy.hardware import MEASURED, UNSTEADY, DiskReads, Rate
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Placement
 from flexgen_jax.policy.waves import Step
@@ -316,12 +317,38 @@ def test_an_unusable_disk_is_no_reason_not_to_run(
     def fail(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("flexgen_jax.engine.planner.WORTH_MEASURING_S", 0.0)
-    monkeypatch.setattr("flexgen_jax.engine.planner.cached_profile", lambda *_: None)
-    monkeypatch.setattr("flexgen_jax.engine.planner.measured_profile", fail)
+    monkeypatch.setattr("flexgen_jax.engine.planner.WORTH_PROBING_S", 0.0)
+    monkeypatch.setattr("flexgen_jax.engine.planner.known_profile", lambda *_: None)
+    monkeypatch.setattr("flexgen_jax.engine.planner.assumed_profile", fail)
     with LLM(checkpoint(), dtype="float32") as llm:
         assert len(tokens(llm)) == len(prompts())
     assert "no space left on device" in capsys.readouterr().err
+
+
+def test_an_assumed_machine_is_probed_once_and_corrected_by_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In seconds, and with rates that this machine has; a measured profile takes its place."""
+    monkeypatch.setattr(profiles, "cache_folder", lambda name: tmp_path / name)
+    assumed = profiles.assumed_profile("float32", tmp_path, True, Progress(False))
+    assert "planning for this machine, assumed from memory" in capsys.readouterr().err
+    rows = 512
+    x = np.ones((rows, 2048), np.float32)
+    started = time.perf_counter()
+    x @ x.T
+    flops = 2 * rows * x.size / (time.perf_counter() - started)
+    assert 0.05 < assumed.linear[16].at(rows) / flops < 50
+    monkeypatch.setattr(profiles, "assumed_machine", None)
+    assert profiles.assumed_profile("float32", tmp_path, True, Progress(False)) == assumed
+    profiles.record_products("float32", tmp_path, 0.5)
+    profiles.record_products("float32", tmp_path, 1.0)  # of a run that was planned with that
+    slower = profiles.known_profile("float32", tmp_path)
+    assert slower is not None
+    assert slower.linear[4].at(64) == pytest.approx(assumed.linear[4].at(64) / 2)
+    measured = replace(assumed, about={"source": MEASURED})
+    monkeypatch.setattr(profiles, "measure", lambda *_: measured)
+    profiles.measured_profile("float32", tmp_path, True, Progress(False))
+    assert profiles.known_profile("float32", tmp_path) == measured
 
 
 @pytest.mark.parametrize("spread", [0.3, 0.4])
