@@ -28,7 +28,7 @@ class EngineOptions:
     model: a Hugging Face folder, a hub id, a known shape's name with `dummy_weights`, or None
         for the small model that ships with the package.
     policy: a `Policy`, or "auto" for the one that `policy.search` finds for each workload. For long
-        runs it first measures this machine, in one to three minutes, once.
+        runs it first probes this machine for some seconds, once.
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
         in place of float16).
     weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in that many bits an element;

@@ -32,6 +32,9 @@ COLUMNS, DEPTH = 4096, 2048
 CPU_ROWS, GPU_ROWS = 512, 4096
 """Shape of the product that is measured, whose time is computing rather than reading."""
 
+LAYER_SHARE = 0.6
+"""Share of a single product's FLOP/s that the products of a layer reach."""
+
 REPEATS = 3
 
 
@@ -56,7 +59,7 @@ def assumed_machine(dtype: str, offload_dir: Path, unified: bool) -> HardwarePro
     device_read = host_read if unified else _device_read_rate()
     flops = _product_rate(dtype, rows)
     memory = device_read / generic.linear[16].at(1)  # a weight: two bytes, two operations
-    computing = flops / generic.linear[16].at(rows)
+    computing = LAYER_SHARE * flops / generic.linear[16].at(rows)
 
     def product(rate: Rate) -> Rate:
         def factor(size: float) -> float:

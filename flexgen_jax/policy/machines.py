@@ -177,9 +177,10 @@ def _gpu(
 
 
 def _generic_cpu() -> HardwareProfile:
-    """Returns an assumed profile without a GPU, for runs that are shorter than a measurement."""
+    """Returns an assumed profile without a GPU: memory of 10 GB/s, products of 500 GFLOP/s, and the
+    other rates in the same relation to them as on a Xeon of two cores that was measured."""
     full = Rate(((1, 10e9), (16, 150e9), (64, 300e9), (512, 500e9)))
-    packed = Rate(((1, 5e9), (16, 100e9), (64, 200e9), (512, 400e9)))
+    packed = Rate(((1, 7e9), (16, 60e9), (64, 200e9), (512, 500e9)))
     return HardwareProfile(
         name="generic-cpu",
         dtype="bfloat16",
@@ -193,14 +194,16 @@ def _generic_cpu() -> HardwareProfile:
         host_to_device=Rate.constant(3 * GB),
         device_to_host=Rate.constant(3 * GB),
         linear={16: full, 8: packed, 4: packed},
-        prefill_attention=Rate.constant(50e9),
-        device_attention={16: Rate.constant(2e9), 8: Rate.constant(1e9), 4: Rate.constant(1e9)},
-        host_attention=dict.fromkeys((16, 8, 4), Rate.constant(4e9)),
-        quantize=Rate.constant(0.3e9),
-        device_rank=Rate.constant(0.05e9),
-        host_rank=Rate.constant(0.3e9),
-        step_s=0.0004,
-        split_s=0.001,
+        prefill_attention=Rate(((128, 64e9), (512, 170e9), (1024, 200e9))),
+        device_attention={16: Rate.constant(7e9), 8: Rate.constant(6e9), 4: Rate.constant(6e9)},
+        host_attention={16: Rate.constant(5e9), 8: Rate.constant(4.5e9), 4: Rate.constant(4.5e9)},
+        quantize=Rate.constant(1e9),
+        device_rank=Rate.constant(0.02e9),
+        host_rank=Rate.constant(0.1e9),
+        step_s=0.0003,
+        split_s=0.0005,
+        drag={"disk_read": 0.2, "page_cache": 0.75},
+        slowed={"disk_read": 1.1, "page_cache": 1.4},
         about={"source": "an assumption"},
     )
 
