@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -177,11 +178,16 @@ def chat(
 
 
 def _talk(conversation: Conversation) -> None:
-    """Reads messages and commands, and answers, until there are no more."""
+    """Reads messages and commands, and answers, until there are no more. At a terminal, Ctrl-C ends
+    what was being typed or answered."""
+    if sys.stdin.isatty():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:
             text = _read_message()
-        except KeyboardInterrupt:  # ends what was being typed
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
             click.echo(err=True)
             continue
         if text is None:

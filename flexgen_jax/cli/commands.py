@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from flexgen_jax.cli.interrupts import INTERRUPTED, MESSAGE, TERMINATED
 from flexgen_jax.errors import StageError, UserError
 from flexgen_jax.units import parse_bytes
 
@@ -97,10 +98,8 @@ class Commands(click.Group):
             click.echo(f"flexgen-jax: {error}", err=True)
             sys.exit(1)
         except KeyboardInterrupt as error:
-            click.echo(
-                "flexgen-jax: interrupted; texts in --output are kept, weights too", err=True
-            )
-            sys.exit(143 if isinstance(error, Terminated) else 130)
+            click.echo(MESSAGE, err=True)
+            sys.exit(TERMINATED if isinstance(error, Terminated) else INTERRUPTED)
 
 
 def set_loudness(is_quiet: bool, is_verbose: bool) -> None:

@@ -169,13 +169,21 @@ def measure_in_child(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     answer: dict[str, str] = {}
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,  # Ctrl-C is this process's, which ends the child
     ) as child:
         assert child.stdout is not None, "it is a pipe"
-        for line in child.stdout:
-            answer = json.loads(line)
-            if "stage" in answer:
-                tell(answer["stage"])
+        try:
+            for line in child.stdout:
+                answer = json.loads(line)
+                if "stage" in answer:
+                    tell(answer["stage"])
+        except BaseException:
+            child.kill()
+            raise
     if "profile" not in answer:
         status = f"the process that measures ended with status {child.returncode}"
         raise OSError(answer.get("error", status))
