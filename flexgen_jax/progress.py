@@ -61,6 +61,9 @@ class Amount(NamedTuple):
     requests: int
 
 
+ERASE = "\r\x1b[2K"
+"""Erases a terminal's line."""
+
 Bars = bool | Literal["placing"]
 """Which progress bars are shown: all, none, or those of what comes before tokens."""
 
@@ -70,6 +73,7 @@ class Progress:
 
     def __init__(self, shown: Bars) -> None:
         self._shown, self._counts = bool(shown), shown is True
+        self._has_line, self._compiled = False, 0
 
     @contextmanager
     def placing(
@@ -101,6 +105,35 @@ class Progress:
 
         with bar:
             yield begin
+
+    def compiling(self, count: int) -> None:
+        """Says how many programs were compiled: in a line of the terminal that `compiled` erases,
+        or once on a line of its own where stderr is none."""
+        if count == self._compiled or not logger().isEnabledFor(logging.INFO):
+            return
+        self._compiled = count
+        if not sys.stderr.isatty():
+            self.say_once("flexgen-jax: compiling programs, which are cached for later runs")
+        elif not self._counts:
+            message = f"compiling programs, cached for later runs: {count}"
+            sys.stderr.write(f"{ERASE}flexgen-jax: {message}")
+            sys.stderr.flush()
+            self._has_line = True
+
+    @contextmanager
+    def erasing(self) -> Iterator[None]:
+        """Erases what `compiling` shows at the end, also after an error."""
+        try:
+            yield
+        finally:
+            self.compiled()
+
+    def compiled(self) -> None:
+        """Erases what `compiling` shows."""
+        if self._has_line:
+            sys.stderr.write(ERASE)
+            sys.stderr.flush()
+        self._has_line, self._compiled = False, 0
 
     def say(self, message: str) -> None:
         """Prints a message on a line of its own."""

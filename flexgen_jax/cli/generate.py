@@ -184,13 +184,14 @@ def print_results(
             if len(results) > 1:
                 click.echo("---")
     if report:
-        compiling_s = report.get("compile_in_run_s", 0.0)
-        seconds = max(report["total_s"] - compiling_s, 1e-9)
-        once = f" after {compiling_s:.1f} s of compiling" if compiling_s >= 0.1 else ""
-        click.echo(
-            f"{report['num_tokens']} tokens in {seconds:.2f} s{once}, "
-            f"{report['num_tokens'] / seconds:.1f} token/s",
-            err=True,
+        programs_s = report.get("compile_in_run_s", 0.0)
+        seconds = max(report["total_s"] - programs_s, 1e-9)
+        before = f" after {programs_s:.1f} s for programs" if programs_s >= 0.1 else ""
+        cut = sum(result["finish_reason"] == "length" for result in good)
+        limits = f"; {cut} of {len(good)} cut by --max-tokens" if cut else ""
+        logger().info(
+            f"{report['num_tokens']} tokens in {seconds:.2f} s{before}, "
+            f"{report['num_tokens'] / seconds:.1f} token/s{limits}"
         )
     if errors:
         raise _impossible(given, impossible(errors))

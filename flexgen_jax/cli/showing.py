@@ -22,12 +22,11 @@ class Shown:
     """Writes an answer's pieces to stdout, reasoning dimmed where that is a terminal, and left out
     elsewhere.
 
-    begin: what is shown first; reasoning, content: what has come; first_at: when the first token
-    came."""
+    begin: what is shown before the first token; reasoning, content: what has come; first_at: when
+    the first token came."""
 
     def __init__(self, stream: AnswerStream, begin: str = "") -> None:
-        self._stream = stream
-        click.echo(begin, nl=False)
+        self._stream, self._begin = stream, begin
         self._is_terminal = sys.stdout.isatty()
         self.tokens, self.first_at = 0, float("nan")
         self.reasoning = self.content = ""
@@ -44,6 +43,8 @@ class Shown:
         click.echo()
 
     def _show(self, pieces: list[Piece]) -> None:
+        click.echo(self._begin, nl=False)
+        self._begin = ""
         for kind, text in pieces:
             if kind == "content":
                 text = text if self.content or not self.reasoning else text.lstrip("\n")

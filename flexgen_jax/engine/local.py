@@ -28,9 +28,6 @@ from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.waves import Step
 from flexgen_jax.progress import Progress
 
-COMPILING_IS_LONG_S = 3.0
-"""A run that has compiled for so long says that it does."""
-
 
 class LocalRunner:
     """Runs a model in this process; see `serving.Runner`.
@@ -141,24 +138,23 @@ class LocalRunner:
         waiting = Waiting(session.plan, incoming, make, choices, shares, kept)
         session.start()
 
+        has_results, compiled_before = False, session.num_compiled
+
         def on_result(step: Step, result: Any) -> Sequence[int]:
+            nonlocal has_results
+            has_results = True
+            self._progress.compiled()
             return collector.receive(waiting.members[step.batch], step.token, result)
 
-        compiled_s, is_told = session.compile_s, False
-
         def on_step() -> None:
-            nonlocal is_told
             tick()
-            if not is_told and session.compile_s - compiled_s > COMPILING_IS_LONG_S:
-                is_told = True
-                self._progress.say(
-                    "flexgen-jax: compiling programs for these lengths and formats; later runs "
-                    "find them"
-                )
+            if not has_results:
+                self._progress.compiling(session.num_compiled - compiled_before)
 
         with (
             closing(waiting),
             self._progress.generating(collector.progress, lambda: session.compile_s) as tick,
+            self._progress.erasing(),
         ):
             yield from session.run(waiting, on_result, on_step)
         incoming.put_back(waiting.unfinished())

@@ -123,6 +123,11 @@ class Session:
         """Seconds of compiling so far."""
         return self._device.programs.compile_s + self._kernels_s
 
+    @property
+    def num_compiled(self) -> int:
+        """Programs that were compiled so far, rather than found in a cache."""
+        return self._device.programs.num_compiled
+
     def run(
         self,
         source: BatchSource,

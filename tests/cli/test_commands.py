@@ -68,7 +68,7 @@ def test_a_command_is_as_loud_as_it_is_told(tmp_path: Path) -> None:
     assert "toy of 5 million" in run(*flags).stderr
     assert "runs with Policy(" in run("-v", *flags).stderr
     quiet = run("-q", *flags).stderr
-    assert "toy" not in quiet and "token/s" in quiet
+    assert quiet == ""
     assert "exclude each other" in run("-q", "-v", *flags).stderr
 
 

@@ -37,6 +37,10 @@ MAX_PROGRAMS = 256
 at most 250, and Linux gives a process 65,530: one that has used them up crashes."""
 
 
+CACHED_PROGRAM_S = 0.5
+"""A program that takes fewer seconds to make was found in JAX's cache, or is not worth telling."""
+
+
 class Traced(NamedTuple):
     """A function, its abstract arguments, and the indices of those that it may overwrite."""
 
@@ -213,6 +217,7 @@ class Programs:
         self._alike = model_spec(config).alike
         self._needed: dict[Any, int] = {}
         self._compile_s = 0.0
+        self._num_compiled = 0
 
     @property
     def traceable(self) -> Traceable:
@@ -233,6 +238,11 @@ class Programs:
         """Seconds of compiling so far, with `plain`."""
         return sum(programs._compile_s for programs in {self, self.plain})
 
+    @property
+    def num_compiled(self) -> int:
+        """Programs that were not found in a cache, with `plain`."""
+        return sum(programs._num_compiled for programs in {self, self.plain})
+
     def get(self, kind: Program[P], *positional: P.args, **shape: P.kwargs) -> jax.stages.Compiled:
         """Returns the program of a kind for a shape, whose parts are given by name."""
         assert not positional, "a program's shape is given by name"
@@ -242,7 +252,9 @@ class Programs:
         before, started = compiled.cache_info().misses, time.perf_counter()
         executable = compiled(*key)
         if compiled.cache_info().misses != before:
-            self._compile_s += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._compile_s += seconds
+            self._num_compiled += seconds > CACHED_PROGRAM_S
         if key not in self._needed:
             self._needed[key] = _workspace_of(executable)
         return executable

@@ -1,0 +1,56 @@
+"""JAX's cache of compiled programs with a checksum of every entry.
+
+An entry is machine code: a flipped bit in it ends the process by a signal. JAX's own cache does not
+notice that. A damaged entry is removed here, so that its program is compiled again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+from jax._src import compilation_cache, lru_cache
+
+from flexgen_jax.caches import cache_folder
+
+untyped_cache: Any = lru_cache
+untyped_compilation: Any = compilation_cache
+
+MAGIC = b"flexgen-jax program 1\n"
+CHECKSUM_BYTES = 4
+
+
+class CheckedCache(untyped_cache.LRUCache):  # type: ignore[misc]
+    """A cache of which each file begins with `MAGIC` and the CRC-32 of its key and content."""
+
+    def get(self, key: str) -> bytes | None:
+        content = super().get(key)
+        if content is None:
+            return None
+        begin = len(MAGIC) + CHECKSUM_BYTES
+        if content.startswith(MAGIC) and content[len(MAGIC) : begin] == _sum(key, content[begin:]):
+            return bytes(content[begin:])
+        (self.path / f"{key}-cache").unlink(missing_ok=True)
+        (self.path / f"{key}-atime").unlink(missing_ok=True)
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        super().put(key, MAGIC + _sum(key, value) + value)
+
+
+def _sum(key: str, value: bytes) -> bytes:
+    return zlib.crc32(value, zlib.crc32(key.encode())).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def check_programs() -> None:
+    """Makes JAX check the programs in this package's folder; other folders stay as they are.
+
+    JAX has no public interface for that. A version with other internals has no cache of ours.
+    """
+
+    def make(path: str, **options: Any) -> Any:
+        is_ours = Path(path).is_relative_to(cache_folder("programs"))
+        return (CheckedCache if is_ours else untyped_cache.LRUCache)(path, **options)
+
+    untyped_compilation.LRUCache = make
