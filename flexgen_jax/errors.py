@@ -20,6 +20,11 @@ class PromptError(UserError):
         self.indices = tuple(indices)
 
 
+class MachineError(UserError):
+    """A fault of the machine or of the model's files, not of a request: a disk that cannot be read,
+    memory that ran out, or weights that give no numbers."""
+
+
 class StageError(RuntimeError):
     """A stage of a model ended or stopped answering; the message names it."""
 

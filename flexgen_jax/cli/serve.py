@@ -73,6 +73,7 @@ def serve(
 
         from flexgen_jax.server.announced import Announced
         from flexgen_jax.server.app import Server, ServerOptions
+        from flexgen_jax.server.incoming import PatientProtocol
     except ImportError as error:
         raise without_extra(error, "serve") from None
     if api_key == "":
@@ -100,6 +101,7 @@ def serve(
             port=port,
             log_level="warning",
             timeout_graceful_shutdown=DRAIN_S,
+            http=PatientProtocol,
             h11_max_incomplete_event_size=64 << 10,
         )
         running = Announced(config, server.names[0])

@@ -19,7 +19,7 @@ from flexgen_jax.engine.routing import MeasuredRouting
 from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.engine.serving import Collector
 from flexgen_jax.engine.session import Session
-from flexgen_jax.errors import UserError, first_line
+from flexgen_jax.errors import MachineError, UserError, first_line
 from flexgen_jax.models.weight_source import WeightSource
 from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.metrics import Metrics
@@ -168,6 +168,8 @@ class LocalRunner:
             self._routing.observe(session.chosen)
 
     def back_off(self, error: Exception) -> None:
+        if isinstance(error, MachineError):
+            self._close_session()
         if not is_out_of_memory(error):
             raise error
         what = first_line(error)

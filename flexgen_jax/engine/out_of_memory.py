@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flexgen_jax.errors import UserError
+from flexgen_jax.errors import MachineError
 
 
-class OutOfMemoryError(UserError, MemoryError):
+class OutOfMemoryError(MachineError, MemoryError):
     """A tier's memory ran out, and there is no smaller plan to continue with."""
 
 

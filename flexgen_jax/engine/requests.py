@@ -305,7 +305,7 @@ class Encoder:
                 "texts need a tokenizer, and this model has none: give prompt_token_ids, or, to "
                 "measure speed, use `flexgen-jax bench`"
             )
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, max_tokens=self._config.max_positions)
 
     def _prefix(self, prefix: Prefix | None) -> Sequence[int]:
         if not isinstance(prefix, str):

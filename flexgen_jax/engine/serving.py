@@ -17,7 +17,7 @@ from flexgen_jax.engine.prefix_sharing import share
 from flexgen_jax.engine.prefixes import padded_prefix
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.scoring import Scoring
-from flexgen_jax.errors import UserError
+from flexgen_jax.errors import MachineError, UserError
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.offload.disk.kv_pieces import DamagedError
 from flexgen_jax.policy.ledger import BudgetError
@@ -87,7 +87,8 @@ class Runner(Protocol):
 
     def back_off(self, error: Exception) -> None:
         """Plans for less after running out of memory; raises any other error, and this one if that
-        is not possible."""
+        is not possible. After a `MachineError`, the next run places its weights again, and what is
+        damaged of them is read from the checkpoint."""
 
     def report(self, texts: Mapping[EncodedRequest, int] | None) -> dict[str, Any] | None:
         """Returns what the last run measured, None before the first one; texts: as for
@@ -183,7 +184,7 @@ class Serving:
                 except DamagedError as error:  # it is not there any more
                     self._runner.note(f"flexgen-jax: {error}; it is computed again")
                     incoming.begin_again(collector.restart())
-                except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                except (MachineError, MemoryError, jax.errors.JaxRuntimeError) as error:
                     self._runner.back_off(error)
                     incoming.begin_again(collector.restart())
         finally:

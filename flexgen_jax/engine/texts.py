@@ -44,7 +44,7 @@ class TextModel:
                 "the chat template takes texts alone: a message's list of parts is given to it as "
                 "one text, a line for each part"
             )
-        return text, tokenizer.encode(text, is_whole=True)
+        return text, tokenizer.encode(text, is_whole=True, max_tokens=self.config.max_positions)
 
     def note(self, note: str, is_common: bool = False) -> None:
         """Says something once, and keeps it for the report. is_common: whether it is said once for
@@ -64,16 +64,16 @@ class TextModel:
         """What was said about how the model's files and the requests were taken."""
         return list(self._notes)
 
-    def encode(self, text: str, is_whole: bool = False) -> list[int]:
+    def encode(self, text: str, is_whole: bool = False, max_tokens: int | None = None) -> list[int]:
         """Returns a text's token ids as of a prompt, with the special tokens that the model's
         folder asks for, unless the text `is_whole` and has its own; raises `UserError` if the model
-        has no tokenizer."""
+        has no tokenizer, or if the text must have more than `max_tokens` tokens."""
         if self._model.tokenizer is None:
             raise UserError(
                 "texts need a tokenizer, and this model has none: give prompt_token_ids, or, to "
                 "measure speed, use `flexgen-jax bench`"
             )
-        return self._model.tokenizer.encode(text, is_whole)
+        return self._model.tokenizer.encode(text, is_whole, max_tokens)
 
     def special_id(self, role: str) -> int | None:
         """Returns the id of the tokenizer's special token with a role, such as "bos_token"; None

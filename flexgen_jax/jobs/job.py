@@ -22,7 +22,7 @@ from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.choices import done, finished_choice, logprobs_json, read_logprob
 from flexgen_jax.jobs.lines import MOST_CHOICES, Line, LineError, line_name, read_line
 from flexgen_jax.jobs.options import Engine, JobOptions, State, Summary
-from flexgen_jax.jobs.source import InputFacts, JobInput
+from flexgen_jax.jobs.source import InputFacts, JobInput, numbered_lines
 from flexgen_jax.jobs.store import RECORD_FORMAT, Disk, Journal, Manifest, Results
 from flexgen_jax.models.chat import ChatOptions
 from flexgen_jax.progress import seconds_left
@@ -186,13 +186,14 @@ class Job:
         yield from self._sorted(window)
 
     def _lines(self) -> Iterator[Line]:
-        begun, left = 0, self._facts.size
+        begun, left, last = 0, self._facts.size, 0
         with self._source.opened() as file:
-            for number, whole in enumerate(file, 1):
+            for number, whole in numbered_lines(file):
                 content = whole[:left]  # what is added meanwhile is for the next run
                 left -= len(content)
-                if not content.strip():
+                if number == last or not content.strip():
                     continue
+                last = number
                 if self._results.has(number):
                     self._remember(line_name(content))
                     continue

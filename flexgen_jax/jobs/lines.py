@@ -18,6 +18,12 @@ URLS: dict[str, Form] = {"/v1/completions": "completions", "/v1/chat/completions
 MOST_CHOICES = 128
 """The most texts that one line may ask for."""
 
+MAX_LINE_BYTES = 32 << 20
+"""The most bytes of a line."""
+
+MOST_SAID = 1000
+"""Characters of an error's message, which may quote a line."""
+
 DEFAULT_TOKENS = 16
 """New tokens of a completion that does not say how many, as in OpenAI's API."""
 
@@ -40,7 +46,7 @@ class LineError(ValueError):
     form."""
 
     def __init__(self, message: str, name: str | None = None, is_plain: bool = False) -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}...")
         self.name, self.is_plain = name, is_plain
 
 
@@ -115,6 +121,8 @@ def _named(raw: Mapping[str, Any]) -> tuple[bool, Any]:
 
 
 def _object(content: bytes) -> dict[str, Any]:
+    if len(content) >= MAX_LINE_BYTES:
+        raise LineError(f"the line has more than {MAX_LINE_BYTES} bytes")
     try:
         raw = json.loads(content.decode("utf-8-sig"), parse_constant=_no_number)
         json.dumps(raw, ensure_ascii=False).encode()  # half of a pair of surrogates is no text

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from flexgen_jax.errors import UserError
+from flexgen_jax.jobs.lines import MAX_LINE_BYTES
 from flexgen_jax.jobs.store import beside
 
 STDIN = Path("-")
@@ -26,6 +27,16 @@ GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 """What compressed files begin with."""
 
 PIECE_BYTES = 1 << 20
+
+
+def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file with their numbers from 1. A line of more than `MAX_LINE_BYTES`
+    comes in pieces of one number, so that it takes no more memory."""
+    number, has_ended = 0, True
+    while content := file.readline(MAX_LINE_BYTES):
+        number += has_ended
+        has_ended = content.endswith(b"\n")
+        yield number, content
 
 
 @dataclass(frozen=True)
@@ -45,10 +56,10 @@ class InputFacts:
     @classmethod
     def of(cls, source: JobInput, earlier_size: int | None = None) -> InputFacts:
         """Reads the input. earlier_size: how many bytes an earlier run had."""
-        sha, lines, size, earlier = hashlib.sha256(), 0, 0, None
+        sha, lines, last, size, earlier = hashlib.sha256(), 0, 0, 0, None
         try:
             with source.opened() as file:
-                for content in file:
+                for number, content in numbered_lines(file):
                     left = (earlier_size or 0) - size  # bytes of the earlier input from here on
                     if 0 < left <= len(content):
                         head, tail = content[:left], content[left:]
@@ -58,7 +69,8 @@ class InputFacts:
                             earlier = before.hexdigest()
                     sha.update(content)
                     size += len(content)
-                    lines += bool(content.strip())
+                    if number != last and content.strip():
+                        lines, last = lines + 1, number
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"cannot read the requests {source}: {error}") from None
         return cls(sha.hexdigest(), size, lines, earlier)

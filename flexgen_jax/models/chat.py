@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from flexgen_jax.models.folder import CheckpointError, read_object
 from flexgen_jax.models.special_tokens import CONFIG, read_special_tokens
 from flexgen_jax.models.weight_source import digest
+
+if TYPE_CHECKING:
+    from flexgen_jax.models.template_limits import LimitedEnvironment
 
 Message = Mapping[str, Any]
 """A message: {"role": "user", "content": "..."}."""
@@ -25,6 +28,9 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which messages have an assistant's reasoning; templates read the first."""
+
+MAX_INDENT = 100
+"""Blanks of a level of JSON."""
 
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -146,10 +152,10 @@ class ChatTemplate:
             if name in options.variables and name not in self._tokens:
                 raise ValueError(f"{name!r} has a meaning of its own, and cannot be a variable")
         told |= self._tokens | _plain(options.variables)
-        template = _compiled(source)
+        environment, template = _compiled(source)
         lists = [m for m in chat if isinstance(m.get("content"), _Parts)]
         try:
-            made: str = template.render(messages=chat, **told)
+            made = environment.rendered(template, {"messages": chat, **told})
             wrong = [m for m in lists if m["content"].is_written and not m["content"].is_walked]
         except (TypeError, UndefinedError):  # such as for a list, or nothing, beside "+"
             wrong = [m for m in lists if not m["content"].is_walked]
@@ -158,13 +164,14 @@ class ChatTemplate:
                 raise
             for message in empty:
                 message["content"] = ""
-            made = "" if wrong else template.render(messages=chat, **told)
+            whole = {"messages": chat, **told}
+            made = "" if wrong else environment.rendered(template, whole)
         if not wrong:
             return made
         for message in wrong:
             message["content"] = message["content"].joined()
         self.joins_parts = True
-        return str(template.render(messages=chat, **told))
+        return environment.rendered(template, {"messages": chat, **told})
 
 
 class _Parts(list[Any]):
@@ -295,11 +302,13 @@ def _unmarked(made: str, final: str) -> str:
 
 
 @lru_cache(maxsize=16)
-def _compiled(source: str) -> Any:
-    """Returns a template, with the filters and tags that transformers gives them."""
+def _compiled(source: str) -> tuple[LimitedEnvironment, Any]:
+    """Returns a template, with the filters and tags that transformers gives them, and the
+    environment that renders it."""
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from flexgen_jax.models.template_limits import LimitedEnvironment
 
     class Generation(Extension):
         """{% generation %} marks what a model is trained on; here it changes nothing."""
@@ -311,12 +320,12 @@ def _compiled(source: str) -> Any:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body).set_lineno(line)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    return environment.from_string(source)
+    return environment, environment.limited_template(source)
 
 
 def _to_json(
@@ -327,6 +336,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes for HTML, which is wrong in a prompt."""
+    if isinstance(indent, int) and indent > MAX_INDENT:
+        raise ValueError(f"tojson is given an indent of {indent}, more than {MAX_INDENT}")
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

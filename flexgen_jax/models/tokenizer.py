@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from tokenizers import Tokenizer as FastTokenizer
@@ -23,6 +24,16 @@ from flexgen_jax.models.weight_source import digest
 
 BEFORE = "\x02"
 """What stands before a text that is encoded as if it followed on another."""
+
+MIN_TOKEN_CHARACTERS = 8
+"""A text with fewer characters for each token of the context is encoded without looking for the
+longest token."""
+
+MAX_GROWTH = 64
+"""A normalizer or decoder may make a text this many times as long."""
+
+LARGE_ID, MAX_ID = re.compile(rb"[:,\[]\s*\d{8,}"), 10**7
+"""What a tokenizer.json has in which a token's id may be too large; and ids below which all are."""
 
 CONTEXT = 8
 """Tokens before a text that matter to how it is decoded."""
@@ -63,24 +74,44 @@ class Tokenizer:
         differently."""
         return digest(self._tokenizer.to_str(), self._bos_id, sorted(self.special_ids))
 
-    def encode(self, text: str, is_whole: bool = False) -> list[int]:
+    def encode(self, text: str, is_whole: bool = False, max_tokens: int | None = None) -> list[int]:
         """Returns the prompt's token ids; raises `CheckpointError` for text that is not Unicode.
 
         is_whole: whether the text has its special tokens already, as a chat template makes them. A
-        text that begins with the beginning token gets no second one in any case.
+        text that begins with the beginning token gets no second one in any case. max_tokens: of the
+        model's context; a text that has too many bytes for it is refused before it is encoded.
         """
-        try:
-            ids = list(self._tokenizer.encode(text, add_special_tokens=not is_whole).ids)
-        except TypeError:
-            raise CheckpointError(f"the prompt {text!r} is not valid Unicode text") from None
+        if max_tokens is not None and len(text) > MIN_TOKEN_CHARACTERS * max_tokens:
+            longest = max_tokens * self._longest
+            if len(text) > longest:
+                raise CheckpointError(
+                    f"the prompt has {len(text)} characters; the model takes {max_tokens - 1} "
+                    f"tokens, which are {longest} characters at most"
+                )
+        ids = self._encoded(text, adds_special=not is_whole)
         if is_whole:
             return ids
         if self._bos_id is not None and ids[:1] != [self._bos_id]:
             return [self._bos_id, *ids]
         if len(ids) > 1 and ids[0] == ids[1] == self._begin_id:
-            own = self._tokenizer.encode(text, add_special_tokens=False).ids
+            own = self._encoded(text, adds_special=False)
             return ids[1:] if own[:1] == [self._begin_id] else ids
         return ids
+
+    def _encoded(self, text: str, adds_special: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=adds_special).ids)
+        except TypeError:
+            raise CheckpointError(f"the prompt {text[:50]!r} is not valid Unicode text") from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # which is no `Exception`
+                raise
+            raise CheckpointError(f"the tokenizer cannot split the prompt: {error}") from None
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @cached_property
     def _begin_id(self) -> int | None:
@@ -137,7 +168,14 @@ def _load(folder: Path) -> FastTokenizer:
     whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:
         if whole.is_file():
+            _check_ids(whole)
             tokenizer = FastTokenizer.from_file(str(whole))
+            for part in (tokenizer.normalizer, tokenizer.decoder):
+                if part is not None and _growth(json.loads(part.__getstate__())) > MAX_GROWTH:
+                    raise CheckpointError(
+                        f"{whole}: its {type(part).__name__} makes texts more than {MAX_GROWTH} "
+                        "times as long"
+                    )
             # The file may ask for truncation or padding, as in training; a prompt needs neither.
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -162,6 +200,32 @@ def _load(folder: Path) -> FastTokenizer:
         f"{folder} has none of tokenizer.json, vocab.json with merges.txt, {TIKTOKEN} and "
         f"{SENTENCEPIECE}"
     )
+
+
+def _check_ids(path: Path) -> None:
+    """Raises `CheckpointError` for ids of tokens for which the library would take gigabytes."""
+    content = path.read_bytes()
+    if LARGE_ID.search(content) is None:
+        return
+    raw = read_object(path)
+    model, more = raw.get("model"), raw.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = [*vocab.items()] if isinstance(vocab, dict) else []
+    ids += [(x.get("content"), x.get("id")) for x in more or () if isinstance(x, dict)]
+    for token, number in ids:
+        if isinstance(number, int) and number > MAX_ID:
+            raise CheckpointError(f"{path}: token {token!r} has id {number}, more than {MAX_ID}")
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+    """Returns how many times as long a normalizer or decoder may make a text."""
+    growth = 1.0
+    for each in part.get("normalizers") or part.get("decoders") or ():
+        growth *= _growth(each)
+    if part.get("type") == "Replace":
+        pattern = part["pattern"].get("String")
+        growth = max(1.0, len(part["content"]) / max(1, len(pattern or "a")))
+    return growth
 
 
 def _wants_bos(folder: Path) -> bool:

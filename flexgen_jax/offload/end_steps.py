@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flexgen_jax.errors import UserError
+from flexgen_jax.errors import MachineError
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.layers.sampling import Choice
@@ -28,7 +28,7 @@ from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.waves import Step
 
 
-class NonFiniteError(UserError, ArithmeticError):
+class NonFiniteError(MachineError, ArithmeticError):
     """A layer produced NaN or infinity; the message names the layer."""
 
 

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput
+from flexgen_jax.engine.requests import Request as EngineRequest
 from flexgen_jax.server.bodies import (
     CHAT,
     COMPLETIONS,
@@ -29,7 +30,8 @@ from flexgen_jax.server.bodies import (
 )
 from flexgen_jax.server.engine import Engine, EngineError, OverloadedError, Text
 from flexgen_jax.server.errors import RefusedError, error_body, on_failure, on_http, on_refused
-from flexgen_jax.server.kept import Handler, Kept, body_of
+from flexgen_jax.server.incoming import Bodies
+from flexgen_jax.server.kept import Handler, Kept
 from flexgen_jax.server.metrics import metrics_of
 from flexgen_jax.server.page import page
 
@@ -64,7 +66,10 @@ class Server:
         own = (last, llm.name) if Path(llm.name).exists() else (llm.name, last)
         self.names = tuple(dict.fromkeys((*([options.name] if options.name else ()), *own)))
         self._key = options.api_key
-        self._kept = Kept(options.folder, self.engine) if options.folder is not None else None
+        self._bodies = Bodies()
+        self._kept: Kept | None = None
+        if options.folder is not None:
+            self._kept = Kept(options.folder, self.engine, self._bodies)
 
     def app(self) -> Starlette:
         """Returns the application."""
@@ -107,9 +112,13 @@ class Server:
         """Returns a handler that answers those alone who have the key."""
 
         async def guarded(request: Request) -> Response:
+            if {"content-length", "transfer-encoding"} <= {*request.headers}:
+                said = "a body has Content-Length or Transfer-Encoding, not both"
+                raise RefusedError(400, said, headers={"Connection": "close"})
             if self._key is not None:
-                given = request.headers.get("authorization", "").removeprefix("Bearer ")
-                if not secrets.compare_digest(given.encode(), self._key.encode()):
+                scheme, _, given = request.headers.get("authorization", "").partition(" ")
+                is_right = secrets.compare_digest(given.strip().encode(), self._key.encode())
+                if scheme.lower() != "bearer" or not is_right:
                     said = "the API key is missing or wrong: send Authorization: Bearer KEY"
                     raise RefusedError(401, said, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
             return await handler(request)
@@ -120,10 +129,13 @@ class Server:
 
     async def complete(self, request: Request) -> Response:
         """Answers a conversation or completes prompts, at once or in pieces."""
-        body = await body_of(request)
-        asked = await asyncio.to_thread(Asked, body, request.url.path, self.llm, self.names)
         engine = self.engine
-        requests = await asyncio.to_thread(requests_of, asked.line, self.llm, engine.next_id)
+
+        def read(body: bytes) -> tuple[Asked, list[EngineRequest]]:
+            asked = Asked(body, request.url.path, self.llm, self.names)
+            return asked, requests_of(asked.line, self.llm, engine.next_id)
+
+        asked, requests = await self._bodies.read(request, read)
         if self.engine.is_broken:
             raise RefusedError(503, "the engine failed; see the server's log")
         try:
@@ -174,18 +186,17 @@ class Server:
         return JSONResponse(_model(name, self.llm))
 
     async def tokenize(self, request: Request) -> Response:
-        tokens = await asyncio.to_thread(tokens_of, await body_of(request), self.llm)
+        tokens = await self._bodies.read(request, lambda body: tokens_of(body, self.llm))
         most = self.llm.config.max_positions
         return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
-        text = await asyncio.to_thread(text_of, await body_of(request), self.llm)
+        text = await self._bodies.read(request, lambda body: text_of(body, self.llm))
         return JSONResponse({"prompt": text})
 
     async def health(self, _request: Request) -> Response:
-        is_broken = self.engine.is_broken
-        status = "the engine failed" if is_broken else "ok"
-        return JSONResponse({"status": status}, 503 if is_broken else 200)
+        fault = "the engine failed" if self.engine.is_broken else self.engine.fault
+        return JSONResponse({"status": fault or "ok"}, 503 if fault else 200)
 
     async def status(self, _request: Request) -> Response:
         """What the page shows."""

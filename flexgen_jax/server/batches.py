@@ -11,13 +11,14 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from flexgen_jax.engine.requests import Request
 from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.lines import URLS, Line, LineError, read_line
+from flexgen_jax.jobs.source import numbered_lines
 from flexgen_jax.jobs.store import sealed, unsealed
 from flexgen_jax.progress import logger, seconds_left
 from flexgen_jax.server.bodies import chat_tokens_of, requests_of
@@ -29,6 +30,9 @@ BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 
 LEAST_WAITING = 16
 """Texts of batches that may wait at least, so that there are rows to fill."""
+
+LEAST_LATER_S, MOST_LATER_S = 5.0, 60.0
+"""Seconds after which a line is run again that failed by a fault of the machine."""
 
 LOOK_S = 0.05
 """Seconds between two looks at whether more texts of a batch may be asked for."""
@@ -184,17 +188,18 @@ class Running:
 
     async def run(self) -> None:
         """Runs the lines that have no record yet."""
-        lines = await asyncio.to_thread(self._lines)
+        source = self._files.content(self.said["input_file_id"])
+        count = await asyncio.to_thread(lambda: sum(1 for _ in _lines(source)))
         counts = self.said["request_counts"]
         done = {*_numbers(self._answers), *(failed := _numbers(self._errors))}
-        counts |= {"total": len(lines), "completed": len(done) - len(failed), "failed": len(failed)}
+        counts |= {"total": count, "completed": len(done) - len(failed), "failed": len(failed)}
         self._began, self._done_before = time.monotonic(), len(done)
         if not self.is_cancelled:
             self._enter("in_progress")
         self._keep(self.said)
         with open(self._answers, "ab") as answers, open(self._errors, "ab") as errors:
             async with asyncio.TaskGroup() as group:
-                for number, content in lines:
+                for number, content in _lines(source):
                     if number in done:
                         continue
                     await self._turn()
@@ -203,10 +208,6 @@ class Running:
                     self._coming += 1
                     group.create_task(self._line(number, content, answers, errors))
         await asyncio.to_thread(self._finish)
-
-    def _lines(self) -> list[tuple[int, bytes]]:
-        content = self._files.content(self.said["input_file_id"]).read_bytes()
-        return [(n, line) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
 
     async def _turn(self) -> None:
         """Waits until more texts may be asked for."""
@@ -242,26 +243,42 @@ class Running:
 
     async def _answered(self, number: int, content: bytes) -> dict[str, Any] | None:
         """Returns a line's record; None if it was cancelled. Raises `LineError`."""
-        engine = self._engine
-        try:
-            line, requests = await asyncio.to_thread(self._read, number, content)
-            texts = engine.submit(requests, is_batch=True)
-        finally:
-            self._coming -= 1
-        self._texts |= {*texts}
-        try:
-            results = [await text.result() for text in texts]
-        except EngineError as error:
-            raise line.error(str(error)) from None
-        finally:
-            self._texts -= {*texts}
-            engine.cancel(texts)
+        engine, wait_s = self._engine, LEAST_LATER_S
+        while True:
+            try:
+                line, requests = await asyncio.to_thread(self._read, number, content)
+                texts = engine.submit(requests, is_batch=True)
+            finally:
+                self._coming -= 1
+            self._texts |= {*texts}
+            try:
+                results = [await text.result() for text in texts]
+                break
+            except EngineError as error:
+                if error.status < 500:
+                    raise line.error(str(error)) from None
+            finally:
+                self._texts -= {*texts}
+                engine.cancel(texts)
+            await self._later(wait_s)
+            wait_s = min(2 * wait_s, MOST_LATER_S)
+            self._coming += 1
+            if self.is_cancelled:
+                self._coming -= 1
+                return None
         if any(result.finish_reason == "cancelled" for result in results):
             return None
         for result in results:
             if result.error is not None:
                 raise line.error(result.error)
         return await asyncio.to_thread(answer, line, results, engine.llm, self.said["id"])
+
+    async def _later(self, seconds: float) -> None:
+        """Waits after a fault of the machine, by which no line has a record; for ever, until the
+        server ends, if the engine does not run any more."""
+        await asyncio.sleep(seconds)
+        while self._engine.is_broken:
+            await asyncio.sleep(MOST_LATER_S)
 
     def _read(self, number: int, content: bytes) -> tuple[Line, list[Request]]:
         """Returns what a line asks for, and the requests of its texts."""
@@ -291,6 +308,17 @@ class Running:
     def _enter(self, status: str) -> None:
         self.said["status"] = status
         self.said[f"{status}_at"] = self.said[f"{status}_at"] or int(time.time())
+
+
+def _lines(source: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines that are not blank with their numbers from 1; of one that is too long, the
+    first piece."""
+    last = 0
+    with open(source, "rb") as file:
+        for number, content in numbered_lines(file):
+            if number != last and content.strip():
+                yield number, content
+                last = number
 
 
 def _append(file: IO[bytes], record: dict[str, Any]) -> None:

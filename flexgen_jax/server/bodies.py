@@ -67,7 +67,7 @@ class Asked:
 
     def __init__(self, content: bytes, url: str, llm: LLM, names: tuple[str, ...]) -> None:
         """Raises `RefusedError` that says what is wrong with the body."""
-        body = _object(content)
+        body = object_of(content)
         streams = body.pop("stream", None) or False
         options = body.pop("stream_options", None) or {}
         if not isinstance(streams, bool):
@@ -157,7 +157,8 @@ class Asked:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _object(content: bytes) -> dict[str, Any]:
+def object_of(content: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a body; raises `RefusedError` for anything else."""
     try:
         body = json.loads(content.decode("utf-8"))
     except (UnicodeError, ValueError, RecursionError) as error:
@@ -167,13 +168,17 @@ def _object(content: bytes) -> dict[str, Any]:
     return body
 
 
+MAX_TOKENIZED = 1_000_000
+"""Tokens of a text that a client may have counted."""
+
+
 def tokens_of(content: bytes, llm: LLM) -> list[int]:
     """Returns the tokens of the prompt or the messages of a body."""
-    body = _object(content)
+    body = object_of(content)
     prompt, messages = body.get("prompt"), body.get("messages")
     try:
         if isinstance(prompt, str) and messages is None:
-            return llm.encode(prompt)
+            return llm.encode(prompt, max_tokens=MAX_TOKENIZED)
         is_list = isinstance(messages, list) and all(isinstance(m, Mapping) for m in messages)
         if prompt is None and is_list and messages:
             return llm.chat_prompt(messages)[1]
@@ -184,7 +189,7 @@ def tokens_of(content: bytes, llm: LLM) -> list[int]:
 
 def text_of(content: bytes, llm: LLM) -> str:
     """Returns the text of the tokens of a body."""
-    tokens, tokenizer = _object(content).get("tokens"), llm.tokenizer
+    tokens, tokenizer = object_of(content).get("tokens"), llm.tokenizer
     most = llm.config.vocab_size
     is_good = isinstance(tokens, list) and all(
         isinstance(t, int) and not isinstance(t, bool) and 0 <= t < most for t in tokens

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.requests import Request
-from flexgen_jax.errors import UserError
+from flexgen_jax.errors import MachineError, UserError
 from flexgen_jax.progress import logger
 
 WINDOW_S = 60.0
 """Seconds over which tokens per second are counted, and for which rows are kept free for a client
 that came."""
+
+FAULT = "the server's disk, memory or weights failed, as its log says; try again later"
+"""What clients are told of a `MachineError`, whose own message has paths of the server."""
 
 FAILURES = 3
 """Times that the engine may fail one after the other before the server says that it is broken."""
@@ -76,7 +79,8 @@ class Engine:
     """Runs the texts of all clients, in waves, in a thread of its own.
 
     most: how many texts of clients that wait may be under way or wait; more are refused. lengths:
-    of prompts and new tokens, for which there is room from the start.
+    of prompts and new tokens, for which there is room from the start. fault: of the machine, by
+    which the latest texts failed.
     """
 
     def __init__(self, llm: LLM, most: int, lengths: tuple[int, int]) -> None:
@@ -88,6 +92,7 @@ class Engine:
         self._numbers = itertools.count()
         self._recent: deque[tuple[float, int]] = deque()
         self._failures = 0
+        self.fault: str | None = None
         self._client_came = float("-inf")
         self._lock = threading.Lock()
         self._is_stopping = False
@@ -166,6 +171,8 @@ class Engine:
         while not self._is_stopping and not self.is_broken:
             try:
                 self._stream(self._requests(self._asked))
+            except MachineError as error:
+                self._fail(self._begin_anew(), error)
             except UserError as error:  # such as a request that no plan has room for
                 self._one_by_one(self._begin_anew(), error)
             except Exception as error:
@@ -174,9 +181,16 @@ class Engine:
                 for text in self._begin_anew():
                     self._tell(text.request.id, EngineError(f"{type(error).__name__}: {error}"))
 
+    def _fail(self, texts: list[Text], error: MachineError) -> None:
+        """Ends texts by a fault of the machine, which later ones may not meet."""
+        self.fault = FAULT
+        logger().error("flexgen-jax: %s", error)
+        for text in texts:
+            self._tell(text.request.id, EngineError(FAULT, status=503))
+
     def _stream(self, requests: Iterator[Request]) -> None:
         for result in self.llm.stream(requests, self._add, self._lengths):
-            self._failures = 0
+            self._failures, self.fault = 0, None
             self._tell(result.id, result)
 
     @staticmethod
@@ -196,12 +210,15 @@ class Engine:
 
     def _one_by_one(self, texts: list[Text], error: UserError) -> None:
         """Runs each text by itself, so that one which cannot be made fails no other one."""
-        for text in texts:
+        for number, text in enumerate(texts):
             if text.has_begun:
                 self._tell(text.request.id, EngineError(str(error)))
                 continue
             try:
                 self._stream(iter([text.request]))
+            except MachineError as fault:
+                self._fail(texts[number:], fault)
+                return
             except UserError as own:
                 self._tell(text.request.id, EngineError(str(own), status=400))
 

@@ -6,22 +6,26 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from flexgen_jax.server.errors import RefusedError
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that appears whole or not at all."""
+def write_whole(path: Path, content: bytes | IO[bytes]) -> None:
+    """Writes a file that appears whole or not at all. content: its bytes, or a file of them."""
     part = path.with_suffix(f".{secrets.token_hex(4)}.part")
     try:
         with open(part, "wb") as file:
-            file.write(content)
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                shutil.copyfileobj(content, file)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -36,7 +40,7 @@ class Files:
         self._folder = folder / "files"
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def add(self, name: str, purpose: str, content: bytes) -> dict[str, Any]:
+    def add(self, name: str, purpose: str, content: bytes | IO[bytes]) -> dict[str, Any]:
         """Keeps a file; returns what is said of it."""
         made = self.new_id()
         write_whole(self.content(made), content)

@@ -1,57 +1,30 @@
-"""The routes of files and batches, and bodies of requests."""
+"""The routes of files and batches."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from starlette.datastructures import UploadFile
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from flexgen_jax.server.batches import Batches
+from flexgen_jax.server.bodies import object_of
 from flexgen_jax.server.engine import Engine
 from flexgen_jax.server.errors import RefusedError
 from flexgen_jax.server.files import Files
-
-BODY_BYTES = 32 << 20
-"""The most bytes of a request's body."""
-
-FILE_BYTES = 1 << 30
-"""The most bytes of a file that a client sends."""
-
-BODY_S = 60.0
-"""Seconds within which a body must have come."""
+from flexgen_jax.server.incoming import FILE_BYTES, Bodies, limited
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-async def body_of(request: Request) -> bytes:
-    """Returns a request's body; raises `RefusedError` for one that is too large or too slow."""
-    content = bytearray()
-
-    async def read() -> None:
-        async for part in request.stream():
-            content.extend(part)
-            if len(content) > BODY_BYTES:
-                raise RefusedError(413, f"the body has more than {BODY_BYTES} bytes")
-
-    try:
-        await asyncio.wait_for(read(), BODY_S)
-    except TimeoutError:
-        raise RefusedError(408, f"the body did not come within {BODY_S:g} s") from None
-    except ClientDisconnect:
-        raise RefusedError(400, "the client went away") from None
-    return bytes(content)
 
 
 class Kept:
     """What is kept in a folder: files, and batches of their lines."""
 
-    def __init__(self, folder: Path, engine: Engine) -> None:
+    def __init__(self, folder: Path, engine: Engine, bodies: Bodies) -> None:
+        self._bodies = bodies
         self.files = Files(folder)
         self.batches = Batches(folder, engine, self.files)
 
@@ -70,17 +43,12 @@ class Kept:
         ]
 
     async def add_file(self, request: Request) -> Response:
-        if int(request.headers.get("content-length") or 0) > FILE_BYTES:
-            raise RefusedError(413, f"a file has at most {FILE_BYTES} bytes")
-        async with request.form(max_files=1, max_fields=8) as form:
+        async with limited(request, FILE_BYTES).form(max_files=1, max_fields=8) as form:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or purpose != "batch":
                 raise RefusedError(400, 'send a form with "file" and "purpose", which is "batch"')
-            content = await file.read(FILE_BYTES + 1)
-            if len(content) > FILE_BYTES:
-                raise RefusedError(413, f"a file has at most {FILE_BYTES} bytes")
             name = file.filename or "file.jsonl"
-            return JSONResponse(await asyncio.to_thread(self.files.add, name, "batch", content))
+            return JSONResponse(await asyncio.to_thread(self.files.add, name, "batch", file.file))
 
     async def list_files(self, _request: Request) -> Response:
         data = await asyncio.to_thread(lambda: list(self.files.all()))
@@ -99,12 +67,7 @@ class Kept:
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def add_batch(self, request: Request) -> Response:
-        try:
-            body: Any = json.loads(await body_of(request))
-        except (ValueError, RecursionError) as error:
-            raise RefusedError(400, f"the body is not JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise RefusedError(400, "the body must be a JSON object")
+        body = await self._bodies.read(request, object_of)
         return JSONResponse(self.batches.add(body))
 
     async def list_batches(self, _request: Request) -> Response:

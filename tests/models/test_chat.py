@@ -69,6 +69,30 @@ def test_a_template_of_its_own_file_or_by_name_comes_first(tmp_path: Path) -> No
         "{% include '/etc/passwd' %}",
         "{{ raise_exception('no system message') }}",
         "{{",
+        "{{ 'a' * 10**10 }}",
+        "{{ [1] * 10**9 }}",
+        "{% set n = namespace(s='ab') %}"
+        "{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s=[1]) %}"
+        "{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(s='abcd') %}"
+        "{% for i in range(60) %}{% set n.s = f(n.s) %}{% endfor %}",
+        "{{ 'a' | center(10**10) }}",
+        "{{ 'a'.ljust(10**10) }}",
+        "{{ '%10000000000d' % 3 }}",
+        "{{ '%*d' % (10**10, 3) }}",
+        "{{ '{:10000000000}'.format(3) }}",
+        "{{ '{0:{1}}'.format('a', 10**10) }}",
+        "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}",
+        "{{ range(100000) | join('a' * 1000000) }}",
+        "{{ [1] | tojson(indent=10**9) }}",
+        "{{ 3 ** (10**9) }}",
+        "{% for i in range(100000) %}{{ 'a' * 100000 }}{% endfor %}",
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ f(60) }}",
+        "{% for i in range(100000) %}"
+        "{{ range(100000) | map('string') | list | length }}{% endfor %}",
     ],
 )
 def test_what_a_template_may_not_do_is_an_error(tmp_path: Path, template: str) -> None:

@@ -6,11 +6,12 @@ import itertools
 import json
 import random
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ import uvicorn
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.loading import shipped_model
+from flexgen_jax.server import incoming, kept
 from flexgen_jax.server.app import Server, ServerOptions
 from flexgen_jax.server.engine import Engine
-from flexgen_jax.server.kept import BODY_BYTES
+from flexgen_jax.server.incoming import BODY_BYTES, PatientProtocol
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -52,11 +54,13 @@ def folder(checkpoint: Callable[[], Path], tmp_path_factory: pytest.TempPathFact
 
 
 @contextmanager
-def serving(model: Path, **options: Any) -> Iterator[tuple[str, Server]]:
+def serving(
+    model: Path, policy: Policy = POLICY, offload_dir: Path | None = None, **options: Any
+) -> Iterator[tuple[str, Server]]:
     """A server in a thread; yields its address."""
-    with LLM(model, dtype="float32", policy=POLICY) as llm:
+    with LLM(model, dtype="float32", policy=policy, offload_dir=offload_dir) as llm:
         server = Server(llm, ServerOptions(name="tiny", **options))
-        config = uvicorn.Config(server.app(), port=0, log_level="error")
+        config = uvicorn.Config(server.app(), port=0, log_level="error", http=PatientProtocol)
         running = uvicorn.Server(config)
         thread = threading.Thread(target=running.run)
         thread.start()
@@ -210,6 +214,9 @@ def test_a_key_is_needed_where_there_is_one(folder: Path) -> None:
             wrong.models.list()
         assert right.models.list().data
         assert httpx.get(f"{address}/metrics").status_code == 401
+        for value, status in (("bearer secret", 200), ("BEARER  secret", 200), ("secret", 401)):
+            answer = httpx.get(f"{address}/metrics", headers={"Authorization": value})
+            assert answer.status_code == status, value
         assert httpx.get(f"{address}/health").status_code == 200
 
 
@@ -351,6 +358,68 @@ def test_much_nonsense_is_refused_and_touches_nothing(folder: Path, tmp_path: Pa
 def test_a_body_that_is_too_large_is_refused(served: str) -> None:
     answer = httpx.post(f"{served}/v1/completions", content=b" " * (BODY_BYTES + 1))
     assert answer.status_code == 413
+
+
+def test_what_comes_is_bounded_together_and_in_time(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bodies that come at once, forms without a length, and bodies and headers that never end."""
+    for name, value in (("BODIES_BYTES", 1 << 20), ("FILE_BYTES", 4 << 20)):
+        monkeypatch.setattr(incoming, name, value)
+        monkeypatch.setattr(kept, name, value, raising=False)
+    monkeypatch.setattr(incoming, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(incoming, "HEADERS_S", 1.0)
+    with serving(folder, folder=tmp_path) as (address, _):
+        port = int(address.rpartition(":")[2])
+        answer = httpx.post(f"{address}/v1/completions", content=b" " * (1 << 21))
+        assert answer.status_code == 503 and "at once" in answer.text
+
+        def form() -> Iterator[bytes]:
+            name = b'--B\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+            yield name
+            for _ in range(64):
+                yield b"y" * (1 << 17)
+
+        kind = {"Content-Type": "multipart/form-data; boundary=B"}
+        with suppress(httpx.WriteError):  # the server may close while more is sent
+            refused = httpx.post(f"{address}/v1/files", content=form(), headers=kind)
+            assert refused.status_code == 413
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
+        both = post + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        for sent, status in ((post, b""), (post + b"\r\n{", b" 408 "), (both, b" 400 ")):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                connection.sendall(sent)
+                received = b"".join(iter(lambda: connection.recv(4096), b""))
+            assert status in received.splitlines()[0] if status else received == b""
+
+
+def test_a_fault_of_the_disk_is_no_fault_of_a_request(folder: Path, tmp_path: Path) -> None:
+    """Clients get 503, lines of batches wait, and the next run places what is missing again."""
+    policy = Policy.from_percent(0, 0, 0, 0, 0, 0, batch_size=2)
+    with serving(folder, policy, offload_dir=tmp_path / "offload", folder=tmp_path / "files") as (
+        address,
+        _,
+    ):
+        url = f"{address}/v1/completions"
+        asked = {"prompt": "hi", "max_tokens": 3, "temperature": 0}
+        wanted = httpx.post(url, json=asked, timeout=60)
+        assert wanted.status_code == 200
+        chunk = next((tmp_path / "offload/weights").rglob("*mlp.up*/c/0/0"))
+        chunk.unlink()
+        answer = httpx.post(url, json=asked, timeout=60)
+        assert answer.status_code == 503
+        assert str(tmp_path) not in answer.text
+        assert httpx.get(f"{address}/health").status_code == 503
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        file = client.files.create(file=lines_of(3, 4), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        counts = until_done(client, batch.id).request_counts
+        assert (counts.completed, counts.failed) == (3, 1)  # the bad line
+        again = httpx.post(url, json=asked, timeout=60)
+        assert again.json()["choices"] == wanted.json()["choices"]
+        assert httpx.get(f"{address}/health").status_code == 200
 
 
 def lines_of(count: int, tokens: int) -> bytes:

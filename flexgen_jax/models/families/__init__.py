@@ -7,6 +7,7 @@ docs/adding_a_model.md shows how.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
@@ -172,6 +173,10 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.model_type]
 
 
+LARGE_COUNTS, MAX_COUNT = re.compile("layers?$|experts$"), 10_000
+"""Names of numbers of layers or experts, and the most of either."""
+
+
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Builds the config from a Hugging Face `config.json`.
 
@@ -183,7 +188,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(_unsupported(str(model_type)))
     quantization_of(raw)
-    for part in (raw, raw.get("text_config") or {}):
+    text = raw.get("text_config")
+    for part in (raw, text if isinstance(text, Mapping) else {}):
+        for name, value in part.items():
+            if LARGE_COUNTS.search(name) and isinstance(value, int) and value > MAX_COUNT:
+                raise ConfigError(f"{name} is {value}, more than {MAX_COUNT}")
         for name, allowed in REFUSED.items():
             if part.get(name) not in (None, *allowed):
                 raise ConfigError(f"{name} is {part[name]!r}, which is not supported")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -33,6 +33,10 @@ STRING, ARRAY = 8, 9
 
 MAX_DIMENSIONS = 4
 
+MAX_ENTRIES = 1 << 20
+"""Tensors, entries of metadata, and elements of an array of texts: four times as many as large
+vocabularies have."""
+
 
 class Entry(NamedTuple):
     """A tensor: the number of its type, its shape (the last axis is contiguous), and its bytes."""
@@ -53,10 +57,10 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, "u1")
-        self._at = 0
+        self._at, self._view = 0, memoryview(cast("Any", self.bytes))
         try:
             self.metadata, self.tensors = self._header()
-        except (struct.error, IndexError, ValueError, OverflowError, UnicodeDecodeError) as error:
+        except (struct.error, IndexError, ValueError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path}: corrupt: its header cannot be read: {error}") from None
         if int(self.metadata.get("split.count", 1)) > 1:
             raise CheckpointError(
@@ -79,7 +83,7 @@ class GgufFile:
                 f"{self.path}: GGUF version {version} is not read, only {VERSIONS}; convert it anew"
             )
         tensors, pairs = self._number("<Q"), self._number("<Q")
-        self._check_count(tensors + pairs)
+        self._check_count(tensors + pairs, MAX_ENTRIES)
         metadata = {self._string(): self._value(self._number("<I")) for _ in range(pairs)}
         entries = [self._entry() for _ in range(tensors)]
         alignment = int(metadata.get("general.alignment", 32))
@@ -90,21 +94,21 @@ class GgufFile:
             name: entry._replace(begin=start + entry.begin) for name, entry in entries
         }
 
-    def _check_count(self, count: int) -> None:
-        """Raises `ValueError` for more things than the file has bytes for."""
-        if count > self.bytes.size:
-            raise ValueError(f"it promises {count} entries")
+    def _check_count(self, count: int, most: int | None = None) -> None:
+        """Raises `ValueError` for more things than the file has bytes for, or than `most`."""
+        if count > self.bytes.size or (most is not None and count > most):
+            limit = "" if most is None or count <= most else f", and {most} at most are read"
+            raise ValueError(f"it promises {count} entries{limit}")
 
     def _number(self, kind: str) -> Any:
-        size = struct.calcsize(kind)
-        value = struct.unpack(kind, self.bytes[self._at : self._at + size].tobytes())[0]
-        self._at += size
+        (value,) = struct.unpack_from(kind, self._view, self._at)
+        self._at += struct.calcsize(kind)
         return value
 
     def _string(self) -> str:
         length = self._number("<Q")
         self._check_count(length)
-        text = self.bytes[self._at : self._at + length].tobytes()
+        text = bytes(self._view[self._at : self._at + length])
         self._at += length
         if len(text) < length:
             raise ValueError("it is cut off")
@@ -118,6 +122,7 @@ class GgufFile:
         inner, count = self._number("<I"), self._number("<Q")
         self._check_count(count)
         if inner in (STRING, ARRAY):
+            self._check_count(count, MAX_ENTRIES)
             return [self._value(inner) for _ in range(count)]
         if inner not in NUMBERS:
             self._unknown(inner)

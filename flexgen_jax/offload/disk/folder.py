@@ -32,7 +32,7 @@ from typing import IO, Any
 import numpy as np
 import tensorstore as ts
 
-from flexgen_jax.errors import UserError
+from flexgen_jax.errors import MachineError, UserError
 from flexgen_jax.offload.disk.direct_reads import PAGE, Piece, ReadQueue, read_file, whole_pages
 
 CHUNK_BYTES = 8 << 20
@@ -49,7 +49,7 @@ NOT_DAMAGE = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN
 damaged."""
 
 
-class OffloadError(UserError, OSError):
+class OffloadError(MachineError, OSError):
     """The offload folder cannot be used, or something in it is damaged."""
 
 

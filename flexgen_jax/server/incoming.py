@@ -1,0 +1,123 @@
+"""Requests as they come: bounded in bytes and in time, each and all together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, MutableMapping
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from flexgen_jax.server.errors import RefusedError
+
+T = TypeVar("T")
+
+BODY_BYTES = 16 << 20
+"""The most bytes of a request's body."""
+
+BODIES_BYTES = 64 << 20
+"""The most bytes of all bodies that are being read."""
+
+LARGE_BYTES = 1 << 20
+"""Bodies of more bytes are parsed one at a time: a parsed body takes many times its bytes."""
+
+FILE_BYTES = 1 << 30
+"""The most bytes of a form with a file."""
+
+PATIENCE_S, SLOWEST = 60.0, 64 << 10
+"""A body must have come within this many seconds, and one more for as many bytes."""
+
+HEADERS_S = 30.0
+"""Seconds within which the headers of a request must have come."""
+
+
+def limited(request: Request, most: int) -> Request:
+    """Returns a request whose body is refused as soon as it is larger than `most` bytes, or when it
+    comes too slowly."""
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > most:
+        raise _too_large(most)
+    started, received = time.monotonic(), 0
+
+    async def receive() -> MutableMapping[str, Any]:
+        nonlocal received
+        left = started + PATIENCE_S + received / SLOWEST - time.monotonic()
+        try:
+            message = await asyncio.wait_for(request.receive(), max(left, 0.0))
+        except TimeoutError:
+            raise RefusedError(
+                408, "the body came too slowly", headers={"Connection": "close"}
+            ) from None
+        received += len(message.get("body", b""))
+        if received > most:
+            raise _too_large(most)
+        return message
+
+    return Request(request.scope, receive)
+
+
+def _too_large(most: int) -> RefusedError:
+    return RefusedError(
+        413, f"the body has more than {most} bytes", headers={"Connection": "close"}
+    )
+
+
+class Bodies:
+    """The bodies that are being read, bounded together."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._parsing = asyncio.Lock()
+
+    async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
+        """Returns what `parse` makes of a request's body, in a thread; raises `RefusedError` for a
+        body that is too large or too slow, or that comes while too many others do."""
+        content, reserved = bytearray(), 0
+        try:
+            async for part in limited(request, BODY_BYTES).stream():
+                content.extend(part)
+                reserved += len(part)
+                self._bytes += len(part)
+                if self._bytes > BODIES_BYTES:
+                    said = "too many large bodies come at once; try again later"
+                    raise RefusedError(503, said, "overloaded", {"Retry-After": "5"})
+            if len(content) <= LARGE_BYTES:
+                return await asyncio.to_thread(parse, bytes(content))
+            async with self._parsing:
+                return await asyncio.to_thread(parse, bytes(content))
+        except ClientDisconnect:
+            raise RefusedError(400, "the client went away") from None
+        finally:
+            self._bytes -= reserved
+
+
+class PatientProtocol(H11Protocol):
+    """HTTP of a connection whose headers must come within `HEADERS_S`."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(HEADERS_S, self._close_if_idle)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._deadline is None and self._is_idle:
+            self._deadline = self.loop.call_later(HEADERS_S, self._close_if_idle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _close_if_idle(self) -> None:
+        self._deadline = None
+        if self._is_idle:
+            self.transport.close()
