@@ -1,4 +1,4 @@
-"""Parses sizes in bytes as people write them, such as "16GB"."""
+"""Sizes in bytes and other numbers as people write them, such as "16GB" or 87,800."""
 
 from __future__ import annotations
 
@@ -26,3 +26,27 @@ def parse_bytes(size: str | int | None, name: str = "") -> int | None:
         what = f"{name}: " if name else ""
         raise UserError(f"{what}{size!r} is not a size; write for example 16GB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def significant(value: float) -> str:
+    """Returns a number with three significant digits and without an exponent.
+
+    >>> [significant(x) for x in (0.01234, 8.7654, 87.0, 87842.0)]
+    ['0.0123', '8.77', '87', '87,800']
+    """
+    if abs(value) < 1000:
+        return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.6f}"
+    digits = 3 - len(str(int(abs(value))))
+    return f"{round(value, digits):,.0f}"
+
+
+def scaled(value: float) -> str:
+    """Returns a large number with a letter for its thousands, as of bytes.
+
+    >>> [scaled(x) for x in (1.03e12, 7.5e10, 6.7e9, 1.25e8)]
+    ['1.03 T', '75 G', '6.7 G', '125 M']
+    """
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if value >= limit:
+            return f"{value / limit:.3g} {letter}"
+    return f"{value:.3g} "

@@ -173,7 +173,11 @@ def plan_options(command: Function) -> Function:
                 help="Plan for a known machine (t4-16gb, rtx3090-24gb, a100-80gb, h200-141gb) or a "
                 "profile's file; default: this machine.",
             ),
-            click.option("--prompt-len", default=512, show_default=True, help="Tokens a prompt."),
+            click.option(
+                "--prompt-len",
+                type=click.IntRange(1),
+                help="Tokens a prompt. Default: 512, or what the model's context leaves room for.",
+            ),
             click.option(
                 "--max-tokens",
                 "--gen-len",

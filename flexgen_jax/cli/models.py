@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
+from flexgen_jax.units import scaled
 
 
 @click.command()
@@ -31,10 +32,9 @@ def models(json_file: Path | None) -> None:
         for name, config in members:
             spec = model_spec(config)
             active = sum(layer.active_size for layer in spec.decoders) + spec.head.large_size
-            billions = spec.num_parameters / 1e9
-            used = f", {active / 1e9:.3g}B for a token" if config.has_experts else ""
+            used = f", {_count(active)} for a token" if config.has_experts else ""
             click.echo(
-                f"  {name:38} {billions:6.3g}B{used}, {config.num_layers} layers, "
+                f"  {name:38} {_count(spec.num_parameters):>6}{used}, {config.num_layers} layers, "
                 f"context {config.max_positions}"
             )
             rows.append(
@@ -47,3 +47,8 @@ def models(json_file: Path | None) -> None:
                 }
             )
     write_json(json_file, {"families": list(FAMILIES), "shapes": rows})
+
+
+def _count(parameters: float) -> str:
+    """Returns a number of parameters as the field writes it, such as 6.7B."""
+    return scaled(parameters).replace(" ", "").replace("G", "B")

@@ -26,13 +26,18 @@ from flexgen_jax.policy.search import evaluate, search
 from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.policy.stage_search import ChainPlan, search_stages
 from flexgen_jax.policy.stages import divisions
-from flexgen_jax.units import parse_bytes
+from flexgen_jax.units import parse_bytes, scaled, significant
 
 if TYPE_CHECKING:
+    from flexgen_jax.models.config import ModelConfig
+    from flexgen_jax.policy.hardware import HardwareProfile
     from flexgen_jax.progress import Progress
 
 WORTH_A_HINT = 1.2
 """A hint is given if a change makes the predicted throughput at least this many times as high."""
+
+PROMPT_LEN = 512
+"""Tokens of a prompt where nobody says how many."""
 
 MUCH = 1000
 """How many times as large a budget is taken to see whether it is what is missing."""
@@ -45,7 +50,7 @@ MUCH = 1000
 @policy_options
 def plan(
     hardware: str | None,
-    prompt_len: int,
+    prompt_len: int | None,
     gen_len: int,
     num_sequences: int | None,
     prefix_len: int,
@@ -64,6 +69,7 @@ def plan(
     Flags that place or shape something fix the policy, and only its prediction is made. With
     --stages N it plans for N machines that are alike.
     """
+    from flexgen_jax.models.loading import shape_of
     from flexgen_jax.progress import Progress
 
     check_json(json_file)
@@ -72,6 +78,10 @@ def plan(
     choices = plan_choices(options, allow_compression, allow_sparsity)
     if prefix_len and (num_sequences or 0) < num_prefixes:
         raise click.UsageError("--prefix-len needs --num-sequences, at least one for each prefix")
+    profile = None if options.hardware is None else read_profile(options.hardware)
+    config = shape_of(None if options.model is None else str(options.model))
+    if prompt_len is None:
+        prompt_len = max(1, min(PROMPT_LEN, config.max_positions - gen_len - prefix_len))
     workload = Workload(
         prompt_len=prompt_len,
         gen_len=gen_len,
@@ -80,7 +90,15 @@ def plan(
         num_prefixes=num_prefixes if prefix_len else 1,
     )
     progress = Progress(options.progress)
-    problem = make_problem(options, workload, choices, progress, draft_accepted)
+    problem = make_problem(
+        options=options,
+        config=config,
+        profile=profile,
+        workload=workload,
+        choices=choices,
+        progress=progress,
+        draft_accepted=draft_accepted,
+    )
     problem = replace(problem, max_latency=max_latency, min_throughput=min_throughput)
     given = None if options.is_auto else options.base_policy
     if options.progress:
@@ -120,22 +138,23 @@ def searched_from(options: EngineOptions) -> Policy:
 
 def make_problem(
     options: EngineOptions,
+    config: ModelConfig,
+    profile: HardwareProfile | None,
     workload: Workload,
     choices: Choices,
     progress: Progress,
     draft_accepted: float | None = None,
 ) -> Problem:
-    """Returns the search that the options ask for; without hardware, for this machine.
+    """Returns the search that the options ask for. profile: of the machine, None for this one;
     draft_accepted: as for `planned_rates`."""
     from flexgen_jax.engine.routing import planned_expert_rates
-    from flexgen_jax.models.loading import resolve_dtype, shape_of
+    from flexgen_jax.models.loading import resolve_dtype
 
-    config = shape_of(None if options.model is None else str(options.model))
     config.check_lengths(workload.prefix_len + workload.prompt_len, workload.gen_len)
     if config.published is not None and options.weight_bits is None:
         choices = replace(choices, weight_bits=(config.published.bits,))
     device, host, disk = options.budgets
-    if options.hardware is None:
+    if profile is None:
         from flexgen_jax.machine.profiles import this_machine  # loads JAX
 
         folder = None if options.offload_dir is None else Path(options.offload_dir)
@@ -143,7 +162,6 @@ def make_problem(
             config, options.dtype, folder, options.budgets, progress
         )
     else:
-        profile = read_profile(options.hardware)
         kind = resolve_dtype(options.dtype, config, profile.unified)
         shared = profile.host_memory if profile.unified else None
         budgets = Budgets(
@@ -198,8 +216,8 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
         )
     best = anything[0]
     raise UserError(
-        f"no plan meets these limits; without them the best makes {best.throughput:.3g} token/s in "
-        f"blocks of {best.latency_s:.0f} s, and writes {best.written_a_day / 1e9:.3g} GB a day; "
+        "no plan meets these limits; without them the best makes "
+        f"{significant(best.throughput)} token/s in blocks of {best.latency_s:.0f} s, and writes {scaled(best.written_a_day)}B a day; "
         "relax --max-latency, --min-throughput or --write-limit"
     )
 
@@ -297,8 +315,9 @@ def curve_text(points: Sequence[Candidate]) -> str:
         bits = f"{policy.weight_bits}/{policy.cache_bits} bits"
         bits += "" if policy.matmul_bits == 16 else f", products of {policy.matmul_bits}"
         shares = " ".join(f"{100 * point.solution.fractions[n]:.0f}" for n in _SIX)
+        speed = significant(point.throughput)
         lines.append(
-            f"{point.solution.total_s:10.1f} {point.throughput:9.3g} {point.sequences:9d}  "
+            f"{point.solution.total_s:10.1f} {speed:>9} {point.sequences:9d}  "
             f"{shape}, {shares}, {bits}, attention {policy.attention}"
         )
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from flexgen_jax.policy.placement import stays_on_device
 from flexgen_jax.policy.policy import TIERS, Policy, Workload
 from flexgen_jax.policy.problem import Plan, Problem
 from flexgen_jax.policy.stage_search import ChainPlan
+from flexgen_jax.units import scaled, significant
 
 BAR = 30
 
@@ -23,13 +24,14 @@ def staged_text(problem: Problem, plan: ChainPlan) -> str:
         f"{plan.tokens // work.gen_len} x ({work.prompt_len} + {work.gen_len}) tokens in "
         f"{problem.setting.dtype} on {count} of {problem.hw.name}, {shape.groups} groups of "
         f"{shape.group_rows}",
-        f"predicted: {plan.throughput:.3g} token/s, {plan.decode_throughput:.3g} while decoding "
-        f"(prefill {plan.prefill_s:.1f} s, decode {plan.decode_s:.1f} s)",
+        f"predicted: {significant(plan.throughput)} token/s, "
+        f"{significant(plan.decode_throughput)} while decoding (prefill {plan.prefill_s:.1f} s, decode {plan.decode_s:.1f} s)",
     ]
     for number, (stage, part) in enumerate(zip(plan.stages, plan.layers, strict=True)):
         lines.append(
             f"stage {number}, layers {part.start} to {part.stop - 1}: {stage.prefill_s:.3g} s for "
-            f"a group's prompts, {stage.token_s:.3g} s for a token: {flags_of(stage.policy)}"
+            f"a group's prompts, {stage.token_s:.3g} s for a token: "
+            f"{flags_of(stage.policy, problem)}"
         )
         lines += [
             _bar(tier, stage.peak_bytes[tier], problem.budgets.allowed(tier)) for tier in TIERS
@@ -96,8 +98,8 @@ def _described(plan: Plan) -> dict[str, Any]:
     }
 
 
-def flags_of(policy: Policy, draft: str = "") -> str:
-    """Formats a policy as flags of the command line; draft: what guesses tokens, if it has that."""
+def flags_of(policy: Policy, problem: Problem) -> str:
+    """Formats a policy as flags of the command line, with which the model of a problem runs so."""
     percent = " ".join(f"{x:g}" for x in policy.percent)
     flags = (
         f"--percent {percent} --batch-size {policy.batch_size} --num-batches {policy.num_batches}"
@@ -106,10 +108,11 @@ def flags_of(policy: Policy, draft: str = "") -> str:
     default = Policy()
     names = ("weight_bits", "weight_format", "cache_bits", "matmul_bits", "schedule")
     for name in (*names, "attention_sparsity"):
-        if getattr(policy, name) != getattr(default, name):
+        is_own = name == "weight_bits" and problem.setting.config.published is not None
+        if getattr(policy, name) != getattr(default, name) and not is_own:
             flags += f" --{name.replace('_', '-')} {getattr(policy, name)}"
     if policy.draft_tokens:
-        flags += f" --draft {draft} --draft-tokens {policy.draft_tokens}"
+        flags += f" --draft {problem.setting.drafts.name} --draft-tokens {policy.draft_tokens}"
     flags += "" if policy.copies_ahead else " --no-copy-ahead"
     return flags + ("" if policy.overlap else " --no-overlap")
 
@@ -123,7 +126,7 @@ def _shared(work: Workload) -> str:
 
 def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any]]) -> str:
     """Formats the plan for people."""
-    plan, work, draft = plans[0], problem.workload, problem.setting.drafts.name
+    plan, work = plans[0], problem.workload
     total = max(plan.total_s, 1e-12)
     busy = {
         name: seconds / total for name, seconds in plan.busy_s.items() if seconds > 0.005 * total
@@ -133,10 +136,10 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
         f"{plan.num_sequences} x ({work.prompt_len} + {work.gen_len}) tokens{_shared(work)} in "
         f"{problem.setting.dtype} on {problem.hw.name}, {blocks} "
         f"block{'s' if blocks > 1 else ''} of {plan.block_sequences}",
-        f"policy: {flags_of(plan.policy, draft)}",
+        f"policy: {flags_of(plan.policy, problem)}",
         f"that is: {plan.policy.in_words}",
-        f"predicted: {plan.throughput:.3g} token/s (prefill {plan.prefill_s:.1f} s, decode "
-        f"{plan.decode_s:.1f} s, total {plan.total_s:.1f} s)",
+        f"predicted: {significant(plan.throughput)} token/s (prefill {plan.prefill_s:.1f} s, "
+        f"decode {plan.decode_s:.1f} s, total {plan.total_s:.1f} s)",
         f"binding: {plan.binding.replace('_', ' ')}; busy: "
         + ", ".join(
             f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in busy.items()
@@ -148,10 +151,10 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
             f"guesses: {plan.policy.draft_tokens} for a pass, which then finds {found:.2f} tokens "
             f"of a text if {100 * problem.setting.drafts.accepted:.0f} % are right"
         )
-    elif draft:
+    elif problem.setting.drafts.name:
         lines.append("guesses: none, since a pass with them takes longer than they save")
     if plan.written:
-        lines.append(f"written to the disk: {plan.written_a_day / 1e9:.3g} GB a day of such work")
+        lines.append(f"written to the disk: {scaled(plan.written_a_day)}B a day of such work")
     states = problem.costs(plan.policy).hidden_bytes(plan.policy.batch_size, 1)
     if plan.policy.activations.device < 1 and stays_on_device(states):
         lines.append(
@@ -165,8 +168,8 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
     for other in plans[1:]:
         change = 100 * (other.throughput / plan.throughput - 1)
         lines.append(
-            f"next best: {other.throughput:.3g} token/s ({change:+.1f} %{_why_not(plan, other)}): "
-            f"{flags_of(other.policy, draft)}"
+            f"next best: {significant(other.throughput)} token/s "
+            f"({change:+.1f} %{_why_not(plan, other)}): {flags_of(other.policy, problem)}"
         )
     lines += [f"{idea['times']:.1f} times as fast with {idea['change']}" for idea in ideas]
     return "\n".join(lines)

@@ -85,8 +85,8 @@ class Tokenizer:
             longest = max_tokens * self._longest
             if len(text) > longest:
                 raise CheckpointError(
-                    f"the prompt has {len(text)} characters; the model takes {max_tokens - 1} "
-                    f"tokens, which are {longest} characters at most"
+                    f"the prompt has {len(text)} characters; the model's context of {max_tokens} "
+                    f"tokens holds {longest} at most"
                 )
         ids = self._encoded(text, adds_special=not is_whole)
         if is_whole:

@@ -11,6 +11,7 @@ from flexgen_jax.policy.memory import peak_bytes
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Attention, Policy, Tier, Workload
 from flexgen_jax.policy.shapes import BlockShape, Setting
+from flexgen_jax.units import scaled
 
 DAY_S = 86_400
 
@@ -130,7 +131,7 @@ class Problem:
         if self.write_limit is None or plan.written_a_day <= self.write_limit:
             return None
         return (
-            f"the plan writes {plan.written_a_day / 1e9:.3g} GB a day to the disk, and "
-            f"--write-limit allows {self.write_limit / 1e9:.3g} GB; raise it, move the KV cache "
+            f"the plan writes {scaled(plan.written_a_day)}B a day to the disk, and "
+            f"--write-limit allows {scaled(self.write_limit)}B; raise it, move the KV cache "
             "and the activations out of that tier, or use --cache-bits 4"
         )
