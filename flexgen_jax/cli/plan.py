@@ -217,7 +217,8 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
     best = anything[0]
     raise UserError(
         "no plan meets these limits; without them the best makes "
-        f"{significant(best.throughput)} token/s in blocks of {best.latency_s:.0f} s, and writes {scaled(best.written_a_day)}B a day; "
+        f"{significant(best.throughput)} token/s in blocks of {best.latency_s:.0f} s, and "
+        f"writes {scaled(best.written_a_day)}B a day; "
         "relax --max-latency, --min-throughput or --write-limit"
     )
 

@@ -25,7 +25,8 @@ def staged_text(problem: Problem, plan: ChainPlan) -> str:
         f"{problem.setting.dtype} on {count} of {problem.hw.name}, {shape.groups} groups of "
         f"{shape.group_rows}",
         f"predicted: {significant(plan.throughput)} token/s, "
-        f"{significant(plan.decode_throughput)} while decoding (prefill {plan.prefill_s:.1f} s, decode {plan.decode_s:.1f} s)",
+        f"{significant(plan.decode_throughput)} while decoding "
+        f"(prefill {plan.prefill_s:.1f} s, decode {plan.decode_s:.1f} s)",
     ]
     for number, (stage, part) in enumerate(zip(plan.stages, plan.layers, strict=True)):
         lines.append(
