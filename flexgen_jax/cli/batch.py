@@ -161,9 +161,9 @@ def tell(
     if summary.commonest is not None:
         said, count = summary.commonest
         click.echo(
-            f"flexgen-jax: {count} errors say: {said}. `batch --retry-errors` runs lines with "
-            "errors again, where a line itself was right; corrected lines may be added at the "
-            "input's end",
+            f"flexgen-jax: {count} of {summary.errors} errors: {said}. `batch --retry-errors` runs "
+            "lines with errors again, where a line itself was right; corrected lines may be added "
+            "at the input's end",
             err=True,
         )
     if summary.errors and summary.errors == summary.total:

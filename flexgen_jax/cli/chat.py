@@ -104,6 +104,8 @@ class Conversation:
             case "save":
                 self.save(rest.strip())
             case _:
+                if name != "help":
+                    click.echo(f"flexgen-jax: there is no /{name}", err=True)
                 click.echo(HELP, err=True)
         return True
 
@@ -174,6 +176,8 @@ def chat(
         conversation = Conversation(llm, params, variables, now, messages)
         if system:
             conversation.tell(system)
+        if sys.stdin.isatty():
+            click.echo(f"{Path(llm.name).name}: /help lists commands, Ctrl-D ends", err=True)
         _talk(conversation)
 
 

@@ -23,7 +23,9 @@ CONFIG = "FLEXGEN_JAX_CONFIG"
 
 def without_extra(error: ImportError, extra: str) -> UserError:
     """Returns what is said of a package that an extra of this one installs."""
-    return UserError(f"{error.name} is missing: pip install 'flexgen-jax[{extra}]'")
+    return UserError(
+        f"{error.name} is missing: pip install '.[{extra}]' in a checkout of flexgen_jax"
+    )
 
 
 class Terminated(KeyboardInterrupt):
@@ -103,7 +105,10 @@ class Commands(click.Group):
 
 
 def set_loudness(is_quiet: bool, is_verbose: bool) -> None:
-    """Sets how much is said beside results and errors."""
+    """Sets how much is said beside results and errors. A panic of a library in Rust has a backtrace
+    only where more is to be said."""
+    if not is_verbose:
+        os.environ["RUST_BACKTRACE"] = "0"
     if is_quiet and is_verbose:
         raise UserError("--quiet and --verbose exclude each other")
     if is_quiet or is_verbose:

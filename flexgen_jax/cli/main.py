@@ -26,7 +26,11 @@ from flexgen_jax.version import __version__
 
 @click.group(
     cls=Commands,
-    context_settings={"show_default": True, "auto_envvar_prefix": "FLEXGEN_JAX"},
+    context_settings={
+        "show_default": True,
+        "auto_envvar_prefix": "FLEXGEN_JAX",
+        "help_option_names": ["-h", "--help"],
+    },
 )
 @click.version_option(__version__)
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but results and errors.")

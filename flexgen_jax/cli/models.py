@@ -28,7 +28,7 @@ def models(json_file: Path | None) -> None:
     rows = []
     click.echo("Families (model_type in config.json), and known shapes:\n")
     for family, members in of_family.items():
-        click.echo(family)
+        click.echo(family if members else f"{family} (no shape is known by name)")
         for name, config in members:
             spec = model_spec(config)
             active = sum(layer.active_size for layer in spec.decoders) + spec.head.large_size

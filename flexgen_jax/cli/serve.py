@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def serve(
             "ask"
         )
     options = engine_options(flags, default_batches=1, shows_tokens=True)
-    with open_llm(options) as llm:
+    with _bound(host, port) as listening, open_llm(options) as llm:
         if llm.tokenizer is None:
             raise UserError("this model has no tokenizer, so it cannot be served")
         served = ServerOptions(
@@ -107,7 +108,7 @@ def serve(
         running = Announced(config, server.names[0])
         before = signal.signal(signal.SIGTERM, end)
         try:
-            running.run()
+            running.run(sockets=[listening])
         except KeyboardInterrupt as error:  # the server has ended by itself before
             sys.exit(143 if isinstance(error, Terminated) else 130)
         finally:
@@ -115,6 +116,28 @@ def serve(
             server.engine.stop()
         if not running.started:
             sys.exit(1)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Returns a socket that has the address, before the model is opened."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen()
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host}, port {port}: {error.strerror or error}; --port names "
+            "another one, --port 0 takes any that is free"
+        ) from None
+    return listening
 
 
 def _is_loopback(host: str) -> bool:

@@ -151,7 +151,10 @@ def drafting_of(
         )
     other = None
     if name != SELF_4BIT:
-        other = open_model(draft, options.dummy_weights, options.seed)
+        try:
+            other = open_model(draft, options.dummy_weights, options.seed)
+        except UserError as error:
+            raise UserError(f"--draft {name}: {error}; --draft {LOOKUP} needs no model") from None
     check_drafts(other or model, model)
     guessing = guessing_of(setting, None if other is None else other.config)
     drafter = ModelDrafter(

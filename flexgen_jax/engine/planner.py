@@ -10,7 +10,7 @@ from flexgen_jax.engine.drafting import Drafting
 from flexgen_jax.engine.prediction import predicted_time
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.errors import first_line
-from flexgen_jax.machine.limits import detect_budgets
+from flexgen_jax.machine.limits import check_folder, detect_budgets
 from flexgen_jax.machine.profiles import (
     assumed_profile,
     known_profile,
@@ -313,6 +313,8 @@ class Planner:
     def _check(self, fitter: Fitter, policy: Policy) -> None:
         missing = self.budgets.shortfalls(fitter.needed(policy))
         if missing:
+            if policy.uses_disk:
+                check_folder(self.offload_dir)
             raise BudgetError(f"the plan does not fit: {missing[0]}; {fitter.advice(policy)}")
 
 

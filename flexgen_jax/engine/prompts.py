@@ -89,7 +89,7 @@ class PromptReader:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(inputs)
         else:
-            params = list(sampling_params)
+            params = _listed_params(sampling_params)
         if len(params) != len(inputs):
             raise UserError(f"{len(inputs)} prompts, but {len(params)} sampling_params")
         requests, failures = list[EncodedRequest](), {}
@@ -136,6 +136,18 @@ class PromptReader:
             return self._encoder.encode(request, index)
 
         return encode
+
+
+def _listed_params(given: object) -> list[SamplingParams]:
+    """Returns sampling parameters of each prompt; raises `UserError` for anything else."""
+    params = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    for each in params:
+        if not isinstance(each, SamplingParams):
+            raise UserError(
+                "sampling_params must be SamplingParams or a list of these, such as "
+                f"SamplingParams(max_tokens=5), not {each!r}"
+            )
+    return cast("list[SamplingParams]", params)
 
 
 def encoded_or_failed(

@@ -87,6 +87,10 @@ def make_runner(
     )
 
 
+MIN_KV_STORE = 1 << 20
+"""The fewest bytes of a KV store: 20 is a forgotten unit."""
+
+
 def kv_store_of(
     options: EngineOptions, planner: Planner, model: Model, progress: Progress
 ) -> KVStore | None:
@@ -94,6 +98,10 @@ def kv_store_of(
     cap, setting = parse_bytes(options.kv_store, "kv_store"), planner.setting
     if cap is None:
         return None
+    if cap < MIN_KV_STORE:
+        raise UserError(
+            f"kv_store {options.kv_store} is too small for any text; write for example 20GB"
+        )
     spec, policy = model_spec(setting.config), planner.policy
     if policy.is_sparse or setting.config.short_positions is not None:
         progress.say("flexgen-jax: kv_store keeps nothing with sparse attention or longrope")

@@ -187,13 +187,17 @@ class Job:
 
     def _lines(self) -> Iterator[Line]:
         begun, left, last = 0, self._facts.size, 0
+        lines_left = self._facts.lines
         with self._source.opened() as file:
             for number, whole in numbered_lines(file):
                 content = whole[:left]  # what is added meanwhile is for the next run
                 left -= len(content)
                 if number == last or not content.strip():
+                    if not lines_left:
+                        return  # within a last line that is too long
                     continue
                 last = number
+                lines_left -= 1
                 if self._results.has(number):
                     self._remember(line_name(content))
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ DEFAULT_TOKENS = 16
 """New tokens of a completion that does not say how many, as in OpenAI's API."""
 
 SHARED = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
+SOURCES = ("prompt", "prompt_token_ids", "messages")
+NAMED = ("stop", "logit_bias", "n", "return_tokens_as_token_ids")
 OWN = (
     "top_k",
     "min_p",
@@ -260,9 +263,12 @@ def _with_object(call: Any) -> Any:
 
 def _from_plain(raw: dict[str, Any], name: str, number: int, tokens: int | None, seed: int) -> Line:
     given = without_neutral({key: value for key, value in raw.items() if key != "id"})
-    sources = [key for key in ("prompt", "prompt_token_ids", "messages") if key in given]
+    sources = [key for key in SOURCES if key in given]
     if len(sources) != 1:
-        raise LineError('give one of "prompt", "prompt_token_ids" and "messages"')
+        close = [key for key in given if difflib.get_close_matches(key, SOURCES, 1, 0.8)]
+        typos = [key for key in close if key not in SOURCES]
+        hint = f'; "{typos[0]}" is not a field' if typos else ""
+        raise LineError(f'give one of "prompt", "prompt_token_ids" and "messages"{hint}')
     content, messages = given.pop(sources[0]), None
     prompts: tuple[str | tuple[int, ...], ...] = ()
     if sources == ["messages"]:
@@ -288,8 +294,7 @@ def _line(
 ) -> Line:
     """Returns the line with the sampling parameters that are left in `given`; raises `LineError`
     for what is none."""
-    known = {*SHARED, *OWN, "stop", "logit_bias", "n", "return_tokens_as_token_ids"}
-    _know(given, known)
+    _know(given, {*SHARED, *OWN, *NAMED})
     if given.get("top_k") == -1:  # as in vLLM
         given["top_k"] = 0
     names_by_id = given.get("return_tokens_as_token_ids", False)

@@ -13,7 +13,7 @@ import jax
 from flexgen_jax.cpu import is_cpu
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine.jax_settings import FRACTION, MOST_OF_THE_CARD, PINNED, pinned_bytes
-from flexgen_jax.offload.disk.folder import remove_dead_runs
+from flexgen_jax.offload.disk.folder import OffloadError, remove_dead_runs
 from flexgen_jax.policy.fit import Budgets, human
 
 SAFETY = 0.9
@@ -103,7 +103,10 @@ def detect_budgets(
     ram = free_ram()
     free = _free_disk(offload_dir, fingerprint)
     if not free:
-        _say_why(offload_dir, say)
+        try:
+            check_folder(offload_dir)
+        except OffloadError as error:
+            say(f"flexgen-jax: {error}")
     return Budgets(
         device=_device_budget(device_memory, ram, unified),
         host=_host_budget(host_memory, ram, unified, say),
@@ -112,16 +115,15 @@ def detect_budgets(
     )
 
 
-def _say_why(offload_dir: Path, say: Callable[[str], object]) -> None:
-    """Says why nothing can lie on the disk, where that is not for lack of space."""
+def check_folder(offload_dir: Path) -> None:
+    """Raises `OffloadError` if the offload folder is not there and cannot be made."""
     try:
         offload_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        say(
-            f"flexgen-jax: the offload folder {offload_dir} cannot be made "
-            f"({error.strerror or error}), so nothing can lie on the disk; choose another one with "
-            "--offload-dir"
-        )
+        raise OffloadError(
+            f"the offload folder {offload_dir} cannot be made ({error.strerror or error}), so "
+            "nothing can lie on the disk; choose another one with --offload-dir"
+        ) from None
 
 
 def free_ram() -> int:

@@ -15,7 +15,15 @@ from safetensors import SafetensorError
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families import family_of, quantization_of, read_config
 from flexgen_jax.models.family import Fields, Stored
-from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, read_json
+from flexgen_jax.models.folder import (
+    ADAPTER,
+    INDEX,
+    MERGE,
+    SINGLE,
+    CheckpointError,
+    read_json,
+    what_it_has,
+)
 from flexgen_jax.models.formats.decoding import decoded
 from flexgen_jax.models.formats.format import Format, with_own_rows
 from flexgen_jax.models.formats.packed import PackedTensor, packed_rows
@@ -78,6 +86,8 @@ class Checkpoint:
             opened = _opened_folder(folder)
         self.config, self._tensors, options = opened
         self.notes = list(self._tensors.notes)
+        if given is None and (folder / ADAPTER).is_file():
+            self.notes.append(f"the adapter (LoRA) in {ADAPTER} is not applied: {MERGE}")
         self.config = self._as_stored()
         self._where = self._match()
         self.config = replace(self.config, published=self._published(options))
@@ -388,7 +398,7 @@ def _cuts_rows(stored: Stored, packed: PackedTensor) -> bool:
 def read_folder_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no config.json; is it a Hugging Face model folder?")
+        raise CheckpointError(f"{folder} has no config.json; {what_it_has(folder)}")
     raw = read_json(path)
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} is not a JSON object")

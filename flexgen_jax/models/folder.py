@@ -47,7 +47,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
         return [safe_member(folder, name, folder / INDEX) for name in indexed_names(folder)]
-    raise CheckpointError(f"{folder} has no {SINGLE}; {_what_it_has(folder)}")
+    raise CheckpointError(f"{folder} has no {SINGLE}; {what_it_has(folder)}")
 
 
 def indexed_names(folder: Path) -> list[str]:
@@ -59,12 +59,18 @@ def indexed_names(folder: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-def _what_it_has(folder: Path) -> str:
-    """Returns what a folder without weights has in their place, and what to do."""
-    if (folder / "adapter_config.json").is_file():
+ADAPTER = "adapter_config.json"
+MERGE = "merge it into its base model, e.g. with PEFT's merge_and_unload"
+
+
+def what_it_has(folder: Path) -> str:
+    """Returns what a folder without a model has instead, and what to do."""
+    if (folder / ADAPTER).is_file():
+        return f"it is an adapter (LoRA): {MERGE}, save that, and name its folder"
+    if (folder / "params.json").is_file():
         return (
-            "it is an adapter (LoRA): merge it into its base model, e.g. with PEFT's "
-            "merge_and_unload, save that, and name its folder"
+            "it has Mistral's or Meta's own names, params.json and consolidated files: get the "
+            "same model in Hugging Face's form"
         )
     if any(folder.glob("*.bin")):
         return f"it has .bin files: run `flexgen-jax convert {folder} DST` first"

@@ -239,7 +239,7 @@ def _guess(name: str) -> str:
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     near = [str(folder / close) for close in difflib.get_close_matches(Path(name).name, names, 1)]
     guesses = [*near, *dict.fromkeys(shapes)][:3]
-    return f". Did you mean {' or '.join(guesses)}?" if guesses else ""
+    return f". Did you mean {' or '.join(guesses)}?" if guesses else "."
 
 
 def _from_hub(name: str, patterns: Sequence[str]) -> Path:
@@ -254,10 +254,10 @@ def _from_hub(name: str, patterns: Sequence[str]) -> Path:
         )
     except Exception as error:  # the hub raises many kinds of network errors
         raise CheckpointError(
-            f"{name} is neither a local folder nor to be had from the hub "
-            f"({type(error).__name__}: {first_line(error)}). Check the spelling and the network; "
-            f"or, on a machine with a network, run `hf download {name} --local-dir FOLDER`, copy "
-            "FOLDER here, and give --model FOLDER"
+            f"{name} is not a local folder, and could not be fetched from the Hub "
+            f"({type(error).__name__}: {first_line(error)}){_guess(name)} Check the spelling and "
+            f"the network; or, on a machine with a network, run `hf download {name} --local-dir "
+            "FOLDER`, copy FOLDER here, and give --model FOLDER"
         ) from None
 
 

@@ -255,7 +255,7 @@ def _what_is_wrong(path: Path) -> str | None:
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             return "corrupt: its safetensors header cannot be read"
     cut = sorted((end, name) for name, end in ends.items() if end > size)
     return f"truncated: tensor {cut[0][1]!r} ends after the end of the file" if cut else None

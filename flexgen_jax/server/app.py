@@ -64,7 +64,8 @@ class Server:
         self.llm, self.engine = llm, Engine(llm, options.most, options.lengths)
         last = Path(llm.name).name
         own = (last, llm.name) if Path(llm.name).exists() else (llm.name, last)
-        self.names = tuple(dict.fromkeys((*([options.name] if options.name else ()), *own)))
+        names = (*([options.name] if options.name else ()), *own, last.removesuffix(".gguf"))
+        self.names = tuple(dict.fromkeys(names))
         self._key = options.api_key
         self._bodies = Bodies()
         self._kept: Kept | None = None

@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -58,6 +59,10 @@ def _prompts_of(line: Line, llm: LLM) -> list[tuple[str | None, list[int] | None
     ]
 
 
+MAX_TEMPERATURE = 2
+"""The highest temperature of OpenAI's interface."""
+
+
 class Asked:
     """What a request's body asks for.
 
@@ -80,6 +85,10 @@ class Asked:
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self._llm = llm
+        temperature = body.get("temperature")
+        if isinstance(temperature, int | float) and temperature > MAX_TEMPERATURE:
+            said = f'"temperature" must be at most {MAX_TEMPERATURE}, not {temperature}'
+            raise RefusedError(400, said)
         if "chat_template" in body:  # a program, which may never end
             raise RefusedError(400, '"chat_template" is not taken from clients')
         line = {"custom_id": self.id, "method": "POST", "url": url, "body": body}
@@ -90,6 +99,7 @@ class Asked:
         if self.line.model is not None and self.line.model not in names:
             said = f"the model {self.line.model!r} does not exist; there is {names[0]!r}"
             raise RefusedError(404, said, "model_not_found")
+        self.line = replace(self.line, model=self.line.model or names[0])
 
     def answer(self, results: list[RequestOutput]) -> dict[str, Any]:
         """Returns the body of a whole answer."""
@@ -113,7 +123,7 @@ class Asked:
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}_{self.id[:12]}_1",
             "object": "chat.completion.chunk" if is_chat else "text_completion",
             "created": self.created,
-            "model": self.line.model or self._llm.name,
+            "model": self.line.model,
             "choices": choices,
             **more,
         }

@@ -193,7 +193,7 @@ def test_a_job_of_errors_alone_says_so(tmp_path: Path) -> None:
     source.write_bytes(text_of(line("a", top_p=7), line("b", top_p=7), line("c", nonsense=1)))
     result = run_command("batch", *flags)
     assert result.exit_code == 1
-    assert "2 errors say: top_p must be above 0" in result.stderr
+    assert "2 of 3 errors: top_p must be above 0" in result.stderr
     source.write_bytes(source.read_bytes() + text_of(line("d")))
     assert run_command("batch", *flags).exit_code == 0
     assert records(tmp_path)["d"]["error"] is None

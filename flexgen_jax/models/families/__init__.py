@@ -132,18 +132,41 @@ METHODS = (
 def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns how a config says that the weights are quantized, nothing if it does not; raises
     `ConfigError` for a method that is not known."""
-    text = raw.get("text_config") or {}
+    text = raw.get("text_config")
+    text = text if isinstance(text, Mapping) else {}
     stored = raw.get("quantization_config") or text.get("quantization_config") or {}
+    if isinstance(raw.get("quantization"), Mapping) and "quant_method" not in stored:
+        raise ConfigError(f"the weights are quantized by MLX, which is not read: {QUANTIZED}")
     if not stored:
         return {}
     if not isinstance(stored, Mapping):
         raise ConfigError(f"quantization_config must be an object, not {stored!r}")
     method = str(stored.get("quant_method", "")).lower().replace("_", "-")
+    if variant := _unread_variant(stored):
+        raise ConfigError(f"quantization_config has {variant}, which is not read: {QUANTIZED}")
     if method not in (name.replace("_", "-") for name in METHODS):
         raise ConfigError(
             f"the weights are quantized by {method.upper()}, which is not read: {QUANTIZED}"
         )
     return stored
+
+
+def _unread_variant(stored: Mapping[str, Any]) -> str:
+    """Returns the entry of a quantization_config that asks for a variant of a known method which is
+    not read, "" if there is none."""
+    if str(stored.get("quant_algo", "")).upper() == "MXFP8":
+        return "quant_algo MXFP8"
+    storage = stored.get("bnb_4bit_quant_storage")
+    if storage not in (None, "uint8"):
+        return f"bnb_4bit_quant_storage {storage}"
+    dynamic = stored.get("dynamic")
+    for modules, changes in dynamic.items() if isinstance(dynamic, Mapping) else ():
+        of_all = {name: stored.get(name) for name in ("bits", "group_size", "sym")}
+        if isinstance(changes, Mapping) and {**of_all, **changes}.items() >= of_all.items():
+            continue
+        if not str(modules).startswith("-:"):
+            return f"dynamic, with other formats for {modules}"
+    return ""
 
 
 ENTRY_POINTS = "flexgen_jax.families"
