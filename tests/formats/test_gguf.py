@@ -22,6 +22,7 @@ from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.formats.decoding import decoded
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.gguf.blocks import BLOCKS, leaves_of
+from flexgen_jax.models.gguf.container import MAX_ENTRIES
 from flexgen_jax.models.loading import open_model
 from tests.helpers.families import Reference
 from tests.helpers.models import prompts
@@ -183,6 +184,12 @@ def cut(content: bytes) -> bytes:
     return content[: len(content) * 3 // 4]
 
 
+def of_one_array(kind: int, count: int, content: bytes) -> bytes:
+    """A file with one entry of metadata, an array of a kind."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    return head + struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, kind, count) + content
+
+
 def renamed(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
     return lambda content: content.replace(old, new)
 
@@ -199,6 +206,9 @@ def renamed(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
         (renamed(b"gpt2", b"bert"), "tokenizer is of the kind 'bert'"),
         (renamed(b"gpt-2", b"gpt-x"), "splits text as 'gpt-x'"),
         (renamed(b"llama.block_count", b"llama.block_c0unt"), "has no llama.block_count"),
+        (lambda _: of_one_array(8, MAX_ENTRIES + 1, bytes(8 << 20)), "at most are read"),
+        (lambda _: of_one_array(9, 1, struct.pack("<IQ", 9, 1) * 5000), "recursion"),
+        (lambda _: of_one_array(8, 1, struct.pack("<Q", 1 << 62)), "promises"),
     ],
 )
 def test_broken_files_are_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,44 @@ def test_attention_of_another_kind_is_refused(field: dict[str, Any]) -> None:
 def test_unsupported_types_are_refused_with_what_is_missing(model_type: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_config(SIZES | {"model_type": model_type})
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_local_experts", "n_routed_experts"])
+def test_absurd_counts_are_refused_at_once(name: str) -> None:
+    raw = {"model_type": "mixtral", name: 10**9}
+    with pytest.raises(ConfigError, match=f"{name} is 1000000000, more than"):
+        read_config(raw)
+    with pytest.raises(ConfigError, match=f"{name} is 1000000000, more than"):
+        read_config({"model_type": "qwen3_vl", "text_config": raw})
+
+
+PUBLISHED = {
+    "quantized by MLX": {"quantization": {"group_size": 64, "bits": 4}},
+    "quant_algo MXFP8": {
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+    },
+    "bnb_4bit_quant_storage bfloat16": {
+        "quantization_config": {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_storage": "bfloat16",
+        }
+    },
+    "dynamic, with other formats for .*o_proj": {
+        "quantization_config": {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 64,
+            "dynamic": {"-:lm_head": {}, "+:q_proj": {"bits": 4}, ".*o_proj": {"bits": 8}},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("said", PUBLISHED)
+def test_published_variants_that_are_not_read_are_named(said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read_config({"model_type": "llama"} | PUBLISHED[said])
 
 
 def test_contexts_beyond_an_index_are_refused_with_the_reason() -> None:
