@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 PATIENCE_S = 2.0
-"""Seconds that native code may hold up Ctrl-C before the process is ended from outside of it."""
+"""Seconds that native code may delay Ctrl-C. Then a thread ends the process."""
 
 AGAIN_S = 0.02
 """Seconds until an interrupt that was ignored is raised again."""
@@ -37,7 +37,7 @@ def end_interrupted() -> NoReturn:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """Ends the process without Python's exit handlers, amid which threads of XLA may crash."""
+    """Ends the process without Python's exit handlers: XLA's threads may crash during them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -47,9 +47,9 @@ def end_at_once(status: int) -> NoReturn:
 class Interrupts:
     """Handles Ctrl-C in the main thread of a command, as a context.
 
-    Inside of the context, the first Ctrl-C raises `KeyboardInterrupt`, the second one ends the
-    process at once. A thread ends it if the first one was not raised within `PATIENCE_S`. A handler
-    that a command installs meanwhile has its own way, and this thread leaves it alone.
+    Inside the context, the first Ctrl-C raises `KeyboardInterrupt`, and the second one ends the
+    process at once. If the first one is not raised within `PATIENCE_S`, a thread ends the process.
+    A command may install a handler of its own, which this thread does not touch.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Interrupts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leaves nothing for Ctrl-C to break off but Python's own exit handlers."""
+        """Ends the process at once after an interrupt."""
         signal.signal(signal.SIGINT, lambda *_: end_interrupted())
         if isinstance(error, KeyboardInterrupt):
             end_interrupted()
@@ -90,7 +90,8 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Waits for signals, which the system writes to a pipe whatever the main thread does."""
+        """Waits for signals. The system writes them to a pipe even while the main thread is busy in
+        native code."""
         while number := os.read(self._reader, 1):
             if number[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) != self._raise:
                 continue
@@ -98,8 +99,7 @@ class Interrupts:
                 end_interrupted()
 
     def _unraised(self, ignored: Any) -> None:
-        """Raises an interrupt again that a library has ignored; ends the process the second
-        time."""
+        """Raises an ignored interrupt again; ends the process the second time."""
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             self._hook(ignored)
             return

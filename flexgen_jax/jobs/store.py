@@ -77,7 +77,7 @@ CHECKSUM = re.compile(rb', "crc32": (\d+)}\n')
 """The end of a record's line."""
 
 RECORD_MARKS = b'"crc32": ', b'"line": '
-"""Parts of every record, of which a small damage leaves one."""
+"""Parts of every record. A small damage leaves at least one."""
 
 
 def sealed(record: Mapping[str, Any]) -> bytes:

@@ -33,15 +33,15 @@ RUNS_KEPT = 20
 """Number of runs whose rates are kept with a profile."""
 
 DISK, PRODUCTS = "disk", "products"
-"""What runs see of a machine, by the names of the files."""
+"""Rates that runs observe; also parts of file names."""
 
 TELLING_BYTES = 2e9
 """Least bytes of direct reads with which a run says something of the disk."""
 
 
 def cached_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:
-    """Returns the measured profile of this machine, these versions and this disk, corrected by what
-    runs have seen of the disk; None if there is none."""
+    """Returns the measured profile of this machine, these versions and this disk, corrected by the
+    disk rates of runs; None if there is none."""
     return _read(_cache_file(dtype, offload_dir))
 
 
@@ -66,7 +66,7 @@ def assumed_profile(
 
 
 def _read(path: Path) -> HardwareProfile | None:
-    """Returns a cached profile with what runs have seen."""
+    """Returns a cached profile, corrected by the rates of runs."""
     text = read_cached(path)
     if text is None:
         return None
@@ -108,7 +108,7 @@ def record_products(dtype: str, offload_dir: Path, speed: float) -> None:
     """Keeps how fast a run that was bound by computing was, relative to the assumed profile, to
     correct later plans."""
     path = _assumed(_cache_file(dtype, offload_dir))
-    corrected = [*_seen(path, PRODUCTS)[-1:], 1.0][0]  # with which the run was planned
+    corrected = [*_seen(path, PRODUCTS)[-1:], 1.0][0]  # the run was planned with it
     _add_seen(path, PRODUCTS, speed * corrected)
 
 
@@ -130,7 +130,7 @@ def measured_profile(
         return profile
     path = _cache_file(dtype, offload_dir)
     write_cached(path, profile.to_json())
-    with suppress(OSError):  # what runs have seen was relative to the profile before
+    with suppress(OSError):  # these rates were relative to the old profile
         path.with_suffix(f".{DISK}.json").unlink()
     return profile
 

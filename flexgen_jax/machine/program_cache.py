@@ -22,7 +22,7 @@ CHECKSUM_BYTES = 4
 
 
 class CheckedCache(untyped_cache.LRUCache):  # type: ignore[misc]
-    """A cache of which each file begins with `MAGIC` and the CRC-32 of its key and content."""
+    """A cache whose files begin with `MAGIC` and the CRC-32 of key and content."""
 
     def get(self, key: str) -> bytes | None:
         content = super().get(key)
@@ -44,9 +44,9 @@ def _sum(key: str, value: bytes) -> bytes:
 
 
 def check_programs() -> None:
-    """Makes JAX check the programs in this package's folder; other folders stay as they are.
+    """Makes JAX check the programs in this package's folder, and no others.
 
-    JAX has no public interface for that. A version with other internals has no cache of ours.
+    JAX has no public interface for that.
     """
 
     def make(path: str, **options: Any) -> Any:

@@ -26,7 +26,7 @@ DISK_SIZES = ((8 * MB, 384 * MB),)
 """Bytes of one array, and of all arrays that are written and read."""
 
 MEMORY_BYTES = 128 * MB
-"""Bytes that are read to measure the memory, more than a processor's own cache has."""
+"""Bytes read to measure memory: more than a processor's cache holds."""
 
 COLUMNS, DEPTH = 4096, 2048
 CPU_ROWS, GPU_ROWS = 512, 4096
@@ -39,8 +39,8 @@ REPEATS = 3
 
 
 def assumed_machine(dtype: str, offload_dir: Path, unified: bool) -> HardwareProfile:
-    """Returns a generic profile corrected by what takes about five seconds to measure: reading
-    memory, reading and writing the disk, a large product and, on a GPU, copies.
+    """Returns a generic profile corrected by measured rates of memory, of the disk, of a large
+    product and, on a GPU, of copies. Takes two to five seconds.
 
     Decode steps of few rows are bound by memory and those of many rows by computing, so products
     between one row and `CPU_ROWS` or `GPU_ROWS` rows have a factor between both.

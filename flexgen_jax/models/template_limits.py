@@ -1,8 +1,7 @@
-"""Limits of chat templates, which are programs by whoever made a model's folder.
+"""Limits of chat templates, which are programs from untrusted model folders.
 
-Jinja's sandbox keeps a template from calling anything dangerous, but not from running for ever or
-taking all memory. Here every step of a loop and every call counts, and what makes text or lists
-larger than its operands is checked before it is computed.
+Jinja's sandbox prevents dangerous calls, but neither endless loops nor huge results. This
+environment counts loop steps and calls, and checks the size of a result before computing it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_LENGTH = 32 << 20
 """Characters of a text, or elements of a list, that a template may make."""
 
 MADE_SHARE = 16
-"""All texts and lists of a conversation together may be this many times as long."""
+"""Limit of all texts and lists of one rendering together, in multiples of `MAX_LENGTH`."""
 
 MAX_WIDTH = 10_000
 """The largest number that a filter or a method of a text is given, such as a width."""
@@ -40,8 +39,7 @@ class LimitError(TemplateError):
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates are limited in time and in what they make, for each thread that
-    renders one."""
+    """A sandbox with limits of time and of the size of results. Threads may share it."""
 
     intercepted_binops = frozenset(["*", "+", "**", "%"])
 

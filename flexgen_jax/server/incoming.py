@@ -1,4 +1,4 @@
-"""Requests as they come: bounded in bytes and in time, each and all together."""
+"""Limits of incoming requests: bytes and time of each, bytes of all together."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ FILE_BYTES = 1 << 30
 """The most bytes of a form with a file."""
 
 PATIENCE_S, SLOWEST = 60.0, 64 << 10
-"""A body must have come within this many seconds, and one more for as many bytes."""
+"""Deadline of a body: seconds, and one more second for every `SLOWEST` bytes."""
 
 HEADERS_S = 30.0
 """Seconds within which the headers of a request must have come."""
 
 
 def limited(request: Request, most: int) -> Request:
-    """Returns a request whose body is refused as soon as it is larger than `most` bytes, or when it
-    comes too slowly."""
+    """Returns a request that refuses a body of more than `most` bytes, or one that comes too
+    slowly, while it is being received."""
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > most:
         raise _too_large(most)
@@ -72,8 +72,8 @@ class Bodies:
         self._parsing = asyncio.Lock()
 
     async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """Returns what `parse` makes of a request's body, in a thread; raises `RefusedError` for a
-        body that is too large or too slow, or that comes while too many others do."""
+        """Parses a request's body in a thread. Raises `RefusedError` for a body that is too large or
+        too slow, and while too many bodies are being read."""
         content, reserved = bytearray(), 0
         try:
             async for part in limited(request, BODY_BYTES).stream():

@@ -1,7 +1,7 @@
-"""Damages what runs have stored, a byte or the end of a random file at a time, and runs again.
+"""Damages stored files, a bit or the end of a random file at a time, and runs again.
 
-Whatever is damaged, a command must end by itself, without a traceback, and either with the tokens
-of an undamaged run or with a message. Weights, KV pieces and compiled programs are damaged together
+Each command must end without a traceback. It must give the tokens of an undamaged run, or refuse
+the damaged file by name. Weights, KV pieces and compiled programs are damaged together
 before a run, and results and journal before a job is resumed.
 
     python scripts/checks/check_damage.py [--damages 500] [--seed 0]
