@@ -24,7 +24,7 @@ from flexgen_jax.progress import logger, seconds_left
 from flexgen_jax.server.bodies import chat_tokens_of, requests_of
 from flexgen_jax.server.engine import Engine, EngineError, Text
 from flexgen_jax.server.errors import RefusedError
-from flexgen_jax.server.files import Files, write_whole
+from flexgen_jax.server.files import Files, read_record, write_whole
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 
@@ -97,17 +97,16 @@ class Batches:
         if batch_id in self._running:
             return self._running[batch_id].said
         if BATCH_ID.fullmatch(batch_id):
-            try:
-                said: dict[str, Any] = json.loads((self._folder / f"{batch_id}.json").read_bytes())
-                return said
-            except FileNotFoundError:
-                pass
+            record = read_record(self._folder / f"{batch_id}.json")
+            if record is not None:
+                return record
         raise RefusedError(404, f"there is no batch {batch_id!r}")
 
     def all(self) -> list[dict[str, Any]]:
         """Returns what is said of all batches, the newest first."""
-        names = [path.stem for path in self._folder.glob("batch_*.json")]
-        return sorted(map(self.get, names), key=lambda said: (-said["created_at"], said["id"]))
+        records = map(read_record, self._folder.glob("batch_*.json"))
+        known = [self.get(record["id"]) for record in records if record is not None]
+        return sorted(known, key=lambda said: (-said["created_at"], said["id"]))
 
     def progress(self) -> list[dict[str, Any]]:
         """Returns how far the batches are that are under way."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from flexgen_jax.progress import logger
 from flexgen_jax.server.errors import RefusedError
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}")
@@ -31,6 +32,18 @@ def write_whole(path: Path, content: bytes | IO[bytes]) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Returns the JSON object of a file or batch; None if there is none, or if it is damaged."""
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        logger().error("flexgen-jax: %s cannot be read: %s", path, error)
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class Files:
@@ -65,18 +78,16 @@ class Files:
 
     def get(self, file_id: str) -> dict[str, Any]:
         """Returns what is said of a file; raises `RefusedError` if there is none of this id."""
-        if FILE_ID.fullmatch(file_id):
-            try:
-                said: dict[str, Any] = json.loads(self._said(file_id).read_bytes())
-                return said
-            except FileNotFoundError:
-                pass
+        record = read_record(self._said(file_id)) if FILE_ID.fullmatch(file_id) else None
+        if record is not None:
+            return record
         raise RefusedError(404, f"there is no file {file_id!r}")
 
     def all(self) -> Iterator[dict[str, Any]]:
         """Yields what is said of all files, the newest first."""
-        said = [json.loads(path.read_bytes()) for path in self._folder.glob("file-*.json")]
-        yield from sorted(said, key=lambda file: -file["created_at"])
+        records = map(read_record, self._folder.glob("file-*.json"))
+        known = [record for record in records if record is not None]
+        yield from sorted(known, key=lambda file: -file["created_at"])
 
     def remove(self, file_id: str) -> None:
         self.get(file_id)

@@ -72,8 +72,8 @@ class Bodies:
         self._parsing = asyncio.Lock()
 
     async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """Parses a request's body in a thread. Raises `RefusedError` for a body that is too large or
-        too slow, and while too many bodies are being read."""
+        """Parses a request's body in a thread. Raises `RefusedError` for a body that is too large
+        or too slow, and while too many bodies are being read."""
         content, reserved = bytearray(), 0
         try:
             async for part in limited(request, BODY_BYTES).stream():

@@ -34,6 +34,8 @@ from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.server import incoming, kept
 from flexgen_jax.server.app import Server, ServerOptions
 from flexgen_jax.server.engine import Engine
+from flexgen_jax.server.errors import RefusedError
+from flexgen_jax.server.files import Files
 from flexgen_jax.server.incoming import BODY_BYTES, PatientProtocol
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -517,6 +519,15 @@ def test_ids_lead_nowhere_else(folder: Path, tmp_path: Path, name: str) -> None:
         body = {"endpoint": "/v1/completions", "input_file_id": name}
         assert httpx.post(f"{address}/v1/batches", json=body).status_code == 404
         assert httpx.post(f"{address}/v1/files", data={"purpose": "batch"}).status_code == 400
+
+
+def test_a_damaged_record_of_a_file_is_left_out(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    kept_id, lost_id = (files.add("x", "batch", b"{}")["id"] for _ in range(2))
+    (tmp_path / "files" / f"{lost_id}.json").write_text('{"id"')
+    assert [record["id"] for record in files.all()] == [kept_id]
+    with pytest.raises(RefusedError, match="no file"):
+        files.get(lost_id)
 
 
 def test_an_engine_that_fails_begins_anew(folder: Path) -> None:
