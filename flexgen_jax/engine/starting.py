@@ -87,7 +87,7 @@ def make_runner(
     )
 
 
-MIN_KV_STORE = 1 << 20
+MIN_KV_STORE = 100_000
 """The fewest bytes of a KV store: 20 is a forgotten unit."""
 
 
