@@ -15,7 +15,7 @@ from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.requests import Request
 from flexgen_jax.jobs.answers import answer
 from flexgen_jax.jobs.job import CHAT_TOKENS
-from flexgen_jax.jobs.lines import Line, LineError, read_line
+from flexgen_jax.jobs.lines import MOST_CHOICES, Line, LineError, read_line
 from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
 from flexgen_jax.models.chat import ChatOptions
 from flexgen_jax.server.errors import RefusedError
@@ -89,6 +89,11 @@ class Asked:
         if isinstance(temperature, int | float) and temperature > MAX_TEMPERATURE:
             said = f'"temperature" must be at most {MAX_TEMPERATURE}, not {temperature}'
             raise RefusedError(400, said)
+        most = max(llm.config.max_positions, MOST_CHOICES)
+        for name in ("prompt", "messages"):
+            if isinstance(body.get(name), list) and len(body[name]) > most:
+                said = f'"{name}" has {len(body[name])} entries; the model takes {most} at most'
+                raise RefusedError(400, said)
         if "chat_template" in body:  # a program, which may never end
             raise RefusedError(400, '"chat_template" is not taken from clients')
         line = {"custom_id": self.id, "method": "POST", "url": url, "body": body}

@@ -14,10 +14,10 @@ from flexgen_jax.server.errors import RefusedError
 
 T = TypeVar("T")
 
-BODY_BYTES = 16 << 20
+BODY_BYTES = 8 << 20
 """The most bytes of a request's body."""
 
-BODIES_BYTES = 64 << 20
+BODIES_BYTES = 32 << 20
 """The most bytes of all bodies that are being read."""
 
 LARGE_BYTES = 1 << 20
