@@ -45,6 +45,8 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
+    if (folder / SINGLE).exists():
+        raise CheckpointError(f"{folder / SINGLE} is not a regular file")
     if (folder / INDEX).is_file():
         return [safe_member(folder, name, folder / INDEX) for name in indexed_names(folder)]
     raise CheckpointError(f"{folder} has no {SINGLE}; {what_it_has(folder)}")
