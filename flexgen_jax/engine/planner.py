@@ -138,12 +138,12 @@ class Planner:
         return plans[0]
 
     def _probe(self) -> None:
-        """Probes the machine; a disk that cannot be read does not stop the run."""
+        """Probes the machine. A failed probe does not stop the run."""
         try:
             self.profile = assumed_profile(
                 self.setting.dtype, self.offload_dir, self.setting.unified, self.progress
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             what = first_line(error)
             self.progress.say(f"flexgen-jax: planning for a generic machine: {what}")
         self._known.clear()

@@ -241,7 +241,7 @@ class Worker:
 
     def _probe(self) -> None:
         """Probes what this stage has of the machine, while the other stages do the same."""
-        with suppress(OSError, ValueError):  # a disk that cannot be read does not stop the run
+        with suppress(OSError, ValueError, RuntimeError):  # a failed probe does not stop the run
             self._assumed = assumed_profile(
                 self._dtype, self._folder, self._unified, Progress(False)
             )
