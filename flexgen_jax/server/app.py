@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
@@ -64,7 +65,7 @@ class Server:
         self.llm, self.engine = llm, Engine(llm, options.most, options.lengths)
         last = Path(llm.name).name
         own = (last, llm.name) if Path(llm.name).exists() else (llm.name, last)
-        names = (*([options.name] if options.name else ()), *own, last.removesuffix(".gguf"))
+        names = (*([options.name] if options.name else ()), *own, *_without_format(last))
         self.names = tuple(dict.fromkeys(names))
         self._key = options.api_key
         self._bodies = Bodies()
@@ -220,6 +221,14 @@ class Server:
     async def metrics(self, _request: Request) -> Response:
         content, kind = metrics_of(self.engine, self.names[0])
         return Response(content, media_type=kind)
+
+
+def _without_format(name: str) -> tuple[str, ...]:
+    """Returns a GGUF file's name without its ending, and without the type of its blocks, too."""
+    stem = name.removesuffix(".gguf")
+    if stem == name:
+        return ()
+    return stem, re.sub(r"[.-](I?Q\d\w*|B?F16|F32|MXFP4)$", "", stem, flags=re.IGNORECASE)
 
 
 class _Cancelling:

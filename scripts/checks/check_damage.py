@@ -72,11 +72,12 @@ def main() -> None:
             shutil.rmtree(home)
             return f"{trial.name}, {'; '.join(damages)}: {fault}" if fault else ""
 
+        damages = faults = 0
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            faults = [fault for fault in pool.map(check, work) if fault]
-    print("\n".join(faults))
-    damages = sum(len(trial.kinds) for trial, _ in work)
-    print(f"{damages} damages, {len(faults)} runs with faults")
+            for (trial, _), fault in zip(work, pool.map(check, work), strict=True):
+                damages, faults = damages + len(trial.kinds), faults + bool(fault)
+                print(fault or f"{damages} damages", flush=True)
+    print(f"{damages} damages, {faults} runs with faults")
     sys.exit(bool(faults))
 
 
