@@ -34,7 +34,7 @@ def significant(value: float) -> str:
     >>> [significant(x) for x in (0.01234, 8.7654, 87.0, 87842.0)]
     ['0.0123', '8.77', '87', '87,800']
     """
-    if abs(value) < 1000:
+    if abs(value) < 999.5:
         return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.6f}"
     digits = 3 - len(str(int(abs(value))))
     return f"{round(value, digits):,.0f}"

@@ -7,6 +7,7 @@ import io
 import pytest
 
 from flexgen_jax.progress import ERASE, Progress
+from flexgen_jax.units import scaled, significant
 
 
 class Terminal(io.StringIO):
@@ -36,3 +37,10 @@ def test_a_log_says_once_that_programs_are_compiled(capsys: pytest.CaptureFixtur
         progress.compiling(count)
         progress.compiled()
     assert capsys.readouterr().err.count("compiling programs") <= 1  # once in a process
+
+
+def test_numbers_have_three_digits_and_no_exponent() -> None:
+    numbers = (0.01234, 8.7654, 87.0, 999.9, 87842.0, 1.2e9)
+    shown = ["0.0123", "8.77", "87", "1,000", "87,800", "1,200,000,000"]
+    assert [significant(number) for number in numbers] == shown
+    assert [scaled(x) for x in (1.03e12, 7.5e10, 1.25e8)] == ["1.03 T", "75 G", "125 M"]

@@ -294,3 +294,31 @@ def test_models_lists_families_and_shapes(tmp_path: Path) -> None:
         assert name in found.output
     listed = json.loads(out.read_text())
     assert {shape["family"] for shape in listed["shapes"]} <= set(listed["families"])
+
+
+def test_a_plans_line_keeps_the_bits_that_a_model_is_published_in() -> None:
+    """`generate` would refuse to round these weights again."""
+    published = run("plan", "--model", "openai/gpt-oss-20b", "--hardware", "h100-80gb")
+    (line,) = (x for x in published.stdout.splitlines() if x.startswith("policy:"))
+    assert "--weight-bits" not in line
+    packed = run(
+        *("plan", "--model", "facebook/opt-6.7b", "--hardware", "h100-80gb", "--weight-bits", "4")
+    )
+    (line,) = (x for x in packed.stdout.splitlines() if x.startswith("policy:"))
+    assert "--weight-bits 4" in line
+
+
+def test_a_plan_needs_no_flags_but_a_machine_that_is_known() -> None:
+    assert run("plan", "--hardware", "t4-16gb").exit_code == 0
+    assert "hardware nosuch is neither" in run("plan", "--hardware", "nosuch").stderr
+
+
+def test_names_and_parameters_of_the_library_are_told() -> None:
+    import flexgen_jax
+
+    assert {"LLM", "Policy", "SamplingParams"} <= {*dir(flexgen_jax)}
+    told = pytest.raises(flexgen_jax.UserError, match=r"sampling_params must be .* not 5")
+    with flexgen_jax.LLM(dtype="float32") as llm, told:
+        llm.generate(["a"], 5)  # type: ignore[arg-type]
+    with pytest.raises(flexgen_jax.UserError, match="kv_store 20 is too small"):
+        flexgen_jax.LLM(dtype="float32", kv_store=20)

@@ -33,6 +33,12 @@ def test_it_serves_until_it_is_asked_to_end(tmp_path: Path) -> None:
             body = {"prompt": "The people", "max_tokens": 3, "temperature": 0}
             answer = httpx.post(f"{place[0]}/v1/completions", json=body, timeout=120)
             assert answer.json()["usage"]["completion_tokens"] == 3
+            assert answer.json()["model"] == shipped_model().name
+            hot = httpx.post(f"{place[0]}/v1/completions", json={**body, "temperature": 9})
+            assert hot.status_code == 400 and "at most 2" in hot.text
+            port = place[0].rpartition(":")[2]
+            taken = run("serve", "--model", shipped_model(), "--port", port)
+            assert taken.exit_code == 2 and "--port 0 takes any" in taken.stderr
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) in (143, -signal.SIGTERM)
         finally:

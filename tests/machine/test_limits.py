@@ -12,6 +12,7 @@ from flexgen_jax import LLM, Policy, SamplingParams, UserError
 from flexgen_jax.engine import session
 from flexgen_jax.machine import limits
 from flexgen_jax.machine.jax_settings import PINNED
+from flexgen_jax.machine.profiler import measure_in_child
 from flexgen_jax.offload import executor
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.policy.buffers import Ring
@@ -145,3 +146,9 @@ def test_pinned_open_blocks_are_a_part_of_the_plan_for_buffers(
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     run_greedy(checkpoint("base"), params, policy, offload_dir=tmp_path, unified=False)
     assert given_up == []
+
+
+def test_a_measurement_that_fails_in_its_process_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot use the offload folder"):
+        measure_in_child("float32", tmp_path / "file/off", True, lambda _: None)

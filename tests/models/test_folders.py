@@ -265,3 +265,24 @@ def test_convert_has_one_tensor_in_memory(
     convert_folder(source, tmp_path / "out")
     assert len(held) == 16
     assert max(held) - before < 64 << 20  # of 256 MiB
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("adapter_config.json", "it is an adapter"),
+        ("model-Q4_K_M.gguf", "name one of them, --model .*model-Q4_K_M.gguf"),
+        ("params.json", "Mistral's or Meta's own names"),
+    ],
+)
+def test_a_folder_without_a_model_is_told_what_it_has(tmp_path: Path, file: str, said: str) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"has no config.json; .*{said}"):
+        Checkpoint(tmp_path)
+
+
+def test_an_adapter_next_to_a_model_is_noted(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m")
+    assert not Checkpoint(folder).notes
+    (folder / "adapter_config.json").write_text("{}")
+    assert any("is not applied: merge it" in note for note in Checkpoint(folder).notes)
