@@ -4,7 +4,7 @@ Each command must end without a traceback. It must give the tokens of an undamag
 the damaged file by name. Weights, KV pieces and compiled programs are damaged together
 before a run, and results and journal before a job is resumed.
 
-    python scripts/checks/check_damage.py [--damages 500] [--seed 0]
+    python scripts/checks/check_damage.py [--damages 500] [--each 3] [--seed 0]
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Trial(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--damages", type=int, default=500)
+    parser.add_argument("--each", type=int, default=3, help="damages of each kind before a run")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -59,7 +60,7 @@ def main() -> None:
             shutil.copytree(base, home)
             expected[trial.name] = trial.run(home)
             shutil.rmtree(home)
-        each = sum(len(trial.kinds) for trial in trials)
+        each = options.each * sum(len(trial.kinds) for trial in trials)
         work = [(trial, n) for n in range(-(-options.damages // each)) for trial in trials]
 
         def check(job: tuple[Trial, int]) -> str:
@@ -67,7 +68,8 @@ def main() -> None:
             rng = random.Random(f"{options.seed}-{trial.name}-{number}")  # noqa: S311 - places
             home = Path(name) / f"{trial.name}-{number}"
             shutil.copytree(base, home)
-            damages = [damage(rng, home, kind) for kind in trial.kinds]
+            kinds = [kind for kind in trial.kinds for _ in range(options.each)]
+            damages = [damage(rng, home, kind) for kind in kinds]
             fault = fault_of(trial.run(home), expected[trial.name])
             shutil.rmtree(home)
             return f"{trial.name}, {'; '.join(damages)}: {fault}" if fault else ""
@@ -75,7 +77,7 @@ def main() -> None:
         damages = faults = 0
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for (trial, _), fault in zip(work, pool.map(check, work), strict=True):
-                damages, faults = damages + len(trial.kinds), faults + bool(fault)
+                damages, faults = damages + options.each * len(trial.kinds), faults + bool(fault)
                 print(fault or f"{damages} damages", flush=True)
     print(f"{damages} damages, {faults} runs with faults")
     sys.exit(bool(faults))
