@@ -97,10 +97,12 @@ def fault_of(found: tuple[int, str, str], expected: tuple[int, str, str]) -> str
 
 def damage(rng: random.Random, home: Path, kind: str) -> str:
     """Damages a random file of a kind; returns what was done."""
-    files = sorted(path for path in home.glob(kind) if path.is_file() and path.stat().st_size)
+    files = sorted(path for path in home.glob(kind) if path.is_file() and path.stat().st_size > 1)
+    if not files:
+        return f"nothing is left of {kind}"
     path = rng.choice(files)
     content = bytearray(path.read_bytes())
-    place = rng.randrange(len(content))
+    place = rng.randrange(1, len(content))
     if rng.random() < 0.2:
         path.write_bytes(content[:place])
         return f"{path.relative_to(home)} cut at {place}"
