@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 from flexgen_jax.caches import cache_folder, read_cached, write_cached
 from flexgen_jax.cpu import is_cpu
@@ -22,6 +23,7 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import resolve_dtype
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import (
+    LATEST,
     PROFILE_VERSION,
     UNSTEADY,
     DiskReads,
@@ -108,8 +110,8 @@ def record_products(dtype: str, offload_dir: Path, speed: float) -> None:
     """Keeps how fast a run that was bound by computing was, relative to the assumed profile, to
     correct later plans."""
     path = _assumed(_cache_file(dtype, offload_dir))
-    corrected = [*_seen(path, PRODUCTS)[-1:], 1.0][0]  # the run was planned with it
-    _add_seen(path, PRODUCTS, speed * corrected)
+    planned_with = median(_seen(path, PRODUCTS)[-LATEST:] or [1.0])
+    _add_seen(path, PRODUCTS, speed * planned_with)
 
 
 def measured_profile(
