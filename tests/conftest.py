@@ -5,13 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
-
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
-"""Tests leave the user's cache alone. One of their own saves no time: they share programs. Before
-JAX is imported, which reads this."""
 
 from tests.helpers import as_on_gpu, units
 
@@ -20,8 +17,15 @@ if as_on_gpu.is_asked():
 
 from tests.helpers.models import write_checkpoint
 
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")  # a busy machine is no failure
+settings.register_profile("quick", deadline=None, max_examples=20)
+settings.register_profile("thorough", deadline=None, max_examples=200)
+
+QUICK_XLA = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_cpu_use_fusion_emitters": False,
+}
+"""Options with which XLA compiles in a third of the time."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,8 +47,34 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByPr
     return TogetherByPrograms(config, log)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepares JAX, XLA and Hypothesis. A run without slow tests compiles quickly and draws few
+    examples."""
     units.declared()  # a misspelt one is an error before anything runs
+    is_quick = config.option.markexpr == "not slow"
+    settings.load_profile("quick" if is_quick else "thorough")
+    if is_quick:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_quick_xla_flags()}"
+    _set_program_cache(os.environ.get("FLEXGEN_TEST_CACHE"))
+
+
+def _quick_xla_flags() -> str:
+    options = dict(QUICK_XLA)
+    if jax.__version_info__ >= (0, 11):  # its XLA has one kind of emitters
+        del options["xla_cpu_use_fusion_emitters"]
+    return " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+
+
+def _set_program_cache(folder: str | None) -> None:
+    """Keeps compiled programs in a folder for later test runs, or nowhere. JAX has been imported,
+    so its variables in the environment are for processes that tests start."""
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(int(folder is not None))
+    jax.config.update("jax_enable_compilation_cache", folder is not None)
+    if folder is not None:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 QUICK_FIRST = ("test_structure.py", "test_units.py", "models", "policy", "machine", "layers")
@@ -124,35 +154,6 @@ def loading_pays(monkeypatch: pytest.MonkeyPatch, sharing_pays: None) -> None:
     from flexgen_jax.engine.planner import Planner
 
     monkeypatch.setattr(Planner, "is_worth_loading", lambda self, tokens, layout: tokens > 0)
-
-
-QUICK: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-"""XLA's options for programs that are compiled in a third of the time."""
-
-
-@pytest.fixture(scope="module")
-def compiled_quickly() -> Iterator[None]:
-    """XLA compiles in a third of the time: for tests of what is computed where and when. Those of
-    layers, kernels and transfers are compiled as for users."""
-    import jax
-
-    from flexgen_jax.cpu.backend import CpuKernels
-
-    quick = dict(QUICK)
-    if jax.__version_info__ >= (0, 11):  # whose XLA has one kind of emitters
-        del quick["xla_cpu_use_fusion_emitters"]
-
-    def options(kernels: Any, formats: Any, is_lone: bool = False) -> dict[str, Any]:
-        return {**(real(kernels, formats, is_lone) or {}), **quick}
-
-    real = CpuKernels.compiler_options
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuKernels, "compiler_options", options)
-        yield
 
 
 @pytest.fixture(scope="session")

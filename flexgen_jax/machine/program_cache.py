@@ -6,6 +6,7 @@ notice that. A damaged entry is removed here, so that its program is compiled ag
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,18 @@ untyped_compilation: Any = compilation_cache
 
 MAGIC = b"flexgen-jax program 1\n"
 CHECKSUM_BYTES = 4
+EVICTED_SHARE = 0.1
+"""Share of the cache that is evicted at once when it is full."""
 
 
 class CheckedCache(untyped_cache.LRUCache):  # type: ignore[misc]
-    """A cache whose files begin with `MAGIC` and the CRC-32 of key and content."""
+    """A cache whose files begin with `MAGIC` and the CRC-32 of key and content.
+
+    JAX's cache reads the whole folder each time it adds a program. This one counts the bytes that
+    it adds, and reads the folder at the start and when the cache is full.
+    """
+
+    _folder_bytes: int | None = None
 
     def get(self, key: str) -> bytes | None:
         content = super().get(key)
@@ -37,6 +46,16 @@ class CheckedCache(untyped_cache.LRUCache):  # type: ignore[misc]
 
     def put(self, key: str, value: bytes) -> None:
         super().put(key, MAGIC + _sum(key, value) + value)
+
+    def _evict_if_needed(self, *, additional_size: int = 0) -> None:
+        if self._folder_bytes is None:
+            with os.scandir(str(self.path)) as entries:
+                self._folder_bytes = sum(entry.stat().st_size for entry in entries)
+        self._folder_bytes += additional_size
+        if self._folder_bytes > self.max_size:
+            free_bytes = max(additional_size, int(EVICTED_SHARE * self.max_size))
+            super()._evict_if_needed(additional_size=free_bytes)
+            self._folder_bytes = None
 
 
 def _sum(key: str, value: bytes) -> bytes:

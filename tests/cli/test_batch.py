@@ -12,8 +12,6 @@ from flexgen_jax.cli.commands import Terminated
 from flexgen_jax.cli.main import main
 from flexgen_jax.jobs.job import Job
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def command(folder: Path, *more: str) -> list[str]:
     (folder / "in.jsonl").write_text('{"id": "a", "prompt": "It is", "max_tokens": 3}\nno\n')

@@ -18,8 +18,6 @@ import pytest
 from flexgen_jax import LLM, SamplingParams
 from tests.helpers.command_line import run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 

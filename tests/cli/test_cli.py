@@ -12,8 +12,6 @@ from flexgen_jax.cli.main import main
 from tests.helpers.command_line import run
 from tests.helpers.models import write_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 REPORT = {
     "model",
     "policy",

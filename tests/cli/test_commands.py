@@ -16,7 +16,7 @@ from flexgen_jax.cli.main import main
 from tests.helpers.command_line import run
 from tests.helpers.models import write_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "loud")
+pytestmark = pytest.mark.usefixtures("loud")
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ from flexgen_jax.cli.bench import text_lengths
 from flexgen_jax.errors import UserError
 from tests.helpers.command_line import run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def test_drawn_lengths_have_the_mean_and_the_limit() -> None:
     found = text_lengths("lognormal:64", 4000, 512, 0)

@@ -69,7 +69,6 @@ def test_command_is_parsed(words: list[str]) -> None:
     command.make_context("x", [*words])
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(
     "words",
     [words for words in COMMANDS if not TOO_MUCH & {*" ".join(words).replace("/", " ").split()}],

@@ -33,8 +33,6 @@ from tests.helpers.as_on_gpu import has_gpu
 from tests.helpers.command_line import run
 from tests.helpers.models import BASE, prompts
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
 

@@ -22,8 +22,6 @@ from tests.helpers.drafts import Scripted
 from tests.helpers.families import NEW_TOKENS, VARIANTS, Reference
 from tests.helpers.models import TIER_PLACEMENTS, assert_within_plan, prompts
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 WAYS: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
     ((30, 40, 20, 50, 0, 100), {"attention": "host", "prefill_chunk": 7}),

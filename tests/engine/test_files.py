@@ -21,8 +21,6 @@ from flexgen_jax.jobs.store import Results
 from tests.helpers.command_line import run
 from tests.helpers.models import prompts
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 PROMPTS = ["one", "two three", "a bc d", "four", "e f"]
 SHAPE = ["--batch-size", 2, "--num-batches", 1, "--max-tokens", 6, "--temperature", 1, "--seed", 3]
 

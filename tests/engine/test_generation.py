@@ -24,8 +24,6 @@ from tests.helpers.models import (
 )
 from tests.helpers.numpy_opt import reference
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 
 

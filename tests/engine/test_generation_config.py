@@ -23,8 +23,6 @@ from flexgen_jax.models.defaults import (
 from flexgen_jax.models.folder import CheckpointError
 from tests.helpers.models import prompts, write_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 LENGTHS = (3, 14, 8, 16)
 NEW = 24
 

@@ -16,8 +16,6 @@ from flexgen_jax.engine.grammar import MAX_DIGITS, Digits, Grammars
 from flexgen_jax.errors import UserError
 
 pytest.importorskip("llguidance")
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {

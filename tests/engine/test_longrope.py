@@ -11,8 +11,6 @@ import pytest
 from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.engine.requests import EncodedRequest, divided
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 BORDER = 24
 LENGTHS = (20, 24, 25, 10)
 

@@ -20,8 +20,6 @@ from flexgen_jax.models.families import FAMILIES
 from tests.helpers.models import byte_tokenizer
 from tests.helpers.numpy_llama import LLAMA, MIXTRAL, write
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 PARAMS = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 IDS = [[5, 6, 7, 8], [9, 10]]
 

@@ -18,8 +18,6 @@ from tests.helpers.families import NEW_TOKENS, Reference
 from tests.helpers.models import prompts
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 QUIET = Progress(False)
 
 

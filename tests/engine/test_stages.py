@@ -37,16 +37,8 @@ def requests() -> Iterator[Request]:
         yield Request(f"r{number}", TEXTS[number % 5], sampling_params=params)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly_there() -> Iterator[None]:
-    """The stages' XLA optimizes no code."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-        yield
-
-
 @pytest.fixture(scope="module")
-def pair(compiled_quickly_there: None) -> Iterator[LLM]:
+def pair() -> Iterator[LLM]:
     with LLM(dtype="float32", policy=POLICY, stages=2) as made:
         yield made
 
@@ -56,7 +48,6 @@ def processes(llm: LLM) -> list[int]:
     return [member.process.pid for member in members if member.process]
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_results_are_those_of_one_stage(pair: LLM) -> None:
     with LLM(dtype="float32", policy=POLICY) as whole:
         expected = {r.id: r for r in whole.stream(requests())}

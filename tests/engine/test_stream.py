@@ -15,8 +15,6 @@ from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.engine.feed import Feed
 from flexgen_jax.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TEXTS = ["Once upon a time", "The", "A list of all things that there are:", "I", "Two and two"]
 
 

@@ -15,8 +15,6 @@ from tests.helpers.families import BASE, EXPERTS
 from tests.helpers.models import BASE as OPT
 from tests.helpers.models import byte_tokenizer
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 CONFIGS: dict[str, dict[str, Any]] = {
     "dense": OPT,
     "experts": BASE | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 8},

@@ -22,8 +22,6 @@ from tests.helpers.models import PLACEMENTS
 from tests.helpers.numpy_llama import LLAMA, MIXTRAL, write
 from tests.helpers.numpy_opt import NumpyOpt, reference
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TEXT = [2, *np.random.default_rng(5).integers(4, 96, 250).tolist()]
 
 

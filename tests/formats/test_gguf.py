@@ -27,8 +27,6 @@ from flexgen_jax.models.loading import open_model
 from tests.helpers.families import Reference
 from tests.helpers.models import prompts
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 270, "num_hidden_layers": 2}
 
 HALVES = {

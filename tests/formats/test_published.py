@@ -26,8 +26,6 @@ from tests.helpers.cases import covering
 from tests.helpers.models import assert_within_plan, prompts
 from tests.helpers.published import FORMATS, write_gpt_oss, write_published
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TIERS = ((100, 0, 100, 0, 100, 0), (30, 40, 20, 50, 0, 100), (0, 0, 0, 0, 0, 0))
 
 

@@ -17,8 +17,6 @@ from flexgen_jax.jobs.fleet import Copy, Fleet, LostError, News, Replica
 from flexgen_jax.jobs.job import Job
 from flexgen_jax.jobs.options import JobOptions
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TEXTS = ["The people of the United States", "It is", "In the year", "We have", "The debt"]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "policy": Policy(batch_size=2, kv_block_tokens=8)}
 

@@ -19,8 +19,6 @@ from flexgen_jax.jobs.job import Job
 from flexgen_jax.jobs.options import JobOptions, Summary
 from flexgen_jax.jobs.store import Disk
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 DATA = Path(flexgen_jax.__file__).parent / "data/tiny_opt"
 
 TEXTS = ["The people of the United States", "It is", "In the year", "We have", "The debt"]

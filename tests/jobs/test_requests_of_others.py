@@ -17,8 +17,6 @@ from flexgen_jax.jobs.lines import LineError, read_line
 from flexgen_jax.jobs.options import JobOptions
 from tests.helpers.models import write_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 MESSAGES = [{"role": "user", "content": "x"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

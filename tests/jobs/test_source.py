@@ -24,8 +24,6 @@ from tests.helpers.command_line import run as run_command
 
 NUMBERS = count()
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:

@@ -18,8 +18,6 @@ from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.policy.buffers import Ring
 from tests.helpers.models import BASE, prompts, run_greedy, write_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.mark.parametrize(("free", "expected"), [(1_500_000_000, 1_100_000_000), (10**8, 0)])
 def test_room_is_left_for_the_runtime(

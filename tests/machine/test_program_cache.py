@@ -56,6 +56,17 @@ def test_entries_of_other_keys_and_of_jax_itself_are_not_taken(tmp_path: Path) -
     assert cache.get("three") is None
 
 
+def test_the_programs_used_last_are_kept(tmp_path: Path) -> None:
+    """Also those of an earlier process."""
+    for _ in range(2):
+        cache = CheckedCache(str(tmp_path), max_size=10_000)
+        for number in range(40):
+            cache.put(f"{number}", bytes(1000))
+            assert cache.get("0") is not None
+            assert sum(path.stat().st_size for path in tmp_path.glob("*-cache")) <= 10_000
+        assert cache.get("39") is not None and cache.get("20") is None
+
+
 def test_a_process_compiles_damaged_programs_again(tmp_path: Path) -> None:
     others = {key: value for key, value in os.environ.items() if "COMPILATION_CACHE" not in key}
     environment = {**others, "XDG_CACHE_HOME": str(tmp_path)}

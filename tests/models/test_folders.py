@@ -22,8 +22,6 @@ from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.loading import open_model
 from tests.helpers.models import prompts, write_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 POLICY = Policy(batch_size=8)
 
 

@@ -29,8 +29,6 @@ from tests.helpers.kernels import CPU, XLA
 from tests.helpers.models import BASE, PLACEMENTS, assert_within_plan, write_checkpoint
 from tests.helpers.numpy_opt import reference
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 LENGTHS = (70, 3, 41, 64, 17, 33)
 TOKENS = (9, 4, 12, 1, 7, 10)
 PARAMS = [SamplingParams(max_tokens=n, ignore_eos=True) for n in TOKENS]

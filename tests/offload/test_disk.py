@@ -29,8 +29,6 @@ from flexgen_jax.policy.cache_blocks import CacheBlocks
 from flexgen_jax.policy.running import CachedPart, LayerState
 from tests.helpers.models import prompts
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SHAPE = (300, 16)
 DATA = np.arange(SHAPE[0] * SHAPE[1], dtype=np.float32).reshape(SHAPE)
 

@@ -28,8 +28,6 @@ from tests.helpers.models import TIER_PLACEMENTS, assert_within_plan, prompts
 from tests.helpers.numpy_llama import MIXTRAL, write
 from tests.helpers.profiles import costs_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 RAW = MIXTRAL | {"num_local_experts": 8}
 NEW = 9
 MANY = MIXTRAL | {"num_local_experts": 70, "intermediate_size": 16}

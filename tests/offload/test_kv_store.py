@@ -278,7 +278,7 @@ def rounds() -> list[list[int]]:
     return [rng.integers(4, 96, count).tolist() for count in (20, 5, 9, 3)]
 
 
-@pytest.mark.usefixtures("compiled_quickly", "loading_pays")
+@pytest.mark.usefixtures("loading_pays")
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("percent", "chunk", "unified", "attention"),
@@ -318,7 +318,7 @@ def test_a_conversation_goes_on_after_a_restart(
         asked = [*asked, *result.token_ids]
 
 
-@pytest.mark.usefixtures("compiled_quickly", "loading_pays")
+@pytest.mark.usefixtures("loading_pays")
 @pytest.mark.parametrize("bits", [16, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_rows_of_batches_are_kept(
     checkpoint: Callable[[], Path], tmp_path: Path, bits: int
@@ -348,7 +348,7 @@ def test_all_rows_of_batches_are_kept(
     assert computed <= 7 * len(rows)
 
 
-@pytest.mark.usefixtures("compiled_quickly", "loading_pays")
+@pytest.mark.usefixtures("loading_pays")
 def test_rounds_of_a_stream_go_on_from_each_other(
     checkpoint: Callable[[], Path], tmp_path: Path
 ) -> None:
@@ -377,7 +377,7 @@ def test_rounds_of_a_stream_go_on_from_each_other(
     assert report["prompt_tokens"] == 40 + 5 + 1 + 5
 
 
-@pytest.mark.usefixtures("compiled_quickly", "loading_pays")
+@pytest.mark.usefixtures("loading_pays")
 def test_a_damaged_piece_is_computed_again(
     checkpoint: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

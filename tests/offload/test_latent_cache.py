@@ -16,8 +16,6 @@ from tests.helpers.families import BASE, GLM, LATENT
 from tests.helpers.models import byte_tokenizer
 
 torch: Any = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 LAYERS, PROMPT, NEW = 3, 16, 9
 
 

@@ -20,8 +20,6 @@ from tests.helpers.cases import pairwise
 from tests.helpers.models import PLACEMENTS, assert_within_plan
 from tests.helpers.numpy_opt import reference
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SHARED = 40
 LENGTHS = (9, 1, 17, 30, 4, 12)
 TOKENS = (9, 4, 12, 1, 7, 10)

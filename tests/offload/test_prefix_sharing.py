@@ -21,7 +21,7 @@ from tests.helpers.cases import pairwise
 from tests.helpers.models import PLACEMENTS, assert_within_plan
 from tests.helpers.numpy_opt import reference
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "sharing_pays")
+pytestmark = pytest.mark.usefixtures("sharing_pays")
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 

@@ -28,8 +28,6 @@ from tests.helpers.models import BASE, PLACEMENTS, SHORT, prompts, run_greedy, w
 from tests.helpers.numpy_opt import NumpyOpt
 from tests.helpers.numpy_quantization import dequantized
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 KV_BLOCK = 8
 

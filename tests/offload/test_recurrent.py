@@ -18,8 +18,6 @@ from flexgen_jax.policy.waves import Step
 from tests.helpers.families import Reference
 from tests.helpers.models import assert_within_plan
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 LENGTHS = (3, 300, 17, 64, 65, 130)
 NEW = (9, 2, 5, 1, 3, 9)
 """New tokens of each prompt: four rows of the batch leave before the others."""

@@ -16,8 +16,6 @@ from flexgen_jax.policy import plan
 from tests.helpers.models import prompts
 from tests.helpers.numpy_llama import LLAMA, MIXTRAL, write
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 LENGTHS = (75, 40, 3, 20, 60, 77, 1, 38)
 TOKENS = 6
 

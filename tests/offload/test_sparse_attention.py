@@ -27,8 +27,6 @@ from tests.helpers.models import BASE, SHORT, prompts, random_tensors, run_greed
 from tests.helpers.numpy_opt import NumpyOpt
 
 BATCH, HEADS = 3, 2
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SPEC = AttentionSpec(HEADS, HEADS, 1)
 
 # Compiled as one program, as in a run.

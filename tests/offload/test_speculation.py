@@ -32,8 +32,6 @@ from tests.helpers.drafts import Scripted
 from tests.helpers.models import BASE as OPT
 from tests.helpers.models import PLACEMENTS, assert_within_plan, prompts, random_tensors
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TOKENS = 24
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 CHOSEN = {

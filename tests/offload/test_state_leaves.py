@@ -25,8 +25,6 @@ from flexgen_jax.policy.waves import Step
 from tests.helpers.mixers import NumpyMixed, RandomWeights, mixed_config, mixers
 from tests.helpers.profiles import costs_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 ROWS, PROMPT, TOKENS = 4, 16, 9
 CONFIG = mixed_config()
 LENGTHS = [16, 3, 9, 1]

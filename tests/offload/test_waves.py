@@ -13,8 +13,6 @@ from tests.helpers.cases import pairwise
 from tests.helpers.models import PROMPT_LENGTHS, assert_within_plan, prompts
 from tests.helpers.numpy_opt import reference
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 PLACEMENTS = [
     (100, 0, 100, 0, 100, 0),
     (0, 100, 0, 100, 0, 100),

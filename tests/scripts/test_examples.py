@@ -115,7 +115,6 @@ def test_embedding_all_lines_layer_by_layer(tmp_path: Path) -> None:
         np.testing.assert_allclose(vectors[number], alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_a_model_that_was_just_trained_generates() -> None:
     script = example("serve_from_memory")
     params, loss = script.trained(128, 2, 150)

@@ -38,8 +38,6 @@ from flexgen_jax.server.errors import RefusedError
 from flexgen_jax.server.files import Files
 from flexgen_jax.server.incoming import BODY_BYTES, PatientProtocol
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 POLICY = Policy(batch_size=4, num_batches=2)
 MESSAGES: list[Any] = [{"role": "user", "content": "hi there"}]
