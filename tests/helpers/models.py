@@ -181,4 +181,4 @@ def byte_tokenizer() -> dict[str, Any]:
 def assert_within_plan(report: Mapping[str, Any]) -> None:
     """Checks that a run needed no more bytes of any tier than were planned."""
     for tier, peak in report["peak_bytes"].items():
-        assert peak <= report["computed_peak_bytes"][tier], tier
+        assert peak <= report["computed_peak_bytes"][tier], (tier, peak, report["computed_peak_bytes"])

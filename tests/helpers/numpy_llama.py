@@ -51,7 +51,8 @@ class NumpyLlama:
     routing: the experts that each token of the last pass has chosen, by layer.
     """
 
-    def __init__(self, config: dict[str, Any], tensors: Tensors) -> None:
+    def __init__(self, config: dict[str, Any], tensors: Tensors, folder: Path = Path()) -> None:
+        self.folder = folder
         self.config = config
         self.routing: dict[str, list[frozenset[int]]] = {}
         self.tensors = {name: value.astype(np.float64) for name, value in tensors.items()}
@@ -127,7 +128,7 @@ class NumpyLlama:
 
 def write(folder: Path, raw: dict[str, Any]) -> NumpyLlama:
     """Writes a folder with random weights."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     config, rng = read_config(raw), np.random.default_rng(0)
     tensors = {}
     for spec in model_spec(config).tensors.values():
@@ -138,4 +139,4 @@ def write(folder: Path, raw: dict[str, Any]) -> NumpyLlama:
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(raw))
     (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
-    return NumpyLlama(raw, load_file(folder / "model.safetensors"))
+    return NumpyLlama(raw, load_file(folder / "model.safetensors"), folder)

@@ -21,7 +21,14 @@ class NumpyOpt:
     the highest scores; the weights of the others are dropped.
     """
 
-    def __init__(self, config: dict[str, Any], tensors: Tensors, sparsity: float = 1.0) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        tensors: Tensors,
+        sparsity: float = 1.0,
+        folder: Path = Path(),
+    ) -> None:
+        self.folder = folder
         self.config = config
         self.sparsity = sparsity
         self.tensors = {
@@ -107,4 +114,4 @@ class NumpyOpt:
 def reference(folder: Path) -> NumpyOpt:
     """The model of a checkpoint's folder."""
     config = json.loads((folder / "config.json").read_text())
-    return NumpyOpt(config, load_file(folder / "model.safetensors"))
+    return NumpyOpt(config, load_file(folder / "model.safetensors"), folder=folder)

@@ -1,0 +1,219 @@
+"""The contract of a run: wherever its data lie and whatever it skips, its tokens are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import pytest
+
+from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax.engine import drafting
+from flexgen_jax.engine.planner import Planner
+from flexgen_jax.offload.speculation import Pace
+from flexgen_jax.policy.policy import Attention
+from flexgen_jax.policy.schedules import SCHEDULES
+from tests.helpers.cases import covering_rows
+from tests.helpers.drafts import Scripted
+from tests.helpers.models import TIER_PLACEMENTS, assert_within_plan
+
+NEW_TOKENS = 9
+MIXED_NEW_TOKENS = (2, 9, 1, 7)
+SHARED = 22
+"""Tokens that all prompts begin with."""
+
+ROWS, BLOCK_TOKENS = 2, 8
+
+
+@cache
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    shared, *rest = (rng.integers(3, 96, count).tolist() for count in (SHARED, 3, 10, 1, 6))
+    return [[*shared, *end] for end in rest]
+
+
+class Reference(Protocol):
+    """A model in a folder, and an independent implementation of it."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        """Returns the tokens that follow a prompt."""
+
+    def logprobs(self, ids: list[int]) -> np.ndarray:
+        """Returns the log-probability of every token but the first."""
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "bits": {"weight_bits": 4, "cache_bits": 4},
+    "tokens": {"attention_sparsity": 0.3},
+}
+"""What a run does not compute with: all bits, or all earlier tokens."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to run a model. prefix: "named" by the request, "found", or "none".
+    """
+
+    placement: tuple[int, ...] = (100, 0, 100, 0, 100, 0)
+    schedule: str = "continuous"
+    loads: str = "ahead"
+    batches: int = 2
+    unified: bool = True
+    attention: Attention = "device"
+    chunk: int = 2048
+    prefix: str = "none"
+    has_draft: bool = False
+    has_mixed_lengths: bool = False
+    loses: str = "nothing"
+
+    def __str__(self) -> str:
+        """The fields that are not as in a resident run, for the name of a test."""
+        changed = ((x.name, getattr(self, x.name)) for x in fields(self) if x.name != "placement")
+        return "-".join(
+            ["_".join(map(str, self.placement))]
+            + [f"{name}={value}" for name, value in changed if value != getattr(Case, name)]
+        )
+
+    @property
+    def resident(self) -> Case:
+        """A run on the device alone that loses the same. A chunk and the text after a prefix attend
+        to packed blocks, so these count where the cache is packed."""
+        if self.loses == "bits":
+            return Case(chunk=self.chunk, prefix=self.prefix, loses=self.loses)
+        return Case(loses=self.loses)
+
+    @property
+    def policy(self) -> Policy:
+        return Policy.from_percent(
+            *cast(Any, self.placement),
+            batch_size=ROWS,
+            num_batches=self.batches,
+            schedule=self.schedule,
+            overlap=self.loads != "on demand",
+            copies_ahead=self.loads == "ahead",
+            attention=self.attention,
+            prefill_chunk=self.chunk,
+            kv_block_tokens=BLOCK_TOKENS,
+            **LOSSES[self.loses],
+        )
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        counts = MIXED_NEW_TOKENS if self.has_mixed_lengths else [NEW_TOKENS] * len(prompts())
+        return [SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
+
+
+    @property
+    def computed_prompt_tokens(self) -> int:
+        """Each shared part is computed once. The last token of a named prefix is not a part of it;
+        sparse attention shares nothing."""
+        shared = {"none": 0, "named": SHARED - 1, "found": SHARED}[self.prefix]
+        return sum(map(len, prompts())) - (self.loses != "tokens") * (len(prompts()) - 1) * shared
+
+
+LOSSLESS_AXES: dict[str, Sequence[Any]] = {
+    "placement": TIER_PLACEMENTS,
+    "schedule": tuple(SCHEDULES),
+    "loads": ("ahead", "read ahead", "on demand"),
+    "batches": (1, 2),
+    "unified": (True, False),
+    "attention": ("device", "host"),
+    "chunk": (2048, 16),
+    "prefix": ("none", "named", "found"),
+    "has_draft": (False, True),
+    "has_mixed_lengths": (False, True),
+}
+ALL_AXES = {**LOSSLESS_AXES, "loses": tuple(LOSSES)}
+
+
+def is_allowed(row: Mapping[str, Any]) -> bool:
+    """Guesses need attention on the device to all tokens. Those of a pass attend to each other
+    before they are packed, which changes the tokens of packed caches."""
+    is_lossy = row.get("loses", "nothing") != "nothing"
+    return not row.get("has_draft") or not (is_lossy or row.get("attention") == "host")
+
+
+def cases_with(
+    name: str, values: Sequence[str], axes: Mapping[str, Sequence[Any]], seed: int = 0
+) -> list[Any]:
+    """A covering array of strength two of one more axis and the fields of `Case`, for
+    `parametrize`."""
+    rows = covering_rows({name: values, **axes}, is_allowed, seed)
+    found = []
+    for row in sorted(rows, key=lambda row: values.index(row[name])):
+        value, case = row.pop(name), Case(**row)
+        found.append(pytest.param(value, case, id=f"{value}-{case}"))
+    return found
+
+
+class Contract:
+    """Runs a model in many ways. has_logprobs: its scores are compared, too. Lossy cases are
+    compared with a resident run that loses the same."""
+
+    def __init__(self, reference: Reference, has_logprobs: bool = False) -> None:
+        self._reference, self._has_logprobs = reference, has_logprobs
+        self._resident: dict[Case, list[list[int]]] = {}
+
+    def check(self, case: Case, offload_dir: Path, patch: pytest.MonkeyPatch) -> None:
+        expected = self._expected(case, offload_dir / "resident", patch)
+        texts = [[*ids, *made] for ids, made in zip(prompts(), expected, strict=True)]
+        found = self._run(case, offload_dir, patch, texts)
+        counts = [params.max_tokens for params in case.params]
+        assert found == [ids[:count] for ids, count in zip(expected, counts, strict=True)]
+        assert not [*offload_dir.glob("runs/*/*")]
+
+    def _expected(self, case: Case, folder: Path, patch: pytest.MonkeyPatch) -> list[list[int]]:
+        resident = case.resident
+        if resident not in self._resident:
+            self._resident[resident] = (
+                [self._reference.greedy(ids, NEW_TOKENS) for ids in prompts()]
+                if case.loses == "nothing"
+                else self._run(resident, folder, patch, ())
+            )
+        return self._resident[resident]
+
+    def _run(
+        self,
+        case: Case,
+        offload_dir: Path,
+        patch: pytest.MonkeyPatch,
+        texts: Sequence[Sequence[int]],
+    ) -> list[list[int]]:
+        """Returns the tokens of every prompt; texts: what is guessed, every fifth token wrong."""
+        patch.setattr(Planner, "is_worth_sharing", lambda self, saved, requests: True)
+        patch.setattr(drafting, "LookupDrafter", lambda: Scripted(texts, wrong=5))
+        patch.setattr(drafting, "cache_folder", lambda name: offload_dir / name)
+        patch.setattr(Pace, "count", lambda pace: pace.most)
+        with LLM(
+            self._reference.folder,
+            dtype="float32",
+            policy=case.policy,
+            offload_dir=offload_dir,
+            unified=case.unified,
+            prefix_sharing=case.prefix == "found",
+            draft="lookup" if case.has_draft else None,
+        ) as llm:
+            results = llm.generate(
+                prompt_token_ids=prompts(),
+                sampling_params=case.params,
+                prefix=prompts()[0][:SHARED] if case.prefix == "named" else None,
+            )
+            report = llm.report()
+            scores = llm.score(prompt_token_ids=prompts()) if self._has_logprobs else []
+        if case.loses != "bits":
+            for ids, score in zip(prompts(), scores, strict=bool(scores)):
+                expected = self._reference.logprobs(ids)
+                np.testing.assert_allclose(score.logprobs, expected, rtol=1e-4, atol=2e-5)
+        assert_within_plan(report)
+        assert report["prompt_tokens"] == case.computed_prompt_tokens, report["prompt_tokens"]
+        if case.has_draft:
+            assert report["tokens_a_pass"] > 1
+        return [result.token_ids for result in results]
