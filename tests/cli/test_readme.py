@@ -69,6 +69,7 @@ def test_command_is_parsed(words: list[str]) -> None:
     command.make_context("x", [*words])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "words",
     [words for words in COMMANDS if not TOO_MUCH & {*" ".join(words).replace("/", " ").split()}],

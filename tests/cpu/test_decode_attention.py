@@ -56,7 +56,7 @@ def random_cache(seed: int, dtype: str, bits: int, head_dim: int, batch: int = 4
 PLAIN = SPECS["plain"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "head_dim", "variant"), covering(FORMATS, [20, 64, 128], list(SPECS), together=1)
 )

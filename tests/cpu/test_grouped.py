@@ -97,7 +97,7 @@ def test_rows_are_rounded_step_by_step(
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     ("name", "rows"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,11 @@ from tests.helpers.attention import (
     LENGTHS,
     POSITION,
     SPECS,
-    SPLITS,
     numpy_attention,
     random_blocks,
 )
 from tests.helpers.cases import covering
-from tests.helpers.models import SHORT, run_greedy, write_checkpoint
+from tests.helpers.models import SHORT, write_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -106,52 +103,6 @@ def test_host_and_device_parts_merge(host: HostAttention) -> None:
     valid = (at[None] >= first[:, None]) & ((at[None] < position) | (at[None] == 15))
     expected, _ = numpy_attention(query, key, value, valid)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
-    return run_greedy(checkpoint(), SHORT, Policy(batch_size=2, kv_block_tokens=8))
-
-
-@pytest.mark.parametrize(
-    ("cache", "how"),
-    covering(SPLITS, [*product(["host", "device", "auto"], [True, False])], together=1),
-)
-def test_tokens_are_equal(
-    checkpoint: Callable[[str], Path],
-    resident: list[list[int]],
-    tmp_path: Path,
-    cache: tuple[int, int],
-    how: tuple[Any, bool],
-) -> None:
-    attention, unified = how
-    policy = Policy.from_percent(
-        *(100, 0, *cache, 100, 0),
-        batch_size=2,
-        num_batches=3,
-        kv_block_tokens=8,
-        attention=attention,
-    )
-    found = run_greedy(checkpoint(), SHORT, policy, offload_dir=tmp_path, unified=unified)
-    assert found == resident
-
-
-@pytest.mark.parametrize("num_batches", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_quantized_tokens_are_equal(
-    checkpoint: Callable[[str], Path], tmp_path: Path, num_batches: int
-) -> None:
-    found = []
-    for attention, cache in (("device", (100, 0)), ("host", (0, 100)), ("host", (20, 30))):
-        policy = Policy.from_percent(
-            *(100, 0, *cache, 100, 0),
-            batch_size=2,
-            num_batches=num_batches,
-            kv_block_tokens=8,
-            cache_bits=4,
-            attention=attention,
-        )
-        found.append(run_greedy(checkpoint(), SHORT, policy, offload_dir=tmp_path))
-    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.few(1)

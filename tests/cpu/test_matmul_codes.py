@@ -121,7 +121,7 @@ def test_a_row_does_not_depend_on_others() -> None:
 
 
 def test_nan_and_infinity_show_in_their_rows() -> None:
-    x, kernel = numbers(9, 128), quantize(numbers(64, 128, seed=1), 4, 64, 0)
+    x, kernel = numbers(9, 128), quantize(numbers(64, 128, seed=1), 8, 64, 0)
     x = x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)
     found = single(anew(multiply)(x, kernel, None))
     assert not np.isfinite(found[[3, 7]]).any()

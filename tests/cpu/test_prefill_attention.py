@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
@@ -25,6 +25,7 @@ from flexgen_jax.layers.programs import table
 from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.offload import device
 from flexgen_jax.policy.hardware import KernelSizes
+from tests.helpers.cases import examples
 from tests.helpers.kernels import CPU, XLA
 from tests.helpers.models import run_greedy
 
@@ -80,7 +81,7 @@ def formula(
     return weights / np.where(total, total, 1) @ value, np.log(np.where(total, total, 1))[..., 0]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @on_cpu
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_attention_is_the_formula(kind: str, dtype: str, tokens: int, head_dim: 
         np.testing.assert_array_equal(np.asarray(values.astype(jnp.float32)), wide(value))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @on_cpu
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("lead", [0, 27, 40, 55])
@@ -201,7 +202,7 @@ def softmax(scores, at, begin, end, room, peak):
     return weigh(scores, at, begin, end, room, peak)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(
     data=st.data(),
     room=st.sampled_from([16, 32, 80]),

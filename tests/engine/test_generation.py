@@ -12,14 +12,9 @@ from safetensors.numpy import load_file
 from flexgen_jax import LLM, Policy, Report, SamplingParams, UserError
 from flexgen_jax.engine.stop_strings import may_end
 from flexgen_jax.offload.end_steps import NonFiniteError
-from flexgen_jax.policy.schedules import SCHEDULES
-from tests.helpers.cases import pairwise
 from tests.helpers.models import (
-    MIXED_LENGTHS,
-    PLACEMENTS,
     VARIANTS,
     prompts,
-    run_greedy,
     write_checkpoint,
 )
 from tests.helpers.numpy_opt import reference
@@ -31,41 +26,6 @@ GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 def expected(checkpoint: Callable[[str], Path]) -> list[list[int]]:
     model = reference(checkpoint())
     return [model.greedy(ids, 32) for ids in prompts()]
-
-
-@pytest.fixture(scope="session")
-def expected_of_mixed(checkpoint: Callable[[str], Path]) -> list[list[int]]:
-    model = reference(checkpoint())
-    return [model.greedy(ids, 20) for ids in prompts(MIXED_LENGTHS)]
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("percent", "schedule", "overlap", "num_batches", "unified"),
-    pairwise(PLACEMENTS, list(SCHEDULES), [True, False], [1, 4], [True, False]),
-)
-def test_tokens_are_equal_everywhere(
-    checkpoint: Callable[[str], Path],
-    expected_of_mixed: list[list[int]],
-    tmp_path: Path,
-    percent: tuple[int, ...],
-    schedule: str,
-    overlap: bool,
-    num_batches: int,
-    unified: bool,
-) -> None:
-    policy = Policy.from_percent(
-        *percent,
-        batch_size=2,
-        num_batches=num_batches,
-        schedule=schedule,
-        overlap=overlap,
-        kv_block_tokens=8,
-    )
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
-    options = {"offload_dir": tmp_path, "unified": unified}
-    found = run_greedy(checkpoint(), params, policy, MIXED_LENGTHS, **options)
-    assert found == expected_of_mixed
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -18,9 +18,7 @@ from flexgen_jax.models.checkpoint import CheckpointError  # noqa: E402
 from flexgen_jax.models.convert import convert_folder  # noqa: E402
 from flexgen_jax.models.loading import shipped_model  # noqa: E402
 from flexgen_jax.models.tokenizer import Tokenizer  # noqa: E402
-from flexgen_jax.policy.schedules import SCHEDULES  # noqa: E402
-from tests.helpers.cases import pairwise  # noqa: E402
-from tests.helpers.models import BASE, PLACEMENTS, VARIANTS, byte_tokenizer, prompts  # noqa: E402
+from tests.helpers.models import BASE, VARIANTS, byte_tokenizer, prompts  # noqa: E402
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 torch.set_num_threads(1)  # for tiny models more of them only get into each other's way
@@ -64,29 +62,6 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     for, since a test worker may see only some."""
     root = tmp_path_factory.mktemp("transformers")
     return cache(lambda variant: Reference(root / variant, variant))
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("variant", "percent", "schedule", "overlap", "num_batches"),
-    pairwise([*VARIANTS], PLACEMENTS, list(SCHEDULES), [True, False], [1, 4]),
-)
-def test_greedy_tokens(
-    references: Callable[[str], Reference],
-    tmp_path: Path,
-    variant: str,
-    percent: tuple[int, ...],
-    schedule: Any,
-    overlap: bool,
-    num_batches: int,
-) -> None:
-    reference = references(variant)
-    policy = Policy.from_percent(
-        *percent, batch_size=2, num_batches=num_batches, schedule=schedule, overlap=overlap
-    )
-    with LLM(reference.folder, policy=policy, dtype="float32", offload_dir=tmp_path) as llm:
-        results = llm.generate(prompt_token_ids=prompts(), sampling_params=GREEDY)
-    assert [result.token_ids for result in results] == reference.tokens
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

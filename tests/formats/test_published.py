@@ -74,7 +74,7 @@ def test_the_known_shape_of_gpt_oss_has_its_published_bytes() -> None:
         assert size / 1e9 == pytest.approx(gigabytes, rel=0.01), name
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp8-block", "gptq-zero", "nvfp4"])
 def test_stages_read_their_own_part(tmp_path: Path, kind: str) -> None:
     """Two processes, of which each reads its layers of the folder as it is."""

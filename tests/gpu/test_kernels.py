@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax.errors import UserError
@@ -34,6 +34,7 @@ from flexgen_jax.models.parts import AttentionSpec, NormSpec
 from flexgen_jax.policy.hardware import KernelSizes
 from tests.helpers.as_on_gpu import has_gpu
 from tests.helpers.attention import numpy_attention
+from tests.helpers.cases import examples
 
 KERNELS = GpuKernels(KernelSizes.of_gpu(), interprets=not has_gpu())
 DTYPES = st.sampled_from(("float16", "bfloat16"))
@@ -100,7 +101,7 @@ def numbers_of(kept: Kept) -> np.ndarray:
     return wide(jnp.asarray(codes * scale + minimum, kept.dtype))
 
 
-@settings(max_examples=6)
+@examples(3)
 @given(
     dtype=DTYPES,
     lengths=st.lists(st.sampled_from((1, 37, 64, 530)), min_size=1, max_size=2),
@@ -130,7 +131,7 @@ def test_attention_to_blocks(
     held_to_the_formula(rng, dtype, head[1], tuple(zip(keys, values, strict=True)), softcap)
 
 
-@settings(max_examples=6)
+@examples(3)
 @given(
     dtype=DTYPES,
     bits=st.sampled_from((4, 8)),
@@ -162,7 +163,7 @@ def test_attention_to_packed_blocks(
     held_to_the_formula(rng, dtype, head[1], tuple(zip(keys, values, strict=True)), None)
 
 
-@settings(max_examples=6)
+@examples(3)
 @given(
     dtype=DTYPES,
     tokens=st.sampled_from((1, 37, 128)),
@@ -315,7 +316,7 @@ def held_to_numbers(
     assert (error <= 1e-4 * (np.abs(wide(x)) @ np.abs(numbers).T)).all()
 
 
-@settings(max_examples=8)
+@examples(4)
 @given(
     **CASES,
     length=st.sampled_from((128, 384, 960)),
@@ -335,7 +336,7 @@ def test_products_with_packed_weights(
     held_to_numbers(rng, product, dtype, rows, kernel, numbers)
 
 
-@settings(max_examples=8)
+@examples(4)
 @given(**CASES, length=st.sampled_from((256, 768, 1280)), packing=st.sampled_from(FLOATS))
 def test_products_with_floats_of_few_bits(
     product: ModuleType,
@@ -355,7 +356,7 @@ def test_products_with_floats_of_few_bits(
     held_to_numbers(rng, product, dtype, rows, kernel, numbers)
 
 
-@settings(max_examples=12)
+@examples(6)
 @given(
     dtype=DTYPES,
     rows=st.sampled_from((1, 5, 16, 64)),
@@ -464,7 +465,7 @@ def test_kernels_by_the_card(kind: str, capability: str, kernels: type) -> None:
         kernels_of_gpu(device, {CHOICE: "triton"})
 
 
-@settings(max_examples=12)
+@examples(6)
 @given(
     dtype=DTYPES,
     size=st.sampled_from((64, 96, 1000, 4096)),

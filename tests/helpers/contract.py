@@ -59,8 +59,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A way to run a model. prefix: "named" by the request, "found", or "none".
-    """
+    """A way to run a model. prefix: "named" by the request, "found", or "none"."""
 
     placement: tuple[int, ...] = (100, 0, 100, 0, 100, 0)
     schedule: str = "continuous"
@@ -110,7 +109,6 @@ class Case:
         counts = MIXED_NEW_TOKENS if self.has_mixed_lengths else [NEW_TOKENS] * len(prompts())
         return [SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
 
-
     @property
     def computed_prompt_tokens(self) -> int:
         """Each shared part is computed once. The last token of a named prefix is not a part of it;
@@ -119,13 +117,16 @@ class Case:
         return sum(map(len, prompts())) - (self.loses != "tokens") * (len(prompts()) - 1) * shared
 
 
-LOSSLESS_AXES: dict[str, Sequence[Any]] = {
+PLACEMENT_AXES: dict[str, Sequence[Any]] = {
     "placement": TIER_PLACEMENTS,
     "schedule": tuple(SCHEDULES),
     "loads": ("ahead", "read ahead", "on demand"),
     "batches": (1, 2),
     "unified": (True, False),
     "attention": ("device", "host"),
+}
+LOSSLESS_AXES: dict[str, Sequence[Any]] = {
+    **PLACEMENT_AXES,
     "chunk": (2048, 16),
     "prefix": ("none", "named", "found"),
     "has_draft": (False, True),
@@ -139,6 +140,11 @@ def is_allowed(row: Mapping[str, Any]) -> bool:
     before they are packed, which changes the tokens of packed caches."""
     is_lossy = row.get("loses", "nothing") != "nothing"
     return not row.get("has_draft") or not (is_lossy or row.get("attention") == "host")
+
+
+def cases(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Case]:
+    """A covering array of strength two."""
+    return [Case(**row) for row in covering_rows(axes, is_allowed, seed)]
 
 
 def cases_with(

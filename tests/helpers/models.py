@@ -92,8 +92,7 @@ def run_greedy(
     with LLM(folder, dtype="float32", policy=policy, **options) as llm:
         results = llm.generate(prompt_token_ids=prompts(lengths), sampling_params=params)
         report = llm.report()
-    for tier, peak in report["peak_bytes"].items():
-        assert peak <= report["computed_peak_bytes"][tier]
+    assert_within_plan(report)
     return [result.token_ids for result in results]
 
 
@@ -181,4 +180,8 @@ def byte_tokenizer() -> dict[str, Any]:
 def assert_within_plan(report: Mapping[str, Any]) -> None:
     """Checks that a run needed no more bytes of any tier than were planned."""
     for tier, peak in report["peak_bytes"].items():
-        assert peak <= report["computed_peak_bytes"][tier], (tier, peak, report["computed_peak_bytes"])
+        assert peak <= report["computed_peak_bytes"][tier], (
+            tier,
+            peak,
+            report["computed_peak_bytes"],
+        )

@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax.jobs.lines import LineError, read_line
+from tests.helpers.cases import examples
 
 CHAT = "/v1/chat/completions"
 NAMES = (
@@ -32,7 +33,7 @@ def openai(url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
     return {"custom_id": "a", "method": "POST", "url": url, "body": body}
 
 
-@settings(max_examples=300, deadline=None)
+@examples(80)
 @given(st.dictionaries(FIELDS, JSON, max_size=6).map(json.dumps).map(str.encode) | st.binary())
 def test_any_line_is_read_or_refused(content: bytes) -> None:
     try:
@@ -41,7 +42,7 @@ def test_any_line_is_read_or_refused(content: bytes) -> None:
         assert str(error)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(80)
 @given(st.sampled_from(["/v1/completions", CHAT]), st.dictionaries(FIELDS, JSON, max_size=6))
 def test_any_body_is_read_or_refused(url: str, body: dict[str, Any]) -> None:
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 
@@ -12,6 +12,7 @@ from flexgen_jax import LLM, Request, SamplingParams
 from flexgen_jax.engine.sampling import adjusting_arrays
 from flexgen_jax.layers.sampling import adjust, keep_top, log_probabilities, only_allowed
 from tests.helpers.arrays import anew
+from tests.helpers.cases import examples
 
 VOCABULARY = 50
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40)
@@ -28,7 +29,7 @@ def adjusted(found: np.ndarray, *rows: tuple[SamplingParams, list[int], list[int
     return np.asarray(anew(adjust)(found, *arrays))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(8)
 @given(TOKENS, st.lists(st.integers(0, VOCABULARY - 1), max_size=20), st.integers(0, 9))
 def test_penalties_are_those_of_transformers(prompt: list[int], made: list[int], seed: int) -> None:
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
@@ -52,7 +53,7 @@ def test_penalties_are_those_of_transformers(prompt: list[int], made: list[int],
     np.testing.assert_array_equal(ours[1], found[1])
 
 
-@settings(max_examples=25, deadline=None)
+@examples(8)
 @given(TOKENS, TOKENS, st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 9))
 def test_presence_and_frequency_are_the_formula(
     prompt: list[int], made: list[int], presence: float, frequency: float, seed: int

@@ -5,14 +5,15 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax.layers import delta_rule
+from tests.helpers.cases import examples
 from tests.helpers.delta import by_formula, made
 
 
-@settings(max_examples=8, deadline=None)
+@examples(3)
 @given(
     seed=st.integers(0, 1000),
     tokens=st.sampled_from([1, 2, 17, 64]),

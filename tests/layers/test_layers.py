@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax.cpu import attention
@@ -31,7 +31,7 @@ from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
-from tests.helpers.cases import covering
+from tests.helpers.cases import covering, examples
 from tests.helpers.kernels import CPU, XLA, XLA_ON_CPU
 from tests.helpers.models import BASE, VARIANTS
 
@@ -54,7 +54,7 @@ def normal(*shape: int) -> np.ndarray:
     return RNG.normal(size=shape).astype(np.float32)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(15)
 @given(
     cuts=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     valid=st.data(),
@@ -336,7 +336,7 @@ def test_scores_are_log_probabilities(batch: int, tokens: int, dtype: str) -> No
 LOGIT = st.floats(-5, 5, width=32, allow_subnormal=False)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(20)
 @given(
     logits=hnp.arrays(np.float32, (12,), elements=LOGIT, unique=True),
     top_k=st.integers(0, 12),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax.layers.attention import attend
@@ -24,7 +24,7 @@ from flexgen_jax.layers.quantization import (
 )
 from flexgen_jax.layers.tuning import Tuning
 from flexgen_jax.models.formats.storage import Storage, kv_storage
-from tests.helpers.cases import covering
+from tests.helpers.cases import covering, examples
 from tests.helpers.numpy_quantization import quantized
 from tests.helpers.packed import FORMATS, random_kernel
 
@@ -77,7 +77,7 @@ def test_equal_to_the_formula(dtype: str, group: int, axis: int, bits: int) -> N
         assert np.isfinite(np.asarray(back, np.float32)).all()
 
 
-@settings(max_examples=15, deadline=None)
+@examples(6)
 @given(
     x=hnp.arrays(
         np.float32,

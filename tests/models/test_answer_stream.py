@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax.models.answer_stream import AnswerStream, Piece
 from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.models.reasoning import HARMONY, split_reasoning
 from flexgen_jax.models.tokenizer import Tokenizer
+from tests.helpers.cases import examples
 from tests.helpers.models import tokenizer_with
 
 SPECIAL = (*HARMONY, "<think>", "</think>", "<|channel>", "<channel|>")
@@ -44,7 +45,7 @@ def streamed(
 PARTS = ["So", " it", "<think>", "</think>", "<thi", "</", "[THINK]", "[/THINK]", "[", "é", "Hi"]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(80)
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=8), begun=st.booleans())
 def test_pieces_are_what_the_whole_text_has(
     tokenizer: Tokenizer, parts: list[str], begun: bool
@@ -74,7 +75,7 @@ def test_channels_are_apart(tokenizer: Tokenizer, text: str) -> None:
     assert streamed(tokenizer, ids) == (whole.reasoning, whole.content or "")
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
 def test_characters_come_whole(text: str) -> None:
     """Of a vocabulary of bytes, where most characters take several tokens."""

@@ -63,6 +63,7 @@ def test_parameters_are_the_published_ones(name: str) -> None:
     assert model_spec(known_shape(name)).num_parameters == PARAMETERS[name]
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize("name", SHAPES)
 def test_modules_declare_what_the_spec_says(name: str) -> None:
     """Without making any array."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -22,96 +21,9 @@ from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.models.weight_source import DummyWeights
 from flexgen_jax.policy.memory import workspace_bytes
-from flexgen_jax.policy.schedules import SCHEDULES
 from flexgen_jax.policy.shapes import Setting
-from tests.helpers.cases import pairwise
 from tests.helpers.kernels import CPU, XLA
-from tests.helpers.models import BASE, PLACEMENTS, assert_within_plan, write_checkpoint
-from tests.helpers.numpy_opt import reference
-
-LENGTHS = (70, 3, 41, 64, 17, 33)
-TOKENS = (9, 4, 12, 1, 7, 10)
-PARAMS = [SamplingParams(max_tokens=n, ignore_eos=True) for n in TOKENS]
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(3)
-    return [rng.integers(4, 96, size=length).tolist() for length in LENGTHS]
-
-
-def generate(folder: Path, offload: Path, policy: Policy, unified: bool) -> list[list[int]]:
-    with LLM(folder, dtype="float32", policy=policy, offload_dir=offload, unified=unified) as llm:
-        found = llm.generate(prompt_token_ids=prompts(), sampling_params=PARAMS)
-        report = llm.report()
-    assert_within_plan(report)
-    return [result.token_ids for result in found]
-
-
-@pytest.fixture(scope="session")
-def expected(checkpoint: Callable[[], Path]) -> list[list[int]]:
-    model = reference(checkpoint())
-    return [model.greedy(ids, count) for ids, count in zip(prompts(), TOKENS, strict=True)]
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("percent", "chunk", "schedule", "unified", "attention", "overlap"),
-    pairwise(
-        PLACEMENTS, [16, 64, 23], list(SCHEDULES), [True, False], ["device", "host"], [True, False]
-    ),
-)
-def test_tokens_are_those_of_whole_prompts(
-    checkpoint: Callable[[], Path],
-    expected: list[list[int]],
-    tmp_path: Path,
-    percent: tuple[int, ...],
-    chunk: int,
-    schedule: str,
-    unified: bool,
-    attention: str,
-    overlap: bool,
-) -> None:
-    policy = Policy.from_percent(
-        *percent,
-        batch_size=2,
-        num_batches=2,
-        schedule=schedule,
-        attention=attention,
-        overlap=overlap,
-        prefill_chunk=chunk,
-        kv_block_tokens=4,
-    )
-    assert generate(checkpoint(), tmp_path, policy, unified) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("bits", "sparsity", "unified"),
-    [(4, 0.5, False), pytest.param(4, 1.0, True, marks=pytest.mark.slow)],
-)
-def test_lossy_caches_give_the_same_tokens_wherever_they_are(
-    checkpoint: Callable[[], Path], tmp_path: Path, bits: int, sparsity: float, unified: bool
-) -> None:
-    """A chunk attends to what the cache keeps of earlier ones, so chunks change the tokens of a
-    packed cache, but places do not."""
-    found = [
-        generate(
-            checkpoint(),
-            tmp_path / str(number),
-            Policy.from_percent(
-                *percent,
-                batch_size=3,
-                cache_bits=bits,
-                attention_sparsity=sparsity,
-                prefill_chunk=16,
-                kv_block_tokens=4,
-                attention="host",
-            ),
-            unified,
-        )
-        for number, percent in enumerate(PLACEMENTS)
-    ]
-    assert found == found[:1] * len(found)
+from tests.helpers.models import BASE, write_checkpoint
 
 
 @pytest.mark.slow

@@ -186,7 +186,11 @@ def test_a_gpu_unpacks_a_layer_once_a_visit(
 @pytest.mark.parametrize(
     ("changes", "lengths"),
     [
-        ({"batch_size": 2, "num_batches": 2, "schedule": "zigzag"}, (6, 6, 6, 6)),
+        pytest.param(
+            {"batch_size": 2, "num_batches": 2, "schedule": "zigzag"},
+            (6, 6, 6, 6),
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"batch_size": 3, "cache_bits": 4}, (6, 6, 6), marks=pytest.mark.slow),
         ({"batch_size": 6, "overlap": False}, (3, 7, 3, 3, 3, 7)),
         pytest.param({"batch_size": 1, "weight_bits": 4}, (6,), marks=pytest.mark.slow),

@@ -370,6 +370,7 @@ def test_kill_at_any_moment_then_again(checkpoint: Callable[[str], Path], tmp_pa
     assert list((offload / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     processes = [run_script(checkpoint(), tmp_path / "offload") for _ in range(2)]
     expected = resident_tokens(checkpoint())

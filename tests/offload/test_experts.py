@@ -23,8 +23,7 @@ from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.shapes import BlockShape, Setting
 from flexgen_jax.policy.simulate import simulate
 from flexgen_jax.policy.simulated_steps import GUESSED
-from tests.helpers.cases import covering
-from tests.helpers.models import TIER_PLACEMENTS, assert_within_plan, prompts
+from tests.helpers.models import assert_within_plan, prompts
 from tests.helpers.numpy_llama import MIXTRAL, write
 from tests.helpers.profiles import costs_of
 
@@ -80,25 +79,6 @@ def test_bytes_are_read_as_the_routing_says(
     read = prompts_read + decode_read + wrong * expert_bytes()
     assert report["bytes"]["disk_read"] == read
     assert_within_plan(report)
-
-
-@pytest.mark.parametrize(
-    ("percent", "unified"), covering(TIER_PLACEMENTS, [True, False], together=2)
-)
-def test_tokens_are_those_of_numpy_wherever_experts_lie(
-    tmp_path: Path, percent: tuple[int, ...], unified: bool
-) -> None:
-    model = write(tmp_path / "m", RAW)
-    expected = [model.greedy(ids, NEW) for ids in prompts()[1:3]]
-    policy = Policy.from_percent(*percent, batch_size=1, kv_block_tokens=4)
-    folder = tmp_path / "o"
-    with LLM(
-        tmp_path / "m", dtype="float32", policy=policy, offload_dir=folder, unified=unified
-    ) as llm:
-        params = SamplingParams(max_tokens=NEW, ignore_eos=True)
-        results = llm.generate(prompt_token_ids=prompts()[1:3], sampling_params=params)
-        assert_within_plan(llm.report())
-    assert [result.token_ids for result in results] == expected
 
 
 def test_many_sequences_load_all_experts_ahead(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.offload.disk.kv_pieces import TOKENS, DamagedError, KeptArray, PieceLayout
 from flexgen_jax.offload.disk.kv_store import KVStore
-from tests.helpers.cases import pairwise
+from tests.helpers.cases import examples, pairwise
 from tests.helpers.models import PLACEMENTS, assert_within_plan
 from tests.helpers.numpy_opt import reference
 
@@ -98,7 +98,7 @@ OPERATION = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(st.lists(OPERATION, max_size=40), st.integers(1, 9), st.sampled_from([LAYOUT, ENDED]))
 def test_whatever_happens_no_wrong_array_comes_back(
     tmp_path_factory: pytest.TempPathFactory,
@@ -227,7 +227,7 @@ for n in range(10**6):
 
 def test_kill_at_any_moment_leaves_what_is_whole(tmp_path: Path) -> None:
     draw = random.Random(3)
-    for _ in range(4):
+    for _ in range(2):
         command = [sys.executable, "-c", WRITES, str(tmp_path)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert child.stdout is not None and child.stdout.readline() == b"begun\n"
@@ -279,7 +279,7 @@ def rounds() -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("loading_pays")
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("percent", "chunk", "unified", "attention"),
     pairwise(PLACEMENTS, [2048, 16], [True, False], ["device", "host"]),

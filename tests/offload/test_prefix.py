@@ -14,10 +14,7 @@ from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.engine.requests import LEAST_PREFIX, shared_tokens
 from flexgen_jax.errors import UserError
 from flexgen_jax.offload import executor
-from flexgen_jax.policy.schedules import SCHEDULES
 from flexgen_jax.policy.waves import Step
-from tests.helpers.cases import pairwise
-from tests.helpers.models import PLACEMENTS, assert_within_plan
 from tests.helpers.numpy_opt import reference
 
 SHARED = 40
@@ -37,12 +34,6 @@ def prompts(seed: int = 0) -> list[list[int]]:
     return [*found[:-1], found[-1][5:]]
 
 
-@pytest.fixture(scope="session")
-def expected(checkpoint: Callable[[], Path]) -> list[list[int]]:
-    model = reference(checkpoint())
-    return [model.greedy(ids, count) for ids, count in zip(prompts(), TOKENS, strict=True)]
-
-
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """The steps of prefixes that are computed."""
@@ -55,64 +46,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
 
     monkeypatch.setattr(executor.BlockRun, "compute", compute)
     return found
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("percent", "chunk", "schedule", "unified", "attention"),
-    pairwise(PLACEMENTS, [2048, 16], list(SCHEDULES), [True, False], ["device", "host"]),
-)
-def test_tokens_are_those_without_a_prefix(
-    checkpoint: Callable[[], Path],
-    expected: list[list[int]],
-    tmp_path: Path,
-    steps: list[Step],
-    percent: tuple[int, ...],
-    chunk: int,
-    schedule: str,
-    unified: bool,
-    attention: str,
-) -> None:
-    policy = Policy.from_percent(
-        *percent,
-        batch_size=3,
-        num_batches=2,
-        schedule=schedule,
-        attention=attention,
-        prefill_chunk=chunk,
-        kv_block_tokens=4,
-    )
-    options = {"policy": policy, "offload_dir": tmp_path, "unified": unified}
-    with LLM(checkpoint(), dtype="float32", **options) as llm:
-        found = llm.generate(
-            prompt_token_ids=prompts(), sampling_params=PARAMS, prefix=beginning(0)
-        )
-        report = llm.report()
-    assert [result.token_ids for result in found] == expected
-    assert len(steps) == len(set(steps))
-    assert len(steps) == (1 if chunk > SHARED else 3) * 4, "in the embedding and three layers"
-    assert_within_plan(report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("percent", PLACEMENTS[:3])
-def test_a_packed_cache_has_a_packed_prefix(
-    checkpoint: Callable[[], Path], tmp_path: Path, percent: tuple[int, ...]
-) -> None:
-    """Its tokens are those of chunks that end where the prefix does."""
-    alike = prompts()[:3]
-    found = []
-    for prefix, chunk in (([*beginning(0), 5], 2048), (None, SHARED)):
-        longest = [beginning(0) + ids[SHARED:][:1] * SHARED for ids in alike]
-        policy = Policy.from_percent(
-            *percent, batch_size=3, cache_bits=4, prefill_chunk=chunk, kv_block_tokens=4
-        )
-        with LLM(checkpoint(), dtype="float32", policy=policy, offload_dir=tmp_path) as llm:
-            results = llm.generate(
-                prompt_token_ids=longest, sampling_params=PARAMS[0], prefix=prefix
-            )
-        found.append([result.token_ids for result in results])
-    assert found[0] == found[1]
 
 
 def test_a_stream_serves_several_prefixes(
@@ -142,19 +75,6 @@ def test_a_stream_serves_several_prefixes(
         stream.close()
     assert {name[-1] for name in done} == {"0", "1", "2"}
     assert 2 * 4 <= len(steps) <= 4 * 4
-
-
-def test_sparse_attention_shares_nothing(checkpoint: Callable[[], Path], steps: list[Step]) -> None:
-    found = []
-    for prefix in (None, beginning(0)):
-        policy = Policy(batch_size=3, attention_sparsity=0.3)
-        with LLM(checkpoint(), dtype="float32", policy=policy) as llm:
-            results = llm.generate(
-                prompt_token_ids=prompts(), sampling_params=PARAMS, prefix=prefix
-            )
-        found.append([result.token_ids for result in results])
-    assert found[0] == found[1]
-    assert not steps
 
 
 def test_a_text_as_prefix_needs_a_tokenizer() -> None:

@@ -16,9 +16,6 @@ from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.engine.prefix_sharing import LEAST_SAVED, share
 from flexgen_jax.engine.prefixes import padded_prefix
 from flexgen_jax.engine.requests import LEAST_PREFIX, EncodedRequest
-from flexgen_jax.policy.schedules import SCHEDULES
-from tests.helpers.cases import pairwise
-from tests.helpers.models import PLACEMENTS, assert_within_plan
 from tests.helpers.numpy_opt import reference
 
 pytestmark = pytest.mark.usefixtures("sharing_pays")
@@ -36,49 +33,6 @@ def asked() -> list[list[int]]:
     instruction, documents = some(20), (some(23), some(30))
     questions = [[*instruction, *documents[n % 2], *some(1 + n % 5)] for n in range(9)]
     return [*questions[:4], some(3), *questions[4:], some(30)]
-
-
-@pytest.fixture(scope="session")
-def expected(checkpoint: Callable[[], Path]) -> list[list[int]]:
-    model = reference(checkpoint())
-    return [model.greedy(ids, 6) for ids in asked()]
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("percent", "chunk", "schedule", "unified", "attention"),
-    pairwise(PLACEMENTS, [2048, 16], list(SCHEDULES), [True, False], ["device", "host"]),
-)
-def test_tokens_are_those_without_sharing(
-    checkpoint: Callable[[], Path],
-    expected: list[list[int]],
-    tmp_path: Path,
-    percent: tuple[int, ...],
-    chunk: int,
-    schedule: str,
-    unified: bool,
-    attention: str,
-) -> None:
-    policy = Policy.from_percent(
-        *percent,
-        batch_size=3,
-        num_batches=2,
-        schedule=schedule,
-        attention=attention,
-        prefill_chunk=chunk,
-        kv_block_tokens=4,
-    )
-    options = {"policy": policy, "offload_dir": tmp_path, "unified": unified}
-    short = [ids for ids in asked() if len(ids) != 30]
-    with LLM(checkpoint(), dtype="float32", **options) as llm:
-        results = llm.generate(prompt_token_ids=asked(), sampling_params=PARAMS)
-        again = llm.generate(prompt_token_ids=short, sampling_params=PARAMS)
-        report = llm.report()
-    assert [result.token_ids for result in results] == expected
-    assert [result.token_ids for result in again] == expected[:-1]
-    own = sum(1 + n % 5 for n in range(9))
-    assert report["prompt_tokens"] == 20 + 23 + 30 + own + 3, "each part once"
-    assert_within_plan(report)
 
 
 def test_several_texts_of_one_prompt_compute_it_once(checkpoint: Callable[[], Path]) -> None:

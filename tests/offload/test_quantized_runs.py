@@ -24,7 +24,7 @@ from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.memory import workspace_bytes
 from flexgen_jax.policy.shapes import Setting
 from tests.helpers.cases import covering
-from tests.helpers.models import BASE, PLACEMENTS, SHORT, prompts, run_greedy, write_checkpoint
+from tests.helpers.models import BASE, prompts, write_checkpoint
 from tests.helpers.numpy_opt import NumpyOpt
 from tests.helpers.numpy_quantization import dequantized
 
@@ -117,41 +117,6 @@ def test_a_text_of_one_token_is_scored_beside_longer_ones(
     with LLM(checkpoint(), dtype="float32", policy=policy) as llm:
         scores = llm.score(prompt_token_ids=[[5], [5, 6, 7]], through_cache=True)
     assert [len(score.logprobs) for score in scores] == [0, 2]
-
-
-@pytest.fixture(scope="module")
-def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
-    policy = Policy(batch_size=2, kv_block_tokens=KV_BLOCK, weight_bits=4, cache_bits=4)
-    return run_greedy(checkpoint(), SHORT, policy)
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("percent", "schedule", "overlap", "num_batches", "unified"),
-    covering(PLACEMENTS, ["zigzag", "row"], [True, False], [1, 4], [True, False]),
-)
-def test_tokens_are_equal_everywhere(
-    checkpoint: Callable[[str], Path],
-    resident: list[list[int]],
-    tmp_path: Path,
-    percent: tuple[int, ...],
-    schedule: Any,
-    overlap: bool,
-    num_batches: int,
-    unified: bool,
-) -> None:
-    policy = Policy.from_percent(
-        *percent,
-        batch_size=2,
-        num_batches=num_batches,
-        schedule=schedule,
-        overlap=overlap,
-        kv_block_tokens=KV_BLOCK,
-        weight_bits=4,
-        cache_bits=4,
-    )
-    found = run_greedy(checkpoint(), SHORT, policy, offload_dir=tmp_path, unified=unified)
-    assert found == resident
 
 
 def test_stored_weights_are_packed_and_reused(

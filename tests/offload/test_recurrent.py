@@ -45,7 +45,7 @@ def expected(reference: Reference, asked: list[list[int]]) -> list[list[int]]:
     return [reference.greedy(ids, count) for ids, count in zip(asked, NEW, strict=True)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("chunk", "schedule", "percent"),
     [(16, "diagonal", DISK), (64, "zigzag", DISK), (2048, "continuous", (100, 0) * 3)],
@@ -72,7 +72,7 @@ def test_long_and_short_prompts_give_transformers_tokens(
     assert_within_plan(report)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", [(100, 0) * 3, DISK])
 def test_a_shared_prefix_changes_nothing(
     reference: Reference,
@@ -105,7 +105,7 @@ def test_a_shared_prefix_changes_nothing(
     assert len(of_prefix) == 3 * 4, "three chunks in the embedding and three layers"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("percent", "chunk", "unified"),
     [((100, 0) * 3, 2048, False), (DISK, 16, True), (DISK, 2048, False)],
@@ -137,7 +137,7 @@ def test_a_conversation_goes_on_after_a_restart(
     assert computed == [70 + 4 + 5, 2 * 1 + 4 + 5, 2 * 1 + 4 + 5]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_a_piece_that_is_gone_is_written_again(
     reference: Reference, tmp_path: Path, loading_pays: None
 ) -> None:
@@ -157,6 +157,7 @@ def test_a_piece_that_is_gone_is_written_again(
     assert computed == [150, 150, 2], "the last token of the text, and the new one"
 
 
+@pytest.mark.few(1)
 def test_continuations_are_scored(reference: Reference, asked: list[list[int]]) -> None:
     context, ends = asked[4][:40], ([40], [41, 42], [43, 44, 45])
     with LLM(reference.folder, dtype="float32", policy=Policy(batch_size=3)) as llm:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax.errors import UserError
@@ -16,6 +16,7 @@ from flexgen_jax.machine import profiles
 from flexgen_jax.offloading import TieredParams, plan_layers, profile
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.machines import known_machine
+from tests.helpers.cases import examples
 
 GB = 10**9
 LAYERS = [1 * GB] * 20
@@ -66,7 +67,7 @@ def test_no_placement_of_a_grid_is_faster(
     assert fits(chosen[0] * slack, chosen[1] * slack)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     count=st.integers(1, 12),
     device=st.integers(2, 40),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax.models.formats.storage import Storage
@@ -24,6 +24,7 @@ from flexgen_jax.policy.running import CachedPart, ReplacedPart
 from flexgen_jax.policy.shapes import BlockShape
 from flexgen_jax.policy.simulate import simulate
 from tests.helpers.blocks import BACKENDS, Call, plan_of, run_block
+from tests.helpers.cases import examples
 from tests.helpers.models import BASE
 from tests.helpers.profiles import costs_of
 
@@ -233,7 +234,7 @@ def policies(draw: st.DrawFn, uses_disk: bool) -> Policy:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(25)
 @given(policies(uses_disk=False), st.sampled_from([1, 2, 3, 10, 33]), st.booleans())
 def test_the_estimate_is_exact_in_memory(policy: Policy, tokens: int, unified: bool) -> None:
     """To the byte, though it looks at a few tokens only."""
@@ -243,7 +244,7 @@ def test_the_estimate_is_exact_in_memory(policy: Policy, tokens: int, unified: b
     assert peak_bytes(plan) == dry_run(plan)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(policies(uses_disk=True), st.sampled_from([1, 2, 10, 33]), st.booleans())
 def test_the_estimate_is_a_bound_with_a_disk(policy: Policy, tokens: int, unified: bool) -> None:
     """Of every run, however fast the disk is."""

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax.layers import programs
@@ -44,6 +44,7 @@ from flexgen_jax.policy.policy import (
 )
 from flexgen_jax.policy.shapes import BlockShape, Setting
 from tests.helpers.blocks import plan_of
+from tests.helpers.cases import examples
 from tests.helpers.kernels import XLA_ON_CPU
 from tests.helpers.models import BASE
 
@@ -137,7 +138,7 @@ def test_bad_policy_json(text: str) -> None:
         Policy.from_json(text)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(15)
 @given(weights=PERCENT, cache=PERCENT, hidden=PERCENT, unified=st.booleans())
 def test_computed_peak_covers_what_is_placed(
     weights: tuple[int, int], cache: tuple[int, int], hidden: tuple[int, int], unified: bool

@@ -249,7 +249,7 @@ def test_table_21_is_ranked_as_measured() -> None:
     ("model", "bits"),
     [
         pytest.param("30b", (16,)),
-        pytest.param("6.7b", (16, 4)),
+        pytest.param("6.7b", (16, 4), marks=pytest.mark.slow),
         pytest.param("30b", (16, 4), marks=pytest.mark.slow),
         pytest.param("6.7b", (16,), marks=pytest.mark.slow),
         pytest.param("175b", (16,), marks=pytest.mark.slow),

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flexgen_jax.engine.batching import Waiting, padded_length
@@ -27,6 +27,7 @@ from flexgen_jax.policy.shapes import BlockShape
 from flexgen_jax.policy.shrinking import fewer_rows
 from flexgen_jax.policy.waves import Step
 from tests.helpers.blocks import plan_of
+from tests.helpers.cases import examples
 
 LONGEST, MOST = 48, 30
 """The most tokens of a prompt, and of a text."""
@@ -87,7 +88,7 @@ def request_of(index: int, own: int, new: int, prefix: int) -> EncodedRequest:
     return EncodedRequest(index, (*shared, *[9] * own), SamplingParams(), new, shared=cuts)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(40)
 @example(  # one batch's chunks go on alone, after the other has left
     seed=1730,
     schedule="diagonal",

@@ -40,6 +40,7 @@ def norm(tree: Any) -> float:
     return float(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)) ** 0.5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 @pytest.mark.parametrize("where", [DISK, MIXED])
 def test_streamed_layers(api: str, where: Placement, tmp_path: Path) -> None:
@@ -55,7 +56,8 @@ def test_streamed_layers(api: str, where: Placement, tmp_path: Path) -> None:
         np.testing.assert_array_equal(script.run(params, apply, x), resident)
 
 
-@pytest.mark.parametrize("where", [DISK, pytest.param(MIXED, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [DISK, MIXED])
 def test_training_layer_by_layer(where: Placement, tmp_path: Path) -> None:
     """Against gradients of the whole model at once, and one Adam for all of it."""
     script, count, width = example("train_offloaded"), 2, 128
@@ -115,6 +117,7 @@ def test_embedding_all_lines_layer_by_layer(tmp_path: Path) -> None:
         np.testing.assert_allclose(vectors[number], alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_just_trained_generates() -> None:
     script = example("serve_from_memory")
     params, loss = script.trained(128, 2, 150)

@@ -37,6 +37,7 @@ from flexgen_jax.server.engine import Engine
 from flexgen_jax.server.errors import RefusedError
 from flexgen_jax.server.files import Files
 from flexgen_jax.server.incoming import BODY_BYTES, PatientProtocol
+from tests.helpers.cases import examples
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 POLICY = Policy(batch_size=4, num_batches=2)
@@ -331,7 +332,7 @@ def check_refused(address: str, request: tuple[str, str, bytes]) -> None:
         assert answer.json()["error"]["message"]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(request=REQUESTS)
 def test_nonsense_is_refused_in_the_interface_form(
     served: str, request: tuple[str, str, bytes]
