@@ -2,6 +2,7 @@
 
     python scripts/checks/mutate.py --json result.json
     python scripts/checks/mutate.py --only flexgen_jax/policy/memory.py:240 --limit 600
+    python scripts/checks/mutate.py --tests ../another_checkout
 
 Draws mutants, from each room as many as its share of the places that can be changed, and runs the
 room's tests on each in a temporary copy, the quickest first, as measured there without a mutant.
@@ -30,16 +31,20 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
-BEYOND = ("tests/engine/test_generation.py",)
+CONTRACT = ("tests/contract", "tests/engine/test_generation.py")
 PRODUCTS, SPARSE = "tests/cpu/test_matmul_int8.py", "tests/offload/test_sparse_attention.py"
-ROOMS = {
-    "policy": ("policy/*.py", ("tests/policy",), BEYOND),
-    "layers": ("layers/*.py", ("tests/layers", PRODUCTS, SPARSE), BEYOND),
-    "models": ("models/*.py", ("tests/models",), BEYOND),
-    "engine": ("engine/batching.py", ("tests/engine/test_batching.py",), ()),
+ROOMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "policy": ("policy/*.py", ("tests/policy",), CONTRACT),
+    "layers": ("layers/*.py", ("tests/layers", PRODUCTS, SPARSE), CONTRACT),
+    "models": ("models/*.py", ("tests/models",), CONTRACT),
+    "engine": ("engine/*.py", ("tests/engine",), CONTRACT),
+    "offload": ("offload/**/*.py", ("tests/offload",), CONTRACT),
+    "jobs": ("jobs/*.py", ("tests/jobs",), ()),
+    "server": ("server/*.py", ("tests/server",), ("tests/jobs",)),
+    "gpu": ("gpu/*.py", ("tests/gpu",), ()),
 }
 """Files of the package, the tests that are about them, and others to run where these notice
-nothing."""
+nothing. Tests that a checkout lacks are left out."""
 
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     **{ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*")},
@@ -176,11 +181,12 @@ def pytest(copy: Path, arguments: list[str], limit: float | None = None) -> dict
     return {"outcome": outcome, "seconds": seconds, "by": failed[1] if failed else None}
 
 
-def make_copy(copy: Path) -> None:
-    """What tests need, and the proof that they use it."""
-    for name in ("flexgen_jax", "tests", "scripts"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", copy)
+def make_copy(copy: Path, checkout: Path) -> None:
+    """What tests need, and the proof that they use it. checkout: where the tests are from."""
+    for name, source in (("flexgen_jax", ROOT), ("scripts", checkout), ("tests", checkout)):
+        shutil.copytree(source / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(checkout / name, copy)
     test = "import flexgen_jax\ndef test_it(): assert flexgen_jax.__file__.startswith({!r})\n"
     (copy / "test_copy.py").write_text(test.format(f"{copy}{os.sep}"))
     if pytest(copy, ["test_copy.py"])["outcome"] != "survived":
@@ -203,10 +209,11 @@ def quickest_first(copy: Path, *places: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mutants", type=int, default=60)
+    parser.add_argument("--mutants", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=60, help="seconds of tests for each mutant")
+    parser.add_argument("--limit", type=float, default=90, help="seconds of tests for each mutant")
     parser.add_argument("--only", nargs="+", help="all mutants at these FILE:LINE[:COLUMN]")
+    parser.add_argument("--tests", type=Path, default=ROOT, help="checkout with the tests")
     parser.add_argument("--json", type=Path, help="what became of each mutant")
     options = parser.parse_args()
     found = {
@@ -227,10 +234,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was begun is ended
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         copy = Path(folder).resolve()
-        make_copy(copy)
+        make_copy(copy, options.tests)
         for room, mutants in drawn.items():
             print(f"{room}: {len(mutants)} of {len(found[room])} places", flush=True)
-            _, own, others = ROOMS[room]
+            own, others = ([x for x in places if (copy / x).exists()] for places in ROOMS[room][1:])
             tests = [*quickest_first(copy, *own), *others] if mutants else []
             for mutant in mutants:
                 path = copy / mutant.path

@@ -20,7 +20,9 @@ from tests.helpers.contract import ALL_AXES, PLACEMENT_AXES, Case, Contract, cas
 from tests.helpers.families import VARIANTS, Reference
 
 ALL_AT_ONCE = Case(
-    placement=(30, 40, 30, 40, 30, 40),
+    weights=(30, 40),
+    cache=(30, 40),
+    activations=(30, 40),
     chunk=16,
     prefix="found",
     has_draft=True,
@@ -55,6 +57,5 @@ def family_cases() -> list[Any]:
 def test_logits_and_tokens_are_those_of_transformers(
     family: str, variant: int, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Log-probabilities are the logits minus one constant per row."""
     reference = Reference(tmp_path / "model", family, variant)
     Contract(reference, has_logprobs=True).check(case, tmp_path / "offload", monkeypatch)

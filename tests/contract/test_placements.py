@@ -26,7 +26,10 @@ def contracts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Contr
     return get
 
 
-@pytest.mark.parametrize(("model", "case"), cases_with("model", ["opt", "mixtral"], ALL_AXES))
+@pytest.mark.parametrize(
+    ("model", "case"),
+    [case for seed in range(3) for case in cases_with("model", ["opt", "mixtral"], ALL_AXES, seed)],
+)
 def test_tokens_are_those_of_a_resident_run(
     contracts: Callable[[str], Contract],
     model: str,

@@ -96,6 +96,7 @@ print(*[adding(int(number), number)(1) for number in sys.argv[1:]])
 """
 
 
+@pytest.mark.slow
 def test_cached_code_is_not_called_in_place_of_what_is_compiled_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

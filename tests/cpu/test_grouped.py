@@ -54,6 +54,7 @@ def test_product_is_the_formula(name: str, rows: int, shape: tuple[int, int]) ->
     np.testing.assert_allclose(found, right, rtol=2**-8, atol=2**-6 * np.abs(right).std())
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize("rows", [1, 40])
 def test_every_8_bit_float_is_its_number(rows: int) -> None:

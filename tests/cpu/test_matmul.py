@@ -301,6 +301,7 @@ def test_processors_without_a_unit_leave_it_to_xla(monkeypatch: pytest.MonkeyPat
     assert TARGET not in program.as_text()
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("unit")
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_layer_is_that_of_xla(bits: int) -> None:

@@ -129,7 +129,7 @@ def test_nan_and_infinity_show_in_their_rows() -> None:
 
 
 def test_nothing_but_zeros() -> None:
-    kernel, bias = quantize(numbers(64, 64), 4, 64, 0), numbers(64, seed=2)
+    kernel, bias = quantize(numbers(64, 64), 8, 64, 0), numbers(64, seed=2)
     found = single(anew(multiply)(jnp.zeros((5, 64), jnp.bfloat16), kernel, bias))
     np.testing.assert_array_equal(found, np.broadcast_to(single(bias), found.shape))
 

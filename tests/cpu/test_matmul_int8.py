@@ -122,7 +122,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @BY_EACH
 @pytest.mark.parametrize(("shape", "bits"), covering(SHAPES, [16, 8, 4], together=1))
 def test_product_is_the_formula(multiply: Any, shape: tuple[int, ...], bits: int) -> None:
@@ -267,7 +267,7 @@ def resident(checkpoint: Callable[[str], Path]) -> list[list[int]]:
     return run_greedy(checkpoint(), GREEDY, policy)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("percent", "schedule"), covering(PLACEMENTS[2:], ["zigzag", "row"], together=1)
 )
@@ -291,6 +291,7 @@ def test_tokens_are_equal_everywhere(
     assert run_greedy(checkpoint(), GREEDY, policy, offload_dir=tmp_path) == resident
 
 
+@pytest.mark.slow
 def test_the_shipped_model_hardly_notices() -> None:
     """The likelihood of its held-out text changes by less than 1 %."""
     text = (shipped_model() / "heldout.txt").read_text(encoding="utf-8")[:6000]

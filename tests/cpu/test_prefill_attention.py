@@ -81,7 +81,7 @@ def formula(
     return weights / np.where(total, total, 1) @ value, np.log(np.where(total, total, 1))[..., 0]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @on_cpu
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_attention_is_the_formula(kind: str, dtype: str, tokens: int, head_dim: 
         np.testing.assert_array_equal(np.asarray(values.astype(jnp.float32)), wide(value))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @on_cpu
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("lead", [0, 27, 40, 55])

@@ -25,7 +25,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int],
     return cache(lambda family, n: Reference(root / f"{family}-{n}", family, n))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", [0, 1])
 @pytest.mark.parametrize("family", VARIANTS)
 def test_every_family_runs_in_16_bits(

@@ -31,7 +31,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return cache(lambda family: Reference(root / family, family, 0).folder)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("family", VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

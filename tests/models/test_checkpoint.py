@@ -300,6 +300,7 @@ def test_a_tokenizers_own_truncation_and_padding_are_left_out(tmp_path: Path) ->
     assert Tokenizer(folder, None).encode(text) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("percent", [(0, 0), (0, 100), (50, 0)])
 def test_loading_holds_less_than_two_layers(tmp_path: Path, percent: tuple[int, int]) -> None:
     """Loading allocates less than two layers with NumPy beside the tensors' homes in memory."""

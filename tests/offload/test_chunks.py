@@ -88,6 +88,7 @@ def test_logits_are_those_of_a_whole_prompt_of_2048_tokens() -> None:
             np.testing.assert_allclose(found[row, begin:], whole[row, begin:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_programs_of_chunks_need_no_more_than_is_counted(bits: int, rows: int) -> None:

@@ -74,7 +74,7 @@ def model_files(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("variant", "bits"), covering(["base", "350m", "untied", "galactica"], [4, 8], together=1)
 )

@@ -45,7 +45,7 @@ def expected(reference: Reference, asked: list[list[int]]) -> list[list[int]]:
     return [reference.greedy(ids, count) for ids, count in zip(asked, NEW, strict=True)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("chunk", "schedule", "percent"),
     [(16, "diagonal", DISK), (64, "zigzag", DISK), (2048, "continuous", (100, 0) * 3)],

@@ -217,6 +217,7 @@ def on_grid(term: LinearTerm) -> np.ndarray:
     return term.constant + weights[:, None, None] + cache[None, :, None] + hidden[None, None, :]
 
 
+@pytest.mark.few(50)
 @pytest.mark.parametrize("seed", range(200))
 def test_linear_program_is_never_worse_than_brute_force(seed: int) -> None:
     rng = random.Random(seed)

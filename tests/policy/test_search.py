@@ -245,6 +245,7 @@ def test_table_21_is_ranked_as_measured() -> None:
     assert compare_paper.rank_correlation("175b") >= 0.9
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "bits"),
     [
@@ -312,6 +313,7 @@ def test_a_policys_kv_blocks_are_the_largest_that_are_tried() -> None:
     assert Choices.keeping(Policy()) == Choices()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "sequences", "accepted", "is_worth"),
     [
