@@ -534,7 +534,7 @@ class Reference:
 
     def logprobs(self, ids: list[int]) -> np.ndarray:
         """Returns the log-probability of every token but the first."""
-        logits = self.logits(ids[:-1])  # of as many tokens as there are when the last is chosen
+        logits = self.logits(ids[:-1] or ids)  # the last one only is scored
         logits = logits - logits.max(-1, keepdims=True)
         table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         return table[np.arange(len(ids) - 1), ids[1:]]
