@@ -142,7 +142,7 @@ class BlockLoop:
 
     def _walk(self) -> Iterator[None]:
         while True:
-            step = self._ahead.take()
+            step = self._take()
             if step is not None:
                 self._do(step)
             elif self._latest is not None:
@@ -154,6 +154,17 @@ class BlockLoop:
                 if not self._arrivals.wait():
                     return
             yield
+
+    def _take(self) -> Step | None:
+        """Takes the next step. If it is the first one of a batch, the results before it are stored
+        while it is still to come: where they are the last of another batch, whose memory is needed
+        now, what is on its way for this step is kept."""
+        following = self._ahead.following()
+        if following is None:
+            return None
+        if not following.batch.is_going:
+            self._retire_latest(following)
+        return self._ahead.take()
 
     def _do(self, step: Step) -> None:
         """Dispatches a step, stores the results of the one before, and reads ahead."""
@@ -203,7 +214,6 @@ class BlockLoop:
 
     def _enter(self, step: Step) -> None:
         """Takes in the batch of a step, its first one."""
-        self._retire_latest(step)  # if that is the last of a batch, its memory is needed now
         if not self._dispatched and not self._plan.is_resident:
             self._visits.read_ahead(-1)
         stored = [other for other in step.batch.prefixes if other.is_stored and not other.is_going]
