@@ -27,7 +27,7 @@ from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.segments import left_out
 from flexgen_jax.policy.shapes import BatchShape, BlockShape
 from flexgen_jax.policy.sharing import spans_of
-from flexgen_jax.policy.shrinking import fewer_rows
+from flexgen_jax.policy.shrinking import FEWEST, rows_beside
 
 
 class TokenChoices(Protocol):
@@ -57,9 +57,6 @@ class KeptTexts(NamedTuple):
 
 
 NOTHING_KEPT = KeptTexts(nothing_stored, lambda ids: None)
-
-FEWEST = 4
-"""Others enter beside a run's batches when there are rows for this fraction of a batch."""
 
 PATIENCE = 16
 """How often a request of a stream lets others enter that share what is there, before it enters by
@@ -256,8 +253,8 @@ class Waiting:
         """Takes up to `most` requests out, neighbours in length; is_beside: whether they run beside
         other batches."""
         number = min(most, len(self._requests))
-        if is_beside and number:  # few shapes are worth compiling for
-            number = max(rows for rows in range(1, number + 1) if fewer_rows(rows) == rows)
+        if is_beside and number:
+            number = rows_beside(number)
         first = 0
         if number < len(self._requests) and not self._source.is_ended:
             # The one that has waited longest goes, whatever its length.

@@ -25,6 +25,7 @@ from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, HeadUse, Tier
 from flexgen_jax.policy.running import LayerState, PromptPart, ReplacedPart, Running, SealedPart
 from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.policy.shrinking import FEWEST, rows_beside
 from flexgen_jax.policy.waves import Step
 
 SCRATCH = 8 << 20
@@ -126,14 +127,38 @@ def peak_bytes(
 def _orders_of_arrival(plan: BlockPlan, tokens: Sequence[int]) -> Iterator[Planned]:
     """Yields the ways in which batches may enter that take the most memory."""
     yield Planned(plan, tokens)
-    if plan.policy.order.waits or len(plan.shape.batch_sizes) == 1:
+    if plan.policy.order.waits:
+        return
+    # Its last chunk comes with the others' last token but one, when they hold most.
+    late = max(0, len(tokens) - 2)
+    for rows in _late_rows(plan):
+        yield LastOneLate(replace(plan, shape=plan.shape.with_last(rows)), tokens, late)
+    if len(plan.shape.batch_sizes) == 1:
         return
     # Where one batch begins while others go on, buffers for prompts and for reads add up.
-    # Its last chunk comes with the others' last token but one, when they hold most.
-    yield LastOneLate(plan, tokens, max(0, len(tokens) - 2))
+    yield LastOneLate(plan, tokens, late)
     # Where the others have left before, no step of theirs is between its own: more of what its
     # chunks need is copied ahead.
     yield Alone(plan)
+
+
+def _late_rows(plan: BlockPlan) -> set[int]:
+    """Returns numbers of rows that take more memory than whole batches do if they enter late, where
+    rows of other batches have left.
+
+    What rows take is in line with their number, so that the most and the fewest tell. The most are
+    of one batch, which the plan itself has where it has several. The fewest take more only where
+    prompts load all experts and the other rows, which hold most, few of them.
+    """
+    sizes, policy = plan.shape.batch_sizes, plan.policy
+    rows, found = sum(sizes), set[int]()
+    if len(sizes) == 1 and rows > 1:
+        found.add(rows_beside(rows - 1))
+    rates, tokens = plan.setting.experts, rows * policy.pass_tokens
+    if any(rates.few_are_chosen(layer, tokens) for layer in plan.spec.decoders):
+        unused = policy.batch_size * policy.num_batches - rows
+        found.add(max(1, policy.batch_size // FEWEST - unused))
+    return {number for number in found if number < sizes[-1]}
 
 
 def _rounding_of(plan: BlockPlan, prefixes: Sequence[Running]) -> dict[Tier, int]:

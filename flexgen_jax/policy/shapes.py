@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from flexgen_jax.models.config import ModelConfig
@@ -72,6 +72,19 @@ class BlockShape:
     def prefix_batches(self) -> tuple[BatchShape, ...]:
         """The prefixes, each as a batch of one row."""
         return (BatchShape(1, self.prefix, gen_len=1),) * (self.prefixes if self.prefix else 0)
+
+    def with_last(self, rows: int) -> BlockShape:
+        """Returns the batches with the last `rows` rows as a batch of their own."""
+        *others, last = self.batch_sizes
+        scored = self.scored
+        if scored is not None and len(others) in scored:
+            scored = (*scored, len(others) + 1)
+        return replace(
+            self,
+            batch_sizes=(*others, last - rows, rows),
+            prompt_lens=(*self.prompt_lens, self.prompt_lens[-1]),
+            scored=scored,
+        )
 
     def _scores_prompt(self, batch: int) -> bool:
         if self.scored is None:

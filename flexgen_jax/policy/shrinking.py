@@ -16,6 +16,9 @@ from flexgen_jax.policy.waves import Step
 ROWS_OF_A_LARGE_BATCH = 64
 """Above this, a batch shrinks in smaller steps."""
 
+FEWEST = 4
+"""Others enter beside a run's batches when there are rows for this fraction of a batch."""
+
 
 class Shrinking:
     """Leaves batches with fewer rows.
@@ -80,3 +83,9 @@ def fewer_rows(rows: int) -> int:
     power = 1 << (bits + bits % 2 if bits < 4 else bits)
     is_large = power > ROWS_OF_A_LARGE_BATCH
     return power * 3 // 4 if is_large and rows <= power * 3 // 4 else power
+
+
+def rows_beside(rows: int) -> int:
+    """Returns how many of `rows` free rows a batch takes that enters beside others: few shapes are
+    worth compiling for."""
+    return max(number for number in range(1, rows + 1) if fewer_rows(number) == number)

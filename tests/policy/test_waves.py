@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from flexgen_jax.engine.feed import Listed
 from flexgen_jax.engine.prefixes import padded_prefix
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.models.families import read_config
 from flexgen_jax.offload.batch import Batch
 from flexgen_jax.policy.backend import Handle, Inputs
 from flexgen_jax.policy.ledger import Ledger
@@ -28,6 +31,7 @@ from flexgen_jax.policy.shrinking import fewer_rows
 from flexgen_jax.policy.waves import Step
 from tests.helpers.blocks import plan_of
 from tests.helpers.cases import examples
+from tests.helpers.numpy_llama import LLAMA, MIXTRAL
 
 LONGEST, MOST = 48, 30
 """The most tokens of a prompt, and of a text."""
@@ -47,7 +51,7 @@ class Ending(Idle):
 
     def compute(self, step: Step, inputs: Inputs) -> Handle:
         self.steps.append(step)
-        return None
+        return super().compute(step, inputs)
 
     def shrink(self, step: Step, rows: int) -> None:
         members = self._queue.members[step.batch]
@@ -171,6 +175,53 @@ def test_what_is_reserved_stays_within_the_plan(
     bound, ledger = peak_bytes(plan), run_waves(plan, requests, ends)
     for tier, nbytes in ledger.peak.items():
         assert nbytes <= bound[tier], tier
+
+
+MIXTURE = MIXTRAL | {"num_local_experts": 8}
+"""Tokens of a few rows choose few of the experts."""
+
+FEW_HEADS = LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 1}
+"""Hidden states take more than the cache of a layer."""
+
+
+@pytest.mark.parametrize(
+    ("raw", "rows", "batches", "prompt", "new"),
+    [
+        (MIXTURE, 2, 1, 16, (30, 27, 30)),  # a row, with all experts, beside others' last tokens
+        (MIXTURE, 2, 2, 16, (30, 30, 30, 27, 30)),
+        (FEW_HEADS, 5, 1, 48, (2, 2, 2, 2, 8, 2, 2, 2, 2)),  # four rows beside one
+    ],
+)
+@pytest.mark.parametrize("schedule", ["continuous", "diagonal"])
+def test_rows_that_enter_beside_a_batch_that_has_shrunk_are_planned_for(
+    raw: dict[str, Any], rows: int, batches: int, prompt: int, new: Sequence[int], schedule: str
+) -> None:
+    """The plan is near what they take, of the device."""
+    policy = Policy.from_percent(
+        *(0, 0, 100, 0, 0, 100),
+        batch_size=rows,
+        num_batches=batches,
+        schedule=schedule,
+        kv_block_tokens=4,
+    )
+    shape = BlockShape((rows,) * batches, (prompt,) * batches, max(new))
+    plan = plan_of(policy, shape, config=read_config(raw))
+    requests = [request_of(i, prompt, tokens, prefix=0) for i, tokens in enumerate(new)]
+    found, bound = run_waves(plan, requests, new).peak["device"], peak_bytes(plan)["device"]
+    assert found <= bound <= 1.03 * found
+
+
+def test_what_is_copied_for_a_batch_that_enters_is_not_copied_again() -> None:
+    """Where another one, as is known only then, has had its last token: the embedding, on its way
+    already, does not stay until it is needed again."""
+    plan = plan_of(
+        Policy.from_percent(0, 100, 100, 0, 100, 0, batch_size=4, kv_block_tokens=4),
+        BlockShape((4,), (LONGEST,), 2),
+        config=read_config(LLAMA | {"num_key_value_heads": 1, "num_hidden_layers": 2}),
+    )
+    requests = [request_of(i, LONGEST, 2, prefix=0) for i in range(8)]
+    found, bound = run_waves(plan, requests, [2] * 8).peak["device"], peak_bytes(plan)["device"]
+    assert found <= bound
 
 
 @given(st.integers(1, 2000))
