@@ -11,6 +11,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers import as_on_gpu, units
+from tests.helpers.file_times import FileTimes
 
 if as_on_gpu.is_asked():
     as_on_gpu.pretend()
@@ -47,6 +48,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByPr
     return TogetherByPrograms(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--file-times", type=Path, help="write each file's seconds and programs here")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Prepares JAX, XLA and Hypothesis. A run without slow tests compiles quickly and draws few
     examples."""
@@ -56,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_quick:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_quick_xla_flags()}"
     _set_program_cache(os.environ.get("FLEXGEN_TEST_CACHE"))
+    if config.option.file_times is not None:
+        config.pluginmanager.register(FileTimes(config.option.file_times))
 
 
 def _quick_xla_flags() -> str:
