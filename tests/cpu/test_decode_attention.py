@@ -73,7 +73,7 @@ def test_attention_is_the_formula(kind: tuple[str, int], head_dim: int, variant:
     where = (starts, np.int32(POSITION), first)
     at = np.arange(sum(LENGTHS))
     valid = (at[None] >= first[:, None]) & (at[None] < POSITION)
-    asked = np.asarray(query.astype(jnp.float32))
+    asked = np.asarray(query, np.float32)
     expected, expected_lse = numpy_attention(asked, key, value, valid, spec.softcap)
     for kernels in (CPU, XLA):
         out, lse = jax.jit(partial(kernels.decode_attention, spec=spec))(query, blocks, *where)

@@ -73,7 +73,7 @@ def test_every_8_bit_float_is_its_number(rows: int) -> None:
 
 def rounded(x: jax.Array) -> np.ndarray:
     """Rows with every step of 32 elements rounded to 127 levels of either sign."""
-    steps = np.asarray(x.astype(jnp.float32)).reshape(x.shape[0], -1, 32)
+    steps = np.asarray(x, np.float32).reshape(x.shape[0], -1, 32)
     unit = np.abs(steps).max(2, keepdims=True) * np.float32(1 / 127)
     inverse = np.float32(1) / np.where(unit == 0, np.float32(1), unit)
     return (np.rint(steps * inverse).astype(np.float64) * unit).reshape(x.shape)

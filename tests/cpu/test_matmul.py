@@ -99,9 +99,9 @@ def test_units_are_those_that_may_be_used(
 
 def exact(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> np.ndarray:
     """Returns x @ kernel.T + bias, in fp64."""
-    left, right = (np.asarray(y.astype(jnp.float32), np.float64) for y in (x, kernel))
+    left, right = (np.asarray(y, np.float64) for y in (x, kernel))
     out = left @ right.T
-    return out if bias is None else out + np.asarray(bias.astype(jnp.float32), np.float64)
+    return out if bias is None else out + np.asarray(bias, np.float64)
 
 
 def assert_nearest(found: jax.Array, expected: np.ndarray) -> None:
@@ -181,8 +181,8 @@ def assert_folded(
             1 << (kernel.storage.bits - 1)
         )
         steps = np.abs(levels(kernel) - offsets[: kernel.shape[0]])
-        room = room + 2**-8 * np.abs(np.asarray(x.astype(jnp.float32), np.float64)) @ steps.T
-    out = np.asarray(found.astype(jnp.float32), np.float64)
+        room = room + 2**-8 * np.abs(np.asarray(x, np.float64)) @ steps.T
+    out = np.asarray(found, np.float64)
     assert (np.abs(out - expected) <= 2**-8 * np.abs(expected) + room).all()
 
 

@@ -31,7 +31,7 @@ def multiply(x: jax.Array, kernel: jax.Array | QuantizedArray, bias: jax.Array |
 
 
 def single(x: jax.Array) -> np.ndarray:
-    return np.asarray(x.astype(jnp.float32))
+    return np.asarray(x, np.float32)
 
 
 def formula(x: jax.Array, kernel: QuantizedArray, bias: jax.Array) -> np.ndarray:

@@ -60,7 +60,7 @@ def sides(spec: AttentionSpec, batch: int, tokens: int, size: int, dtype: str) -
 
 def wide(x: jax.Array) -> np.ndarray:
     """Swaps heads and tokens, and returns fp64."""
-    return np.asarray(x.astype(jnp.float32), np.float64).swapaxes(1, 2)
+    return np.asarray(x, np.float64).swapaxes(1, 2)
 
 
 def formula(
@@ -110,8 +110,8 @@ def test_attention_is_the_formula(kind: str, dtype: str, tokens: int, head_dim: 
             found = wide(out)[row]
             np.testing.assert_allclose(found[:, start:], expected[:, start:], close, close)
             assert kernels is XLA or (found[:, :start] == 0).all()
-        np.testing.assert_array_equal(np.asarray(keys.astype(jnp.float32)), wide(key))
-        np.testing.assert_array_equal(np.asarray(values.astype(jnp.float32)), wide(value))
+        np.testing.assert_array_equal(np.asarray(keys, np.float32), wide(key))
+        np.testing.assert_array_equal(np.asarray(values, np.float32), wide(value))
 
 
 @pytest.mark.few(1)
@@ -133,9 +133,9 @@ def test_attention_to_a_block_is_the_formula(kind: str, dtype: str, size: int, l
     within the block, and from after it."""
     spec, tokens, asked, rng = SPECS[kind], 40, 13, np.random.default_rng(lead)
     shapes = [(spec.num_heads, asked), (spec.num_kv_heads, tokens), (spec.num_kv_heads, tokens)]
-    arrays = [jnp.asarray(rng.normal(size=(3, *shape, size)), dtype) for shape in shapes]
+    arrays = [jnp.asarray(rng.normal(size=(3, *shape, size)).astype(dtype)) for shape in shapes]
     first = np.array([0, 9, tokens], np.int32)
-    each = [np.asarray(x.astype(jnp.float32), np.float64) for x in arrays]
+    each = [np.asarray(x, np.float64) for x in arrays]
     at, last = np.arange(tokens), lead + np.arange(asked)
     for kernels in (CPU, XLA):
         attend = jax.jit(partial(kernels.chunk_attention, spec=spec))

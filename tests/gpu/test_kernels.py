@@ -43,7 +43,7 @@ EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def wide(array: jax.Array) -> np.ndarray:
-    return np.asarray(array.astype(jnp.float32)).astype(np.float64)
+    return np.asarray(array, np.float32).astype(np.float64)
 
 
 HEADS = st.sampled_from(((16, 1), (40, 3), (64, 8), (64, 17), (80, 70), (96, 2), (576, 20)))
@@ -62,7 +62,7 @@ def held_to_the_formula(
     """Attends to blocks of two sequences from random tokens on, up to a random one."""
     batch, kv_heads, _, head_dim = blocks[0][0].shape
     lengths, heads = [key.shape[2] for key, _ in blocks], kv_heads * group
-    query = jnp.asarray(rng.standard_normal((batch, heads, 1, head_dim)), dtype)
+    query = jnp.asarray(rng.standard_normal((batch, heads, 1, head_dim)).astype(dtype))
     position = int(rng.integers(1, sum(lengths) + 1))
     first = rng.integers(0, position, batch).astype(np.int32)
     assert decode_attention.can_attend(query, blocks)
@@ -95,7 +95,7 @@ def numbers_of(kept: Kept) -> np.ndarray:
     planes = [(np.asarray(kept.packed) >> (storage.bits * n)) & mask for n in range(storage.planes)]
     codes = np.concatenate(planes, 3)[..., : storage.length].astype(np.float32)
     scale, minimum = (
-        np.repeat(np.asarray(leaf.astype(jnp.float32)), storage.group_size, 3)
+        np.repeat(np.asarray(leaf, np.float32), storage.group_size, 3)
         for leaf in (kept.scale, kept.minimum)
     )
     return wide(jnp.asarray(codes * scale + minimum, kept.dtype))
@@ -124,7 +124,7 @@ def test_attention_to_blocks(
     rng = np.random.default_rng(seed)
 
     def side(length: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal((2, kv_heads, length, head[0])), dtype)
+        return jnp.asarray(rng.standard_normal((2, kv_heads, length, head[0])).astype(dtype))
 
     keys = [side(length) for length in lengths]
     values = keys if are_values_keys else [side(length) for length in lengths]
@@ -154,7 +154,7 @@ def test_attention_to_packed_blocks(
     rng = np.random.default_rng(seed)
 
     def side(length: int, bits: int) -> Kept:
-        array = jnp.asarray(rng.standard_normal((2, 2, length, head[0])), dtype)
+        array = jnp.asarray(rng.standard_normal((2, 2, length, head[0])).astype(dtype))
         return encoded(array, kv_storage(array.shape, dtype, bits)) if bits < 16 else array
 
     sizes = [*((length, bits) for length in lengths), *([(tail, 16)] if tail else [])]
@@ -193,7 +193,7 @@ def test_attention_of_many_tokens(
     rng, batch = np.random.default_rng(seed), 2
     shapes = ((kv_heads * group, asked, dims[0]), (kv_heads, tokens, dims[0]))
     query, key, value = (
-        jnp.asarray(rng.standard_normal((batch, *shape)), dtype)
+        jnp.asarray(rng.standard_normal((batch, *shape)).astype(dtype))
         for shape in (*shapes, (kv_heads, tokens, dims[1]))
     )
     first = rng.integers(0, tokens, batch).astype(np.int32)
@@ -378,13 +378,13 @@ def test_products_by_heads(
     """Of three heads whose kernels have three parts, of which one is multiplied."""
     rng, (first, count) = np.random.default_rng(seed), features
     storage = Storage((9 * count, rank), dtype, packing)
-    kernel: Kept = jnp.asarray(rng.standard_normal(storage.shape), dtype)
+    kernel: Kept = jnp.asarray(rng.standard_normal(storage.shape).astype(dtype))
     numbers = wide(kernel)
     if packing is not None:
         leaves = [random_leaf(rng, leaf, packing) for leaf in storage.leaves]
         kernel = QuantizedArray(storage, tuple(map(jnp.asarray, leaves)))
         numbers = wide(jnp.asarray(decoded(leaves, storage), dtype))
-    x = jnp.asarray(rng.standard_normal((rows, 3, count if is_inverse else rank)), dtype)
+    x = jnp.asarray(rng.standard_normal((rows, 3, count if is_inverse else rank)).astype(dtype))
     assert head_product.can_multiply(x, kernel, features)
     out = KERNELS.matmul_by_heads(x, kernel, features, is_inverse)
     part = numbers.reshape(3, -1, rank)[:, first : first + count]
@@ -486,7 +486,7 @@ def test_a_lone_row_is_normalized(
 ) -> None:
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.standard_normal((1, 1, size)) + shift, dtype)
-    scale, bias = (jnp.asarray(rng.standard_normal(size), dtype) for _ in range(2))
+    scale, bias = (jnp.asarray(rng.standard_normal(size).astype(dtype)) for _ in range(2))
     spec = NormSpec(is_rms=is_rms, eps=1e-5, offset=offset, is_affine=is_affine)
     has_bias = is_affine and not is_rms
     assert lone_norm.can_normalize(x)

@@ -25,4 +25,4 @@ def levels(kernel: QuantizedArray) -> np.ndarray:
 
 
 def numbers(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(jnp.bfloat16))

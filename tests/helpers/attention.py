@@ -13,9 +13,6 @@ from tests.helpers.numpy_quantization import dequantized
 LENGTHS, POSITION, KV_HEADS = (7, 5, 4), 14, 3
 FORMATS = [("float32", 16), ("bfloat16", 16), ("float16", 16), ("bfloat16", 8), ("float32", 4)]
 FORMATS += [("float16", 4)]
-SPLITS = [(100, 0), (0, 100), (0, 0), (50, 50), (30, 40)]
-"""Percent of the KV cache on device and host."""
-
 
 SPECS = {
     "plain": AttentionSpec(KV_HEADS, KV_HEADS, 1),
@@ -53,8 +50,8 @@ def numpy_attention(
 
 def kept(x: np.ndarray, dtype: str, bits: int) -> tuple[Kept, np.ndarray]:
     """Returns an array as the cache keeps it, and the numbers it stands for, fp64."""
-    array = jnp.asarray(x).astype(dtype)
-    whole = np.asarray(array.astype(jnp.float32))
+    array = jnp.asarray(x.astype(dtype))
+    whole = np.asarray(array, np.float32)
     if bits == 16:
         return array, whole.astype(np.float64)
     storage = kv_storage(x.shape, dtype, bits)

@@ -24,9 +24,12 @@ from flexgen_jax.offloading import (
 def params(dtype: Any = jnp.float32) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     return {
-        "embed": jnp.asarray(rng.normal(size=(100, 96)), dtype),
-        "heads": {"kernel": jnp.asarray(rng.normal(size=(96, 4, 40)), dtype)},
-        "out": {"kernel": jnp.asarray(rng.normal(size=(160, 96)), dtype), "bias": jnp.zeros(96)},
+        "embed": jnp.asarray(rng.normal(size=(100, 96)).astype(dtype)),
+        "heads": {"kernel": jnp.asarray(rng.normal(size=(96, 4, 40)).astype(dtype))},
+        "out": {
+            "kernel": jnp.asarray(rng.normal(size=(160, 96)).astype(dtype)),
+            "bias": jnp.zeros(96),
+        },
         "small": jnp.ones((3, 5)),
         "steps": 7,
     }

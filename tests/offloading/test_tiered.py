@@ -38,7 +38,7 @@ def layer(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     return {
         "up": {"kernel": rng.normal(size=(SIZE, 2 * SIZE)).astype(np.float32)},
-        "down": {"kernel": jnp.asarray(rng.normal(size=(2 * SIZE, SIZE)), jnp.bfloat16)},
+        "down": {"kernel": jnp.asarray(rng.normal(size=(2 * SIZE, SIZE)).astype(jnp.bfloat16))},
         "table": rng.integers(0, 9, (SIZE, SIZE)).astype(np.int32),
         "scale": np.float32(seed),
         "norm": None,
