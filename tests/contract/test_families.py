@@ -45,9 +45,11 @@ def family_cases() -> list[Any]:
             strict=False,
         )
     )
+    other_modules = zip(("gemma4", "deepseek_v2"), cases(PLACEMENT_AXES, seed=1), strict=False)
     other_caches = ("gpt_oss", "deepseek_v3", "qwen3_5")
     return [
         *(named("placed", family, 0, case) for family, case in quick),
+        *(named("placed", family, 1, case) for family, case in other_modules),
         *(named("all", family, 0, ALL_AT_ONCE) for family in other_caches),
         *slow,
     ]

@@ -137,7 +137,6 @@ def test_what_cannot_be_followed_is_refused(llm: LLM, monkeypatch: pytest.Monkey
         llm.generate(PROMPTS[:1], params({"type": "number"}, 0.0))
 
 
-@pytest.mark.slow
 def test_a_number_has_an_end(llm: LLM) -> None:
     """Whatever its digits are likely to be: only digits are, here."""
     digits = {n: 100.0 for n in range(llm.config.vocab_size) if llm.piece(n).strip().isdigit()}

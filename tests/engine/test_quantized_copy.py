@@ -29,7 +29,7 @@ def tokens_of(folder: Path, work: Path, bits: int = 16) -> list[list[int]]:
     return [list(each.token_ids) for each in found]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "bits"), [("llama", 4), ("phi3", 8), ("gpt_neox", 4), ("qwen2_moe", 4)]
 )

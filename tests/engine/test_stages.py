@@ -74,7 +74,7 @@ def test_a_stream_may_be_closed_early(pair: LLM) -> None:
     assert len(list(pair.stream(requests()))) == 9
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_stage_ends_all(how: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "SILENCE_S", 3.0)

@@ -46,7 +46,7 @@ def write_model(folder: Path, name: str) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "policy", "options"), CASES)
 def test_a_greedy_run_compiles_nothing_after_warming_up(
     tmp_path: Path, name: str, policy: dict[str, Any], options: dict[str, Any]

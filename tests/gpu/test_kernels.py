@@ -316,7 +316,7 @@ def held_to_numbers(
     assert (error <= 1e-4 * (np.abs(wide(x)) @ np.abs(numbers).T)).all()
 
 
-@examples(4)
+@examples(6)
 @given(
     **CASES,
     length=st.sampled_from((128, 384, 960)),
@@ -336,7 +336,7 @@ def test_products_with_packed_weights(
     held_to_numbers(rng, product, dtype, rows, kernel, numbers)
 
 
-@examples(4)
+@examples(6)
 @given(**CASES, length=st.sampled_from((256, 768, 1280)), packing=st.sampled_from(FLOATS))
 def test_products_with_floats_of_few_bits(
     product: ModuleType,
@@ -356,7 +356,7 @@ def test_products_with_floats_of_few_bits(
     held_to_numbers(rng, product, dtype, rows, kernel, numbers)
 
 
-@examples(6)
+@examples(8)
 @given(
     dtype=DTYPES,
     rows=st.sampled_from((1, 5, 16, 64)),
@@ -465,7 +465,7 @@ def test_kernels_by_the_card(kind: str, capability: str, kernels: type) -> None:
         kernels_of_gpu(device, {CHOICE: "triton"})
 
 
-@examples(6)
+@examples(8)
 @given(
     dtype=DTYPES,
     size=st.sampled_from((64, 96, 1000, 4096)),

@@ -151,7 +151,7 @@ def test_openai_s_types_parse_the_bodies(expected: dict[int, dict[str, Any]]) ->
         assert parsed.usage.total_tokens > 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_job_that_is_cut_goes_on(
     llm: LLM, source: Path, expected: dict[int, dict[str, Any]], seed: int

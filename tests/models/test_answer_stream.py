@@ -45,7 +45,7 @@ def streamed(
 PARTS = ["So", " it", "<think>", "</think>", "<thi", "</", "[THINK]", "[/THINK]", "[", "é", "Hi"]
 
 
-@examples(80)
+@examples(200)
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=8), begun=st.booleans())
 def test_pieces_are_what_the_whole_text_has(
     tokenizer: Tokenizer, parts: list[str], begun: bool

@@ -278,8 +278,8 @@ def rounds() -> list[list[int]]:
     return [rng.integers(4, 96, count).tolist() for count in (20, 5, 9, 3)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("loading_pays")
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("percent", "chunk", "unified", "attention"),
     pairwise(PLACEMENTS, [2048, 16], [True, False], ["device", "host"]),

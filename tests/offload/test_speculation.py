@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.engine import drafting
-from flexgen_jax.engine.lookup import LONGEST, SHORTEST, LookupDraft
+from flexgen_jax.engine.lookup import LONGEST, SHORTEST, LookupDrafter
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.loading import Model
 from flexgen_jax.offload.speculation import (
@@ -213,7 +213,7 @@ def test_json_of_a_schema(always_guessing: None) -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.data())
 def test_lookup_finds_what_followed_last_time(ids: list[int], count: int, data: Any) -> None:
     """The longest sequence of last tokens that was there before, at its latest place."""
-    draft, draws = LookupDraft(), Draws((), 0)
+    draft, draws = LookupDrafter().begin(), Draws((), 0)
     cut = data.draw(st.integers(1, len(ids)))
     draft.guess(ids[:cut], count, draws)  # in two steps
     guesses = list(draft.guess(ids, count, draws))
@@ -227,6 +227,7 @@ def test_lookup_finds_what_followed_last_time(ids: list[int], count: int, data: 
             expected = longer[len(ids) :]
             break
     assert guesses == expected
+    draft.close()
 
 
 # What is expected, and how many guesses are worth it

@@ -66,6 +66,8 @@ def test_a_stream_gives_what_was_put(place: str, unified: bool, tmp_path: Path) 
         order = ["layer 4", "layer 1", "layer 4", "layer 4"]
         assert [name for name, _ in params.stream(order)] == order
         same(params["layer 2"], layers["layer 2"])
+        params.put("layer 2", layer(9))
+        same(params["layer 2"], layer(9))
         used, total = params.nbytes, sum(x.nbytes for x in jax.tree.leaves(layers))
         assert sum(used.values()) == total
         if place in used:
