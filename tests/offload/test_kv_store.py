@@ -226,12 +226,13 @@ for n in range(10**6):
 
 
 def test_kill_at_any_moment_leaves_what_is_whole(tmp_path: Path) -> None:
-    draw = random.Random(3)
-    for _ in range(2):
+    for seconds in (0.02, 0.15, None):
         command = [sys.executable, "-c", WRITES, str(tmp_path)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert child.stdout is not None and child.stdout.readline() == b"begun\n"
-        time.sleep(draw.uniform(0.0, 0.2))
+        while seconds is None and not list(tmp_path.rglob("*.kv")):
+            assert child.poll() is None, "it has written nothing"
+        time.sleep(seconds or 0.0)
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
