@@ -183,7 +183,8 @@ def pytest(copy: Path, arguments: list[str], limit: float | None = None) -> dict
 
 def make_copy(copy: Path, checkout: Path) -> None:
     """What tests need, and the proof that they use it. checkout: where the tests are from."""
-    for name, source in (("flexgen_jax", ROOT), ("scripts", checkout), ("tests", checkout)):
+    for name in ("flexgen_jax", "docs", "scripts", "tests"):
+        source = ROOT if name == "flexgen_jax" else checkout
         shutil.copytree(source / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(checkout / name, copy)
