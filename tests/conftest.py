@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     is_quick = config.option.markexpr == "not slow"
     settings.load_profile("quick" if is_quick else "thorough")
     if is_quick:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_quick_xla_flags()}"
+        os.environ["XLA_FLAGS"] = f"{_quick_xla_flags()} {os.environ.get('XLA_FLAGS', '')}"
     _set_program_cache(os.environ.get("FLEXGEN_TEST_CACHE"))
     if config.option.file_times is not None:
         config.pluginmanager.register(FileTimes(config.option.file_times))

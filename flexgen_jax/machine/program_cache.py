@@ -48,6 +48,8 @@ class CheckedCache(untyped_cache.LRUCache):  # type: ignore[misc]
         super().put(key, MAGIC + _sum(key, value) + value)
 
     def _evict_if_needed(self, *, additional_size: int = 0) -> None:
+        if not self.eviction_enabled:  # the user allows any size
+            return
         if self._folder_bytes is None:
             with os.scandir(str(self.path)) as entries:
                 self._folder_bytes = sum(entry.stat().st_size for entry in entries)

@@ -121,7 +121,7 @@ def test_a_row_does_not_depend_on_others() -> None:
 
 
 def test_nan_and_infinity_show_in_their_rows() -> None:
-    x, kernel = numbers(9, 128), quantize(numbers(64, 128, seed=1), 8, 64, 0)
+    x, kernel = numbers(9, 128), quantize(numbers(64, 128, seed=1), 4, 64, 0)
     x = x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)
     found = single(anew(multiply)(x, kernel, None))
     assert not np.isfinite(found[[3, 7]]).any()
@@ -129,7 +129,7 @@ def test_nan_and_infinity_show_in_their_rows() -> None:
 
 
 def test_nothing_but_zeros() -> None:
-    kernel, bias = quantize(numbers(64, 64), 8, 64, 0), numbers(64, seed=2)
+    kernel, bias = quantize(numbers(64, 64), 4, 64, 0), numbers(64, seed=2)
     found = single(anew(multiply)(jnp.zeros((5, 64), jnp.bfloat16), kernel, bias))
     np.testing.assert_array_equal(found, np.broadcast_to(single(bias), found.shape))
 

@@ -30,8 +30,8 @@ def requests() -> Iterator[Request]:
             1 + 5 * number % 17,
             temperature=(0, 0.9)[number % 2],
             seed=number,
-            logprobs=2,
-            presence_penalty=0.5,
+            logprobs=2 if number % 3 == 0 else None,
+            presence_penalty=0.5 * (number % 4 == 0),
             ignore_eos=True,
         )
         yield Request(f"r{number}", TEXTS[number % 5], sampling_params=params)

@@ -32,18 +32,6 @@ def covering(*axes: Sequence[Any], together: int = 2) -> list[Any]:
     return found
 
 
-def pairwise(*axes: Sequence[Any]) -> list[Any]:
-    """Some few combinations that have every pair of choices among them; but for fewer that have
-    every choice, they are marked as slow."""
-    sizes = [len(axis) for axis in axes]
-    fast = chosen_few(sizes, 1)
-    found = []
-    for chosen in dict.fromkeys([*fast, *chosen_few(sizes, 2)]):
-        values = [axis[index] for axis, index in zip(axes, chosen, strict=True)]
-        found.append(pytest.param(*values, marks=() if chosen in fast else pytest.mark.slow))
-    return found
-
-
 def chosen_few(sizes: Sequence[int], together: int) -> list[tuple[int, ...]]:
     """Few combinations of indices in which any `together` of them occur, found greedily."""
 

@@ -377,8 +377,10 @@ def test_sample_follows_the_distribution_and_the_row_alone() -> None:
 
 
 @pytest.mark.cpu_device
-def test_programs_that_are_dropped_give_their_memory_back() -> None:
-    """Each has up to some hundred mappings, of which a process may have 65,530."""
+def test_programs_that_are_dropped_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has some hundred mappings, of which a process may have 65,530, if XLA optimizes it."""
+    optimized = {"xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split_count": 32}
+    monkeypatch.setattr(type(XLA_ON_CPU), "compiler_options", lambda *_: optimized)
 
     def mappings() -> int:
         return len(Path("/proc/self/maps").read_text().splitlines())
@@ -391,7 +393,7 @@ def test_programs_that_are_dropped_give_their_memory_back() -> None:
         layer = model_spec(read_config(BASE)).decoders[0]
         found.get(programs.prefill, layer=layer, rows=rows, cuts=(16,))
     made = mappings() - before
-    assert 3 < made < 3 * 400
+    assert 3 * 20 < made < 3 * 400
     table.compiled.cache_clear()
     gc.collect()
     assert mappings() - before < made / 4

@@ -67,6 +67,13 @@ def test_the_programs_used_last_are_kept(tmp_path: Path) -> None:
         assert cache.get("39") is not None and cache.get("20") is None
 
 
+def test_a_cache_of_any_size_evicts_nothing(tmp_path: Path) -> None:
+    cache = CheckedCache(str(tmp_path), max_size=-1)
+    for number in range(3):
+        cache.put(f"{number}", bytes(1000))
+    assert all(cache.get(f"{number}") == bytes(1000) for number in range(3))
+
+
 def test_a_process_compiles_damaged_programs_again(tmp_path: Path) -> None:
     others = {key: value for key, value in os.environ.items() if "COMPILATION_CACHE" not in key}
     environment = {**others, "XDG_CACHE_HOME": str(tmp_path)}

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.offload.disk.kv_pieces import TOKENS, DamagedError, KeptArray, PieceLayout
 from flexgen_jax.offload.disk.kv_store import KVStore
-from tests.helpers.cases import examples, pairwise
+from tests.helpers.cases import covering, examples
 from tests.helpers.models import PLACEMENTS, assert_within_plan
 from tests.helpers.numpy_opt import reference
 
@@ -232,6 +232,7 @@ def test_kill_at_any_moment_leaves_what_is_whole(tmp_path: Path) -> None:
         assert child.stdout is not None and child.stdout.readline() == b"begun\n"
         while seconds is None and not list(tmp_path.rglob("*.kv")):
             assert child.poll() is None, "it has written nothing"
+            time.sleep(0.002)
         time.sleep(seconds or 0.0)
         child.send_signal(signal.SIGKILL)
         child.wait()
@@ -283,7 +284,7 @@ def rounds() -> list[list[int]]:
 @pytest.mark.usefixtures("loading_pays")
 @pytest.mark.parametrize(
     ("percent", "chunk", "unified", "attention"),
-    pairwise(PLACEMENTS, [2048, 16], [True, False], ["device", "host"]),
+    covering(PLACEMENTS, [2048, 16], [True, False], ["device", "host"], together=1),
 )
 def test_a_conversation_goes_on_after_a_restart(
     checkpoint: Callable[[], Path],

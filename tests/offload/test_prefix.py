@@ -77,6 +77,19 @@ def test_a_stream_serves_several_prefixes(
     assert 2 * 4 <= len(steps) <= 4 * 4
 
 
+def test_sparse_attention_shares_nothing(checkpoint: Callable[[], Path], steps: list[Step]) -> None:
+    found = []
+    for prefix in (None, beginning(0)):
+        policy = Policy(batch_size=3, attention_sparsity=0.3)
+        with LLM(checkpoint(), dtype="float32", policy=policy) as llm:
+            results = llm.generate(
+                prompt_token_ids=prompts(), sampling_params=PARAMS, prefix=prefix
+            )
+        found.append([result.token_ids for result in results])
+    assert found[0] == found[1]
+    assert not steps
+
+
 def test_a_text_as_prefix_needs_a_tokenizer() -> None:
     with (
         LLM("facebook/opt-125m", dummy_weights=True) as llm,

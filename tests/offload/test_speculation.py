@@ -131,7 +131,7 @@ def test_the_model_itself_in_4_bits_guesses_what_is_drawn(temperature: float) ->
     params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=2, ignore_eos=True)
     plain, _ = texts(params, policy=policy_of(PLACEMENTS[2]))
     guessed, report = texts(params, policy=policy_of(PLACEMENTS[2]), draft="self-4bit")
-    assert guessed == plain and report["tokens_a_pass"] > 1.5
+    assert guessed == plain and report["tokens_a_pass"] > 2.5
 
 
 def test_texts_end_amid_a_pass(scripted: Guessing) -> None:

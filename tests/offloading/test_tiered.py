@@ -171,7 +171,7 @@ def test_no_memory_stays_behind(tmp_path: Path) -> None:
     layers = {str(n): {"x": np.ones((1000, 1000), np.float32)} for n in range(6)}
     held = []
     with TieredParams(layers, PLACES["disk"], folder=tmp_path) as params:
-        for count in (4, 12):
+        for count in (8, 24):
             for turn in range(count):
                 for _ in params.stream(ahead=1 + turn % 4):
                     break
