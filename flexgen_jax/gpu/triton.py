@@ -45,7 +45,8 @@ def load(ref: Any, index: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
     if mask is None:
         whole: jax.Array = ref[index]
         return whole
-    loaded: jax.Array = triton.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
+    place = ref.at[_with_traced_starts(index)]
+    loaded: jax.Array = triton.load(place, mask=mask, other=jnp.zeros((), ref.dtype))
     return loaded
 
 
@@ -54,7 +55,17 @@ def store(ref: Any, index: tuple[Any, ...], value: jax.Array, mask: jax.Array | 
     if mask is None:
         ref[index] = value
     else:
-        triton.store(ref.at[index], value, mask=mask)
+        triton.store(ref.at[_with_traced_starts(index)], value, mask=mask)
+
+
+def _with_traced_starts(index: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the same index with slices that start at traced positions. JAX 0.12 refuses slices
+    that extend past the array if it knows their start, even where a mask excludes the excess."""
+    zero = jnp.zeros((), jnp.int32)
+    return tuple(
+        pl.ds(part.start + zero, part.size) if isinstance(part, pl.Slice) else part
+        for part in index
+    )
 
 
 def call(
