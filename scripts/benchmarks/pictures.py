@@ -28,24 +28,30 @@ BINS = 400
 
 def draw_bars(content: dict[str, Any], axes: Any) -> None:
     """Draws medians of token/s, with whiskers from the lowest to the highest run."""
-    names, places, at = [], [], 0.0
-    for case, runs in groups(content["runs"]).items():
+    cases = groups(content["runs"])
+    labels, places, place = [], [], 0.0
+    for case, runs in cases.items():
         for name, rows in runs.items():
             speed = median(rows)
             if speed is None:
                 continue
-            found = speeds(rows)
-            whiskers = [[speed - min(found)], [max(found) - speed]]
+            measured = speeds(rows)
+            whiskers = [[speed - min(measured)], [max(measured) - speed]]
+            is_range = len(measured) > 1
             color = REFERENCE if is_reference(name) else OURS
-            axes.barh(at, speed, xerr=whiskers, color=color, capsize=3)
-            axes.annotate(f" {speed:.1f}", (max(found), at), va="center")
-            names.append(f"{case}: {name}")
-            places.append(at)
-            at += 1
-        at += 0.6
-    axes.set_yticks(places, names)
+            axes.barh(place, speed, xerr=whiskers if is_range else None, color=color, capsize=3)
+            axes.annotate(f" {speed:.1f}", (max(measured), place), va="center")
+            label = name.replace("ours", "flexgen_jax").replace("reference", "Accelerate")
+            labels.append(label if len(cases) == 1 else f"{case}: {label}")
+            places.append(place)
+            place += 1
+        place += 0.6
+    axes.set_yticks(places, labels)
     axes.invert_yaxis()
-    axes.set_xlabel("token/s, median and range")
+    axes.set_xlabel("generated tokens per second")
+    if len(cases) == 1:
+        axes.set_title(f"{next(iter(cases))} of memory")
+    axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.1)
 
 
@@ -98,10 +104,11 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--from", dest="start", type=float, default=0.0, help="Seconds.")
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--height", type=float, default=4.5, help="Inches.")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     content = json.loads(args.file.read_text())
-    figure, axes = plt.subplots(figsize=(9, 4.5))
+    figure, axes = plt.subplots(figsize=(9, args.height))
     if args.picture == "bars":
         draw_bars(content, axes)
     elif args.picture == "frontier":
