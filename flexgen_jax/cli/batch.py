@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
     required=True,
     metavar="FILE",
-    help="Requests, a line of JSON each: OpenAI's batch format for /v1/completions and "
-    '/v1/chat/completions, or {"id": "1", "prompt": "...", "max_tokens": 64}. "-" is standard '
-    "input; .gz and .zst are read, too.",
+    help='Requests, one JSON object per line, in OpenAI\'s batch format or as {"id": "1", "prompt":'
+    ' "..."}. "-": standard input.',
 )
 @click.option(
     "-o",
@@ -43,31 +42,29 @@ if TYPE_CHECKING:
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
     metavar="FILE",
-    help="Results, a line each, in the order in which they are finished. If FILE is there already, "
-    "the job goes on where it was broken off.",
+    help="Results, one per line, in the order of completion. If FILE exists, the job resumes.",
 )
-@click.option("--ordered", is_flag=True, help="Put the results into the input's order at the end.")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="Begin N requests at most.")
+@click.option("--ordered", is_flag=True, help="Sort the results into the input's order at the end.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Run at most N requests.")
 @click.option(
     "--journal-interval",
     type=click.FloatRange(0.1),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Keep unfinished texts so often; a job that is killed loses no more work than that.",
+    help="How often to checkpoint unfinished requests; a killed job loses at most this much work.",
 )
 @click.option(
     "--retry-errors",
     is_flag=True,
-    help="Run lines whose record is an error again, and no others that have a record.",
+    help="Run failed requests again.",
 )
 @click.option(
     "--max-tokens",
     "--chat-tokens",
     "chat_tokens",
     type=click.IntRange(1),
-    help="New tokens of a conversation that does not say how many. Default: as the model's folder "
-    "says, else 512.",
+    help="New tokens of chat requests without a limit. Default: the model's default, or 512.",
 )
 @now_option
 @click.option(
@@ -76,22 +73,20 @@ if TYPE_CHECKING:
     is_flag=False,
     flag_value="auto",
     metavar="[ADDRESS]",
-    help="Run copies of the model on the machines of a Ray cluster, one on each GPU, or on each "
-    "machine without any. ADDRESS as ray.init takes it; default: the cluster that this machine "
-    "belongs to.",
+    help="Run copies of the model on a Ray cluster, one per GPU. ADDRESS as in ray.init; default: "
+    "this machine's cluster.",
 )
 @click.option(
     "--progress-file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Say in FILE how far the job is, as JSON, every two seconds.",
+    help="Write the progress to FILE as JSON, every two seconds.",
 )
 @click.option(
     "--watch",
     type=click.IntRange(0, 65535),
     metavar="PORT",
-    help="Serve a page that shows how far the job is, to programs on this machine; 0: any free "
-    "port.",
+    help="Serve a page with the progress to this machine; 0: any free port.",
 )
 @json_option
 @model_options
@@ -113,9 +108,8 @@ def batch(
 ) -> None:
     """Run a file of requests.
 
-    A line that cannot be run has a record that says why. A job that was killed, or ran out of disk
-    space, goes on with the same command; every line has exactly one record in the end. The exit
-    status is 1 if every line has an error.
+    Every request gets one record, with an error if it cannot run. An interrupted job resumes with
+    the same command. The exit status is 1 if every request failed.
     """
     from flexgen_jax.jobs.options import JobOptions
 
@@ -146,8 +140,7 @@ def batch(
 def tell(
     summary: Summary, report: Mapping[str, Any], results: Path, json_file: Path | None
 ) -> None:
-    """Says what a job has come to, also in a file for machines; ends the process with status 1 if
-    every line has an error."""
+    """Prints a job's summary and writes it as JSON. Exits with status 1 if every request failed."""
     write_json(json_file, {"summary": vars(summary), "report": report})
     errors = f", {summary.errors} of them errors" if summary.errors else ""
     click.echo(
@@ -205,7 +198,7 @@ def run_on_ray(
 
 
 class Page(NamedTuple):
-    """A page that shows a job: its port, None for no page, and what `Watch` has of the model."""
+    """A page with a job's progress: its port (None: no page), and the model's name and policy."""
 
     port: int | None
     model: str

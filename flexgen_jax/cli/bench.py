@@ -24,46 +24,45 @@ SIGMA = 0.8
 
 
 @click.command(cls=Command)
-@click.option("--prompt-len", default=128, show_default=True, help="Tokens in each prompt.")
+@click.option("--prompt-len", default=128, show_default=True, help="Tokens per prompt.")
 @click.option(
     "--max-tokens",
     "--gen-len",
     "gen_len",
     default=32,
     show_default=True,
-    help="Tokens generated for each.",
+    help="New tokens per prompt.",
 )
 @click.option(
     "--lengths",
-    help="Texts of different lengths, up to --gen-len, which end by themselves: a FILE with a "
-    "number of tokens in each line, or lognormal:MEAN.",
+    help="Different numbers of new tokens, up to --max-tokens: a FILE with one number per line, or"
+    " lognormal:MEAN.",
     metavar="FILE|lognormal:MEAN",
 )
 @click.option(
     "--num-sequences",
     type=click.IntRange(1),
-    help="How many prompts; default: one block's, which may be hundreds.",
+    help="Number of prompts; default: one batch group, which may be hundreds.",
 )
 @click.option(
     "--copies",
     is_flag=True,
-    help="On a CPU, keep the device's and the host's memory apart and copy between them, as with a "
-    "GPU.",
+    help="On a CPU, keep device and host memory separate and copy between them, as with a GPU.",
 )
 @click.option(
     "--breakdown",
     is_flag=True,
-    help="Print where the time went: computing and I/O; measuring it costs some speed.",
+    help="Print the time of compute and I/O; measuring costs some speed.",
 )
 @click.option(
     "--warm-up",
     is_flag=True,
-    help="Run twice and count the second time: the first touch of fresh memory can be slow.",
+    help="Run twice and report the second run: the first touch of fresh memory can be slow.",
 )
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write every transfer and computation to FILE; open it at https://ui.perfetto.dev.",
+    help="Write all transfers and computations to FILE; open it at https://ui.perfetto.dev.",
     metavar="FILE",
 )
 @json_option
@@ -81,10 +80,10 @@ def bench(
     json_file: Path | None,
     **flags: Any,
 ) -> None:
-    """Measure generation on random prompts: speed, bytes moved, peak memory.
+    """Measure throughput, transfers and peak memory on random prompts.
 
-    Compilation and the placing of the weights are done first and not counted; the first touch of
-    fresh memory is, unless --warm-up is given.
+    Compiling and loading weights are not timed. The first touch of fresh memory is, unless
+    --warm-up is set.
     """
     check_json(json_file)
     unified = False if copies else None

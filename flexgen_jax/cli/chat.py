@@ -27,7 +27,7 @@ MAX_TOKENS = 1024
 """New tokens of an answer where neither the command nor the model's folder says how many."""
 
 ANSWER = "0"
-"""The id of the one request that runs."""
+"""The id of the running request."""
 
 HELP = """\
 /system TEXT   say what the model is to be; without TEXT, take that back
@@ -41,7 +41,7 @@ Ctrl-C stops an answer."""
 
 @dataclass
 class Conversation:
-    """What was said so far, and how it is rendered and answered."""
+    """The messages so far, and the settings for rendering and sampling."""
 
     llm: LLM
     params: SamplingParams
@@ -50,7 +50,7 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(self, text: str) -> None:
-        """Shows the answer to a message; what cannot be answered is as if it were not said."""
+        """Prints the answer to a message. A message that fails is removed."""
         from flexgen_jax.cli.showing import interrupting, show_text
         from flexgen_jax.models.chat import ChatOptions
 
@@ -64,8 +64,9 @@ class Conversation:
             except PromptError:
                 most = self.llm.config.max_positions - 1
                 raise UserError(
-                    f"the conversation has {len(ids)} tokens, and the model's context has room for "
-                    f"{most}: /reset begins a new one"
+                    f"the conversation has {len(ids)} tokens, but the model's context has room "
+                    "for only "
+                    f"{most}: /reset starts a new one"
                 ) from None
         if not shown.tokens:
             return
@@ -86,13 +87,13 @@ class Conversation:
 
     def save(self, name: str) -> None:
         if not name:
-            raise UserError("/save needs a file's name")
+            raise UserError("/save needs a file name")
         path = Path(name).expanduser()
         path.write_text(json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n")
-        click.echo(f"flexgen-jax: {len(self.messages)} messages are in {path}", err=True)
+        click.echo(f"flexgen-jax: {len(self.messages)} messages saved to {path}", err=True)
 
     def command(self, line: str) -> bool:
-        """Does what a line with a slash says; returns whether the conversation goes on."""
+        """Runs a slash command; returns False to end the conversation."""
         name, _, rest = line[1:].partition(" ")
         match name:
             case "exit" | "quit" | "bye":
@@ -105,40 +106,49 @@ class Conversation:
                 self.save(rest.strip())
             case _:
                 if name != "help":
-                    click.echo(f"flexgen-jax: there is no /{name}", err=True)
+                    click.echo(f"flexgen-jax: unknown command /{name}", err=True)
                 click.echo(HELP, err=True)
         return True
 
 
 @click.command(cls=Command)
-@click.option("--system", default="", help="What the model is to be, in every conversation.")
+@click.option("--system", default="", help="System message of every conversation.")
 @click.option(
     "--load",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Go on with a conversation that /save wrote: messages with a role and a content, as JSON.",
+    help="Continue a conversation that was saved with /save.",
 )
 @click.option(
     "--chat-option",
     "chat_options",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Tell the template a variable, such as enable_thinking=false; VALUE is JSON, or else a "
-    "text. May be repeated.",
+    help="Variable for the chat template, e.g. enable_thinking=false; VALUE is JSON or text. May "
+    "be repeated.",
 )
 @now_option
 @click.option(
     "--max-tokens",
     type=int,
-    help=f"Most tokens of an answer. Default: as the model's folder says, else {MAX_TOKENS}.",
+    help=f"Maximum tokens per answer. Default: the model's default, or {MAX_TOKENS}.",
 )
 @click.option(
     "--temperature",
     type=float,
-    help="0 takes the likeliest token. Default: as the model's folder asks for, else 0.",
+    help="0: greedy. Default: the model's default, or 0.",
 )
-@click.option("--top-k", type=int, help="Sample from the K likeliest; 0: all. Default: likewise.")
-@click.option("--top-p", type=float, help="Sample from this much probability. Default: likewise.")
+@click.option(
+    "--top-k",
+    type=int,
+    help="Sample from the K most likely tokens; 0: all. Default: the model's default.",
+)
+@click.option(
+    "--top-p",
+    type=float,
+    help="Sample from the most likely tokens with this total probability. Default: the model's "
+    "default.",
+)
 @model_options
 @policy_options
 def chat(
@@ -152,10 +162,10 @@ def chat(
     top_p: float | None,
     **flags: Any,
 ) -> None:
-    """Talk to a model, which answers token by token.
+    """Chat with a model in the terminal.
 
-    The model needs a chat template, which the toy that comes with this package has not: give
-    --model, for example HuggingFaceTB/SmolLM2-135M-Instruct. /help lists what can be typed.
+    The model needs a chat template, which the packaged toy model lacks: set --model, for example
+    to HuggingFaceTB/SmolLM2-135M-Instruct. /help lists the commands.
     """
     from flexgen_jax.engine.sampling import SamplingParams
 
@@ -177,7 +187,7 @@ def chat(
         if system:
             conversation.tell(system)
         if sys.stdin.isatty():
-            click.echo(f"{Path(llm.name).name}: /help lists commands, Ctrl-D ends", err=True)
+            click.echo(f"{Path(llm.name).name}: /help lists commands, Ctrl-D quits", err=True)
         _talk(conversation)
 
 
@@ -204,7 +214,7 @@ def _talk(conversation: Conversation) -> None:
                 conversation.ask(text)
         except (UserError, OSError) as error:
             click.echo(f"flexgen-jax: {error}", err=True)
-        except KeyboardInterrupt:  # what was asked is as if it were not
+        except KeyboardInterrupt:  # the message was removed
             click.echo(err=True)
 
 
@@ -252,5 +262,5 @@ def _loaded(path: Path) -> list[dict[str, Any]]:
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     )
     if not is_good:
-        raise UserError(f"--load {path}: it must be a list of messages with a role and a content")
+        raise UserError(f'--load {path}: must be a list of messages with "role" and "content"')
     return list(messages)

@@ -22,7 +22,7 @@ CONFIG = "FLEXGEN_JAX_CONFIG"
 
 
 def without_extra(error: ImportError, extra: str) -> UserError:
-    """Returns what is said of a package that an extra of this one installs."""
+    """Returns the error for a missing package, which names the extra that installs it."""
     return UserError(
         f"{error.name} is missing: pip install '.[{extra}]' in a checkout of flexgen_jax"
     )
@@ -33,7 +33,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def end(_number: int, _frame: object) -> NoReturn:
-    """Handles SIGTERM: the running command stops as on Ctrl-C, and keeps what it has written."""
+    """Handles SIGTERM: the command stops as on Ctrl-C, with its output saved."""
     raise Terminated
 
 
@@ -73,8 +73,8 @@ def now_option(command: Any) -> Any:
         "--now",
         type=click.DateTime(("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S")),
         metavar="TIME",
-        help="What a chat template that writes the date takes as the present time, e.g. "
-        "2026-01-31. Default: when the command began; a job that goes on keeps its time.",
+        help="Date for the chat template, e.g. 2026-01-31. Default: the start of the command; a "
+        "resumed job keeps its date.",
     )(command)
 
 
@@ -105,12 +105,11 @@ class Commands(click.Group):
 
 
 def set_loudness(is_quiet: bool, is_verbose: bool) -> None:
-    """Sets how much is said beside results and errors. A panic of a library in Rust has a backtrace
-    only where more is to be said."""
+    """Sets the log level. Panics of Rust libraries print a backtrace only if verbose."""
     if not is_verbose:
         os.environ["RUST_BACKTRACE"] = "0"
     if is_quiet and is_verbose:
-        raise UserError("--quiet and --verbose exclude each other")
+        raise UserError("--quiet and --verbose cannot be combined")
     if is_quiet or is_verbose:
         logging.getLogger("flexgen_jax").setLevel(logging.WARNING if is_quiet else logging.DEBUG)
 
@@ -127,7 +126,7 @@ def read_flag_defaults(group: click.Group) -> dict[str, Any]:
     path = Path(named).expanduser() if named else folder / "flexgen_jax.toml"
     if not path.is_file():
         if named:
-            raise UserError(f"{CONFIG} names {path}, which is not there")
+            raise UserError(f"{CONFIG} names {path}, which does not exist")
         return {}
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -139,7 +138,7 @@ def read_flag_defaults(group: click.Group) -> dict[str, Any]:
         known = set(_all_flags(group))
         unknown = [key for key in for_all if _flag(key) not in known]
         if unknown:
-            raise UserError(f"{unknown[0]!r} is no flag of any command")
+            raise UserError(f"{unknown[0]!r} is not a flag of any command")
         return _defaults(group, tables, for_all)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -152,7 +151,7 @@ def _defaults(
     if isinstance(command, click.Group):
         unknown = sorted(set(entries) - set(command.commands))
         if unknown:
-            raise UserError(f"[{unknown[0]}] is no command")
+            raise UserError(f"[{unknown[0]}] is not a command")
         return {
             name: _defaults(each, entries.get(name, {}), for_all)
             for name, each in command.commands.items()
@@ -160,7 +159,7 @@ def _defaults(
     flags = _flags(command)
     unknown = [key for key in entries if _flag(key) not in flags]
     if unknown:
-        raise UserError(f"[{command.name}] has {unknown[0]!r}, which is no flag of that command")
+        raise UserError(f"[{command.name}] has {unknown[0]!r}, which is not a flag of that command")
     given = {**for_all, **entries}
     return {flags[_flag(key)]: value for key, value in given.items() if _flag(key) in flags}
 

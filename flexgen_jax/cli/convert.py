@@ -14,14 +14,13 @@ import click
 @click.option(
     "--weight-bits",
     type=click.Choice(["8", "4"]),
-    help="Write weights in this many bits, once for all later runs, from safetensors.",
+    help="Quantize the weights, once for all later runs.",
 )
 @click.option(
     "--calibrate",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     metavar="TEXT",
-    help="With 4 bits: a file of text like that of later runs. Errors count by how large the "
-    "inputs are that meet a weight there.",
+    help="With 4 bits: a sample text. Errors are weighted by the size of each weight's input.",
 )
 @click.option("--progress/--no-progress", default=None, help="Show a progress bar.")
 def convert(
@@ -31,14 +30,14 @@ def convert(
     calibrate: Path | None,
     progress: bool | None,
 ) -> None:
-    """Convert the .bin checkpoint in folder SOURCE to safetensors in folder DESTINATION, or with
-    --weight-bits the safetensors in SOURCE to fewer bits.
+    """Convert a checkpoint from folder SOURCE to folder DESTINATION.
 
-    The former needs PyTorch, whose restricted loader refuses anything but tensors.
+    Without --weight-bits, .bin files become safetensors. This needs PyTorch, whose restricted
+    loader runs no code. With --weight-bits, safetensors are quantized.
     """
     if weight_bits is None:
         if calibrate is not None:
-            raise click.UsageError("--calibrate goes with --weight-bits 4")
+            raise click.UsageError("--calibrate needs --weight-bits 4")
         from flexgen_jax.models.convert import convert_folder
 
         written = convert_folder(source, destination)
@@ -48,10 +47,10 @@ def convert(
     from flexgen_jax.progress import Progress
 
     if calibrate is not None and weight_bits != "4":
-        raise click.UsageError("--calibrate goes with --weight-bits 4: 8 bits lose next to nothing")
+        raise click.UsageError("--calibrate needs --weight-bits 4; 8 bits lose almost nothing")
     is_shown = sys.stderr.isatty() if progress is None else progress
     text = None if calibrate is None else calibrate.read_text(encoding="utf-8")
     bits_each = quantize_folder(
         source, destination, bits=int(weight_bits), text=text, progress=Progress(is_shown)
     )
-    click.echo(f"wrote {destination}: {bits_each:.2f} bits a weight")
+    click.echo(f"wrote {destination}: {bits_each:.2f} bits per weight")

@@ -1,4 +1,4 @@
-"""What the shared flags say: a policy, and the options of an engine."""
+"""Engine options and the policy from the shared flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def parse_split(name: str, text: str) -> Placement:
-    """Parses "device=20,host=80" as a placement; what is left of 100 goes to disk."""
+    """Parses "device=20,host=80" as a placement; the rest goes to disk."""
     shares: dict[str, float] = {}
     for part in text.split(","):
         tier, _, percent = part.partition("=")
@@ -30,14 +30,14 @@ def parse_split(name: str, text: str) -> Placement:
         except ValueError:
             value = -1.0
         if tier.strip() not in ("device", "host", "disk") or value < 0:
-            raise PolicyError(f"--{name} {text}: write for example device=20,host=80")
+            raise PolicyError(f"--{name} {text}: for example device=20,host=80")
         shares[tier.strip()] = value / 100
     try:
         placement = Placement(shares.get("device", 0.0), shares.get("host", 0.0))
     except PolicyError as error:
         raise PolicyError(f"--{name} {text}: {error}") from None
     if "disk" in shares and abs(shares["disk"] - placement.disk) > 1e-6:
-        raise PolicyError(f"--{name} {text}: the three do not add up to 100")
+        raise PolicyError(f"--{name} {text}: the three percentages must add up to 100")
     return placement
 
 
@@ -60,7 +60,7 @@ def build_policy(
         changes["copies_ahead"] = False
     if policy_file != "auto":
         if percent or given:
-            raise PolicyError("--policy FILE and placement flags exclude each other")
+            raise PolicyError("--policy FILE and placement flags cannot be combined")
         try:
             policy = Policy.from_json(Path(policy_file).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +69,7 @@ def build_policy(
             raise PolicyError(f"--policy {policy_file}: {error}") from None
         return replace(policy, **changes)
     if percent and given:
-        raise PolicyError("--percent and --weights, --cache, --activations exclude each other")
+        raise PolicyError("--percent and --weights, --cache, --activations cannot be combined")
     if not percent and not given and not changes:
         return None
     changes.setdefault("batch_size", min(default_batches, Policy().batch_size))
@@ -82,9 +82,9 @@ def build_policy(
 def engine_options(
     flags: Mapping[str, Any], default_batches: int, shows_tokens: bool = False, **more: Any
 ) -> EngineOptions:
-    """What the shared flags say, and `more`; default_batches: sequences in a batch where a policy
-    is given without that number, at most; shows_tokens: whether tokens are shown themselves, so
-    that no bar counts them."""
+    """Returns the options from the shared flags and `more`. default_batches: upper limit of the
+    batch size if a given policy has none; shows_tokens: whether tokens are printed, which
+    replaces the progress bar."""
     names = {field.name for field in fields(EngineOptions)}
     own = {name: value for name, value in flags.items() if name in names}
     shape = {name: value for name, value in flags.items() if name not in own}

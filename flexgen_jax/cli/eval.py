@@ -16,7 +16,7 @@ from flexgen_jax.errors import UserError
 
 @click.group("eval")
 def evaluate() -> None:
-    """Measure a model's quality, under any placement and number of bits."""
+    """Measure a model's quality, with any placement and precision."""
 
 
 @evaluate.command(cls=Command)
@@ -26,21 +26,20 @@ def evaluate() -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     required=True,
     metavar="FILE",
-    help="The text.",
+    help="Text file.",
 )
 @click.option(
     "--window",
     type=int,
     metavar="TOKENS",
-    help="Tokens that are seen together. Default: the model's context, and one that is only "
-    "scored.",
+    help="Tokens per window. Default: the model's context and one more, which is only scored.",
 )
 @click.option(
     "--stride",
     type=int,
     metavar="TOKENS",
-    help="Distance of windows; every token is scored once, with WINDOW - STRIDE or more before it. "
-    "Default: half of the window.",
+    help="Distance between windows; each token has at least WINDOW - STRIDE tokens of context. "
+    "Default: half a window.",
 )
 @json_option
 @model_options
@@ -48,7 +47,7 @@ def evaluate() -> None:
 def perplexity(
     source: Path, window: int | None, stride: int | None, json_file: Path | None, **flags: Any
 ) -> None:
-    """Measure the perplexity of a text, in windows that slide over it."""
+    """Measure the perplexity of a text in sliding windows."""
     from flexgen_jax.engine.files import read_text
     from flexgen_jax.evaluation.perplexity import perplexity
 
@@ -70,17 +69,19 @@ def perplexity(
     "--include-path",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Look for tasks there, too.",
+    help="Folder with more tasks.",
 )
-@click.option("--num-fewshot", type=int, metavar="N", help="Examples before each question.")
-@click.option("--limit", type=float, metavar="N", help="Use N documents of each task only.")
+@click.option(
+    "--num-fewshot", type=int, metavar="N", help="Number of examples before each question."
+)
+@click.option("--limit", type=float, metavar="N", help="Use only N documents of each task.")
 @click.option(
     "--use-cache",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="Keep answers there; an evaluation that was broken off goes on with them.",
+    help="Cache answers here; an interrupted evaluation resumes from them.",
 )
-@click.option("--chat", is_flag=True, help="Ask by the model's chat template.")
+@click.option("--chat", is_flag=True, help="Apply the model's chat template.")
 @json_option
 @model_options
 @policy_options
@@ -101,9 +102,7 @@ def lm_eval(
 
         from flexgen_jax.evaluation.harness import CheckedTasks, FlexGenLM
     except ImportError as error:
-        raise UserError(
-            f"this needs the evaluation harness: {error}; pip install lm-eval"
-        ) from None
+        raise UserError(f"this needs lm-evaluation-harness: {error}; pip install lm-eval") from None
     check_json(json_file)
     with open_llm(engine_options(flags, default_batches=64)) as llm:
         evaluated = simple_evaluate(

@@ -48,26 +48,28 @@ def _model_flags(command: Function) -> Function:
         [
             click.option(
                 "--model",
-                help="Hugging Face folder or hub id; default: a toy of 5 million parameters.",
+                help="Hugging Face folder, Hub id or GGUF file; default: a toy model of 5 million "
+                "parameters.",
             ),
             click.option(
                 "--dummy-weights",
                 is_flag=True,
-                help="Random weights of a known shape, e.g. --model facebook/opt-1.3b; no files.",
+                help="Use random weights of a known shape, e.g. --model facebook/opt-1.3b; needs "
+                "no files.",
             ),
             click.option(
                 "--dtype",
                 type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
                 default=EngineOptions.dtype,
                 show_default=True,
-                help="Compute and store in this type; auto: the checkpoint's.",
+                help="Dtype of compute and storage; auto: the checkpoint's.",
             ),
             click.option(
                 "--seed",
                 type=click.IntRange(0),
                 default=EngineOptions.seed,
                 show_default=True,
-                help="Seed of all random numbers.",
+                help="Random seed.",
             ),
             click.option(
                 "--progress/--no-progress",
@@ -87,34 +89,33 @@ def _memory_flags(command: Function) -> Function:
                 "--device-memory",
                 type=Size(),
                 metavar="SIZE",
-                help="GPU memory to use, e.g. 16GB; default: what is free.",
+                help="GPU memory budget, e.g. 16GB; default: the free memory.",
             ),
             click.option(
                 "--host-memory",
                 type=Size(),
                 metavar="SIZE",
-                help="RAM to use, e.g. 64GB; default: what is free.",
+                help="RAM budget, e.g. 64GB; default: the free memory.",
             ),
             click.option(
                 "--disk-space",
                 type=Size(),
                 metavar="SIZE",
-                help="Disk space to use, e.g. 1TB; default: what is free.",
+                help="Disk budget, e.g. 1TB; default: the free space.",
             ),
             click.option(
                 "--write-limit",
                 type=Size(),
                 metavar="SIZE",
-                help="What may be written to the disk a day, e.g. 200GB: writing wears an SSD. "
-                "Plans that write more are not chosen, and refused if they are given.",
+                help="Limit on bytes written to disk per day, e.g. 200GB; policies that exceed it "
+                "are rejected.",
             ),
             click.option(
                 "--kv-store",
                 type=Size(),
                 metavar="SIZE",
-                help="Keep the KV cache of prompts and texts in so much of the disk, e.g. 20GB: "
-                "requests that share a prefix with earlier ones, of any run, load it in place of "
-                "computing it.",
+                help="Cache prompts on disk, up to this size, e.g. 20GB. A later request with the "
+                "same prefix loads its KV cache.",
             ),
             click.option(
                 "--kv-store-dir",
@@ -124,24 +125,23 @@ def _memory_flags(command: Function) -> Function:
             click.option(
                 "--offload-dir",
                 type=click.Path(path_type=Path),
-                help="Folder on a fast disk for what does not fit; default: "
-                "~/.cache/flexgen_jax/offload. A model's weights stay there for later runs.",
+                help="Folder on a fast disk for offloaded data; weights stay there for later runs."
+                " Default: ~/.cache/flexgen_jax/offload.",
             ),
             click.option(
                 "--stages",
                 type=click.IntRange(1),
                 default=EngineOptions.stages,
                 show_default=True,
-                help="Divide the layers over so many processes of this machine, each with a GPU, "
-                "or a share of the cores, of its own; budgets are each one's.",
+                help="Number of pipeline stages, each a process with its own GPU or share of "
+                "cores; budgets apply to each.",
             ),
             click.option(
                 "--coordinator",
                 metavar="HOST:PORT",
                 callback=lead_or_join,
-                help="Listen here for the stages of other machines, on which `flexgen-jax stage` "
-                "runs; only the first stage is started on this one. Where srun, mpirun or the like "
-                "runs this command on all machines, the first process leads, others are stages.",
+                help="Listen here for stages on other machines (`flexgen-jax stage`). Under srun "
+                "or mpirun, the first process leads.",
             ),
         ],
     )
@@ -156,8 +156,9 @@ def _bits_option(name: str, what: str) -> Callable[[Function], Function]:
         f"--{name}-bits",
         type=click.Choice([str(bits) for bits in BITS]),
         callback=_as_int,
-        help=f"Keep {what} in this many bits per number; 16 is the dtype itself. 4 moves and "
-        "stores 0.28 of the bytes and costs some quality.",
+        help=f"Bits of {what}; 16 is the dtype itself. 4 bits: 28 % of the memory and traffic, "
+        "at a "
+        "small loss of quality.",
     )
 
 
@@ -170,13 +171,13 @@ def plan_options(command: Function) -> Function:
             click.option(
                 "--hardware",
                 metavar="NAME|FILE",
-                help="Plan for a known machine (t4-16gb, rtx3090-24gb, a100-80gb, h200-141gb) or a "
-                "profile's file; default: this machine.",
+                help="Plan for a known machine (t4-16gb, rtx4090-24gb, a100-80gb, h200-141gb) or a"
+                " profile; default: this machine.",
             ),
             click.option(
                 "--prompt-len",
                 type=click.IntRange(1),
-                help="Tokens a prompt. Default: 512, or what the model's context leaves room for.",
+                help="Tokens per prompt. Default: 512, or less if the context is shorter.",
             ),
             click.option(
                 "--max-tokens",
@@ -184,61 +185,60 @@ def plan_options(command: Function) -> Function:
                 "gen_len",
                 default=32,
                 show_default=True,
-                help="New tokens for each.",
+                help="New tokens per prompt.",
             ),
             click.option(
                 "--num-sequences",
                 type=click.IntRange(1),
-                help="How many prompts there are; default: as many as are best.",
+                help="Number of prompts; default: the number with the highest throughput.",
             ),
             click.option(
                 "--prefix-len",
                 type=click.IntRange(0),
                 default=0,
-                help="Tokens before those of --prompt-len that several prompts share.",
+                help="Tokens of a shared prefix, in addition to --prompt-len.",
             ),
             click.option(
                 "--num-prefixes",
                 type=click.IntRange(1),
                 default=1,
-                help="With --prefix-len, how many different prefixes there are.",
+                help="With --prefix-len, the number of different prefixes.",
             ),
             click.option(
                 "--max-latency",
                 type=click.FloatRange(0, min_open=True),
                 metavar="SECONDS",
-                help="A block of sequences must be finished in this time.",
+                help="Time limit for a batch group.",
             ),
             click.option(
                 "--min-throughput",
                 type=click.FloatRange(0, min_open=True),
                 metavar="TOKEN/S",
-                help="This is enough; then the plan of the lowest latency is chosen.",
+                help="Choose the policy with the lowest latency that reaches this throughput.",
             ),
             click.option(
                 "--allow-compression",
                 is_flag=True,
-                help="The plan may keep weights and KV cache in 4 bits, which costs some quality.",
+                help="Allow 4-bit weights and KV cache, at a small loss of quality.",
             ),
             click.option(
                 "--allow-sparsity",
                 type=click.FloatRange(0, 1, min_open=True),
                 metavar="F",
-                help="The plan may attend to this fraction of the tokens only, which costs "
-                "some quality.",
+                help="Allow attention to this fraction of the tokens, at a loss of quality.",
             ),
             click.option(
                 "--draft-accepted",
                 type=click.FloatRange(0, 1),
                 metavar="SHARE",
-                help="With --draft, the share of guesses that are right if those before them are; "
-                "default: what such texts are expected to have.",
+                help="With --draft, the acceptance rate of a guess; default: the rate of earlier "
+                "runs.",
             ),
             click.option(
                 "--latency-curve",
                 type=click.Path(dir_okay=False, path_type=Path),
                 metavar="FILE",
-                help="Draw throughput over latency to FILE (.png, .svg or .pdf), and print it.",
+                help="Plot throughput over latency to FILE (.png, .svg or .pdf), and print it.",
             ),
         ],
     )
@@ -251,7 +251,7 @@ def policy_options(command: Function) -> Function:
 
 
 def _placement_flags(command: Function) -> Function:
-    by_name = "By name, in place of --percent: device=20,host=80"
+    by_name = "The same by name, e.g. device=20,host=80; the rest is on disk."
     return _apply(
         command,
         POLICY,
@@ -262,17 +262,16 @@ def _placement_flags(command: Function) -> Function:
                 default="auto",
                 show_default=True,
                 metavar="auto|FILE",
-                help="A policy as JSON, or what `plan --json` wrote; auto searches for the fastest "
-                "one, unless a flag from --percent to --schedule, --no-overlap or --no-copy-ahead "
-                "fixes it: then what no flag places is all on the GPU, in batches of 8 or fewer.",
+                help="Policy as JSON, e.g. from `plan --json`. auto searches the fastest one, "
+                "unless a flag below fixes a part of it.",
             ),
             click.option(
                 "--percent",
                 nargs=6,
                 type=float,
                 metavar="WG WC CG CC HG HC",
-                help="Percent of weights on GPU and CPU, of KV cache on GPU and CPU, of "
-                "activations on GPU and CPU; the rest on disk.",
+                help="Percentages of weights on GPU and CPU, KV cache on GPU and CPU, activations "
+                "on GPU and CPU; the rest is on disk.",
             ),
             click.option("--weights", metavar="SPLIT", help=by_name),
             click.option("--cache", metavar="SPLIT", help=by_name),
@@ -281,22 +280,20 @@ def _placement_flags(command: Function) -> Function:
                 metavar="SPLIT",
                 help=by_name,
             ),
-            click.option("--batch-size", type=int, help="Sequences in a batch."),
-            click.option(
-                "--num-batches", type=int, help="Batches that are computed together, at most."
-            ),
+            click.option("--batch-size", type=int, help="Sequences per batch."),
+            click.option("--num-batches", type=int, help="Maximum number of batches in a group."),
             click.option(
                 "--schedule",
                 type=click.Choice(list(SCHEDULES)),
-                help="When batches enter: as soon as others have finished rows (continuous, the "
-                "default), one a pass (diagonal), when all have left (zigzag), one by one (row).",
+                help="Batch admission. continuous (default): when rows are free; zigzag: a full "
+                "group; diagonal: one per pass; row: one at a time.",
             ),
             click.option("--no-overlap", is_flag=True, help="Do not prefetch."),
             click.option(
                 "--no-copy-ahead",
                 is_flag=True,
-                help="Copy a layer's weights to the GPU only when the one before is computed: it "
-                "has room for one of hundreds of experts.",
+                help="Copy a layer's weights to the GPU only after the previous layer, to save GPU"
+                " memory.",
             ),
         ],
     )
@@ -311,70 +308,61 @@ def _precision_flags(command: Function) -> Function:
             click.option(
                 "--requantize",
                 is_flag=True,
-                help="Let --weight-bits round weights again that the model's files have in a few "
-                "bits, such as FP8 or GPTQ; without it they stay as they are.",
+                help="Let --weight-bits quantize published low-bit weights (FP8, GPTQ, ...) a "
+                "second time.",
             ),
             click.option(
                 "--weight-format",
                 type=click.Choice(list(WEIGHT_FORMATS)),
-                help="With --weight-bits, quantize in groups of 32 along the input of each matrix "
-                "(own, the default), or as the FlexGen paper does, 64 along the output: less good.",
+                help="Groups for --weight-bits: own (32 along the input, default) or paper (64 "
+                "along the output, less accurate).",
             ),
             _bits_option("cache", "full blocks of the KV cache"),
             click.option(
                 "--matmul-bits",
                 type=click.Choice([str(bits) for bits in MATMUL_BITS]),
                 callback=_as_int,
-                help="8: layers multiply integers of 8 bits, to which hidden states are rounded. "
-                "Costs a little quality. With --weight-bits 4 or 8, and with published weights of "
-                "such bits, new tokens then take less time on CPUs without products "
-                "of bfloat16 (AVX2, or AVX-512 alone); nothing changes on others. With "
-                "--weight-format paper, prompts and large batches take less time on CPUs with AMX "
-                "or VNNI.",
+                help="8: matmul with 8-bit integers, at a small loss of quality. Faster on some "
+                "CPUs: see the page on CPU kernels.",
             ),
             click.option(
                 "--attention",
                 type=click.Choice(list(ATTENTIONS)),
-                help="Where decoding attends to KV cache that is not on the GPU: on the host's "
-                "CPU, or on the device, to which it is moved; auto: in a search the better "
-                "one, else the host, unless the device is the CPU and attends to all tokens.",
+                help="Where decoding attends to KV cache outside the GPU: on the host's CPU, or on"
+                " the device; auto: the faster one.",
             ),
             click.option(
                 "--attention-sparsity",
                 type=float,
                 metavar="F",
-                help="In decoding, each head attends to this fraction of the tokens before, those "
-                "with the highest scores; e.g. 0.1. Reads and moves fewer values, and costs some "
-                "quality; 1 is all.",
+                help="In decoding, attend to this fraction of the tokens with the highest scores, "
+                "e.g. 0.1, at a loss of quality.",
             ),
             click.option(
                 "--prefill-chunk",
                 type=click.IntRange(1),
                 metavar="TOKENS",
-                help="Longer prompts are computed in chunks of so many tokens, one a pass over the "
-                "weights: fewer need less memory, and more passes. Default: "
-                f"{Policy().prefill_chunk}, or less where a plan needs it.",
+                help="Tokens per prefill chunk. Smaller chunks need less memory and more "
+                "passes over "
+                f"the weights. Default: {Policy().prefill_chunk}, or less if a plan needs it.",
             ),
             click.option(
                 "--draft",
                 metavar="lookup|self-4bit|MODEL",
-                help="Guess several tokens of each text, and have a pass over the weights check "
-                "them all; the text stays the same. Where weights come from the host or the disk, "
-                "few texts then take fewer passes. lookup: what followed the last tokens when "
-                "they were in the text before, as in summaries, code and JSON; self-4bit: the "
-                "model itself in 4 bits; or a smaller model with the same tokens. A model that "
-                "guesses has to fit the GPU. A plan guesses only where that pays.",
+                help="Speculative decoding with drafts from lookup (repeated text), self-4bit (the"
+                " model in 4 bits), or a smaller model.",
             ),
             click.option(
                 "--draft-tokens",
                 type=click.IntRange(1, MAX_DRAFT),
                 metavar="K",
-                help=f"With --draft, guess so many tokens for a pass. Default: {DRAFT_TOKENS}.",
+                help="With --draft, maximum number of draft tokens per pass. Default: "
+                f"{DRAFT_TOKENS}.",
             ),
             click.option(
                 "--prefix-sharing/--no-prefix-sharing",
                 default=True,
-                help="Whether prefixes that prompts share are found, and computed and kept once.",
+                help="Compute common prefixes of prompts once.",
             ),
         ],
     )

@@ -33,8 +33,8 @@ MAX_TOKENS = 64
 
 TOY = (
     "flexgen-jax: this model is a toy of 5 million parameters, which comes with the package to try "
-    "it; its texts make no sense. A small model whose texts do: --model "
-    "HuggingFaceTB/SmolLM2-135M-Instruct, which is fetched from the hub (0.3 GB)"
+    "it; its texts make little sense. A small real model: --model "
+    "HuggingFaceTB/SmolLM2-135M-Instruct, downloaded from the Hub (0.3 GB)"
 )
 """What to know about the shipped model."""
 
@@ -46,15 +46,15 @@ DEMO_PROMPT = "The people of the United States"
 @click.option(
     "--prompts-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help='Read prompts from FILE, one a line, or of FILE.jsonl the "prompt" of each line; "-" is '
-    "standard input.",
+    help='File with one prompt per line, or FILE.jsonl with "prompt" in each line; "-": standard '
+    "input.",
     metavar="FILE",
 )
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Print no text, but write each to FILE as soon as it is finished, in a record of JSON as "
-    "`batch` does. If FILE is there already, go on where the run was broken off.",
+    help="Write each result to FILE as JSON, as `batch` does, instead of printing it. If FILE "
+    "exists, the run resumes.",
     metavar="FILE",
 )
 @click.option(
@@ -62,44 +62,51 @@ DEMO_PROMPT = "The people of the United States"
     "prefix_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Put the text of FILE before every prompt, e.g. instructions and examples; it is computed "
-    "once for all.",
+    help="File with a text to put before every prompt, e.g. instructions; it is computed once.",
 )
 @click.option(
     "--chat",
     "is_chat",
     is_flag=True,
-    help="Each prompt is a user's message; answer it, by the model's chat template.",
+    help="Treat each prompt as a user's message, and apply the model's chat template.",
 )
 @click.option(
     "--chat-option",
     "chat_options",
     multiple=True,
     metavar="NAME=VALUE",
-    help="With --chat, tell the template a variable, such as enable_thinking=false; VALUE is JSON, "
-    "or else a text. May be repeated.",
+    help="With --chat, a variable for the template, e.g. enable_thinking=false; VALUE is JSON or "
+    "text. May be repeated.",
 )
 @now_option
 @click.option(
     "--max-tokens",
     type=int,
-    help="New tokens a prompt. Default: as the model's folder says, else 64.",
+    help="New tokens per prompt. Default: the model's default, or 64.",
 )
 @click.option(
     "--temperature",
     type=float,
-    help="0 takes the likeliest token. Default: as the model's folder asks for, else 0.",
+    help="0: greedy. Default: the model's default, or 0.",
 )
-@click.option("--top-k", type=int, help="Sample from the K likeliest; 0: all. Default: likewise.")
-@click.option("--top-p", type=float, help="Sample from this much probability. Default: likewise.")
-@click.option("--stop", multiple=True, help="End a text at this string; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")
+@click.option(
+    "--top-k",
+    type=int,
+    help="Sample from the K most likely tokens; 0: all. Default: the model's default.",
+)
+@click.option(
+    "--top-p",
+    type=float,
+    help="Sample from the most likely tokens with this total probability. Default: the model's "
+    "default.",
+)
+@click.option("--stop", multiple=True, help="Stop at this string; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after the end token.")
 @click.option(
     "--echo/--no-echo",
     "echoes",
     default=None,
-    help="Print the prompt before its text; default: without --chat. With --chat it is the whole "
-    "conversation, as the template writes it.",
+    help="Print the prompt before the completion; default: without --chat.",
 )
 @json_option
 @model_options
@@ -122,10 +129,10 @@ def generate(
     json_file: Path | None,
     **flags: Any,
 ) -> None:
-    """Continue each of PROMPTS and print the text; without PROMPTS, a built-in one.
+    """Generate a completion for each of PROMPTS, or for a built-in prompt.
 
-    Without --model, a toy of 5 million parameters that comes with this package is used, whose texts
-    make no sense. For long runs give --output: the same command goes on where it was broken off.
+    Without --model, a toy model of 5 million parameters is used. Long runs should set --output;
+    the same command then resumes an interrupted run.
     """
     from flexgen_jax.engine.files import Prompt, read_prompts, read_text
     from flexgen_jax.engine.sampling import SamplingParams
@@ -135,7 +142,7 @@ def generate(
         given += read_prompts(prompts_file)
     elif not given:
         given = [Prompt(DEMO_PROMPT, "")]
-        click.echo(f'flexgen-jax: no prompt is given, so this one: "{DEMO_PROMPT}"', err=True)
+        click.echo(f'flexgen-jax: using a built-in prompt: "{DEMO_PROMPT}"', err=True)
     prefix = "" if prefix_file is None else read_text(prefix_file, "--prefix")
     given = [Prompt(prefix + prompt.text, prompt.where) for prompt in given]
     try:
@@ -147,7 +154,7 @@ def generate(
     check_json(json_file, results=output)
     chat = Chat(parse_variables(chat_options), now) if is_chat else None
     if chat is None and (chat_options or now is not None):
-        raise UserError("--chat-option and --now are for --chat, which is not given")
+        raise UserError("--chat-option and --now need --chat")
     echoes = not is_chat if echoes is None else echoes
     streams = output is None and len(given) == 1 and sys.stdout.isatty()
     options = engine_options(flags, default_batches=len(given), shows_tokens=streams)
@@ -198,19 +205,19 @@ def print_results(
 
 
 class Chat(NamedTuple):
-    """How prompts are rendered as conversations: what the template is told, and the time."""
+    """Variables and date for the chat template."""
 
     variables: Mapping[str, Any]
     now: datetime | None = None
 
 
 def parse_variables(texts: Sequence[str]) -> dict[str, Any]:
-    """Parses "NAME=VALUE"; raises `UserError` for what is not of this form."""
+    """Parses "NAME=VALUE"; raises `UserError` for other forms."""
     variables = {}
     for text in texts:
         name, is_there, value = text.partition("=")
         if not name.isidentifier() or not is_there:
-            raise UserError(f"--chat-option {text}: write for example enable_thinking=false")
+            raise UserError(f"--chat-option {text}: for example enable_thinking=false")
         try:
             variables[name] = json.loads(value)
         except ValueError:
@@ -226,11 +233,11 @@ def run_prompts(
     chat: Chat | None = None,
     shows: bool | None = None,
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
-    """Returns the results of all prompts, which begin with `prefix`, and the report of the run. A
-    prompt that could not be continued has an "error", and its "index".
+    """Returns the results of all prompts, after a common `prefix`, and the report of the run. The
+    result of a prompt that cannot run has "error" and "index".
 
-    shows: whether the one text is shown as its tokens come, true with the prompt before it. Raises
-    `UserError` if no prompt can be continued.
+    shows: None collects the results; otherwise a single completion is printed token by token, after
+    its prompt if True. Raises `UserError` if no prompt can run.
     """
     from flexgen_jax.engine.files import as_json
 
@@ -254,8 +261,8 @@ def run_job(
     chat: Chat | None,
     json_file: Path | None,
 ) -> None:
-    """Runs the prompts as a job, whose records go to `output` and into the prompts' order at the
-    end, and says what it has come to."""
+    """Runs the prompts as a job with records in `output`, sorts them at the end, and prints a
+    summary."""
     from flexgen_jax.jobs.options import JobOptions
 
     signal.signal(signal.SIGTERM, end)

@@ -39,11 +39,11 @@ from flexgen_jax.version import __version__
 def main(context: click.Context, quiet: bool, verbose: bool) -> None:
     """Generate text with language models larger than your GPU's memory.
 
-    Weights, KV cache and activations are kept on the device, in host memory and on disk, and
-    moved to where they are needed while the device computes.
+    Weights, KV cache and activations are spread over GPU, host memory and disk. Transfers overlap
+    with compute.
 
-    Flags may be set in ~/.config/flexgen_jax.toml, for all commands or in a table such as
-    [generate], and by variables such as FLEXGEN_JAX_GENERATE_MODEL.
+    Flags can be set in ~/.config/flexgen_jax.toml, for all commands or in a table such as
+    [generate], and by environment variables such as FLEXGEN_JAX_GENERATE_MODEL.
     """
     set_loudness(quiet, verbose)
     context.default_map = read_flag_defaults(main)

@@ -13,8 +13,7 @@ from flexgen_jax.units import scaled
 @click.command()
 @json_option
 def models(json_file: Path | None) -> None:
-    """List the supported model families, and the shapes that --dummy-weights and plan know by
-    name."""
+    """List the model families, and the shapes known to `plan` and --dummy-weights."""
     from flexgen_jax.models.config import ModelConfig
     from flexgen_jax.models.families import FAMILIES, read_config
     from flexgen_jax.models.shapes import SHAPES, raw_shape

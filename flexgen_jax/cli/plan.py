@@ -1,4 +1,4 @@
-"""`flexgen-jax plan`: searches a policy and predicts what it will do."""
+"""`flexgen-jax plan`: finds a policy and predicts its performance."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ WORTH_A_HINT = 1.2
 """A hint is given if a change makes the predicted throughput at least this many times as high."""
 
 PROMPT_LEN = 512
-"""Tokens of a prompt where nobody says how many."""
+"""Default number of prompt tokens."""
 
 MUCH = 1000
-"""How many times as large a budget is taken to see whether it is what is missing."""
+"""Factor by which a budget is raised to test whether it is the limit."""
 
 
 @click.command(cls=Command)
@@ -64,10 +64,10 @@ def plan(
     json_file: Path | None,
     **flags: Any,
 ) -> None:
-    """Find the policy that generates fastest, and predict what it will do.
+    """Find the fastest policy for a machine, and predict its performance.
 
-    Flags that place or shape something fix the policy, and only its prediction is made. With
-    --stages N it plans for N machines that are alike.
+    Flags that set a part of the policy fix it; then only the prediction is made. --stages N plans
+    for N equal machines.
     """
     from flexgen_jax.models.loading import shape_of
     from flexgen_jax.progress import Progress
@@ -102,7 +102,9 @@ def plan(
     problem = replace(problem, max_latency=max_latency, min_throughput=min_throughput)
     given = None if options.is_auto else options.base_policy
     if options.progress:
-        click.echo("flexgen-jax: searching, which may take minutes for large models", err=True)
+        click.echo(
+            "flexgen-jax: searching for a policy; this may take minutes for large models", err=True
+        )
     if options.stages > 1:
         limits = (max_latency, min_throughput, options.write_limit, prefix_len or None)
         refuse_with_stages(given, latency_curve, *limits)
@@ -122,7 +124,7 @@ def plan(
 def plan_choices(
     options: EngineOptions, allow_compression: bool, allow_sparsity: float | None
 ) -> Choices:
-    """What the search may choose: what is given stays, the rest as the flags allow."""
+    """The choices of the search: given values are fixed, flags may allow more."""
     fixed, more = options.changes, dict[str, Any]()
     if allow_compression:
         more |= {name: (16, 4) for name in ("weight_bits", "cache_bits") if name not in fixed}
@@ -132,7 +134,7 @@ def plan_choices(
 
 
 def searched_from(options: EngineOptions) -> Policy:
-    """Returns the policy from which a search starts: that of the flags which fix none."""
+    """Returns the starting policy of a search, from the flags that fix none."""
     return replace(options, policy="auto").base_policy
 
 
@@ -172,7 +174,7 @@ def make_problem(
         )
         if (kind == "float32") != (profile.dtype == "float32"):
             raise UserError(
-                f"{options.hardware} was profiled in {profile.dtype}; choose that with --dtype"
+                f"{options.hardware} was profiled in {profile.dtype}; set --dtype {profile.dtype}"
             )
     experts = planned_expert_rates(options.model, config, kind)
     setting = Setting(config, kind, profile.unified, profile.sizes, experts=experts)
@@ -216,8 +218,8 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
         )
     best = anything[0]
     raise UserError(
-        "no plan meets these limits; without them the best makes "
-        f"{significant(best.throughput)} token/s in blocks of {best.latency_s:.0f} s, and "
+        "no policy meets these limits; without them the best one reaches "
+        f"{significant(best.throughput)} token/s in batch groups of {best.latency_s:.0f} s, and "
         f"writes {scaled(best.written_a_day)}B a day; "
         "relax --max-latency, --min-throughput or --write-limit"
     )
@@ -240,7 +242,7 @@ def _what_would_fit(problem: Problem) -> str:
 
 
 def refuse_with_stages(*given: object) -> None:
-    """Raises `UserError` for what a plan of stages does not know."""
+    """Raises `UserError` for options that a plan of stages does not support."""
     if any(one is not None for one in given):
         raise UserError(
             "--stages takes no policy, limits, --prefix-len or --latency-curve in a plan; leave "
@@ -249,7 +251,7 @@ def refuse_with_stages(*given: object) -> None:
 
 
 def staged_plan(problem: Problem, stages: int) -> ChainPlan:
-    """Returns the best plan for a model in stages, on machines that are alike."""
+    """Returns the best plan for pipeline stages on equal machines."""
     if stages > problem.setting.config.num_layers:
         raise UserError(
             f"--stages {stages}: the model has {problem.setting.config.num_layers} layers"
@@ -262,8 +264,8 @@ def staged_plan(problem: Problem, stages: int) -> ChainPlan:
 
 
 def hints(problem: Problem, chosen: Policy) -> list[dict[str, Any]]:
-    """Returns changes of hardware or flags that would help much: what, and how many times as
-    fast, with batches near those of the chosen policy, or any if there are more sequences."""
+    """Returns changes of hardware or flags with a large predicted speedup, and the speedup. Batch
+    sizes stay near those of the chosen policy unless there are more sequences."""
     base = candidates(problem, near=chosen)
     if not base:
         return []
@@ -328,8 +330,8 @@ _SIX = ("wg", "wc", "cg", "cc", "hg", "hc")
 
 
 def draw_curve(problem: Problem, model: str, path: Path) -> list[Candidate]:
-    """Draws the frontier (the paper's figure 1) of a model of this name, with and without
-    compression; returns the points of the search as it was asked for."""
+    """Plots the throughput-latency frontier (the paper's figure 1) with and without compression.
+    Returns its points for the given flags."""
     try:
         import matplotlib
     except ImportError:
@@ -340,7 +342,7 @@ def draw_curve(problem: Problem, model: str, path: Path) -> list[Candidate]:
 
     asked = frontier(problem)
     if not asked:
-        raise UserError("no plan fits this hardware, so there is no curve to draw")
+        raise UserError("no policy fits this hardware, so there is no curve to plot")
     curves = {"as asked": asked}
     compressed = _compressed(problem)
     if compressed is not None:

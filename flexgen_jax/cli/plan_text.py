@@ -100,7 +100,7 @@ def _described(plan: Plan) -> dict[str, Any]:
 
 
 def flags_of(policy: Policy, problem: Problem) -> str:
-    """Formats a policy as flags of the command line, with which the model of a problem runs so."""
+    """Formats a policy as command-line flags for the problem's model."""
     percent = " ".join(f"{x:g}" for x in policy.percent)
     flags = (
         f"--percent {percent} --batch-size {policy.batch_size} --num-batches {policy.num_batches}"

@@ -24,24 +24,23 @@ if TYPE_CHECKING:
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     default="auto",
-    help="For models of this type; auto: bfloat16 on a CPU, float16 on a GPU.",
+    help="Dtype of the models; auto: bfloat16 on a CPU, float16 on a GPU.",
 )
 @click.option(
     "--offload-dir",
     type=click.Path(path_type=Path),
-    help="Folder on the disk to measure; default: the one that runs use.",
+    help="Folder on the disk to measure; default: the offload folder.",
 )
 @click.option("--progress/--no-progress", default=None, help="Show a progress bar.")
 @json_option
 def profile(
     dtype: str, offload_dir: Path | None, progress: bool | None, json_file: Path | None
 ) -> None:
-    """Measure this machine: links, memory, products, attention, fixed costs.
+    """Measure this machine: bandwidths, memory, matmul, attention, fixed costs.
 
-    Takes three to seven minutes on two cores. The result is kept and used by `plan` and by --policy
-    auto, unless the machine was too busy for it to be trusted. Without it, plans assume a machine
-    from a few rates, which take five seconds to measure. On a CPU a table of products follows: by
-    this package's kernels, where runs take them, and by XLA's own code.
+    This takes three to seven minutes on two cores. `plan` and --policy auto use the result, unless
+    the machine was too busy. Without it, plans use a generic profile that two seconds of
+    measurements correct. On a CPU, a table compares this package's kernels with XLA's.
     """
     from flexgen_jax.cpu import is_cpu
     from flexgen_jax.machine.product_probe import time_products

@@ -21,36 +21,45 @@ DRAIN_S = 30
 
 
 @click.command(cls=Command)
-@click.option("--host", default="127.0.0.1", help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: any free one.")
-@click.option("--api-key", help="What clients must send; needed on other than loopback addresses.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    help="Port to listen on; 0: any free port.",
+)
+@click.option(
+    "--api-key",
+    help="Key that clients must send; required unless the address is a loopback address.",
+)
 @click.option(
     "--open-to-all",
     is_flag=True,
-    help="Listen on other than loopback addresses without a key: whoever reaches them may ask.",
+    help="Listen on other addresses without a key: anyone who can reach them can use the server.",
 )
-@click.option("--served-model-name", help="A name for the model, beside its own.")
+@click.option("--served-model-name", help="Additional name of the model.")
 @click.option(
     "--max-waiting",
     type=click.IntRange(1),
     default=1024,
-    help="Texts that may be under way or wait; more are refused with status 429.",
+    help="Maximum number of running and waiting requests; more are rejected with status 429.",
 )
 @click.option(
     "--files-dir",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("~/.local/share/flexgen_jax/server"),
-    help="Where files and batches of clients are kept; a server that begins again goes on with "
-    "those under way.",
+    help="Folder for clients' files and batches; a restarted server resumes unfinished batches.",
 )
 @click.option(
     "--prompt-len",
     type=click.IntRange(1),
     default=1024,
-    help="Plan for prompts of so many tokens. Longer ones, or more new tokens than --gen-len, wait "
-    "until the texts under way are done, and are planned for then.",
+    help="Plan for prompts of this length. Longer requests wait for the running ones, then the "
+    "server plans again.",
 )
-@click.option("--gen-len", type=click.IntRange(1), default=512, help="Plan for so many new tokens.")
+@click.option(
+    "--gen-len", type=click.IntRange(1), default=512, help="Plan for this number of new tokens."
+)
 @model_options
 @policy_options
 def serve(
@@ -65,9 +74,9 @@ def serve(
     gen_len: int,
     **flags: Any,
 ) -> None:
-    """Serve a model to programs that speak OpenAI's interface, at http://HOST:PORT/v1.
+    """Serve a model with OpenAI's API at http://HOST:PORT/v1.
 
-    Conversations and completions, in pieces or whole. A page at http://HOST:PORT shows what runs.
+    The page at http://HOST:PORT has a chat and the server's numbers.
     """
     try:
         import uvicorn
@@ -81,8 +90,8 @@ def serve(
         raise UserError("--api-key is empty")
     if api_key is None and not open_to_all and not _is_loopback(host):
         raise UserError(
-            f"--host {host} can be reached by others: give --api-key, or --open-to-all if all may "
-            "ask"
+            f"--host {host} is reachable by other machines: set --api-key, or --open-to-all for "
+            "access without a key"
         )
     options = engine_options(flags, default_batches=1, shows_tokens=True)
     with _bound(host, port) as listening, open_llm(options) as llm:
@@ -109,7 +118,7 @@ def serve(
         before = signal.signal(signal.SIGTERM, end)
         try:
             running.run(sockets=[listening])
-        except KeyboardInterrupt as error:  # the server has ended by itself before
+        except KeyboardInterrupt as error:  # the server has stopped already
             sys.exit(143 if isinstance(error, Terminated) else 130)
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -134,8 +143,8 @@ def _bound(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         raise UserError(
-            f"cannot listen on {host}, port {port}: {error.strerror or error}; --port names "
-            "another one, --port 0 takes any that is free"
+            f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another "
+            "port, or --port 0 for any free one"
         ) from None
     return listening
 

@@ -22,8 +22,8 @@ class Shown:
     """Writes an answer's pieces to stdout, reasoning dimmed where that is a terminal, and left out
     elsewhere.
 
-    begin: what is shown before the first token; reasoning, content: what has come; first_at: when
-    the first token came."""
+    begin: text before the first token; reasoning, content: the text so far; first_at: time of
+    the first token."""
 
     def __init__(self, stream: AnswerStream, begin: str = "") -> None:
         self._stream, self._begin = stream, begin
@@ -62,8 +62,8 @@ class Shown:
 def show_text(
     llm: LLM, ids: list[int], params: SamplingParams, has_reasoning: bool, begin: str = ""
 ) -> tuple[Shown, RequestOutput]:
-    """Continues a prompt and shows the text as its tokens come; has_reasoning: whether it may begin
-    with reasoning; begin: what is shown before it. Raises `PromptError` for an impossible
+    """Prints a completion token by token. has_reasoning: whether it may start with reasoning; begin:
+    text before it. Raises `PromptError` for an impossible
     prompt."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None, "the prompt was encoded"

@@ -9,8 +9,8 @@ import click
 from flexgen_jax.errors import UserError
 
 RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
-"""Variables in which launchers say which of their processes one is: SLURM, Open MPI, other MPIs,
-and indexed jobs of Kubernetes."""
+"""Environment variables with a process's rank: SLURM, Open MPI, other MPIs, and indexed jobs of
+Kubernetes."""
 
 
 def lead_or_join(
@@ -36,12 +36,14 @@ def be_stage(address: str, number: int) -> None:
 
 
 @click.command()
-@click.option("--join", required=True, metavar="HOST:PORT", help="The leader's --coordinator.")
-@click.option("--number", type=click.IntRange(0), required=True, help="Which stage this is.")
+@click.option(
+    "--join", required=True, metavar="HOST:PORT", help="Address of the leader's --coordinator."
+)
+@click.option("--number", type=click.IntRange(0), required=True, help="Number of this stage.")
 def stage(join: str, number: int) -> None:
-    """Compute one stage's layers, for a command on another machine.
+    """Run one pipeline stage for a command on another machine.
 
-    That command has --stages and --coordinator, and says what to run. The model must be at the same
-    path here, and FLEXGEN_JAX_STAGE_KEY the same secret. Ends with that command.
+    That command sets --stages and --coordinator. This machine needs the model at the same path and
+    the same secret in FLEXGEN_JAX_STAGE_KEY. The stage ends with that command.
     """
     be_stage(join, number)

@@ -38,7 +38,7 @@ def check_drafts(draft: Model, target: Model) -> None:
     """Raises `UserError` for a model that cannot guess another one's tokens."""
     spec = model_spec(draft.config)
     if draft.config.has_experts:
-        raise UserError(f"--draft {draft.name}: a model with experts cannot guess tokens")
+        raise UserError(f"--draft {draft.name}: a mixture of experts cannot be a draft model")
     if any(layer.growing and not layer.attends for layer in spec.decoders):
         raise UserError(f"--draft {draft.name}: its {draft.config.model_type} layers cannot guess")
     ours, theirs = target.tokenizer, draft.tokenizer
@@ -53,7 +53,7 @@ def check_drafts(draft: Model, target: Model) -> None:
     other = next((n for n in range(size) if ours.piece(n) != theirs.piece(n)), None)
     if other is not None:
         raise UserError(
-            f"--draft {draft.name} has other tokens than {target.name}: {other} is "
+            f"--draft {draft.name} has another vocabulary than {target.name}: {other} is "
             f"{theirs.piece(other)!r} in one, and {ours.piece(other)!r} in the other"
         )
 

@@ -146,8 +146,8 @@ def drafting_of(
         return Drafting(name, LookupDrafter(), memory)
     if name == SELF_4BIT and (model.config.published is not None or options.weight_bits == 4):
         raise UserError(
-            f"--draft {SELF_4BIT}: {model.name} has few bits already, so that its guesses would "
-            f"take as long as its tokens; use --draft {LOOKUP}, or a smaller model"
+            f"--draft {SELF_4BIT}: {model.name} has few bits already, so drafting would take as "
+            f"long as decoding; use --draft {LOOKUP}, or a smaller model"
         )
     other = None
     if name != SELF_4BIT:

@@ -33,7 +33,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             is_json = path.suffix == ".jsonl"
             prompts.append(Prompt(_prompt_in(line, where) if is_json else line, where))
     if not prompts:
-        raise UserError(f"{name} has no prompts; write one a line")
+        raise UserError(f"{name} has no prompts; write one per line")
     return prompts
 
 
@@ -55,7 +55,7 @@ def _prompt_in(line: str, where: str) -> str:
     except (ValueError, KeyError, RecursionError):
         prompt = None
     if not isinstance(prompt, str):
-        raise UserError(f'{where} is not an object with a text as "prompt": {{"prompt": "..."}}')
+        raise UserError(f'{where} is not an object with a string "prompt": {{"prompt": "..."}}')
     return prompt
 
 

@@ -229,7 +229,7 @@ def schema_text(schema: Mapping[str, Any] | str) -> str:
         raise ValueError(f"json_schema must be an object, not {schema!r}")
     big = next((n for n in _fixed_numbers(schema) if abs(n) >= 1 << 63), None)
     if big is not None:
-        raise ValueError(f"json_schema has the number {big}, which has more than 64 bits")
+        raise ValueError(f"json_schema has the number {big}, which exceeds 64 bits")
     try:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:

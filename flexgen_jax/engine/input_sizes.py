@@ -33,7 +33,7 @@ def windows_of_text(ids: list[int], most: int) -> np.ndarray:
     length = min(WINDOW, most, len(ids))
     count = min(WINDOWS, len(ids) // max(1, length))
     if length < 2:
-        raise UserError("the text of --calibrate has too few tokens; a page or more is useful")
+        raise UserError("the text of --calibrate has too few tokens; use at least a page")
     return np.array(ids[: count * length], np.int32).reshape(count, length)
 
 

@@ -413,7 +413,7 @@ class LLM(TextModel):
         tiers; of stages also those of each, under "stages"."""
         measured = self._runner.report(self._serving.texts)
         if measured is None:
-            raise UserError("nothing has been run yet")
+            raise UserError("nothing has run yet")
         described = {"model": self.name, "dtype": self.dtype, "notes": self.notes}
         return cast("Report", {**described, **measured})
 

@@ -177,7 +177,7 @@ class LocalRunner:
             if isinstance(error, UserError):
                 raise error
             raise OutOfMemoryError(f"out of memory: {what}; {self._way_out()}") from error
-        self._progress.say(f"flexgen-jax: out of memory, going on with less: {what}")
+        self._progress.say(f"flexgen-jax: out of memory, continuing with less: {what}")
         self._close_session()
 
     def _way_out(self) -> str:

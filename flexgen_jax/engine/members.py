@@ -188,7 +188,7 @@ class Members:
     def _failed(self, what: str) -> StageError:
         """Ends all stages at once; returns an error that says what failed."""
         self._kill()
-        return StageError(f"{what}; the other stages are ended")
+        return StageError(f"{what}; the other stages were stopped")
 
     def _next(self) -> Message:
         """Returns the next message, and keeps it if it is a result; raises if a stage says that it
@@ -228,7 +228,7 @@ class Members:
 
     def tell(self, kind: str, **content: Any) -> None:
         if not self._members:
-            raise StageError("the stages of this model are ended; make another LLM")
+            raise StageError("the stages of this model were stopped; create another LLM")
         for member in self._members:
             member.send(kind, **content)
 

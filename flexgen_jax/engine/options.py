@@ -104,11 +104,11 @@ class EngineOptions:
         if not isinstance(self.stages, int) or self.stages < 1:
             raise UserError(f"stages must be at least 1, not {self.stages!r}")
         if self.coordinator is not None and self.stages == 1:
-            raise UserError("a coordinator is for several stages: give --stages N (stages=N), too")
+            raise UserError("a coordinator needs several stages: add --stages N (stages=N)")
         if self.draft_tokens is not None and self.draft is None:
-            raise UserError('draft_tokens is for guesses: say what makes them, too: draft="lookup"')
+            raise UserError('draft_tokens needs a drafter, for example draft="lookup"')
         if self.draft is not None and self.stages > 1:
-            raise UserError("draft does not go together with stages")
+            raise UserError("draft cannot be combined with stages")
         if self.policy != "auto" and not isinstance(self.policy, Policy):
             raise UserError(
                 f'policy must be "auto" or a Policy, e.g. Policy.from_percent(...), not '
@@ -152,9 +152,7 @@ class EngineOptions:
     def open_model(self) -> Model:
         """Opens the model; raises `UserError` if that is not possible."""
         if self.stages > 1 and isinstance(self.model, Model):
-            raise UserError(
-                "stages need a model that other processes can open: save it to a folder"
-            )
+            raise UserError("stages need a model in a folder, which other processes can open")
         return open_model(
             name=self.model,
             dummy_weights=self.dummy_weights,

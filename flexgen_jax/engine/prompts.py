@@ -108,7 +108,7 @@ class PromptReader:
         if short:
             self._progress.say(
                 f"flexgen-jax: {short} of {len(inputs)} prompts leave room for fewer new tokens "
-                f"than asked for, in the model's context of {self._model.config.max_positions}"
+                f"than requested in the model's context of {self._model.config.max_positions}"
             )
         return requests, failures
 
@@ -121,7 +121,7 @@ class PromptReader:
         """
         if isinstance(prefix, str):
             if self._tokenizer is None:
-                raise UserError("a prefix as a text needs a tokenizer, and this model has none")
+                raise UserError("a text prefix needs a tokenizer, and this model has none")
             prefix = self._tokenizer.encode(prefix)
         if not prefix or len(requests) < 2 or not self._shares:
             return requests
@@ -132,7 +132,9 @@ class PromptReader:
 
         def encode(request: Request, index: int) -> EncodedRequest:
             if request.sampling_params.n > 1:
-                raise UserError("n is for generate and chat; give a stream the request n times")
+                raise UserError(
+                    "n works in generate and chat; pass the request n times to a stream"
+                )
             return self._encoder.encode(request, index)
 
         return encode
@@ -155,7 +157,7 @@ def encoded_or_failed(
 ) -> EncodedRequest | RequestOutput:
     """Returns a request encoded, or the result of an impossible one."""
     if not isinstance(request, Request):
-        raise UserError(f"a stream takes objects of the class Request, not {request!r}")
+        raise UserError(f"a stream needs Request objects, not {request!r}")
     try:
         return encode(request, index)
     except UserError as error:

@@ -41,7 +41,7 @@ class QuantizedCopy:
     ) -> None:
         if source.container is not None or source.config.published is not None:
             raise CheckpointError(
-                f"{source.folder} has its weights in few bits already; --weight-bits is for plain "
+                f"{source.folder} is already quantized; --weight-bits needs 16-bit "
                 "numbers in safetensors"
             )
         self._source, self._bits, self._sizes = source, bits, sizes or {}
@@ -61,7 +61,7 @@ class QuantizedCopy:
         called with the bytes that are read."""
         folder = self._source.folder
         if target.resolve() == folder.resolve():
-            raise CheckpointError(f"{target}: write to another folder than the model's own")
+            raise CheckpointError(f"{target}: choose a folder other than the model's own")
         target.mkdir(parents=True, exist_ok=True)
         where: dict[str, str] = {}
         files = weight_files(folder)

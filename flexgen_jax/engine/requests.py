@@ -262,7 +262,9 @@ class Encoder:
         index: its place among all; ids: its prompt's token ids, where they are known already.
         """
         if not isinstance(request.sampling_params, SamplingParams):
-            raise UserError(f"sampling_params must be such, not {request.sampling_params!r}")
+            raise UserError(
+                f"sampling_params must be SamplingParams, not {request.sampling_params!r}"
+            )
         if request.place is not None and request.place < 0:
             raise UserError(f"place must be at least 0, not {request.place}")
         config, made = self._config, token_ids(request.continued)

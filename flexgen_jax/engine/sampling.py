@@ -115,7 +115,7 @@ class SamplingParams:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
             if self.min_tokens or self.ignore_eos or self.stop:
                 others = "min_tokens, ignore_eos or stop"
-                raise ValueError(f"json_schema says where a text ends: no {others}")
+                raise ValueError(f"json_schema determines the end of a completion: no {others}")
         for name, (least, most) in WHOLE.items():
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), least, most)
@@ -217,7 +217,7 @@ class SamplingParams:
             if defaults.max_length <= prompt_len and self.max_tokens is None:
                 raise UserError(
                     f"the prompt has {prompt_len} tokens; the model's folder limits prompt and "
-                    f"text to a max_length of {defaults.max_length} together: give max_tokens"
+                    f"text to a max_length of {defaults.max_length} together: set max_tokens"
                 )
             wishes["max_tokens"] = max(1, defaults.max_length - prompt_len)
         wishes["min_tokens"] = max(defaults.min_tokens, defaults.min_length - prompt_len)

@@ -80,7 +80,9 @@ class Scorer:
             row, count = self._pair(cast("Text", context), cast("Text", continuation))
             most = self._model.config.max_positions + (not through_cache)
             if len(row) == count:
-                raise UserError("a context has no token; give it the model's beginning token")
+                raise UserError(
+                    "a context has no tokens; start it with the model's beginning token"
+                )
             if not 1 <= count < most:
                 raise UserError(
                     f"a continuation has {count} tokens; after a context the model takes 1 to "

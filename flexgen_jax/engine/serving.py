@@ -116,7 +116,7 @@ class Serving:
     def check_open(self) -> None:
         """Raises `UserError` after closing."""
         if self.is_closed:
-            raise UserError("this LLM is closed; make another one")
+            raise UserError("this LLM is closed; create another one")
 
     def cancel(self, request_id: str) -> None:
         """Ends a request of what is under way or about to begin."""
@@ -182,7 +182,7 @@ class Serving:
                     self._runner.open(policy, workload)
                     yield from self._runner.run(incoming, collector, shares)
                 except DamagedError as error:  # it is not there any more
-                    self._runner.note(f"flexgen-jax: {error}; it is computed again")
+                    self._runner.note(f"flexgen-jax: {error}; recomputing it")
                     incoming.begin_again(collector.restart())
                 except (MachineError, MemoryError, jax.errors.JaxRuntimeError) as error:
                     self._runner.back_off(error)

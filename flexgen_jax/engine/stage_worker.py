@@ -356,7 +356,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """Returns the host and the port of "HOST:PORT"; raises `UserError` for anything else."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"{text!r} is no address; give HOST:PORT")
+        raise UserError(f"{text!r} is not an address; use HOST:PORT")
     return host, int(port)
 
 
@@ -370,7 +370,7 @@ def _joined(address: tuple[str, int], stage: int, key: str) -> tuple[Wire, dict[
         except OSError as error:
             if time.monotonic() > until:
                 where = f"{address[0]}:{address[1]}"
-                raise UserError(f"nobody listens at {where}: {error}") from None
+                raise UserError(f"nothing is listening at {where}: {error}") from None
             time.sleep(1)  # the leader may start later
     connected.settimeout(None)
     wire = Wire(connected)

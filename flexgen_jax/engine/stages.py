@@ -57,7 +57,7 @@ class Stages:
             )
         for name in ("trace", "breakdown", "hardware", "write_limit", "kv_store"):
             if getattr(options, name):
-                raise UserError(f"{name} is for one stage; leave it out, or run with stages=1")
+                raise UserError(f"{name} works with one stage only; remove it, or set stages=1")
         self._config, self._progress = config, progress
         self._report: dict[str, Any] | None = None
         self._known: dict[Workload, ChainPlan] = {}

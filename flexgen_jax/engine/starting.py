@@ -48,7 +48,7 @@ def make_runner(
         return Stages(options, model.config, progress)
     unified = on_cpu if options.unified is None else options.unified
     if unified and not on_cpu:
-        raise UserError("unified=True is for a CPU: a GPU has a memory of its own")
+        raise UserError("unified=True needs a CPU: a GPU has separate memory")
     dtype = resolve_dtype(options.dtype, model.config, on_cpu)
     device_memory, host_memory, disk_space = options.budgets
     policy = options.policy_on(unified, model.config)
@@ -100,11 +100,11 @@ def kv_store_of(
         return None
     if cap < MIN_KV_STORE:
         raise UserError(
-            f"kv_store {options.kv_store} is too small for any text; write for example 20GB"
+            f"kv_store {options.kv_store} is too small for any prompt; for example 20GB"
         )
     spec, policy = model_spec(setting.config), planner.policy
     if policy.is_sparse or setting.config.short_positions is not None:
-        progress.say("flexgen-jax: kv_store keeps nothing with sparse attention or longrope")
+        progress.say("flexgen-jax: kv_store stores nothing with sparse attention or longrope")
         return None
     formats = policy.formats(setting.dtype)
     name = f"{planner.fingerprint}-{formats}-{KV_VERSION}"

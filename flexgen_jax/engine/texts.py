@@ -41,8 +41,8 @@ class TextModel:
         text = chat.render(messages, options)
         if chat.joins_parts:
             self.note(
-                "the chat template takes texts alone: a message's list of parts is given to it as "
-                "one text, a line for each part"
+                "the chat template accepts text only: it gets a message's content parts as "
+                "one text, one line per part"
             )
         return text, tokenizer.encode(text, is_whole=True, max_tokens=self.config.max_positions)
 
@@ -121,8 +121,8 @@ class TextModel:
         wish = self._model.sampling
         if params.temperature is None and not wish.is_greedy:
             self.note(
-                f"sampling as {self._model.name} asks for: temperature {wish.temperature:g}, top_k "
-                f"{wish.top_k}, top_p {wish.top_p:g}; temperature 0 takes the likeliest tokens",
+                f"sampling as {self._model.name} suggests: temperature {wish.temperature:g}, top_k "
+                f"{wish.top_k}, top_p {wish.top_p:g}; temperature 0 is greedy",
                 is_common=True,
             )
         return params.with_defaults(wish, prompt_len)

@@ -68,7 +68,9 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
         end = self.llm.special_id("eos_token")
         ends = self.llm.config.eos_ids if end is None else (end,)
         if not ends:
-            raise UserError("the model has no end token, which scoring without a context needs")
+            raise UserError(
+                "the model has no end token, which is needed to score without a context"
+            )
         return ends[0]
 
     @property

@@ -203,7 +203,7 @@ def kernels_of_gpu(
     environment = os.environ if environment is None else environment
     chosen = environment.get(CHOICE, "")
     if chosen not in ("", "xla"):
-        raise UserError(f"{CHOICE}={chosen!r}: set it to xla, for XLA's own code, or unset it")
+        raise UserError(f"{CHOICE}={chosen!r}: set it to xla for XLA's code, or unset it")
     sizes, said = KernelSizes.of_gpu(), str(getattr(device, "compute_capability", ""))
     is_nvidia = device.device_kind.startswith(("NVIDIA", "Tesla", "GeForce", "Quadro"))
     numbers = tuple(int(part) for part in said.split(".") if part.isdecimal())

@@ -76,9 +76,7 @@ class Job:
             self.summary.total = self._facts.lines
             self._kept = self._journal.read()
             if damaged := self._results.damaged + self._journal.damaged:
-                self._llm.note(
-                    f"damaged records of an earlier run: {damaged}; they are computed again"
-                )
+                self._llm.note(f"damaged records of an earlier run: {damaged}; recomputing them")
             self._begin_or_go_on()
             if self._options.retries_errors:
                 self._results.forget_errors()
@@ -100,8 +98,8 @@ class Job:
             self._source.forget()
         if self.summary.taken_up and self._llm.dtype != "float32":
             self._llm.note(
-                f"texts that went on after an interruption may differ in {self._llm.dtype} from "
-                "those of a job that is not broken off; in float32 they are the same"
+                f"completions that continue after an interruption may differ in {self._llm.dtype} "
+                "from those of an uninterrupted job; in float32 they are equal"
             )
         self.summary.notes = self._llm.notes
         self.summary.seconds = time.monotonic() - self._began
@@ -233,8 +231,8 @@ class Job:
             options = line.chat
             if options is not None and options.tools:
                 self._llm.note(
-                    "tools are shown to the model, and its calls of them are part of its texts: "
-                    "no results have tool_calls"
+                    "tools are passed to the chat template, and tool calls are part of the "
+                    "completion: no result has tool_calls"
                 )
             if self._llm.chat_tells_time or (options is not None and options.template):
                 options = replace(options or ChatOptions(), now=self._now)

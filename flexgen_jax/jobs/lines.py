@@ -221,7 +221,7 @@ def _chat_options(given: dict[str, Any]) -> ChatOptions | None:
         variables.setdefault("reasoning_effort", named["reasoning_effort"])
     continues = named.get("continue_final_message", False)
     if continues and named.get("add_generation_prompt"):
-        raise LineError('"continue_final_message" and "add_generation_prompt" exclude each other')
+        raise LineError('"continue_final_message" and "add_generation_prompt" cannot be combined')
     return ChatOptions(
         tools=named.get("tools") or None,
         documents=named.get("documents") or None,
@@ -398,7 +398,7 @@ def _part(part: Any) -> Any:
         return part
     if kind is None:
         raise LineError(f'"content" has a part without a "type": {part!r}')
-    raise LineError(f'"content" has a part of type "{kind}": this engine reads texts alone')
+    raise LineError(f'"content" has a part of type "{kind}": this engine reads text only')
 
 
 def _biases(raw: Any) -> dict[int, float]:

@@ -153,7 +153,7 @@ def _unpacked(raw: IO[bytes], name: str) -> Iterator[IO[bytes]]:
         import zstandard
     except ImportError:
         raise UserError(
-            f"{name} is compressed by zstd: pip install zstandard, or give it uncompressed"
+            f"{name} is compressed with zstd: pip install zstandard, or decompress it"
         ) from None
     try:
         with io.BufferedReader(_Frames(raw, zstandard.ZstdDecompressor()), PIECE_BYTES) as file:

@@ -227,7 +227,7 @@ class Results:
     def _failed(self, error: OSError) -> UserError:
         return UserError(
             f"cannot write {self._path}: {error.strerror}; what is in it is kept, and once it can "
-            "be written the same command goes on"
+            "run the same command again once it can be written"
         )
 
     def _take_up(self) -> None:
@@ -241,8 +241,8 @@ class Results:
                 record = unsealed(content)
                 if record is None and not any(mark in content for mark in RECORD_MARKS):
                     raise UserError(
-                        f"{self._path}, line {number + 1}, is no record of a job; choose another "
-                        "file"
+                        f"{self._path}, line {number + 1}, is not a record of a job; choose "
+                        "another file"
                     )
                 if record is None:
                     damaged.add(number)
@@ -302,7 +302,7 @@ class Journal:
         except OSError as error:
             raise UserError(
                 f"cannot write the journal {self._path}: {error.strerror}; results are kept, and "
-                "once it can be written the same command goes on"
+                "run the same command again once it can be written"
             ) from None
 
     def remove(self) -> None:
@@ -324,12 +324,13 @@ class Manifest:
         """Raises `UserError` for a file of something else, before it is touched."""
         if self._results.name == "-" or (self._results.exists() and not self._results.is_file()):
             raise UserError(
-                f"{self._results} is no regular file, from which a job could go on; choose another"
+                f"{self._results} is not a regular file, so the job could not be resumed; "
+                "choose another file"
             )
         has_content = self._results.is_file() and self._results.stat().st_size > 0
         if has_content and not self._path.is_file():
             raise UserError(
-                f"{self._results} is there already, without the manifest {self._path.name} of a "
+                f"{self._results} already exists, without the manifest {self._path.name} of a "
                 "job; choose another file"
             )
 
@@ -351,7 +352,7 @@ class Manifest:
         if not old:
             raise UserError(
                 f"{self._results} has results, but its manifest {self._path} is damaged; choose "
-                "another file, or delete both to begin again"
+                "another file, or delete both to start over"
             )
         names = {*content, *old} - NOT_COMPARED
         differs = [name for name in names if old.get(name) != content.get(name)]

@@ -121,8 +121,8 @@ def check_folder(offload_dir: Path) -> None:
         offload_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OffloadError(
-            f"the offload folder {offload_dir} cannot be made ({error.strerror or error}), so "
-            "nothing can lie on the disk; choose another one with --offload-dir"
+            f"the offload folder {offload_dir} cannot be created ({error.strerror or error}), so "
+            "nothing can be offloaded to disk; choose another one with --offload-dir"
         ) from None
 
 
@@ -161,7 +161,7 @@ def _host_budget(asked: int | None, ram: int, unified: bool, say: Callable[[str]
     limit = f"{human(most)}, for which {PINNED} leaves room; set it before JAX starts"
     if asked is not None:
         raise UserError(f"--host-memory {human(asked)} is more than {limit}, or ask for less")
-    say(f"flexgen-jax: of {human(ram)} of free RAM the host tier has only {limit}")
+    say(f"flexgen-jax: of {human(ram)} of free RAM, the host tier has only {limit}")
     return most
 
 

@@ -125,9 +125,9 @@ def measured_profile(
         profile = measure(dtype, offload_dir, unified, tell)
     if profile.spread() > UNSTEADY:
         progress.say(
-            f"flexgen-jax: this machine's speed varied by {100 * profile.spread():.0f} % while it "
-            "was measured, so plans may be bad. This profile is not kept: later runs use one from "
-            "before, or an assumed one. Measure again, best with nothing else running"
+            f"flexgen-jax: this machine's speed varied by {100 * profile.spread():.0f} % during "
+            "its measurement, so plans may be bad. This profile is not stored; later runs use an "
+            "earlier or a generic one. Measure again, with nothing else running"
         )
         return profile
     path = _cache_file(dtype, offload_dir)

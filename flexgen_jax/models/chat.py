@@ -131,7 +131,7 @@ class ChatTemplate:
                 f"{', '.join(sorted(self._sources))}"
             )
         raise CheckpointError(
-            f"{self._folder} has no chat template; give the whole prompt as a text instead"
+            f"{self._folder} has no chat template; pass the whole prompt as text instead"
         )
 
     def _rendered(self, source: str, chat: list[dict[str, Any]], options: ChatOptions) -> str:
@@ -150,7 +150,7 @@ class ChatTemplate:
         }
         for name in (*told, "messages"):
             if name in options.variables and name not in self._tokens:
-                raise ValueError(f"{name!r} has a meaning of its own, and cannot be a variable")
+                raise ValueError(f"{name!r} is reserved and cannot be a variable")
         told |= self._tokens | _plain(options.variables)
         environment, template = _compiled(source)
         lists = [m for m in chat if isinstance(m.get("content"), _Parts)]
@@ -207,7 +207,7 @@ class _Parts(list[Any]):
             text = part if isinstance(part, str) else dict(part).get("text")
             if not isinstance(text, str):
                 kind = part.get("type") if isinstance(part, Mapping) else part
-                raise ValueError(f"it takes texts alone, and a message has a part {kind!r}")
+                raise ValueError(f"it accepts text only, and a message has a part {kind!r}")
             texts.append(text)
         return "\n".join(texts)
 
@@ -286,7 +286,7 @@ def _mark_final(chat: list[dict[str, Any]], wanted: bool | str) -> str:
     parts = list.__iter__(content) if isinstance(content, list) else ()
     texts = [p for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
     if not texts:
-        raise ValueError(f"the last message has no {field_name} that could go on")
+        raise ValueError(f"the last message has no {field_name} to continue")
     final: str = texts[-1]["text"]
     texts[-1]["text"] += CONTINUED
     return final
@@ -297,7 +297,7 @@ def _unmarked(made: str, final: str) -> str:
     message's own text."""
     at = made.rfind(CONTINUED.strip())
     if at < 0 or final.strip() not in made:
-        raise ValueError("it does not write the last message as it is, so that it cannot go on")
+        raise ValueError("it changes the last message, which can therefore not be continued")
     return made[:at] if made.startswith(CONTINUED, at) else made[:at].rstrip()
 
 

@@ -129,7 +129,9 @@ def _save(tensors: dict[str, Any], path: Path) -> int:
             raise CheckpointError(f"{path}: {name!r} is a sparse tensor, or one without numbers")
         dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
         if dtype is None:
-            raise CheckpointError(f"{path}: {name!r} is {tensor.dtype}, which safetensors has not")
+            raise CheckpointError(
+                f"{path}: {name!r} is {tensor.dtype}, which safetensors does not support"
+            )
         entries.append(Entry(name, dtype, tuple(tensor.shape)))
     pieces = (piece for tensor in tensors.values() for piece in _pieces(tensor))
     return write_safetensors(path, entries, pieces)

@@ -208,12 +208,12 @@ def _local_folder(name: str, needs_weights: bool = False) -> Path:
     if folder.exists():
         if not folder.is_dir() and folder.suffix != ".gguf":
             raise CheckpointError(
-                f"{folder} is not a folder; name the folder of config.json, or a .gguf file"
+                f"{folder} is not a folder; pass the folder of config.json, or a .gguf file"
             )
         return folder
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(
-            f"{name} does not exist; name a Hugging Face folder or a hub id{_guess(name)}"
+            f"{name} does not exist; pass a Hugging Face folder or a Hub id{_guess(name)}"
         )
     if not needs_weights:
         return _from_hub(name, HUB_FILES)

@@ -82,7 +82,7 @@ def _ranks(path: Path) -> dict[bytes, int]:
                 f"{path}, line {number + 1}: not a token in base64 and its number"
             ) from None
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise CheckpointError(f"{path}: its tokens are not numbered from 0 on")
+        raise CheckpointError(f"{path}: its tokens are not numbered from 0")
     return ranks
 
 
@@ -127,7 +127,7 @@ def sentencepiece_json(folder: Path) -> dict[str, Any]:
                 begins, trims = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
                 table = normalizer.get(2, b"")
     except (ValueError, LookupError, struct.error, AttributeError, TypeError):
-        raise CheckpointError(f"{path} is not a model of SentencePiece") from None
+        raise CheckpointError(f"{path} is not a SentencePiece model") from None
     if not tokens or kind not in (UNIGRAM, BPE):
         raise CheckpointError(f"{path}: only SentencePiece's unigram and BPE models are read")
     make = tokenizer_json.of_pieces if kind == BPE else tokenizer_json.of_unigrams

@@ -65,7 +65,7 @@ class TieredParams(TieredArrays):
     def put(self, name: str, tree: Any) -> None:
         """Replaces a layer, see `TieredArrays.put`."""
         if (stored_as := self._trees.stored_as) is not None:
-            raise UserError(f"layers that are stored as {stored_as!r} cannot be replaced")
+            raise UserError(f"layers stored as {stored_as!r} cannot be replaced")
         self._entry(name)
         super().put(name, tree)
 

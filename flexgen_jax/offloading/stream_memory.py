@@ -168,9 +168,9 @@ class StreamMemory:
                 held_since = now
             if now - held_since > HELD_S or now - waits_since > LOST_S:
                 raise UserError(
-                    f"the arrays of {len(yielded)} layers of a stream are still in use, so that "
-                    "there is no memory for the next one: keep what a stream has yielded no longer "
-                    "than to the next layer, or copy it with jnp.array(x, copy=True)"
+                    f"the arrays of {len(yielded)} layers of a stream are still in use, so there "
+                    "is no memory for the next one: use a layer only until the next one arrives, "
+                    "or copy it with jnp.array(x, copy=True)"
                 )
             time.sleep(LOOK_S)
             # JAX lets go of memory that was in use by a computation when it is called again.

@@ -118,7 +118,7 @@ class TieredArrays:
         if name not in entries:
             close = difflib.get_close_matches(name, entries, 5, 0) if entries else []
             known = f"; the closest of {len(self)} names: {', '.join(close)}" if close else ""
-            raise UserError(f"there is nothing of the name {name!r}{known}")
+            raise UserError(f"there is nothing named {name!r}{known}")
         return entries[name]
 
     def __getitem__(self, name: str) -> Any:
@@ -145,7 +145,7 @@ class TieredArrays:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise UserError("this is closed; make another one")
+            raise UserError("this object is closed; create another one")
 
     def close(self) -> None:
         """Frees everything; what is being written is waited for."""

@@ -276,7 +276,7 @@ def read_profile(name: str | Path) -> HardwareProfile:
     path = Path(name).expanduser()
     if not path.exists():
         known = ", ".join(sorted(MACHINES))
-        raise ProfileError(f"hardware {name} is neither a file nor one of {known}")
+        raise ProfileError(f"hardware {name} is neither a file nor a known machine: {known}")
     try:
         return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -223,11 +223,11 @@ class Policy:
         if not count:
             return
         if self.is_sparse:
-            raise PolicyError("draft_tokens does not go together with attention_sparsity below 1")
+            raise PolicyError("draft_tokens cannot be combined with attention_sparsity below 1")
         if self.attention == "host":
             raise PolicyError(
-                "draft_tokens needs attention on the device, not on the host: one token at a time "
-                "is attended to there"
+                "draft_tokens needs attention on the device, because the host "
+                "attends to one token at a time"
             )
 
     @classmethod

@@ -286,7 +286,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.wait((made, leaving), return_when=asyncio.FIRST_COMPLETED)
         if made.done():
             return made.result()
-        raise RefusedError(400, "the client went away")
+        raise RefusedError(400, "the client disconnected")
     finally:
         for task in (made, leaving):
             task.cancel()

@@ -100,7 +100,7 @@ class Batches:
             record = read_record(self._folder / f"{batch_id}.json")
             if record is not None:
                 return record
-        raise RefusedError(404, f"there is no batch {batch_id!r}")
+        raise RefusedError(404, f"batch {batch_id!r} does not exist")
 
     def all(self) -> list[dict[str, Any]]:
         """Returns what is said of all batches, the newest first."""

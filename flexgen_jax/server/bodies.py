@@ -95,7 +95,7 @@ class Asked:
                 said = f'"{name}" has {len(body[name])} entries; the model takes {most} at most'
                 raise RefusedError(400, said)
         if "chat_template" in body:  # a program, which may never end
-            raise RefusedError(400, '"chat_template" is not taken from clients')
+            raise RefusedError(400, '"chat_template" is not accepted from clients')
         line = {"custom_id": self.id, "method": "POST", "url": url, "body": body}
         try:
             self.line: Line = read_line(json.dumps(line).encode(), 1, chat_tokens_of(llm), 0)

@@ -81,7 +81,7 @@ class Files:
         record = read_record(self._said(file_id)) if FILE_ID.fullmatch(file_id) else None
         if record is not None:
             return record
-        raise RefusedError(404, f"there is no file {file_id!r}")
+        raise RefusedError(404, f"file {file_id!r} does not exist")
 
     def all(self) -> Iterator[dict[str, Any]]:
         """Yields what is said of all files, the newest first."""

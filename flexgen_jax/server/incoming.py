@@ -48,7 +48,7 @@ def limited(request: Request, most: int) -> Request:
             message = await asyncio.wait_for(request.receive(), max(left, 0.0))
         except TimeoutError:
             raise RefusedError(
-                408, "the body came too slowly", headers={"Connection": "close"}
+                408, "the body arrived too slowly", headers={"Connection": "close"}
             ) from None
         received += len(message.get("body", b""))
         if received > most:
@@ -88,7 +88,7 @@ class Bodies:
             async with self._parsing:
                 return await asyncio.to_thread(parse, bytes(content))
         except ClientDisconnect:
-            raise RefusedError(400, "the client went away") from None
+            raise RefusedError(400, "the client disconnected") from None
         finally:
             self._bytes -= reserved
 

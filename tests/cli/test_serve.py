@@ -38,7 +38,7 @@ def test_it_serves_until_it_is_asked_to_end(tmp_path: Path) -> None:
             assert hot.status_code == 400 and "at most 2" in hot.text
             port = place[0].rpartition(":")[2]
             taken = run("serve", "--model", shipped_model(), "--port", port)
-            assert taken.exit_code == 2 and "--port 0 takes any" in taken.stderr
+            assert taken.exit_code == 2 and "--port 0 for any" in taken.stderr
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) in (143, -signal.SIGTERM)
         finally:

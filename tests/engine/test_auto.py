@@ -62,7 +62,7 @@ def test_out_of_memory_goes_on_with_less(
     with LLM(checkpoint(), dtype="float32") as llm:
         forget_all(monkeypatch)
         assert tokens(llm) == expected
-    assert capsys.readouterr().err.count("out of memory, going on with less") == failures
+    assert capsys.readouterr().err.count("out of memory, continuing with less") == failures
     assert len(policies) > failures
 
 
@@ -202,7 +202,7 @@ def test_latency_curve(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--hardware", "abacus"), "neither a file nor one of"),
+        (("--hardware", "abacus"), "neither a file nor a known machine"),
         (("--prompt-len", "5000"), "context of 2048"),
         (("--max-latency", "0.0001"), "relax --max-latency"),
         (("--device-memory", "1MB"), "do not fit"),

@@ -93,16 +93,16 @@ def test_a_lost_stage_ends_all(how: int, monkeypatch: pytest.MonkeyPatch) -> Non
             llm.generate(TEXTS, params, on_token=lose)
         assert time.monotonic() - lost < 10
         assert not any(Path(f"/proc/{number}").exists() for number in known)
-        with pytest.raises(StageError, match="make another LLM"):
+        with pytest.raises(StageError, match="create another LLM"):
             llm.generate(TEXTS)
 
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(UserError, match="--stages 6: the model has 5 layers"):
         LLM(stages=6)
-    with pytest.raises(UserError, match="trace is for one stage"):
+    with pytest.raises(UserError, match="trace works with one stage"):
         LLM(stages=2, trace="x.json")
-    with pytest.raises(UserError, match="'here' is no address"):
+    with pytest.raises(UserError, match="'here' is not an address"):
         LLM(stages=2, coordinator="here")
 
 

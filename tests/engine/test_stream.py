@@ -78,7 +78,7 @@ def test_a_prompt_may_have_several_texts(llm: LLM) -> None:
     assert llm.generate(asked, drawn)[2] == mixed[2]
     assert {"0", "0.1", "0.2", "1", "2", "2.1", "2.2"} == set(tokens)
     (refused,) = llm.stream([Request("a", asked[0], sampling_params=drawn)])
-    assert refused.error is not None and "n is for generate and chat" in refused.error
+    assert refused.error is not None and "n works in generate and chat" in refused.error
 
 
 def test_impossible_requests_have_an_error_and_the_others_go_on(llm: LLM) -> None:

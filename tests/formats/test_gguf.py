@@ -197,16 +197,16 @@ def renamed(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
     [
         (cut, "truncated: tensor 'blk"),
         (lambda content: content[:40], "its header cannot be read"),
-        (lambda content: b"GGML" + content[4:], "does not begin as GGUF"),
+        (lambda content: b"GGML" + content[4:], "is not a GGUF file"),
         (lambda content: content[:4] + struct.pack("<I", 9) + content[8:], "version 9"),
-        (lambda content: content[:8] + struct.pack("<Q", 1 << 60) + content[16:], "promises"),
+        (lambda content: content[:8] + struct.pack("<Q", 1 << 60) + content[16:], "declares"),
         (renamed(b"blk.1.attn_k.weight", b"blk.1.attn_x.weight"), "attn_x|k_proj.weight' is miss"),
         (renamed(b"gpt2", b"bert"), "tokenizer is of the kind 'bert'"),
         (renamed(b"gpt-2", b"gpt-x"), "splits text as 'gpt-x'"),
         (renamed(b"llama.block_count", b"llama.block_c0unt"), "has no llama.block_count"),
         (lambda _: of_one_array(8, MAX_ENTRIES + 1, bytes(8 << 20)), "at most are read"),
         (lambda _: of_one_array(9, 1, struct.pack("<IQ", 9, 1) * 5000), "recursion"),
-        (lambda _: of_one_array(8, 1, struct.pack("<Q", 1 << 62)), "promises"),
+        (lambda _: of_one_array(8, 1, struct.pack("<Q", 1 << 62)), "declares"),
     ],
 )
 def test_broken_files_are_named(

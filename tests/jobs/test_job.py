@@ -273,7 +273,7 @@ def test_a_job_of_something_else_is_refused(llm: LLM, source: Path) -> None:
     with other, pytest.raises(UserError, match="the model"):
         run(other, source)
     source.with_name("out.jsonl").write_text("something\n")
-    with pytest.raises(UserError, match="no record of a job"):
+    with pytest.raises(UserError, match="not a record of a job"):
         run(llm, source)
     source.with_name("out.jsonl.manifest").unlink()
     source.with_name("out.jsonl").write_text("no end")

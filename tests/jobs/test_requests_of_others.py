@@ -155,7 +155,7 @@ def test_all_conversations_of_a_job_have_one_time(
     moments = {text[:15] for text in texts}
     assert len(moments) == 1 and len(texts) == 3
     assert [text[15:] for text in texts] == ["Falsehi", "lowhif", "hi"]
-    assert capsys.readouterr().err.count("no results have tool_calls") == 1
+    assert capsys.readouterr().err.count("no result has tool_calls") == 1
     (tmp_path / "other").mkdir()
     job(llm, tmp_path / "other", *bodies, now=datetime(2001, 2, 3, 4, 5, 6))
     assert texts[-1].startswith("04:05:06.000000")

@@ -192,7 +192,7 @@ def test_a_template_of_texts_gets_a_list_of_parts_as_one(
             messages = [{"role": "user", "content": [PART, PART]}, {"role": "x", "content": "y"}]
             assert llm.chat_prompt(messages)[0] == "user:hello\nhello;x:y;"
             llm.chat_prompt(messages)
-        assert capsys.readouterr().err.count("takes texts alone") == 1
+        assert capsys.readouterr().err.count("accepts text only") == 1
         with pytest.raises(CheckpointError, match="a part 'image'"):
             ChatTemplate(folder).render([{"role": "u", "content": [{"type": "image"}]}])
 

@@ -93,7 +93,7 @@ def test_tiktoken(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("tokenizer.model", b"not a model", "not a model of SentencePiece"),
+        ("tokenizer.model", b"not a model", "not a SentencePiece model"),
         ("tokenizer.model", b"", "only SentencePiece"),
         ("tiktoken.model", b"IQ== 0\n!! 1", "line 2"),
         ("tiktoken.model", b"IQ== 0\nIg== 2", "not numbered"),

@@ -172,7 +172,7 @@ def test_read_file(tmp_path: Path, direct: bool, size: int, offset: int) -> None
     read_file(Piece(path, (memory[offset:],), direct))
     np.testing.assert_array_equal(memory[offset:], data)
     os.truncate(path, size - 1)
-    with pytest.raises(OSError, match=f"chunk is damaged: {size - 1} of {size}"):
+    with pytest.raises(OSError, match=f"chunk is damaged: it has {size - 1} of {size}"):
         read_file(Piece(path, (memory[offset:],), direct))
 
 
@@ -196,7 +196,9 @@ def test_read_file_into_several(
         np.testing.assert_array_equal(np.concatenate(outs), data[:total])
         if 0 < missing <= total:
             os.truncate(path, total - missing)
-            with pytest.raises(OSError, match=f"damaged: {total - missing} of {total} bytes"):
+            with pytest.raises(
+                OSError, match=f"damaged: it has {total - missing} of {total} bytes"
+            ):
                 read_file(Piece(path, outs, direct))
 
 

@@ -398,7 +398,7 @@ def test_a_damaged_piece_is_computed_again(
     assert found == [reference(checkpoint()).greedy(asked, 6)] * 4
     assert computed[:2] == [80, 16], "a piece has 64 tokens"
     assert computed[2:] == [80, 16]
-    assert "damaged; it is computed again" in capsys.readouterr().err
+    assert "damaged; recomputing it" in capsys.readouterr().err
 
 
 def test_where_nothing_can_be_kept_it_is_said(
@@ -406,5 +406,5 @@ def test_where_nothing_can_be_kept_it_is_said(
 ) -> None:
     policy = Policy(attention_sparsity=0.5)
     with LLM(checkpoint(), policy=policy, kv_store="1GB", kv_store_dir=tmp_path / "kv"):
-        assert "kv_store keeps nothing with sparse attention" in capsys.readouterr().err
+        assert "kv_store stores nothing with sparse attention" in capsys.readouterr().err
     assert not (tmp_path / "kv").exists()

@@ -93,7 +93,7 @@ def test_sparse_attention_shares_nothing(checkpoint: Callable[[], Path], steps: 
 def test_a_text_as_prefix_needs_a_tokenizer() -> None:
     with (
         LLM("facebook/opt-125m", dummy_weights=True) as llm,
-        pytest.raises(UserError, match="prefix as a text needs a tokenizer"),
+        pytest.raises(UserError, match="text prefix needs a tokenizer"),
     ):
         llm.generate(prompt_token_ids=prompts(), prefix="Once")
 

@@ -128,11 +128,11 @@ def test_streams_that_are_left_and_begun_again(unified: bool, tmp_path: Path) ->
         assert len([name for name, _ in never]) == 6
         stream = params.stream()
         next(stream)
-    with pytest.raises(UserError, match="this is closed"):
+    with pytest.raises(UserError, match="this object is closed"):
         next(stream)
-    with pytest.raises(UserError, match="this is closed"):
+    with pytest.raises(UserError, match="this object is closed"):
         params.put("0", layer(0))
-    with pytest.raises(UserError, match="this is closed"):
+    with pytest.raises(UserError, match="this object is closed"):
         params.stream()
 
 
@@ -285,7 +285,7 @@ def test_what_cannot_be_kept_is_named(tree: Any, said: str, tmp_path: Path) -> N
         arrays.put("y", {"a": np.zeros(3)})
         with pytest.raises(UserError, match="remove it first"):
             arrays.put("y", {"a": np.zeros(4)})
-        with pytest.raises(UserError, match="nothing of the name 'z'; the closest of 1 names: y"):
+        with pytest.raises(UserError, match="nothing named 'z'; the closest of 1 names: y"):
             arrays.stream(["z"])
 
 

@@ -525,7 +525,7 @@ def test_a_damaged_record_of_a_file_is_left_out(tmp_path: Path) -> None:
     kept_id, lost_id = (files.add("x", "batch", b"{}")["id"] for _ in range(2))
     (tmp_path / "files" / f"{lost_id}.json").write_text('{"id"')
     assert [record["id"] for record in files.all()] == [kept_id]
-    with pytest.raises(RefusedError, match="no file"):
+    with pytest.raises(RefusedError, match="does not exist"):
         files.get(lost_id)
 
 

@@ -136,17 +136,17 @@ def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text = text if isinstance(text, Mapping) else {}
     stored = raw.get("quantization_config") or text.get("quantization_config") or {}
     if isinstance(raw.get("quantization"), Mapping) and "quant_method" not in stored:
-        raise ConfigError(f"the weights are quantized by MLX, which is not read: {QUANTIZED}")
+        raise ConfigError(f"the weights are quantized by MLX, which is not supported: {QUANTIZED}")
     if not stored:
         return {}
     if not isinstance(stored, Mapping):
         raise ConfigError(f"quantization_config must be an object, not {stored!r}")
     method = str(stored.get("quant_method", "")).lower().replace("_", "-")
     if variant := _unread_variant(stored):
-        raise ConfigError(f"quantization_config has {variant}, which is not read: {QUANTIZED}")
+        raise ConfigError(f"quantization_config has {variant}, which is not supported: {QUANTIZED}")
     if method not in (name.replace("_", "-") for name in METHODS):
         raise ConfigError(
-            f"the weights are quantized by {method.upper()}, which is not read: {QUANTIZED}"
+            f"the weights are quantized by {method.upper()}, which is not supported: {QUANTIZED}"
         )
     return stored
 
@@ -181,7 +181,7 @@ def register_family(family: Family) -> None:
     """
     known = FAMILIES.get(family.model_type)
     if known is not None and known is not family:
-        raise ConfigError(f"model_type {family.model_type!r} has a family already")
+        raise ConfigError(f"model_type {family.model_type!r} already has a family")
     FAMILIES[family.model_type] = family
 
 

@@ -79,7 +79,7 @@ class Parts:
         if not present:
             raise CheckpointError(
                 f"{self._file()}: tensor {self.base + ends[0]!r} is missing, without which "
-                f"{self.base!r} cannot be read as {self.method}; get the model's files again"
+                f"{self.base!r} cannot be read as {self.method}; download the model again"
             )
         return present[0]
 

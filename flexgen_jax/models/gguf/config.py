@@ -40,7 +40,7 @@ class _Keys:
         value = self.maybe(name)
         if value is None:
             raise CheckpointError(
-                f"{self.file.path}: its metadata has no {self._begin}.{name}; convert it anew"
+                f"{self.file.path}: its metadata has no {self._begin}.{name}; convert it again"
             )
         return value
 

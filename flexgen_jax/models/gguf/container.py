@@ -64,7 +64,8 @@ class GgufFile:
             raise CheckpointError(f"{path}: corrupt: its header cannot be read: {error}") from None
         if int(self.metadata.get("split.count", 1)) > 1:
             raise CheckpointError(
-                f"{path}: it is a part of several; join them first: llama-gguf-split --merge "
+                f"{path}: it is one part of a split file; join the parts first: "
+                "llama-gguf-split --merge "
                 f"{path.name} whole.gguf"
             )
         for name, entry in self.tensors.items():
@@ -75,12 +76,13 @@ class GgufFile:
 
     def _header(self) -> tuple[dict[str, Any], dict[str, Entry]]:
         if bytes(self.bytes[:4]) != MAGIC:
-            raise CheckpointError(f"{self.path}: it does not begin as GGUF files do")
+            raise CheckpointError(f"{self.path}: it is not a GGUF file")
         self._at = 4
         version = self._number("<I")
         if version not in VERSIONS:
             raise CheckpointError(
-                f"{self.path}: GGUF version {version} is not read, only {VERSIONS}; convert it anew"
+                f"{self.path}: GGUF version {version} is not read, only {VERSIONS}; convert it "
+                "again"
             )
         tensors, pairs = self._number("<Q"), self._number("<Q")
         self._check_count(tensors + pairs, MAX_ENTRIES)
@@ -98,7 +100,7 @@ class GgufFile:
         """Raises `ValueError` for more things than the file has bytes for, or than `most`."""
         if count > self.bytes.size or (most is not None and count > most):
             limit = "" if most is None or count <= most else f", and {most} at most are read"
-            raise ValueError(f"it promises {count} entries{limit}")
+            raise ValueError(f"it declares {count} entries{limit}")
 
     def _number(self, kind: str) -> Any:
         (value,) = struct.unpack_from(kind, self._view, self._at)

@@ -114,7 +114,7 @@ def read_file(piece: Piece) -> None:
     finally:
         os.close(descriptor)
     if done < _size(views):
-        raise OSError(f"{piece.path} is damaged: {done} of {_size(views)} bytes are there")
+        raise OSError(f"{piece.path} is damaged: it has {done} of {_size(views)} bytes")
 
 
 def _size(views: list[np.ndarray]) -> int:

@@ -87,7 +87,9 @@ class KVStore:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise KVStoreError(f"{folder}: the KV store cannot be made there: {error}") from error
+            raise KVStoreError(
+                f"{folder}: the KV store cannot be created there: {error}"
+            ) from error
         self._pool = ThreadPoolExecutor(READERS, "kv-store")
         self._finishing: list[Future[None]] = []
         with self._locked():
