@@ -62,8 +62,8 @@ class Shown:
 def show_text(
     llm: LLM, ids: list[int], params: SamplingParams, has_reasoning: bool, begin: str = ""
 ) -> tuple[Shown, RequestOutput]:
-    """Prints a completion token by token. has_reasoning: whether it may start with reasoning; begin:
-    text before it. Raises `PromptError` for an impossible
+    """Prints a completion token by token. has_reasoning: whether it may start with reasoning;
+    begin: text before it. Raises `PromptError` for an impossible
     prompt."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None, "the prompt was encoded"
