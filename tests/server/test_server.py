@@ -183,7 +183,7 @@ def test_what_else_clients_ask_for(client: openai.OpenAI, served: str, library: 
     assert httpx.get(f"{served}/status").json()["new_tokens"] >= 3
     page = httpx.get(served).text
     assert "<form" in page and not re.search(
-        "(src|href)=|https?://|innerHTML", page.split("icon")[1]
+        "(src|href)=|https?://|innerHTML", page.split("<style>")[1]
     )
 
 
