@@ -142,9 +142,9 @@ def tell(
 ) -> None:
     """Prints a job's summary and writes it as JSON. Exits with status 1 if every request failed."""
     write_json(json_file, {"summary": vars(summary), "report": report})
-    errors = f", {summary.errors} of them errors" if summary.errors else ""
+    errors = f" ({summary.errors} error{'s' * (summary.errors > 1)})" if summary.errors else ""
     click.echo(
-        f"{summary.finished} of {summary.total} requests are in {results}{errors}; "
+        f"{summary.finished} of {summary.total} requests written to {results}{errors}; "
         f"{summary.tokens} tokens in {summary.seconds:.1f} s, "
         f"{summary.tokens / max(summary.seconds, 1e-9):.1f} token/s",
         err=True,
@@ -154,9 +154,8 @@ def tell(
     if summary.commonest is not None:
         said, count = summary.commonest
         click.echo(
-            f"flexgen-jax: {count} of {summary.errors} errors: {said}. `batch --retry-errors` runs "
-            "lines with errors again, where a line itself was right; corrected lines may be added "
-            "at the input's end",
+            f"flexgen-jax: {count} of {summary.errors} errors: {said}. Use --retry-errors to run "
+            "failed requests again, or append corrected requests to the input",
             err=True,
         )
     if summary.errors and summary.errors == summary.total:
@@ -221,10 +220,12 @@ def account(report: Mapping[str, Any]) -> str:
     """Returns a line on what the engine's last run did, from `LLM.report`."""
     share = report["prompt_tokens"] / max(report["padded_prompt_tokens"], 1)
     moved = ", ".join(
-        f"{name.replace('_', ' ')} {count / 1e9:.2f} GB" for name, count in report["bytes"].items()
+        f"{name.replace('_', ' ')} {count / 1e9:.2f} GB"
+        for name, count in report["bytes"].items()
+        if count >= 1e7
     )
     predicted = report["predicted"]
     times = f"{report['total_s']:.1f} s"
     if predicted is not None:
         times += f", predicted {predicted['total_s']:.1f} s"
-    return f"{times}; {share:.0%} of the prompts' batches was no padding; moved: {moved}"
+    return f"{times}; padding: {1 - share:.0%} of prompt tokens; moved: {moved or 'nothing'}"

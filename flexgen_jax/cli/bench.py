@@ -183,29 +183,25 @@ def bench_summary(report: Report) -> str:
     each = ", ".join(f"{link} {n / steps / 1e6:.2f} MB" for link, n in decoded if n)
     busy = ", ".join(f"{what} {s:.1f} s" for what, s in report["busy_s"].items() if s > 0.005)
     if "compute" not in report["busy_s"]:
-        busy = f"{busy or 'not timed'} (--breakdown times the device and its links too)"
+        busy = f"{busy or 'not timed'} (use --breakdown to time compute and copies)"
     peaks = ", ".join(f"{tier} {n / 2**30:.2f} GiB" for tier, n in report["peak_bytes"].items())
     device_peak = report["device_peak_bytes"]
-    own = (
-        f" (the device itself counts {device_peak / 2**30:.2f} GiB)"
-        if device_peak is not None
-        else ""
-    )
+    own = f" (the device reports {device_peak / 2**30:.2f} GiB)" if device_peak is not None else ""
     drafts = report.get("drafts", {})
     guesses = ""
     if drafts.get("passes"):
         guesses = (
-            f"\nguesses: {drafts['guessed']} in {drafts['passes']} passes, {drafts['accepted']} of "
-            f"them right; a pass found {report['tokens_a_pass']:.2f} tokens of a text"
+            f"\ndrafts: {drafts['guessed']} tokens in {drafts['passes']} passes, "
+            f"{drafts['accepted']} accepted; {report['tokens_a_pass']:.2f} tokens per pass"
         )
     return (
         f"{report['model']}, {report['num_sequences']} x ({report['prompt_len']} + "
         f"{report['gen_len']}) tokens, {report['dtype']}\n"
         f"generation {report['generation_throughput']:.2f} token/s "
         f"(prefill {report['prefill_s']:.2f} s, decode {report['decode_s']:.2f} s; "
-        f"placing weights {report['init_s']:.1f} s and compiling {report['compile_s']:.1f} s "
-        f"not counted)\n"
-        f"moved: {moved or 'nothing'}\nmoved for a token of every sequence: {each or 'nothing'}\n"
+        f"not counted: loading weights {report['init_s']:.1f} s, compiling "
+        f"{report['compile_s']:.1f} s)\n"
+        f"moved: {moved or 'nothing'}\nmoved per decode step: {each or 'nothing'}\n"
         f"busy: {busy}\npeak: {peaks}{own}{guesses}"
     )
 

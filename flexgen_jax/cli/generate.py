@@ -175,13 +175,13 @@ def print_results(
     json_file: Path | None,
     echoes: bool | None,
 ) -> None:
-    """Prints texts, unless they were shown as they came, and the rate of their tokens; writes the
-    file for machines. echoes: whether the prompts are printed, None for no texts at all. Raises
-    `UserError` that names the prompts that could not be continued."""
+    """Prints completions and throughput, and writes the JSON file. echoes: whether to print the
+    prompts; None prints no completions, since they were streamed. Raises `UserError` for prompts
+    that could not run."""
     from flexgen_jax.engine.requests import impossible
 
     errors = {r["index"]: r["error"] for r in results if "error" in r}
-    try:  # neither a full disk nor a reader that goes away may cost the other
+    try:  # a full disk must not suppress the output
         write_json(json_file, {"results": results, "report": report})
     finally:
         good = [result for result in results if "error" not in result]
@@ -193,9 +193,9 @@ def print_results(
     if report:
         programs_s = report.get("compile_in_run_s", 0.0)
         seconds = max(report["total_s"] - programs_s, 1e-9)
-        before = f" after {programs_s:.1f} s for programs" if programs_s >= 0.1 else ""
+        before = f" after {programs_s:.1f} s of compiling" if programs_s >= 0.1 else ""
         cut = sum(result["finish_reason"] == "length" for result in good)
-        limits = f"; {cut} of {len(good)} cut by --max-tokens" if cut else ""
+        limits = f"; {cut} of {len(good)} reached --max-tokens" if cut else ""
         logger().info(
             f"{report['num_tokens']} tokens in {seconds:.2f} s{before}, "
             f"{report['num_tokens'] / seconds:.1f} token/s{limits}"

@@ -154,7 +154,7 @@ def drafting_of(
         try:
             other = open_model(draft, options.dummy_weights, options.seed)
         except UserError as error:
-            raise UserError(f"--draft {name}: {error}; --draft {LOOKUP} needs no model") from None
+            raise UserError(f"--draft {name}: {error} (--draft {LOOKUP} needs no model)") from None
     check_drafts(other or model, model)
     guessing = guessing_of(setting, None if other is None else other.config)
     drafter = ModelDrafter(

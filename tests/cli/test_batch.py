@@ -25,7 +25,7 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, command(tmp_path, *more))
     assert result.exit_code == 0, result.output
     assert "watch the job at http://127.0.0.1:" in result.stderr
-    assert "2 of 2 requests are in" in result.stderr and "1 of them errors" in result.stderr
+    assert "2 of 2 requests written to" in result.stderr and "(1 error)" in result.stderr
     records = [json.loads(x) for x in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert {record["line"]: record["error"] is None for record in records} == {1: True, 2: False}
     now = json.loads((tmp_path / "now.json").read_text())

@@ -126,7 +126,7 @@ def test_bench_copies(checkpoint: Callable[[str], Path], tmp_path: Path, sparsit
     flags = ["--cache", "host=100", "--attention-sparsity", sparsity, "--json", out]
     result = run("bench", "--copies", "--model", checkpoint(), *shape, *flags)
     assert result.exit_code == 0, result.output
-    assert "moved for a token of every sequence: host_to_device" in result.output
+    assert "moved per decode step: host_to_device" in result.output
     report = json.loads(out.read_text())
     assert report["decode_steps"] == 2 * 2
     assert 0 < report["decode_bytes"]["host_to_device"] <= report["bytes"]["host_to_device"]

@@ -168,7 +168,7 @@ def test_prompts_that_cannot_be_continued_have_an_error_in_the_file(
     (tmp_path / "prompts.txt").write_text("short\n" + "a b " * 2000 + "\n")
     result = run(*command)
     assert result.exit_code == 0
-    assert "1 of them errors" in result.stderr
+    assert "(1 error)" in result.stderr
     good, bad = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert good["error"] is None and "the prompt has" in bad["error"]["message"]
     (tmp_path / "prompts.txt").write_text("a b " * 2000 + "\n")
