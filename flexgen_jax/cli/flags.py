@@ -54,8 +54,8 @@ def _model_flags(command: Function) -> Function:
             click.option(
                 "--dummy-weights",
                 is_flag=True,
-                help="Use random weights of a known shape, e.g. --model facebook/opt-1.3b; needs "
-                "no files.",
+                help="Use random weights. --model is then a known shape such as facebook/opt-1.3b "
+                "(see `flexgen-jax models`), or a folder.",
             ),
             click.option(
                 "--dtype",
@@ -114,8 +114,8 @@ def _memory_flags(command: Function) -> Function:
                 "--kv-store",
                 type=Size(),
                 metavar="SIZE",
-                help="Cache prompts on disk, up to this size, e.g. 20GB. A later request with the "
-                "same prefix loads its KV cache.",
+                help="Keep the KV cache of prompts on disk, up to this size, e.g. 20GB; later "
+                "requests with the same prefix reuse it.",
             ),
             click.option(
                 "--kv-store-dir",
@@ -251,7 +251,10 @@ def policy_options(command: Function) -> Function:
 
 
 def _placement_flags(command: Function) -> Function:
-    by_name = "The same by name, e.g. device=20,host=80; the rest is on disk."
+    by_name = (
+        "Percentages of {} on GPU (device) and CPU (host), e.g. device=20,host=50; the rest is on "
+        "disk."
+    )
     return _apply(
         command,
         POLICY,
@@ -262,8 +265,8 @@ def _placement_flags(command: Function) -> Function:
                 default="auto",
                 show_default=True,
                 metavar="auto|FILE",
-                help="Policy as JSON, e.g. from `plan --json`. auto searches the fastest one, "
-                "unless a flag below fixes a part of it.",
+                help="File with a policy, e.g. from `plan --json`. auto searches for the fastest; "
+                "any flag below turns the search off.",
             ),
             click.option(
                 "--percent",
@@ -273,22 +276,26 @@ def _placement_flags(command: Function) -> Function:
                 help="Percentages of weights on GPU and CPU, KV cache on GPU and CPU, activations "
                 "on GPU and CPU; the rest is on disk.",
             ),
-            click.option("--weights", metavar="SPLIT", help=by_name),
-            click.option("--cache", metavar="SPLIT", help=by_name),
-            click.option(
-                "--activations",
-                metavar="SPLIT",
-                help=by_name,
-            ),
+            click.option("--weights", metavar="SPLIT", help=by_name.format("weights")),
+            click.option("--cache", metavar="SPLIT", help=by_name.format("the KV cache")),
+            click.option("--activations", metavar="SPLIT", help=by_name.format("activations")),
             click.option("--batch-size", type=int, help="Sequences per batch."),
-            click.option("--num-batches", type=int, help="Maximum number of batches in a group."),
+            click.option(
+                "--num-batches",
+                type=int,
+                help="Maximum number of batches that share each load of a layer's weights.",
+            ),
             click.option(
                 "--schedule",
                 type=click.Choice(list(SCHEDULES)),
                 help="Batch admission. continuous (default): when rows are free; zigzag: a full "
                 "group; diagonal: one per pass; row: one at a time.",
             ),
-            click.option("--no-overlap", is_flag=True, help="Do not prefetch."),
+            click.option(
+                "--no-overlap",
+                is_flag=True,
+                help="Do not overlap transfers with compute (no prefetching).",
+            ),
             click.option(
                 "--no-copy-ahead",
                 is_flag=True,
@@ -308,8 +315,8 @@ def _precision_flags(command: Function) -> Function:
             click.option(
                 "--requantize",
                 is_flag=True,
-                help="Let --weight-bits quantize published low-bit weights (FP8, GPTQ, ...) a "
-                "second time.",
+                help="Allow --weight-bits for a checkpoint that is already quantized (FP8, GPTQ, "
+                "...), at some loss of quality.",
             ),
             click.option(
                 "--weight-format",
@@ -328,8 +335,8 @@ def _precision_flags(command: Function) -> Function:
             click.option(
                 "--attention",
                 type=click.Choice(list(ATTENTIONS)),
-                help="Where decoding attends to KV cache outside the GPU: on the host's CPU, or on"
-                " the device; auto: the faster one.",
+                help="Where to attend to KV cache that is not on the GPU. host: on the CPU; "
+                "device: copy the cache; auto: the better one in a search.",
             ),
             click.option(
                 "--attention-sparsity",

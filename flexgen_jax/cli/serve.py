@@ -96,7 +96,7 @@ def serve(
     options = engine_options(flags, default_batches=1, shows_tokens=True)
     with _bound(host, port) as listening, open_llm(options) as llm:
         if llm.tokenizer is None:
-            raise UserError("this model has no tokenizer, so it cannot be served")
+            raise UserError("a model without a tokenizer cannot be served; remove --dummy-weights")
         served = ServerOptions(
             name=served_model_name,
             api_key=api_key,

@@ -146,8 +146,8 @@ def _listed_params(given: object) -> list[SamplingParams]:
     for each in params:
         if not isinstance(each, SamplingParams):
             raise UserError(
-                "sampling_params must be SamplingParams or a list of these, such as "
-                f"SamplingParams(max_tokens=5), not {each!r}"
+                "sampling_params must be a SamplingParams object or a list of them, not "
+                f"{each!r}; for example SamplingParams(max_tokens=5)"
             )
     return cast("list[SamplingParams]", params)
 

@@ -378,7 +378,10 @@ def _joined(address: tuple[str, int], stage: int, key: str) -> tuple[Wire, dict[
     try:
         kind, content = wire.receive()
     except ClosedError:
-        raise UserError(f"the leader refused stage {stage}; is its {KEY} the same?") from None
+        raise UserError(
+            f"the leader closed the connection to stage {stage}; check that it is running and "
+            f"has the same {KEY}"
+        ) from None
     if kind == "refused":
         raise UserError(content["why"])
     return wire, content

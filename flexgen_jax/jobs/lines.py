@@ -139,7 +139,7 @@ def _object(content: bytes) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"JSON has no {name}; use a number or null")
 
 
 def _from_openai(

@@ -111,7 +111,9 @@ class ChatTemplate:
             ArithmeticError,
             LookupError,
         ) as error:
-            raise CheckpointError(f"{self._folder}: the chat template says: {error}") from None
+            raise CheckpointError(
+                f"{self._folder}: cannot apply the chat template: {error}"
+            ) from None
 
     def _source(self, options: ChatOptions) -> str:
         named = options.template
@@ -207,7 +209,10 @@ class _Parts(list[Any]):
             text = part if isinstance(part, str) else dict(part).get("text")
             if not isinstance(text, str):
                 kind = part.get("type") if isinstance(part, Mapping) else part
-                raise ValueError(f"it accepts text only, and a message has a part {kind!r}")
+                raise ValueError(
+                    f"it accepts only text, but a message has a part of type {kind!r}; send "
+                    "text parts only"
+                )
             texts.append(text)
         return "\n".join(texts)
 

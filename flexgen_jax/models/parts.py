@@ -130,7 +130,9 @@ class Rotary:
         if self.kind not in ROTARY_KINDS:
             raise ConfigError(f"rope_type {self.kind!r} is not supported; choose {ROTARY_KINDS}")
         if self.size < 2 or self.size % 2:
-            raise ConfigError(f"the rotated part of a head must be even, not {self.size}")
+            raise ConfigError(
+                f"a head must have a positive even number of rotary dimensions, not {self.size}"
+            )
         if self.theta <= 0 or self.factor <= 0:
             raise ConfigError("rope_theta and the factor of rope_parameters must be positive")
         if self.kind == "longrope":

@@ -197,8 +197,9 @@ def _load(folder: Path) -> FastTokenizer:
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from None
     raise CheckpointError(
-        f"{folder} has none of tokenizer.json, vocab.json with merges.txt, {TIKTOKEN} and "
-        f"{SENTENCEPIECE}"
+        f"{folder} has no tokenizer: add the model's tokenizer.json (or {TIKTOKEN}, "
+        f"{SENTENCEPIECE}, "
+        "or vocab.json and merges.txt)"
     )
 
 

@@ -85,7 +85,7 @@ def test_an_answer_is_printed_without_the_template(tmp_path: Path) -> None:
     kept = [*flags, "--now", "2001-02-03", "--output", out]
     assert run(*kept).exit_code == 0
     again = run(*kept)
-    assert again.exit_code == 0 and "1 of 1 requests are in" in again.stderr
+    assert again.exit_code == 0 and "1 of 1 requests written to" in again.stderr
     later = run(*flags, "--now", "2002-02-03", "--output", out)
     assert "the time of conversations" in later.stderr
     assert json.loads(out.read_text())["text"] == answer["text"]

@@ -101,7 +101,7 @@ def test_what_a_template_may_not_do_is_an_error(
 ) -> None:
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.5)
     folder = folder_with(tmp_path / "m", template)
-    with pytest.raises(CheckpointError, match="chat template says"):
+    with pytest.raises(CheckpointError, match="cannot apply the chat template"):
         ChatTemplate(folder).render(MESSAGES)
 
 

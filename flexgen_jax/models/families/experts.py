@@ -80,7 +80,7 @@ def _ernie4_5_moe(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads ERNIE 4.5, whose rotary embeddings turn neighbours."""
     raw = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, **raw}
     if raw.get("use_bias"):
-        raise ConfigError("use_bias: true also gives the head a bias, which is not supported")
+        raise ConfigError('"use_bias": true is not supported: it would add a bias to lm_head')
     own = Fields(raw)
     layers, each = own.count("num_hidden_layers"), gated(own, "moe_intermediate_size")
     shared = own.get("moe_num_shared_experts", 2)
