@@ -136,7 +136,7 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
     lines = [
         f"{plan.num_sequences} x ({work.prompt_len} + {work.gen_len}) tokens{_shared(work)} in "
         f"{problem.setting.dtype} on {problem.hw.name}, {blocks} "
-        f"block{'s' if blocks > 1 else ''} of {plan.block_sequences}",
+        f"batch group{'s' if blocks > 1 else ''} of {plan.block_sequences} sequences",
         f"policy: {flags_of(plan.policy, problem)}",
         f"that is: {plan.policy.in_words}",
         f"predicted: {significant(plan.throughput)} token/s (prefill {plan.prefill_s:.1f} s, "

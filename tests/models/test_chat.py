@@ -193,7 +193,7 @@ def test_a_template_of_texts_gets_a_list_of_parts_as_one(
             assert llm.chat_prompt(messages)[0] == "user:hello\nhello;x:y;"
             llm.chat_prompt(messages)
         assert capsys.readouterr().err.count("accepts text only") == 1
-        with pytest.raises(CheckpointError, match="a part 'image'"):
+        with pytest.raises(CheckpointError, match="a part of type 'image'"):
             ChatTemplate(folder).render([{"role": "u", "content": [{"type": "image"}]}])
 
 
