@@ -24,7 +24,7 @@ def parse_bytes(size: str | int | None, name: str = "") -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())
     if match is None or match[2] not in _UNITS:
         what = f"{name}: " if name else ""
-        raise UserError(f"{what}{size!r} is not a size; for example 16GB or 512MiB")
+        raise UserError(f"{what}{size!r} is not a size; write it like 16GB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

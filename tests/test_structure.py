@@ -156,9 +156,8 @@ def test_kernels_have_one_door() -> None:
 
 
 def test_processor_units_are_named_in_one_room() -> None:
-    """Instruction sets and compilers are `cpu`'s business; users read of them in three places."""
+    """Instruction sets and compilers are `cpu`'s business; users read of them in two places."""
     read_by_users = {
-        f"{NAME}.cli.flags": "help of --matmul-bits",
         f"{NAME}.engine.options": "what matmul_bits is good for",
         f"{NAME}.machine.profiler": "versions in a profile's key",
     }

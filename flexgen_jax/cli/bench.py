@@ -119,7 +119,7 @@ def run_bench(
 
     llm.config.check_lengths(prompt_len, gen_len)
     if num_sequences is not None and num_sequences < 1:
-        raise UserError(f"--num-sequences must be positive, not {num_sequences}")
+        raise UserError(f"--num-sequences must be at least 1, not {num_sequences}")
     count = num_sequences or llm.block_sequences(prompt_len, gen_len)
     llm.warm_up(prompt_len, gen_len, count)
     if num_sequences is None:
@@ -166,12 +166,12 @@ def text_lengths(lengths: str, count: int, most: int, seed: int) -> list[int]:
         lengths_read = [int(line) for line in Path(lengths).read_text().split()]
     except OSError as error:
         raise UserError(
-            f"--lengths {lengths}: {error.strerror}; give a file, or lognormal:MEAN"
+            f"--lengths {lengths}: {error.strerror}; use a file, or lognormal:MEAN"
         ) from None
     except ValueError:
         lengths_read = []
     if not lengths_read or min(lengths_read) < 1:
-        raise UserError(f"--lengths {lengths}: give a number of tokens, at least 1, in each line")
+        raise UserError(f"--lengths {lengths}: each line must have a number of tokens, at least 1")
     return [min(lengths_read[i % len(lengths_read)], most) for i in range(count)]
 
 

@@ -65,8 +65,7 @@ class Conversation:
                 most = self.llm.config.max_positions - 1
                 raise UserError(
                     f"the conversation has {len(ids)} tokens, but the model's context has room "
-                    "for only "
-                    f"{most}: /reset starts a new one"
+                    f"for only {most}; start a new one with /reset"
                 ) from None
         if not shown.tokens:
             return
@@ -180,7 +179,7 @@ def chat(
         try:
             llm.chat_prompt([{"role": "user", "content": "Hello"}])
         except UserError as error:
-            raise UserError(f"{error}; --model names another one") from None
+            raise UserError(f"{error}; choose another model with --model") from None
         if params.max_tokens is None and llm.sampling_defaults.max_tokens is None:
             params = replace(params, max_tokens=MAX_TOKENS)
         conversation = Conversation(llm, params, variables, now, messages)

@@ -126,7 +126,7 @@ def read_flag_defaults(group: click.Group) -> dict[str, Any]:
     path = Path(named).expanduser() if named else folder / "flexgen_jax.toml"
     if not path.is_file():
         if named:
-            raise UserError(f"{CONFIG} names {path}, which does not exist")
+            raise UserError(f"the file {path} of {CONFIG} does not exist")
         return {}
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -138,7 +138,9 @@ def read_flag_defaults(group: click.Group) -> dict[str, Any]:
         known = set(_all_flags(group))
         unknown = [key for key in for_all if _flag(key) not in known]
         if unknown:
-            raise UserError(f"{unknown[0]!r} is not a flag of any command")
+            raise UserError(
+                f"{unknown[0]!r} is not a flag of any command; see `flexgen-jax COMMAND --help`"
+            )
         return _defaults(group, tables, for_all)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -151,7 +153,7 @@ def _defaults(
     if isinstance(command, click.Group):
         unknown = sorted(set(entries) - set(command.commands))
         if unknown:
-            raise UserError(f"[{unknown[0]}] is not a command")
+            raise UserError(f"[{unknown[0]}] is not a command; see `flexgen-jax --help`")
         return {
             name: _defaults(each, entries.get(name, {}), for_all)
             for name, each in command.commands.items()

@@ -30,14 +30,14 @@ def parse_split(name: str, text: str) -> Placement:
         except ValueError:
             value = -1.0
         if tier.strip() not in ("device", "host", "disk") or value < 0:
-            raise PolicyError(f"--{name} {text}: for example device=20,host=80")
+            raise PolicyError(f"--{name} {text}: write it like device=20,host=80")
         shares[tier.strip()] = value / 100
     try:
         placement = Placement(shares.get("device", 0.0), shares.get("host", 0.0))
     except PolicyError as error:
         raise PolicyError(f"--{name} {text}: {error}") from None
     if "disk" in shares and abs(shares["disk"] - placement.disk) > 1e-6:
-        raise PolicyError(f"--{name} {text}: the three percentages must add up to 100")
+        raise PolicyError(f"--{name} {text}: device, host and disk must add up to 100")
     return placement
 
 

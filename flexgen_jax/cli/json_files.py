@@ -27,7 +27,7 @@ def check_json(path: Path | None, flag: str = "--json", results: Path | None = N
     """Raises `UserError` for a file that cannot be written, or is that of the results, before the
     work is done."""
     if path is not None and results is not None and path.resolve() == results.resolve():
-        raise UserError(f"--output and {flag} are both {path}; choose another file for one")
+        raise UserError(f"--output and {flag} are the same file, {path}; choose different files")
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"cannot write {flag} {path}; choose another file")
 

@@ -77,7 +77,9 @@ def plan(
     options = engine_options(flags, Policy().batch_size, hardware=hardware)
     choices = plan_choices(options, allow_compression, allow_sparsity)
     if prefix_len and (num_sequences or 0) < num_prefixes:
-        raise click.UsageError("--prefix-len needs --num-sequences, at least one for each prefix")
+        raise click.UsageError(
+            "--prefix-len needs --num-sequences, with at least one sequence per prefix"
+        )
     profile = None if options.hardware is None else read_profile(options.hardware)
     config = shape_of(None if options.model is None else str(options.model))
     if prompt_len is None:
@@ -245,8 +247,7 @@ def refuse_with_stages(*given: object) -> None:
     """Raises `UserError` for options that a plan of stages does not support."""
     if any(one is not None for one in given):
         raise UserError(
-            "--stages takes no policy, limits, --prefix-len or --latency-curve in a plan; leave "
-            "them out"
+            "--stages cannot be combined with a policy, limits, --prefix-len or --latency-curve"
         )
 
 
@@ -254,12 +255,12 @@ def staged_plan(problem: Problem, stages: int) -> ChainPlan:
     """Returns the best plan for pipeline stages on equal machines."""
     if stages > problem.setting.config.num_layers:
         raise UserError(
-            f"--stages {stages}: the model has {problem.setting.config.num_layers} layers"
+            f"--stages {stages} is more than the model's {problem.setting.config.num_layers} layers"
         )
     spec = problem.costs(problem.base).spec
     chain = search_stages(problem, divisions(spec, stages))
     if chain is None:
-        raise UserError(f"no plan fits {stages} stages; allow more disk, or --weight-bits 4")
+        raise UserError(f"no policy fits {stages} stages; allow more disk, or use --weight-bits 4")
     return chain
 
 

@@ -87,7 +87,7 @@ def serve(
     except ImportError as error:
         raise without_extra(error, "serve") from None
     if api_key == "":
-        raise UserError("--api-key is empty")
+        raise UserError("--api-key must not be empty")
     if api_key is None and not open_to_all and not _is_loopback(host):
         raise UserError(
             f"--host {host} is reachable by other machines: set --api-key, or --open-to-all for "

@@ -31,7 +31,7 @@ def be_stage(address: str, number: int) -> None:
 
     key = os.environ.get(KEY)
     if not key:
-        raise UserError(f"set {KEY} to the leader's secret first")
+        raise UserError(f"set the environment variable {KEY} to the leader's secret")
     work(parse_address(address), number, key)
 
 

@@ -40,21 +40,23 @@ def check_drafts(draft: Model, target: Model) -> None:
     if draft.config.has_experts:
         raise UserError(f"--draft {draft.name}: a mixture of experts cannot be a draft model")
     if any(layer.growing and not layer.attends for layer in spec.decoders):
-        raise UserError(f"--draft {draft.name}: its {draft.config.model_type} layers cannot guess")
+        raise UserError(
+            f"--draft {draft.name}: a {draft.config.model_type} model cannot be a draft model"
+        )
     ours, theirs = target.tokenizer, draft.tokenizer
     if draft is target or draft.source is target.source or ours is None or theirs is None:
         if draft.config.vocab_size < target.config.vocab_size:
             raise UserError(
-                f"--draft {draft.name} has {draft.config.vocab_size} tokens, and {target.name} "
-                f"{target.config.vocab_size}: they must be the same"
+                f"--draft {draft.name} and {target.name} have different vocabularies, of "
+                f"{draft.config.vocab_size} and {target.config.vocab_size} tokens"
             )
         return
     size = min(draft.config.vocab_size, target.config.vocab_size)
     other = next((n for n in range(size) if ours.piece(n) != theirs.piece(n)), None)
     if other is not None:
         raise UserError(
-            f"--draft {draft.name} has another vocabulary than {target.name}: {other} is "
-            f"{theirs.piece(other)!r} in one, and {ours.piece(other)!r} in the other"
+            f"--draft {draft.name} and {target.name} have different vocabularies: token "
+            f"{other} is {theirs.piece(other)!r} and {ours.piece(other)!r}"
         )
 
 

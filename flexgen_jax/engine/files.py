@@ -33,7 +33,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             is_json = path.suffix == ".jsonl"
             prompts.append(Prompt(_prompt_in(line, where) if is_json else line, where))
     if not prompts:
-        raise UserError(f"{name} has no prompts; write one per line")
+        raise UserError(f"{name} has no prompts; write one prompt per line")
     return prompts
 
 

@@ -179,10 +179,10 @@ class Grammars:
         try:
             grammar = library.LLMatcher.grammar_from_json_schema(schema, COMPACT)
         except ValueError as error:
-            raise UserError(f"json_schema cannot be used: {first_line(error)}") from None
+            raise UserError(f"this json_schema is not supported: {first_line(error)}") from None
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise UserError(f"json_schema cannot be used: {_said(matcher)}")
+            raise UserError(f"this json_schema is not supported: {_said(matcher)}")
         return matcher
 
     @cached_property
@@ -253,7 +253,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise UserError(
-            "json_schema needs llguidance, which is not installed: pip install llguidance"
-        ) from None
+        raise UserError("json_schema needs llguidance: pip install llguidance") from None
     return llguidance

@@ -50,8 +50,8 @@ def input_sizes(
     config = source.config
     if config.has_experts:
         raise UserError(
-            f"--calibrate is for models without experts, which {config.model_type} has; "
-            "leave it out"
+            f"--calibrate does not support mixtures of experts such as {config.model_type}; "
+            "remove it"
         )
     spec, kernels = model_spec(config), kernels_of_device()
     count, tokens = ids.shape

@@ -101,7 +101,10 @@ class Members:
         host, port = ("127.0.0.1", 0) if asked is None else parse_address(asked)
         key = os.environ.get(KEY) if asked is not None else secrets.token_hex(16)
         if not key:
-            raise UserError(f"--coordinator {asked}: set {KEY} to one secret on all machines first")
+            raise UserError(
+                f"--coordinator {asked} needs the environment variable {KEY}, with the same secret "
+                "on all machines"
+            )
         here = 1 if asked is not None else len(layers)
         try:
             server = socket.create_server((host, port))
@@ -140,7 +143,7 @@ class Members:
             self._check_processes()
             if time.monotonic() > until:
                 late = next(member for member in self._members if member.wire is None)
-                raise StageError(f"{late.name} has not connected within {wait_s:g} s")
+                raise StageError(f"{late.name} did not connect within {wait_s:g} s")
             try:
                 connected, _ = server.accept()
             except TimeoutError:
@@ -188,7 +191,7 @@ class Members:
     def _failed(self, what: str) -> StageError:
         """Ends all stages at once; returns an error that says what failed."""
         self._kill()
-        return StageError(f"{what}; the other stages were stopped")
+        return StageError(f"{what}; all other stages were stopped")
 
     def _next(self) -> Message:
         """Returns the next message, and keeps it if it is a result; raises if a stage says that it

@@ -51,7 +51,7 @@ class PromptReader:
     ) -> list[Input]:
         """Returns prompts, given as texts or as token ids."""
         if (prompts is None) == (prompt_token_ids is None):
-            raise UserError("give either prompts or prompt_token_ids")
+            raise UserError("pass either prompts or prompt_token_ids")
         given = prompts if prompt_token_ids is None else prompt_token_ids
         given = [given] if isinstance(given, str) and prompt_token_ids is None else given
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
@@ -61,7 +61,9 @@ class PromptReader:
             raise UserError("the list of prompts is empty")
         if prompt_token_ids is not None:
             if isinstance(rows[0], int):
-                raise UserError("prompt_token_ids must be a list of lists: one for each prompt")
+                raise UserError(
+                    "prompt_token_ids must be a list with a list of token ids for each prompt"
+                )
             return [(None, cast("Sequence[int]", row)) for row in rows]
         if self._tokenizer is None:
             self._model.encode("")  # says what to do
@@ -121,7 +123,7 @@ class PromptReader:
         """
         if isinstance(prefix, str):
             if self._tokenizer is None:
-                raise UserError("a text prefix needs a tokenizer, and this model has none")
+                raise UserError("a text prefix needs a tokenizer, but this model has none")
             prefix = self._tokenizer.encode(prefix)
         if not prefix or len(requests) < 2 or not self._shares:
             return requests

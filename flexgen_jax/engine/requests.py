@@ -167,7 +167,8 @@ def check_ids(ids: Sequence[int], index: int, config: ModelConfig) -> None:
     bad = [token for token in ids if not 0 <= token < config.vocab_size]
     if bad:
         raise PromptError(
-            f"prompt {index} has token id {bad[0]}; the vocabulary has {config.vocab_size}",
+            f"prompt {index} has token id {bad[0]}, but the vocabulary has only "
+            f"{config.vocab_size} tokens",
             [index],
         )
 
@@ -187,17 +188,17 @@ def check_prompt(prompt: object) -> None:
         return
     is_ids = isinstance(prompt, Sequence) and all(isinstance(x, int) for x in prompt)
     hint = "; give token ids as prompt_token_ids=[...]" if is_ids else ""
-    raise UserError(f"a prompt must be a text, not {type(prompt).__name__}{hint}")
+    raise UserError(f"a prompt must be a string, not {type(prompt).__name__}{hint}")
 
 
 def token_ids(ids: object) -> list[int]:
     """Returns token ids as Python's own integers; raises `UserError` for what are none."""
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
-        raise UserError(f"token ids must be a list of whole numbers, not {ids!r}")
+        raise UserError(f"token ids must be a list of integers, not {ids!r}")
     checked = []
     for token in ids:
         if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise UserError(f"token ids must be whole numbers, not {token!r}")
+            raise UserError(f"token ids must be integers, not {token!r}")
         checked.append(index(token))
     return checked
 
@@ -209,13 +210,14 @@ def check_params(params: SamplingParams, config: ModelConfig, grammars: Grammars
     if params.schema is not None and grammars is not None:
         grammars.check(params.schema)
     if grammars is None and (params.stop or params.schema is not None):
-        raise UserError("stop strings and JSON need a tokenizer, and this model has none")
+        raise UserError("stop strings and JSON need a tokenizer, but this model has none")
     named = {"logit_bias": [token for token, _ in params.biases], "stop_token_ids": params.end_ids}
     for name, tokens in named.items():
         for token in tokens:
             if token >= config.vocab_size:
                 raise UserError(
-                    f"{name} has token id {token}; the vocabulary has {config.vocab_size}"
+                    f"{name} has token id {token}, but the vocabulary has only "
+                    f"{config.vocab_size} tokens"
                 )
 
 
@@ -226,8 +228,8 @@ def check_lengths(rows: Sequence[Sequence[int]], new: int, config: ModelConfig) 
     if bad:
         others = f"; {len(bad) - 1} more prompts do not fit" if len(bad) > 1 else ""
         raise PromptError(
-            f"prompt {bad[0]} has {len(rows[bad[0]])} tokens; the model takes 1 to {most}"
-            f"{config.context_limit}{others}",
+            f"prompt {bad[0]} has {len(rows[bad[0]])} tokens; the model accepts 1 to "
+            f"{most}{config.context_limit}{others}",
             bad,
         )
 
@@ -271,11 +273,13 @@ class Encoder:
         ids = self._ids(request) if ids is None else ids
         for token in [*ids, *made]:
             if not 0 <= token < config.vocab_size:
-                raise UserError(f"token id {token}; the vocabulary has {config.vocab_size}")
+                raise UserError(
+                    f"token id {token} is outside the vocabulary of {config.vocab_size} tokens"
+                )
         if not 1 <= len(ids) < config.max_positions:
             raise UserError(
-                f"the prompt has {len(ids)} tokens; the model takes 1 to {config.max_positions - 1}"
-                f"{config.context_limit}"
+                f"the prompt has {len(ids)} tokens; the model accepts 1 to "
+                f"{config.max_positions - 1}{config.context_limit}"
             )
         check_params(request.sampling_params, config, self._grammars)
         params = self._resolve(request.sampling_params, len(ids))
@@ -295,7 +299,7 @@ class Encoder:
 
     def _ids(self, request: Request) -> list[int]:
         if (request.prompt is None) == (request.prompt_token_ids is None):
-            raise UserError("give either prompt or prompt_token_ids")
+            raise UserError("pass either prompt or prompt_token_ids")
         if request.prompt_token_ids is not None:
             return token_ids(request.prompt_token_ids)
         check_prompt(request.prompt)
@@ -304,8 +308,8 @@ class Encoder:
     def _encoded(self, text: str) -> list[int]:
         if self._tokenizer is None:
             raise UserError(
-                "texts need a tokenizer, and this model has none: give prompt_token_ids, or, to "
-                "measure speed, use `flexgen-jax bench`"
+                "text prompts need a tokenizer, but this model has none: pass "
+                "prompt_token_ids, or use `flexgen-jax bench` to measure speed"
             )
         return self._tokenizer.encode(text, max_tokens=self._config.max_positions)
 

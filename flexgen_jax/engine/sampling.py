@@ -115,13 +115,16 @@ class SamplingParams:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
             if self.min_tokens or self.ignore_eos or self.stop:
                 others = "min_tokens, ignore_eos or stop"
-                raise ValueError(f"json_schema determines the end of a completion: no {others}")
+                raise ValueError(
+                    "json_schema determines the end of a completion and cannot be combined with "
+                    f"{others}"
+                )
         for name, (least, most) in WHOLE.items():
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), least, most)
         if (self.min_tokens or 0) > self.most_tokens and self.max_tokens is not None:
             raise ValueError(
-                f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}"
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
@@ -142,7 +145,7 @@ class SamplingParams:
                 _check_integer(f"a token id in {name}", token, 0)
         for row in self.bad_words_ids or ():
             if not row:
-                raise ValueError("bad_words_ids must not have an empty sequence")
+                raise ValueError("bad_words_ids must not contain an empty list")
             for token in row:
                 _check_integer("a token id in bad_words_ids", token, 0)
 
@@ -216,8 +219,8 @@ class SamplingParams:
         if defaults.max_length is not None:
             if defaults.max_length <= prompt_len and self.max_tokens is None:
                 raise UserError(
-                    f"the prompt has {prompt_len} tokens; the model's folder limits prompt and "
-                    f"text to a max_length of {defaults.max_length} together: set max_tokens"
+                    f"the prompt has {prompt_len} tokens, but generation_config.json limits "
+                    f"prompt and completion to max_length {defaults.max_length}; set max_tokens"
                 )
             wishes["max_tokens"] = max(1, defaults.max_length - prompt_len)
         wishes["min_tokens"] = max(defaults.min_tokens, defaults.min_length - prompt_len)
@@ -334,7 +337,7 @@ def _check_integer(name: str, value: Any, low: int | None, high: int | None = No
         return
     limits = "" if low is None else f" of at least {low}"
     limits = limits if high is None else f" from {low} to {high}"
-    raise ValueError(f"{name} must be a whole number{limits}, not {value!r}")
+    raise ValueError(f"{name} must be an integer{limits}, not {value!r}")
 
 
 def sampling_arrays(

@@ -85,8 +85,8 @@ class Scorer:
                 )
             if not 1 <= count < most:
                 raise UserError(
-                    f"a continuation has {count} tokens; after a context the model takes 1 to "
-                    f"{most - 1}"
+                    f"a continuation has {count} tokens, but must have 1 to {most - 1} after a "
+                    "context"
                 )
             rows.append(row[-most:])
             lengths.append(count)

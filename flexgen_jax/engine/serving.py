@@ -202,7 +202,7 @@ class Serving:
     def _begin(self, incoming: Incoming[EncodedRequest], collector: Collector) -> None:
         self.check_open()
         if self.running is not None:
-            raise UserError("this LLM is running already: finish or close its stream first")
+            raise UserError("this LLM is already running; finish or close its stream first")
         self.running = collector
         self.latest = collector if isinstance(collector, Generation) else None
         if isinstance(collector, Generation):

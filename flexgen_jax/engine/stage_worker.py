@@ -370,7 +370,9 @@ def _joined(address: tuple[str, int], stage: int, key: str) -> tuple[Wire, dict[
         except OSError as error:
             if time.monotonic() > until:
                 where = f"{address[0]}:{address[1]}"
-                raise UserError(f"nothing is listening at {where}: {error}") from None
+                raise UserError(
+                    f"nothing is listening at {where}: {error}; start the leader first"
+                ) from None
             time.sleep(1)  # the leader may start later
     connected.settimeout(None)
     wire = Wire(connected)

@@ -51,10 +51,7 @@ class Stages:
     def __init__(self, options: EngineOptions, config: ModelConfig, progress: Progress) -> None:
         count = options.stages
         if count > config.num_layers:
-            raise UserError(
-                f"--stages {count}: the model has {config.num_layers} layers, and each stage needs "
-                "at least one"
-            )
+            raise UserError(f"--stages {count} is more than the model's {config.num_layers} layers")
         for name in ("trace", "breakdown", "hardware", "write_limit", "kv_store"):
             if getattr(options, name):
                 raise UserError(f"{name} works with one stage only; remove it, or set stages=1")
@@ -170,8 +167,8 @@ class Stages:
             best = search()
         if best is None:
             raise BudgetError(
-                f"no plan fits {len(self._members)} stages; give them more memory or disk, or "
-                "--weight-bits 4"
+                f"no policy fits {len(self._members)} stages; allow more memory or disk, or "
+                "use --weight-bits 4"
             )
         return best
 

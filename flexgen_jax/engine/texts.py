@@ -37,7 +37,7 @@ class TextModel:
         `UserError` if the model's folder has no template, or if it refuses the messages."""
         chat, tokenizer = self._model.chat, self._model.tokenizer
         if chat is None or tokenizer is None:
-            raise UserError("this model has no chat template: its weights are random")
+            raise UserError("a model with random weights has no chat template")
         text = chat.render(messages, options)
         if chat.joins_parts:
             self.note(
@@ -70,8 +70,8 @@ class TextModel:
         has no tokenizer, or if the text must have more than `max_tokens` tokens."""
         if self._model.tokenizer is None:
             raise UserError(
-                "texts need a tokenizer, and this model has none: give prompt_token_ids, or, to "
-                "measure speed, use `flexgen-jax bench`"
+                "text prompts need a tokenizer, but this model has none: pass "
+                "prompt_token_ids, or use `flexgen-jax bench` to measure speed"
             )
         return self._model.tokenizer.encode(text, is_whole, max_tokens)
 
@@ -121,8 +121,9 @@ class TextModel:
         wish = self._model.sampling
         if params.temperature is None and not wish.is_greedy:
             self.note(
-                f"sampling as {self._model.name} suggests: temperature {wish.temperature:g}, top_k "
-                f"{wish.top_k}, top_p {wish.top_p:g}; temperature 0 is greedy",
+                f"using the sampling defaults of {self._model.name}: temperature "
+                f"{wish.temperature:g}, top_k {wish.top_k}, top_p {wish.top_p:g} (temperature "
+                "0 is greedy)",
                 is_common=True,
             )
         return params.with_defaults(wish, prompt_len)

@@ -57,10 +57,10 @@ class Wire:
         """
         (length,) = LENGTH.unpack(self._read(LENGTH.size))
         if length > most:
-            raise ClosedError(f"a message of {length} bytes is not one of ours")
+            raise ClosedError(f"received an invalid message of {length} bytes")
         kind, plain, about = json.loads(self._read(length))
         if sum(prod(shape) * numpy_dtype(name).itemsize for name, shape in about) > most:
-            raise ClosedError("a message with such arrays is not one of ours")
+            raise ClosedError("received a message with invalid arrays")
         arrays = []
         for name, shape in about:
             dtype = numpy_dtype(name)

@@ -68,9 +68,7 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
         end = self.llm.special_id("eos_token")
         ends = self.llm.config.eos_ids if end is None else (end,)
         if not ends:
-            raise UserError(
-                "the model has no end token, which is needed to score without a context"
-            )
+            raise UserError("scoring without a context needs an end token, and this model has none")
         return ends[0]
 
     @property
@@ -178,7 +176,7 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
         room = self.max_length - most
         if room < 1:
             raise UserError(
-                f"max_gen_toks={most} leaves no room for a prompt: the model's context has "
+                f"max_gen_toks={most} leaves no room for a prompt in the model's context of "
                 f"{self.max_length} tokens"
             )
         return ids[-room:], replace(wish.params, max_tokens=most)

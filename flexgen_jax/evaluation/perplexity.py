@@ -32,7 +32,7 @@ def windows(ids: Sequence[int], size: int, stride: int) -> list[tuple[list[int],
     Raises `UserError` for a stride that leaves tokens out.
     """
     if not 1 <= stride < size:
-        raise UserError(f"the stride must be from 1 to {size - 1} tokens, not {stride}")
+        raise UserError(f"--stride must be from 1 to {size - 1} tokens, not {stride}")
     made, end = list[tuple[list[int], int]](), 1
     for begin in range(0, len(ids), stride):
         window = list(ids[begin : begin + size])
@@ -54,10 +54,10 @@ def perplexity(llm: LLM, ids: Sequence[int], size: int | None, stride: int | Non
     most = llm.config.max_positions + 1
     size = most if size is None else size
     if not 2 <= size <= most:
-        raise UserError(f"a window must have from 2 to {most} tokens, not {size}")
+        raise UserError(f"--window must be from 2 to {most} tokens, not {size}")
     cut = windows(ids, size, max(1, size // 2) if stride is None else stride)
     if not cut:
-        raise UserError("the text is too short: it needs two tokens or more")
+        raise UserError("the text is too short; it needs at least two tokens")
     scores = llm.score(prompt_token_ids=[window for window, _ in cut])
     pairs = zip(scores, (count for _, count in cut), strict=True)
     logprobs = [x for score, count in pairs for x in score.logprobs[-count:]]

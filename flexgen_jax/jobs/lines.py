@@ -97,7 +97,7 @@ def read_line(content: bytes, number: int, chat_tokens: int | None, seed: int) -
     try:
         if not isinstance(name, str) or not name:
             which = "custom_id" if is_openai else "id"
-            raise LineError(f'"{which}" must be a text that is not empty, not {name!r}')
+            raise LineError(f'"{which}" must be a non-empty string, not {name!r}')
         if is_openai:
             return _from_openai(raw, name, number, chat_tokens, seed)
         return _from_plain(raw, name, number, chat_tokens, seed)
@@ -134,7 +134,7 @@ def _object(content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise LineError(f"not JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise LineError(f"not a JSON object but {type(raw).__name__}")
+        raise LineError(f"must be a JSON object, not {type(raw).__name__}")
     return raw
 
 
@@ -158,7 +158,7 @@ def _from_openai(
     schemas = [schema, given.pop("guided_json", None), given.get("json_schema")]
     asked = [schema for schema in schemas if schema is not None]
     if len(asked) > 1:
-        raise LineError('give one of "response_format", "guided_json" and "json_schema"')
+        raise LineError('use only one of "response_format", "guided_json" and "json_schema"')
     if asked:
         given["json_schema"] = asked[0]
     adds = given.pop("add_special_tokens", form == "completions")
@@ -166,7 +166,7 @@ def _from_openai(
         raise LineError(f'"add_special_tokens" must be {json.dumps(form == "completions")}')
     model = given.pop("model", None)
     if model is not None and not isinstance(model, str):
-        raise LineError(f'"model" must be a text, not {model!r}')
+        raise LineError(f'"model" must be a string, not {model!r}')
     wanted: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     take = _take_completion if form == "completions" else _take_chat
     prompts, messages, chat = take(given, wanted, tokens)
@@ -234,7 +234,7 @@ def _chat_options(given: dict[str, Any]) -> ChatOptions | None:
 
 KIND_NAMES: Mapping[type, str] = {
     list: "a list",
-    str: "a text",
+    str: "a string",
     dict: "an object",
     bool: "true or false",
 }
@@ -268,7 +268,7 @@ def _from_plain(raw: dict[str, Any], name: str, number: int, tokens: int | None,
         close = [key for key in given if difflib.get_close_matches(key, SOURCES, 1, 0.8)]
         typos = [key for key in close if key not in SOURCES]
         hint = f'; "{typos[0]}" is not a field' if typos else ""
-        raise LineError(f'give one of "prompt", "prompt_token_ids" and "messages"{hint}')
+        raise LineError(f'needs one of "prompt", "prompt_token_ids" and "messages"{hint}')
     content, messages = given.pop(sources[0]), None
     prompts: tuple[str | tuple[int, ...], ...] = ()
     if sources == ["messages"]:
@@ -306,15 +306,18 @@ def _line(
         raise LineError(f'"ignore_eos" must be true or false, not {wanted["ignore_eos"]!r}')
     stop = given.get("stop", ())
     if not isinstance(stop, str | list | tuple):
-        raise LineError(f'"stop" must be a text or a list of texts, not {stop!r}')
+        raise LineError(f'"stop" must be a string or a list of strings, not {stop!r}')
     if "logit_bias" in given:
         wanted["logit_bias"] = _biases(given["logit_bias"])
     count = given.get("n", 1)
     if not _is_whole(count) or not 1 <= count <= MOST_CHOICES:
-        raise LineError(f'"n" must be a whole number from 1 to {MOST_CHOICES}, not {count!r}')
+        raise LineError(f'"n" must be an integer from 1 to {MOST_CHOICES}, not {count!r}')
     number, name, form, prompts, messages, chat = what
     if count * max(1, len(prompts)) > MOST_CHOICES:
-        raise LineError(f"more than {MOST_CHOICES} texts: {len(prompts)} prompts, n = {count}")
+        raise LineError(
+            f"more than {MOST_CHOICES} completions requested: {len(prompts)} prompts with n = "
+            f"{count}"
+        )
     params = SamplingParams(stop=stop, **wanted)
     return Line(
         number=number,
@@ -363,22 +366,22 @@ def _prompts(raw: Any) -> tuple[str | tuple[int, ...], ...]:
             return tuple(raw)
         if all(_are_ids(part) for part in raw):
             return tuple(map(tuple, raw))
-    raise LineError('"prompt" must be a text, token ids, or a list of texts or of token ids')
+    raise LineError('"prompt" must be a string, token ids, or a list of either')
 
 
 def _messages(raw: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(raw, list) or not raw:
-        raise LineError('"messages" must be a list of messages')
+        raise LineError('"messages" must be a list of objects with "role" and "content"')
     return tuple(map(_message, raw))
 
 
 def _message(raw: Any) -> Mapping[str, Any]:
     """Returns a message as it is."""
     if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
-        raise LineError('a message must be an object with a text as "role"')
+        raise LineError('a message must be an object with a string "role"')
     content = raw.get("content")
     if content is not None and not isinstance(content, str | list):
-        raise LineError(f'"content" must be a text or a list of parts, not {content!r}')
+        raise LineError(f'"content" must be a string or a list of parts, not {content!r}')
     if isinstance(content, list):
         return {**raw, "content": list(map(_part, content))}
     return raw
@@ -392,13 +395,13 @@ def _part(part: Any) -> Any:
     if kind in TEXTS:
         text = part.get(TEXTS[kind])
         if not isinstance(text, str):
-            raise LineError(f'a part of type "{kind}" must have a text as "{TEXTS[kind]}"')
+            raise LineError(f'a part of type "{kind}" must have a string "{TEXTS[kind]}"')
         return part if kind == "text" else {"type": "text", "text": text}
     if kind == "thinking":
         return part
     if kind is None:
         raise LineError(f'"content" has a part without a "type": {part!r}')
-    raise LineError(f'"content" has a part of type "{kind}": this engine reads text only')
+    raise LineError(f'"content" has a part of type "{kind}", but only text is supported')
 
 
 def _biases(raw: Any) -> dict[int, float]:
@@ -407,12 +410,12 @@ def _biases(raw: Any) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in raw.items()}
     except ValueError:
-        raise LineError('"logit_bias" must have token ids as its keys') from None
+        raise LineError('the keys of "logit_bias" must be token ids') from None
 
 
 def _limited(name: str, value: Any, most: int) -> int:
     if not _is_whole(value) or not 0 <= value <= most:
-        raise LineError(f'"{name}" must be a whole number from 0 to {most}, not {value!r}')
+        raise LineError(f'"{name}" must be an integer from 0 to {most}, not {value!r}')
     return int(value)
 
 

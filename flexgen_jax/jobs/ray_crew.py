@@ -114,7 +114,9 @@ class RayCrew:
                 name = node.get("NodeManagerHostname", number)
                 self._copies.append(RayCopy(actor.remote(self.options), number, name))
         if not usable:
-            raise UserError(f"no machine can run the model: {self._why or 'the cluster is empty'}")
+            raise UserError(
+                f"no machine of the cluster can run the model: {self._why or 'it is empty'}"
+            )
 
     def lost(self, copy: Copy, why: str) -> None:
         assert isinstance(copy, RayCopy)

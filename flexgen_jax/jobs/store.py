@@ -301,8 +301,8 @@ class Journal:
             self._disk.write_whole(self._path, [json.dumps(content).encode()])
         except OSError as error:
             raise UserError(
-                f"cannot write the journal {self._path}: {error.strerror}; results are kept, and "
-                "run the same command again once it can be written"
+                f"cannot write the journal {self._path}: {error.strerror}; finished results "
+                "are kept. Free space, then run the same command again"
             ) from None
 
     def remove(self) -> None:
@@ -330,8 +330,8 @@ class Manifest:
         has_content = self._results.is_file() and self._results.stat().st_size > 0
         if has_content and not self._path.is_file():
             raise UserError(
-                f"{self._results} already exists, without the manifest {self._path.name} of a "
-                "job; choose another file"
+                f"{self._results} exists but is not the output of a job ({self._path.name} is "
+                "missing); choose another file"
             )
 
     def recorded(self, name: str) -> Any:
@@ -360,10 +360,10 @@ class Manifest:
             what = ", ".join(f"the {name}" for name in sorted(differs))
             hint = ""
             if "input" in differs:
-                hint = " (requests, with what is asked of each); lines may only be added at its end"
+                hint = " (its requests); lines may only be appended to it"
             raise UserError(
-                f"{self._results} is of a job that differs in {what}{hint}; choose another file, "
-                "or give what that job was given"
+                f"{self._results} belongs to a job with different settings: {what}{hint}; "
+                "choose another file, or use the settings of that job"
             )
 
     def _read(self) -> dict[str, Any]:
@@ -383,6 +383,6 @@ def _lock(file: IO[bytes], path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{path} is being written by another job; choose another file") from None
+        raise UserError(f"another job is writing {path}; choose another file") from None
     except OSError:
         pass  # a file system without locks

@@ -119,7 +119,7 @@ def pinned_bytes(environment: Mapping[str, str]) -> int:
     default = PREALLOCATED_DEFAULT if _preallocates(environment) else PINNED_DEFAULT
     said = environment.get(PINNED, str(default))
     if not said.strip().isdecimal():
-        raise UserError(f"{PINNED}={said!r} is not a whole number of GiB; set another, or unset it")
+        raise UserError(f"{PINNED}={said!r} must be an integer number of GiB; change or unset it")
     limit = int(said) << 30
     return max(0, int((limit - STAGING_BYTES) / (1 + POOL_ROOM)))
 

@@ -138,9 +138,8 @@ def _device_budget(asked: int | None, ram: int, unified: bool) -> int:
         return ram if most is None else int(SAFETY * most)
     if most is not None and asked > most:
         raise UserError(
-            f"--device-memory {human(asked)} is more than the {human(most)} that JAX may use of "
-            f"this GPU; ask for less, or set {FRACTION} to a larger share of the card, "
-            f"{MOST_OF_THE_CARD} at most, before JAX starts"
+            f"--device-memory {human(asked)} exceeds JAX's share of this GPU, {human(most)}; "
+            f"use less, or raise {FRACTION} to at most {MOST_OF_THE_CARD} before JAX starts"
         )
     return asked
 
@@ -151,8 +150,8 @@ def _host_budget(asked: int | None, ram: int, unified: bool, say: Callable[[str]
     installed = _meminfo("MemTotal")
     if asked is not None and asked > installed:
         raise UserError(
-            f"--host-memory {human(asked)} is more than the {human(installed)} of RAM here; ask "
-            "for less, or leave it out"
+            f"--host-memory {human(asked)} exceeds this machine's RAM of {human(installed)}; "
+            "use less, or remove the flag"
         )
     wanted = ram if asked is None else asked
     most = wanted if is_cpu() else pinned_bytes(os.environ)

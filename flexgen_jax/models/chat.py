@@ -120,7 +120,7 @@ class ChatTemplate:
         if named is not None:
             if named not in self._sources and "{" not in named:
                 raise CheckpointError(
-                    f"{self._folder} has no chat template {named!r}; it has "
+                    f"{self._folder} has no chat template {named!r}; available: "
                     f"{', '.join(sorted(self._sources)) or 'none'}"
                 )
             return self._sources.get(named, named)
@@ -129,7 +129,7 @@ class ChatTemplate:
             return self._sources[name]
         if self._sources:
             raise CheckpointError(
-                f"{self._folder} has several chat templates and no default: choose one of "
+                f"{self._folder} has several chat templates and no default; choose one of "
                 f"{', '.join(sorted(self._sources))}"
             )
         raise CheckpointError(
@@ -342,7 +342,7 @@ def _to_json(
 ) -> str:
     """Jinja's own filter escapes for HTML, which is wrong in a prompt."""
     if isinstance(indent, int) and indent > MAX_INDENT:
-        raise ValueError(f"tojson is given an indent of {indent}, more than {MAX_INDENT}")
+        raise ValueError(f"tojson has an indent of {indent}, but at most {MAX_INDENT} is allowed")
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -227,7 +227,7 @@ class Checkpoint:
         path = self._tensors.path(name if packed is None else packed.names[0])
         if stored != shape:
             raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {stored}, the config says {shape}"
+                f"{path}: tensor {name!r} has shape {stored}, but the config requires {shape}"
             )
         if packed is None and self._tensors.dtype(name) not in READ:
             raise CheckpointError(
@@ -247,8 +247,8 @@ class Checkpoint:
             if known != packing:
                 name = self._where[key].name
                 raise CheckpointError(
-                    f"{self.folder}: tensor {name!r} has another format than the same one of the "
-                    "layer's other experts, which is not read"
+                    f"{self.folder}: tensor {name!r} has a different format than in other "
+                    "experts of the layer, which is not supported"
                 )
             count += 1
             sizes[4 if packing.bits <= 4 else 8] += tensor.size

@@ -90,8 +90,8 @@ class ModelConfig:
         """Raises `UserError` unless prompt and generated tokens together fit into the context."""
         if prompt_len < 1 or gen_len < 1 or prompt_len + gen_len > self.max_positions:
             raise UserError(
-                f"--prompt-len {prompt_len} and --gen-len {gen_len} must be positive and together "
-                f"at most the model's context of {self.max_positions}"
+                f"--prompt-len {prompt_len} plus --max-tokens {gen_len} must not exceed the "
+                f"model's context of {self.max_positions} tokens"
             )
 
     def part(self, layers: range) -> ModelConfig:

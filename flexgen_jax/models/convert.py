@@ -87,7 +87,7 @@ def _bin_files(source: Path) -> list[Path]:
         raise CheckpointError(f"{source} has no pytorch_model.bin to convert")
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files")
+        raise CheckpointError(f"{index} has no weight_map")
     return [safe_member(source, name, index) for name in sorted(set(names.values()))]
 
 
@@ -108,10 +108,10 @@ def _load(shard: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"{shard}: cannot be read as a checkpoint that holds only tensors: {first}"
+            f"{shard}: cannot be read as a checkpoint with tensors only: {first}"
         ) from None
     if not isinstance(loaded, Mapping):
-        raise CheckpointError(f"{shard} does not hold tensors by name")
+        raise CheckpointError(f"{shard} is not a dictionary of tensors")
     wrong = [name for name, value in loaded.items() if not isinstance(value, torch.Tensor)]
     if wrong:
         raise CheckpointError(f"{shard}: {wrong[0]!r} is not a tensor")

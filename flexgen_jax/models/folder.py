@@ -57,7 +57,7 @@ def indexed_names(folder: Path) -> list[str]:
     index = folder / INDEX
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files")
+        raise CheckpointError(f"{index} has no weight_map")
     return sorted(set(names.values()))
 
 
@@ -93,7 +93,7 @@ def safe_member(folder: Path, name: str, index: Path) -> Path:
     path = folder / name
     # The path is not resolved: files in the hub's cache are links to a blob store elsewhere.
     if Path(name).name != name or name in (".", ".."):
-        raise CheckpointError(f"{index} names the file {name!r}, which is outside its folder")
+        raise CheckpointError(f"{index} refers to {name!r}, which is outside its folder")
     if not path.is_file():
-        raise CheckpointError(f"{index} names {name!r}, which is missing")
+        raise CheckpointError(f"{index} refers to {name!r}, which is missing")
     return path

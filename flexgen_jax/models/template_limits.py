@@ -132,7 +132,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Checks a call of a filter, or of a method of a text, whose result may be large."""
         numbers = [x for x in (*given, *named.values()) if isinstance(x, int)]
         if name in INCREASING and any(abs(number) > MAX_WIDTH for number in numbers):
-            raise LimitError(f"{name} is given {max(numbers)}, more than {MAX_WIDTH}")
+            raise LimitError(
+                f"{name} has the argument {max(numbers)}, but at most {MAX_WIDTH} is allowed"
+            )
         if name == "format" and given and isinstance(given[0], str):
             _check_format(given[0], (*given[1:], *named.values()))
         texts = [x for x in (*given, *named.values()) if isinstance(x, str)]
@@ -162,7 +164,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _check(self, length: int) -> None:
         if length > MAX_LENGTH:
-            raise LimitError(f"it makes more than {MAX_LENGTH} characters or elements")
+            raise LimitError(f"it produces more than {MAX_LENGTH} characters or elements")
 
     def _check_bits(self, left: Any, right: Any, bits: Callable[[int, int], int]) -> None:
         if isinstance(left, int) and isinstance(right, int) and bits(left, right) > MAX_BITS:
@@ -180,7 +182,7 @@ def _check_format(text: str, values: Iterable[Any]) -> None:
     takes_widths = "*" in text or re.search(r"\{[^{}]*\{", text) is not None
     numbers = [abs(value) for value in values if isinstance(value, int)]
     if re.search(r"\d{5,}", text) or (takes_widths and max(numbers, default=0) > MAX_WIDTH):
-        raise LimitError(f"it formats text to more than {MAX_WIDTH} characters")
+        raise LimitError(f"it pads text to more than {MAX_WIDTH} characters")
 
 
 def _added(tree: nodes.Template) -> nodes.Template:

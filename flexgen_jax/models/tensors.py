@@ -117,7 +117,7 @@ class Files:
         parts = []
         for path, identity in sorted(self._identity.items()):
             if FileIdentity.of(path)[:3] != identity[:3]:
-                raise CheckpointError(f"{path} was replaced since it was opened; start again")
+                raise CheckpointError(f"{path} changed after it was opened; start again")
             parts.append((path.name, *identity[1:], self._samples[path]))
         return parts
 

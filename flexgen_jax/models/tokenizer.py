@@ -85,8 +85,8 @@ class Tokenizer:
             longest = max_tokens * self._longest
             if len(text) > longest:
                 raise CheckpointError(
-                    f"the prompt has {len(text)} characters; the model's context of {max_tokens} "
-                    f"tokens holds {longest} at most"
+                    f"the prompt has {len(text)} characters; the model's context of "
+                    f"{max_tokens} tokens holds at most {longest}"
                 )
         ids = self._encoded(text, adds_special=not is_whole)
         if is_whole:
@@ -173,8 +173,8 @@ def _load(folder: Path) -> FastTokenizer:
             for part in (tokenizer.normalizer, tokenizer.decoder):
                 if part is not None and _growth(json.loads(part.__getstate__())) > MAX_GROWTH:
                     raise CheckpointError(
-                        f"{whole}: its {type(part).__name__} makes texts more than {MAX_GROWTH} "
-                        "times as long"
+                        f"{whole}: {type(part).__name__} lengthens text by more than a factor "
+                        f"of {MAX_GROWTH}"
                     )
             # The file may ask for truncation or padding, as in training; a prompt needs neither.
             tokenizer.no_truncation()
@@ -215,7 +215,9 @@ def _check_ids(path: Path) -> None:
     ids += [(x.get("content"), x.get("id")) for x in more or () if isinstance(x, dict)]
     for token, number in ids:
         if isinstance(number, int) and number > MAX_ID:
-            raise CheckpointError(f"{path}: token {token!r} has id {number}, more than {MAX_ID}")
+            raise CheckpointError(
+                f"{path}: token {token!r} has id {number}, but at most {MAX_ID} is supported"
+            )
 
 
 def _growth(part: Mapping[str, Any]) -> float:

@@ -129,7 +129,7 @@ def sentencepiece_json(folder: Path) -> dict[str, Any]:
     except (ValueError, LookupError, struct.error, AttributeError, TypeError):
         raise CheckpointError(f"{path} is not a SentencePiece model") from None
     if not tokens or kind not in (UNIGRAM, BPE):
-        raise CheckpointError(f"{path}: only SentencePiece's unigram and BPE models are read")
+        raise CheckpointError(f"{path}: only SentencePiece's unigram and BPE models are supported")
     make = tokenizer_json.of_pieces if kind == BPE else tokenizer_json.of_unigrams
     parts = make(tokens, types, scores, begins)
     steps = parts["normalizer"]["normalizers"]

@@ -51,7 +51,7 @@ class TieredParams(TieredArrays):
             with nullcontext() if stored_as is None else self._trees.folder().locked():
                 for name, tree in layers.items() if isinstance(layers, Mapping) else layers:
                     if name in self:
-                        raise UserError(f"two layers have the name {name!r}")
+                        raise UserError(f"two layers are named {name!r}")
                     super().put(name, tree)
                 while self._trees.settle():
                     pass

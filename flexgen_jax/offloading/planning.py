@@ -88,9 +88,7 @@ def plan_layers(
     ]
     total, largest = float(sum(layer_bytes)), float(max(layer_bytes, default=0))
     if total <= 0 or layer_flops < 0 or rows < 1 or ahead < 0:
-        raise UserError(
-            "layers need bytes, 0 FLOP or more, 1 row or more, and `ahead` of 0 or more"
-        )
+        raise UserError("layers need a positive size, flops >= 0, rows >= 1 and ahead >= 0")
     seconds = _seconds(known, total, largest, writes)
     seconds["compute"] = (
         0.0,

@@ -119,8 +119,8 @@ def _check_product(x: jax.Array, size: int) -> None:
     """Raises `UserError` for what a quantized kernel cannot be multiplied with."""
     if x.shape[-1] != size or not jnp.issubdtype(x.dtype, jnp.floating):
         raise UserError(
-            f"x is {x.dtype}{list(x.shape)}, and must be floating-point numbers [..., {size}] for "
-            "this kernel"
+            f"x must have floating-point numbers and shape [..., {size}], not "
+            f"{x.dtype}{list(x.shape)}"
         )
 
 

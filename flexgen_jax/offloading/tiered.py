@@ -100,7 +100,7 @@ class TieredArrays:
             return
         if (flat.structure, flat.storages()) != (entry.structure, entry.storages):
             raise UserError(
-                f"{name} has {described(entry.storages)} and cannot be replaced by "
+                f"{name} is {described(entry.storages)} and cannot be replaced by "
                 f"{described(flat.storages())}; remove it first"
             )
         self._trees.replace(entry, flat)
@@ -109,7 +109,7 @@ class TieredArrays:
         """Lets a tree go."""
         self._entry(name)
         if self._trees.stored_as is not None:
-            raise UserError(f"{name} is stored for later processes, and cannot be removed")
+            raise UserError(f"{name} is stored for later processes and cannot be removed")
         self._trees.discard(name)
 
     def _entry(self, name: str) -> Entry:
@@ -140,7 +140,7 @@ class TieredArrays:
         for name in names:
             self._entry(name)  # which must be there before it begins
         if not isinstance(ahead, int) or ahead < 0:
-            raise UserError(f"ahead must be a whole number of 0 or more, not {ahead}")
+            raise UserError(f"ahead must be an integer >= 0, not {ahead}")
         return self._streams.begin(names, ahead)
 
     def _check_open(self) -> None:

@@ -45,8 +45,8 @@ def _as_array(leaf: Any, what: str) -> Kept:
     array: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if str(array.dtype) not in ITEM_BYTES:
         raise UserError(
-            f"{what} is {type(leaf).__name__} of dtype {array.dtype}, not an array of numbers that "
-            "can be kept"
+            f"{what} is {type(leaf).__name__} of dtype {array.dtype}, but must be an array of "
+            "numbers"
         )
     # As JAX would have it: without jax_enable_x64, float64 becomes float32.
     kept: jax.Array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

@@ -46,7 +46,7 @@ class Rate:
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
         if not sizes or sizes != sorted(set(sizes)) or min(sizes) <= 0:
-            raise ProfileError(f"a rate needs points of ascending, positive sizes, not {sizes}")
+            raise ProfileError(f"a rate needs points with ascending, positive sizes, not {sizes}")
         if min(rate for _, rate in self.points) <= 0:
             raise ProfileError(f"a rate must be positive: {self.points}")
 
@@ -277,10 +277,11 @@ class HardwareProfile:
         except json.JSONDecodeError as error:
             raise ProfileError(f"not JSON: {error}") from None
         if not isinstance(raw, Mapping):
-            raise ProfileError("a hardware profile is a JSON object")
+            raise ProfileError("a hardware profile must be a JSON object")
         if raw.get("version") != PROFILE_VERSION:
             raise ProfileError(
-                f"version {raw.get('version')!r}, not {PROFILE_VERSION}; run `flexgen-jax profile`"
+                f"it has version {raw.get('version')!r} instead of {PROFILE_VERSION}; run "
+                "`flexgen-jax profile` again"
             )
         names = [part.name for part in fields(cls)]
         missing = [name for name in names if name not in raw]

@@ -46,7 +46,7 @@ class Ledger:
         budget = self._budgets.get(tier)
         if budget is not None and used > budget:
             raise BudgetError(
-                f"{tier} memory: {used} bytes needed, {budget} allowed by {budget_flag(tier)}"
+                f"{tier} memory: {used} bytes are needed, but {budget_flag(tier)} allows {budget}"
             )
         self._used[tier] = used
         self._peak[tier] = max(self._peak[tier], used)

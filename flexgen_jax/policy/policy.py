@@ -344,7 +344,7 @@ class Policy:
         except json.JSONDecodeError as error:
             raise PolicyError(f"not JSON: {error}") from None
         if not isinstance(raw, Mapping):
-            raise PolicyError("a policy is a JSON object")
+            raise PolicyError("a policy must be a JSON object")
         if isinstance(raw.get("policy"), Mapping):
             raw = raw["policy"]
         known = {field.name for field in fields(cls)}

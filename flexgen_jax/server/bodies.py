@@ -199,7 +199,7 @@ def tokens_of(content: bytes, llm: LLM) -> list[int]:
             return llm.chat_prompt(messages)[1]
     except Exception as error:  # whatever a template does with what a client says
         raise RefusedError(400, str(error)) from None
-    raise RefusedError(400, 'give "prompt", a text, or "messages", a list of messages')
+    raise RefusedError(400, 'the body needs "prompt" (a string) or "messages" (a list of messages)')
 
 
 def text_of(content: bytes, llm: LLM) -> str:

@@ -180,8 +180,10 @@ def test_bad_flags(tmp_path: Path) -> None:
     )
     assert "--num-sequences" in refused("bench", "--num-sequences", 0)
     for_t4 = ("--hardware", "t4-16gb", "--prompt-len", 64)
-    assert "the model has 5 layers" in refused("plan", "--stages", 9, *for_t4)
-    assert "--stages takes no policy" in refused("plan", "--stages", 2, *for_t4, "--batch-size", 4)
+    assert "more than the model's 5 layers" in refused("plan", "--stages", 9, *for_t4)
+    assert "--stages cannot be combined" in refused(
+        "plan", "--stages", 2, *for_t4, "--batch-size", 4
+    )
 
 
 def test_a_plan_for_stages_has_one_for_each(tmp_path: Path) -> None:

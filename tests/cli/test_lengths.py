@@ -31,7 +31,7 @@ def test_lengths_of_a_file_are_used_again_and_again(tmp_path: Path) -> None:
 def test_bad_files(tmp_path: Path, content: str) -> None:
     file = tmp_path / "lengths.txt"
     file.write_text(content)
-    with pytest.raises(UserError, match=r"lengths\.txt: give a number of tokens"):
+    with pytest.raises(UserError, match=r"lengths\.txt: each line must have a number of tokens"):
         text_lengths(str(file), 2, 9, 0)
 
 

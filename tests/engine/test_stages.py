@@ -98,7 +98,7 @@ def test_a_lost_stage_ends_all(how: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(UserError, match="--stages 6: the model has 5 layers"):
+    with pytest.raises(UserError, match="--stages 6 is more than the model's 5 layers"):
         LLM(stages=6)
     with pytest.raises(UserError, match="trace works with one stage"):
         LLM(stages=2, trace="x.json")

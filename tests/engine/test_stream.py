@@ -224,7 +224,7 @@ def test_a_cancelled_request_that_waits_is_not_computed(llm: LLM) -> None:
 def test_one_run_at_a_time(llm: LLM) -> None:
     results = llm.stream([request(2), request(3)])
     next(results)
-    with pytest.raises(UserError, match="running already"):
+    with pytest.raises(UserError, match="already running"):
         llm.generate("x")
     results.close()  # type: ignore[attr-defined]
     assert alone(llm, 2)

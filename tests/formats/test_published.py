@@ -118,7 +118,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     "short zeros": ("awq", lambda t: shorten(t, "qzeros"), "has shape"),
     "no blocks' scale": ("mxfp4", lambda t: t.pop(one(t, "weight_scale")), "scale' is missing"),
     "short blocks": ("nvfp4", lambda t: shorten(t, "weight_scale"), "has shape"),
-    "uneven groups": ("gptq-order", lambda t: one_group(t), "elements a group"),
+    "uneven groups": ("gptq-order", lambda t: one_group(t), "elements per group"),
     "short codes": ("int4", lambda t: shorten(t, "weight_packed"), "has shape"),
 }
 

@@ -258,16 +258,16 @@ def test_a_job_goes_on_with_a_copy_of_its_model_but_not_with_another(
     content = bytearray(file.read_bytes())
     content[-7] ^= 1
     file.write_bytes(content)
-    with pytest.raises(UserError, match="differs in the model"):
+    with pytest.raises(UserError, match="different settings: the model"):
         run_with(tmp_path / "copy", limit=1)
 
 
 def test_a_job_of_something_else_is_refused(llm: LLM, source: Path) -> None:
     run(llm, source)
-    with pytest.raises(UserError, match="differs in the seed"):
+    with pytest.raises(UserError, match="different settings: the seed"):
         run(llm, source, seed=1)
     source.write_text(json.dumps(completion(9)) + "\n" + source.read_text())
-    with pytest.raises(UserError, match="differs in the input"):
+    with pytest.raises(UserError, match="different settings: the input"):
         run(llm, source)
     other = LLM(policy=Policy(batch_size=3, weight_bits=4))
     with other, pytest.raises(UserError, match="the model"):
@@ -277,7 +277,7 @@ def test_a_job_of_something_else_is_refused(llm: LLM, source: Path) -> None:
         run(llm, source)
     source.with_name("out.jsonl.manifest").unlink()
     source.with_name("out.jsonl").write_text("no end")
-    with pytest.raises(UserError, match="without the manifest"):
+    with pytest.raises(UserError, match="not the output of a job"):
         run(llm, source)
     assert source.with_name("out.jsonl").read_text() == "no end"
 

@@ -86,7 +86,7 @@ def test_what_says_nothing_new_is_taken(field: str) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"messages": [{"role": "user", "content": 5}]}, '"content" must be a text or a list'),
+        ({"messages": [{"role": "user", "content": 5}]}, '"content" must be a string or a list'),
         (
             {"messages": [{"role": "u", "content": [{"type": "image_url", "image_url": {}}]}]},
             'type "image_url"',
@@ -95,9 +95,9 @@ def test_what_says_nothing_new_is_taken(field: str) -> None:
         ({"tools": [1]}, '"tools" must be a list of objects'),
         ({"tool_choice": "required"}, '"tool_choice" is not supported'),
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
-        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "give one of"),
+        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "use only one of"),
         ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
-        ({"reasoning_effort": 3}, '"reasoning_effort" must be a text'),
+        ({"reasoning_effort": 3}, '"reasoning_effort" must be a string'),
     ],
 )
 def test_what_cannot_be_meant_is_named(body: dict[str, Any], said: str) -> None:

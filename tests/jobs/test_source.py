@@ -87,7 +87,7 @@ def test_a_stream_is_read_once_and_may_be_given_again(llm: LLM, tmp_path: Path) 
         assert records(folder).keys() == {"a", "b", "c"}
         assert not (folder / "out.jsonl.input").exists()
         other = piped(folder, text_of(line("d"), line("b"), line("c")))
-        with pytest.raises(UserError, match="differs in the input"):
+        with pytest.raises(UserError, match="different settings: the input"):
             run(llm, other, folder)
 
 
@@ -119,7 +119,7 @@ def test_lines_may_be_added_and_none_changed(llm: LLM, tmp_path: Path, end: str)
         wrong.append(first)
     for content in wrong:
         source.write_bytes(content)
-        with pytest.raises(UserError, match="lines may only be added at its end"):
+        with pytest.raises(UserError, match="lines may only be appended"):
             run(llm, source, tmp_path)
     assert len(records(tmp_path)) == 3
 

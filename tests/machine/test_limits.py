@@ -64,7 +64,7 @@ def test_what_killed_runs_have_left_is_freed_before_the_disk_is_measured(
 
 
 def test_more_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"--host-memory .* is more than"):
+    with pytest.raises(UserError, match=r"--host-memory .* exceeds"):
         limits.detect_budgets(None, 1 << 60, 0, tmp_path, "", unified=False)
     stats = {"bytes_limit": 12 << 30}
     gpu = SimpleNamespace(memory_stats=lambda: stats, platform="gpu")

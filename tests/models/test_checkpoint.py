@@ -276,7 +276,7 @@ def test_a_file_that_is_replaced_is_not_taken_for_the_one_that_was_opened(tmp_pa
     tensors = load_file(file)
     save_file(tensors, tmp_path / "new", metadata={"format": "pt"})
     (tmp_path / "new").replace(file)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors was replaced"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors changed after it was opened"):
         opened.fingerprint("float32")
 
 

@@ -39,7 +39,7 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_encoded(
 HOSTILE: dict[str, dict[str, Any]] = {
     "has id 1000000000": {"model": {"vocab": {"zzz": 10**9}}},
     "token 'yyy' has id 1000000001": {"added_tokens": [{"id": 10**9 + 1, "content": "yyy"}]},
-    "makes texts more than 64 times as long": {
+    "lengthens text by more than a factor of 64": {
         "normalizer": {
             "type": "Sequence",
             "normalizers": [

@@ -93,7 +93,7 @@ def test_planned_layers_fit_where_they_are_placed(
 def test_what_cannot_fit_says_so() -> None:
     with pytest.raises(UserError, match="no placement fits: layers of 1 GB, 4 of which"):
         plan_layers(LAYERS, 1e9, hardware="t4-16gb", device_memory="1GB", host_memory="1GB")
-    with pytest.raises(UserError, match="layers need bytes"):
+    with pytest.raises(UserError, match="layers need a positive size"):
         plan_layers([], 1e9, hardware="t4-16gb")
     with pytest.raises(UserError, match="hardware none is neither a file"):
         plan_layers(LAYERS, 1e9, hardware="none")

@@ -215,7 +215,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     for part in (raw, text if isinstance(text, Mapping) else {}):
         for name, value in part.items():
             if LARGE_COUNTS.search(name) and isinstance(value, int) and value > MAX_COUNT:
-                raise ConfigError(f"{name} is {value}, more than {MAX_COUNT}")
+                raise ConfigError(f"{name} is {value}, but at most {MAX_COUNT} is supported")
         for name, allowed in REFUSED.items():
             if part.get(name) not in (None, *allowed):
                 raise ConfigError(f"{name} is {part[name]!r}, which is not supported")

@@ -69,7 +69,7 @@ def _read_latent(
 def _must_be(raw: Mapping[str, Any], name: str, *values: Any) -> None:
     """Raises `ConfigError` unless a field is absent, null, or has one of some values."""
     if raw.get(name) not in (None, *values):
-        raise ConfigError(f"{name} is {raw[name]!r}, which is not supported; it may be {values}")
+        raise ConfigError(f"{name} is {raw[name]!r}, which is not supported; supported: {values}")
 
 
 def _deepseek_v2(raw: Mapping[str, Any]) -> ModelConfig:
@@ -118,8 +118,8 @@ def _indexed(raw: Mapping[str, Any]) -> ModelConfig:
     if config.max_positions <= most:
         return config
     limit = (
-        f", index_topk: of longer contexts {raw['model_type']} sees a choice of tokens, and the "
-        "indexer that chooses them is not computed"
+        f", index_topk: longer contexts need the sparse indexer of {raw['model_type']}, which is "
+        "not supported"
     )
     return replace(config, max_positions=most, context_limit=limit)
 

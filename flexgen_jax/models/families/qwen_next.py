@@ -40,8 +40,8 @@ def _types(raw: Mapping[str, Any], layers: int) -> list[str]:
     unknown = set(types) - {"linear_attention", "full_attention"}
     if unknown or len(types) != layers:
         raise ConfigError(
-            f"layer_types must name 'linear_attention' or 'full_attention' for each of {layers} "
-            f"layers, not {types}"
+            "layer_types must have 'linear_attention' or 'full_attention' for each of "
+            f"{layers} layers, not {types}"
         )
     return types
 

@@ -56,5 +56,5 @@ def order_of(group_of: np.ndarray, group: int) -> np.ndarray | None:
         return None
     order = np.argsort(group_of, kind="stable").astype(np.int32)
     if not np.array_equal(group_of[order], np.arange(count) // group):
-        raise ValueError(f"its g_idx does not have {group} elements a group")
+        raise ValueError(f"its g_idx does not have {group} elements per group")
     return order

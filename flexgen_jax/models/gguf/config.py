@@ -17,8 +17,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     architecture = str(file.metadata.get("general.architecture", ""))
     if architecture not in ARCHITECTURES:
         raise CheckpointError(
-            f"{file.path}: architecture {architecture!r} is not read from GGUF files; read are "
-            f"{', '.join(ARCHITECTURES)}: get the model as safetensors"
+            f"{file.path}: GGUF architecture {architecture!r} is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}. Get the model as safetensors"
         )
     keys = _Keys(file, architecture)
     config = _common(keys) | ARCHITECTURES[architecture](keys)
@@ -95,7 +95,7 @@ def _rope(keys: _Keys) -> dict[str, Any]:
         if kind == "yarn" and original:
             rope["original_max_position_embeddings"] = original
     elif kind not in (None, "none"):
-        raise CheckpointError(f"{keys.file.path}: rope scaling {kind!r} is not read")
+        raise CheckpointError(f"{keys.file.path}: rope scaling {kind!r} is not supported")
     return rope
 
 

@@ -81,8 +81,8 @@ class GgufFile:
         version = self._number("<I")
         if version not in VERSIONS:
             raise CheckpointError(
-                f"{self.path}: GGUF version {version} is not read, only {VERSIONS}; convert it "
-                "again"
+                f"{self.path}: GGUF version {version} is not supported, only {VERSIONS}; "
+                "convert the model again"
             )
         tensors, pairs = self._number("<Q"), self._number("<Q")
         self._check_count(tensors + pairs, MAX_ENTRIES)
@@ -143,12 +143,12 @@ class GgufFile:
         shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
         kind, begin = self._number("<I"), self._number("<Q")
         if kind not in NAMES:
-            raise CheckpointError(f"{self.path}: tensor {name!r} is of the unknown type {kind}")
+            raise CheckpointError(f"{self.path}: tensor {name!r} has the unknown type {kind}")
         block = BLOCKS.get(NAMES[kind])
         if block is None:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} is {NAMES[kind]}, which is not read; read are "
-                f"{', '.join(BLOCKS)}"
+                f"{self.path}: tensor {name!r} has type {NAMES[kind]}, which is not supported; "
+                f"supported: {', '.join(BLOCKS)}"
             )
         if shape[-1] % block.elements:
             raise CheckpointError(

@@ -173,8 +173,7 @@ def _plain(blocks: np.ndarray, kind: str, path: Path) -> np.ndarray:
         return decoded_by_package(blocks, kind)
     except ImportError:
         raise CheckpointError(
-            f"{path}: its weights are {kind}, whose codebooks the package gguf has: pip "
-            "install gguf"
+            f"{path}: weights of type {kind} need the package gguf: pip install gguf"
         ) from None
 
 

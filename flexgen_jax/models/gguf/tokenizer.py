@@ -55,7 +55,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     makers = {"gpt2": _bpe, "llama": _pieces}
     if kind not in makers or "tokenizer.ggml.tokens" not in file.metadata:
         raise CheckpointError(
-            f"{file.path}: its tokenizer is of the kind {kind!r}; read are {', '.join(makers)}"
+            f"{file.path}: tokenizer {kind!r} is not supported; supported: {', '.join(makers)}"
         )
     tokens = file.metadata["tokenizer.ggml.tokens"]
     types = [int(kind) for kind in file.metadata.get("tokenizer.ggml.token_type", ())]
@@ -71,8 +71,8 @@ def _bpe(file: GgufFile, tokens: Sequence[str], _types: Sequence[int]) -> dict[s
     pre = str(file.metadata.get("tokenizer.ggml.pre", "default"))
     if pre not in SPLITS:
         raise CheckpointError(
-            f"{file.path}: its tokenizer splits text as {pre!r}, which is not known; get the model "
-            "as safetensors, or add the pattern to `SPLITS`"
+            f"{file.path}: pre-tokenizer {pre!r} is unknown; get the model as safetensors, or "
+            "add its pattern to `SPLITS`"
         )
     merges = [merge.split(" ", 1) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
     pattern = SPLITS[pre]

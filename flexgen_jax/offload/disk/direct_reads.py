@@ -41,7 +41,9 @@ def whole_pages(nbytes: int) -> np.ndarray:
     try:
         pages = mmap.mmap(-1, max(1, nbytes), flags)
     except OSError as error:
-        raise MemoryError(f"host memory: no {nbytes} bytes: {error.strerror}") from None
+        raise MemoryError(
+            f"cannot allocate {nbytes} bytes of host memory: {error.strerror}"
+        ) from None
     return np.frombuffer(pages, np.uint8, nbytes)
 
 

@@ -271,8 +271,8 @@ class WeightFolder:
             # Errors other than a missing or short file say nothing about the stored data.
             if error.errno not in (None, errno.ENOENT, errno.ENOTDIR):
                 raise OffloadError(
-                    f"cannot read {folder}: {error.strerror}; fix that, or choose another folder "
-                    "with --offload-dir"
+                    f"cannot read {folder}: {error.strerror}; fix its permissions, or choose "
+                    "another folder with --offload-dir"
                 ) from None
             if any(status in str(error) for status in NOT_DAMAGE):
                 raise
