@@ -374,6 +374,6 @@ def draw_curve(problem: Problem, model: str, path: Path) -> list[Candidate]:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot draw --latency-curve {path}: {error}") from None
+        raise UserError(f"cannot write --latency-curve {path}: {error}") from None
     pyplot.close(figure)
     return asked

@@ -38,7 +38,7 @@ def check_drafts(draft: Model, target: Model) -> None:
     """Raises `UserError` for a model that cannot guess another one's tokens."""
     spec = model_spec(draft.config)
     if draft.config.has_experts:
-        raise UserError(f"--draft {draft.name}: a mixture of experts cannot be a draft model")
+        raise UserError(f"--draft {draft.name}: a mixture-of-experts model cannot be a draft model")
     if any(layer.growing and not layer.attends for layer in spec.decoders):
         raise UserError(
             f"--draft {draft.name}: a {draft.config.model_type} model cannot be a draft model"

@@ -100,7 +100,8 @@ def kv_store_of(
         return None
     if cap < MIN_KV_STORE:
         raise UserError(
-            f"kv_store {options.kv_store} is too small for any prompt; for example 20GB"
+            f"kv_store {options.kv_store} is too small for any prompt; use a size with a unit, "
+            "e.g. 20GB"
         )
     spec, policy = model_spec(setting.config), planner.policy
     if policy.is_sparse or setting.config.short_positions is not None:

@@ -350,7 +350,7 @@ class Policy:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(raw) - known)
         if unknown:
-            raise PolicyError(f"unknown field {unknown[0]!r}; a policy has {sorted(known)}")
+            raise PolicyError(f"unknown field {unknown[0]!r}; known fields: {sorted(known)}")
         try:
             placements = {
                 name: Placement(**raw[name])
