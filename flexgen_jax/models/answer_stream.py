@@ -9,7 +9,7 @@ from flexgen_jax.models.reasoning import FINAL, HARMONY, MARKS, NAMES, opened_by
 from flexgen_jax.models.tokenizer import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What bytes are decoded as that are no whole character yet."""
+"""The decoding of bytes that do not form a whole character yet."""
 
 CONTEXT = 6
 """Tokens before a piece that are decoded with it, since a first word may lose its blank."""
@@ -25,14 +25,14 @@ class Piece(NamedTuple):
 class Pieces:
     """The characters of tokens, one token at a time, without special tokens.
 
-    What a token adds is returned when it is sure: not half a character. before: tokens that the
-    first one follows on, without which it may lose its blank.
+    A token's text is returned once it is final, never half a character. before: preceding tokens;
+    without them the first token may lose its leading blank.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = list(before[-CONTEXT:])
-        # Tokens whose characters were returned, and those from which on they are decoded.
+        # The number of tokens already returned, and the first token to decode.
         self._shown, self._start = len(self._ids), 0
 
     def add(self, token: int) -> str:
@@ -77,7 +77,7 @@ class AnswerStream:
         if self._close is not None:
             self._phase = "reasoning"
         self._held = ""
-        # Of the line that names Gemma 4's reasoning, what is still to come.
+        # The rest of the line that names Gemma 4's reasoning.
         self._line = ""
         # Of Harmony's format: the tokens of a message's head, and its channel once that is known.
         self._head: list[int] = []
@@ -129,7 +129,7 @@ class AnswerStream:
         self._pieces = Pieces(self._tokenizer, self._latest)
 
     def _sure(self, is_last: bool) -> Iterator[Piece]:
-        """Yields what is sure of the characters that are held."""
+        """Yields the pending characters that are final."""
         if self._phase == "start":
             text = self._held.lstrip()
             possible = [mark for mark in MARKS if mark.startswith(text)]
@@ -148,7 +148,7 @@ class AnswerStream:
             yield from self._until_stop("content", is_last)
 
     def _reasoned(self, is_last: bool) -> Iterator[Piece]:
-        """Yields reasoning, up to its end if that is there."""
+        """Yields reasoning, up to its end mark if present."""
         assert self._close is not None, "something ends it"
         if self._line and not self._named(is_last):
             return
@@ -163,8 +163,8 @@ class AnswerStream:
     def _until_stop(
         self, kind: Literal["reasoning", "content"], is_last: bool, *marks: str
     ) -> Iterator[Piece]:
-        """Yields the characters that are held, up to a stop string, or to what may be the beginning
-        of one or of a mark."""
+        """Yields the pending characters, up to a stop string, or up to a possible beginning of a
+        stop string or mark."""
         places = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         kept = 0 if is_last else _beginning_of(self._held, (*marks, *self._stops))
         kept = len(self._held) - min(places) if places else kept
@@ -211,7 +211,7 @@ class AnswerStream:
 
 
 class PlainStream(AnswerStream):
-    """The pieces of a text that continues a prompt, in which nothing is reasoning."""
+    """The pieces of a plain completion, without reasoning."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), stops: Sequence[str] = ()

@@ -37,15 +37,14 @@ CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How a conversation is rendered, beside its messages; as in transformers'
-    `apply_chat_template`.
+    """Options for rendering a conversation, as in transformers' `apply_chat_template`.
 
-    tools, documents: objects that the template may describe. variables: what else the template is
-    told, such as {"enable_thinking": False}. adds_generation_prompt: whether the assistant's
-    message begins at the end. continues_final: whether the last message goes on, in place of a new
-    one, or the name of the field that does. template: a template's text, or the name of one of the
-    folder's, in place of its default. now: what `strftime_now` tells the template; None is the
-    present time.
+    tools, documents: objects that the template may describe. variables: additional template
+    variables, such as {"enable_thinking": False}. adds_generation_prompt: whether to open the
+    assistant's message at the end. continues_final: whether to continue the last message instead of
+    opening a new one, or the name of the field to continue. template: a template's text, or the
+    name of one of the folder's templates, instead of the default. now: the time for `strftime_now`;
+    None is the present.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -61,9 +60,9 @@ class ChatTemplate:
     """The templates of a Hugging Face folder, from chat_template.jinja, additional_chat_templates/
     or tokenizer_config.json.
 
-    They are programs by whoever made the folder, so they are rendered in Jinja's sandbox, which
-    lets them neither call anything dangerous nor change what they are given. joins_parts: whether a
-    list of parts was given to a template as one text.
+    Templates are untrusted programs, so they run in Jinja's sandbox, which blocks dangerous calls
+    and changes to the arguments. joins_parts: whether content parts were passed to a template as
+    one text.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,7 +72,7 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """Differs for templates that write conversations differently."""
+        """Differs between templates that render conversations differently."""
         return digest(sorted(self._sources.items()), sorted(self._tokens.items()))
 
     @property
@@ -84,10 +83,9 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], options: ChatOptions | None = None) -> str:
         """Returns a conversation as text, up to where the assistant's next message begins.
 
-        The template gets the messages as they are, less fields that are None, as in transformers. A
-        list of parts that it would write as a whole is given to it again as one text, a line for
-        each part: such a template knows texts alone. Raises `CheckpointError` if the folder has no
-        template, or if it refuses the messages.
+        The template gets the messages unchanged, without fields that are None, as in transformers.
+        If it would print a list of content parts, it gets one text instead, one line per part.
+        Raises `CheckpointError` if the folder has no template, or if it refuses the messages.
         """
         from jinja2 import TemplateError
 
@@ -159,7 +157,7 @@ class ChatTemplate:
         try:
             made = environment.rendered(template, {"messages": chat, **told})
             wrong = [m for m in lists if m["content"].is_written and not m["content"].is_walked]
-        except (TypeError, UndefinedError):  # such as for a list, or nothing, beside "+"
+        except (TypeError, UndefinedError):  # such as adding a list or None with "+"
             wrong = [m for m in lists if not m["content"].is_walked]
             empty = [m for m in chat if "content" not in m]
             if not wrong and not empty:
@@ -218,9 +216,8 @@ class _Parts(list[Any]):
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call. Templates take them as an object, and OpenAI's API has them as
-    a JSON text: this is the object, which a template that writes it as it is writes as that
-    text."""
+    """The arguments of a tool call. Templates expect an object, and OpenAI's API sends JSON text:
+    this is the object, and printing it gives the JSON text."""
 
     def __init__(self, text: str) -> None:
         content = json.loads(text)
@@ -252,8 +249,8 @@ def _normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns data of which templates see nothing but JSON's types: pydantic's objects, such as
-    those of OpenAI's library, and dataclasses become objects, and NumPy's scalars numbers."""
+    """Returns data in JSON's types: pydantic objects, such as those of OpenAI's library, and
+    dataclasses become objects, NumPy's scalars become numbers."""
     if value is None or isinstance(value, Arguments) or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -316,7 +313,7 @@ def _compiled(source: str) -> tuple[LimitedEnvironment, Any]:
     from flexgen_jax.models.template_limits import LimitedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks what a model is trained on; here it changes nothing."""
+        """{% generation %} marks training targets; here it has no effect."""
 
         tags = {"generation"}  # noqa: RUF012 - as the library has it
 

@@ -54,7 +54,7 @@ BUFFERS = (
     "._float_tensor",
     "attention.bias",
 )
-"""Ends of names of tensors that are passed over without a word: they are computed anew."""
+"""Ends of names of tensors that are passed over without a word: they are computed again."""
 
 
 Opened = tuple[ModelConfig, Tensors, Mapping[str, Any]]
@@ -75,7 +75,7 @@ class Checkpoint:
     reads_at_once = 1
 
     def __init__(self, folder: Path, given: Opened | None = None) -> None:
-        """given: what a program has in the place of files, which `folder` then only names."""
+        """given: arrays in memory instead of files; `folder` is then only a name."""
         self.folder = folder
         self.container = GgufFile(folder) if given is None and folder.is_file() else None
         if given is not None:
@@ -109,7 +109,7 @@ class Checkpoint:
         return name in self._tensors or name in self._tensors.packed
 
     def _full_name(self, name: str) -> str | None:
-        """Returns a tensor's name as it is stored, with a prefix perhaps; None if it is not."""
+        """Returns a tensor's stored name, possibly with a prefix; None if it is not."""
         return family_of(self.config).full_name(name, self._has)
 
     def _as_stored(self) -> ModelConfig:
@@ -198,8 +198,7 @@ class Checkpoint:
         return CheckpointError(said)
 
     def _pass_over(self, known: set[str]) -> None:
-        """Notes which stored tensors are useless; raises `CheckpointError` for one of which that is
-        not known."""
+        """Notes which stored tensors are useless; raises `CheckpointError` if it is unknown."""
         family, count = family_of(self.config), len(self.config.pattern)
         tied = {family.names["head.tokens"]} if self.config.tied_head else set()
         packed = self._tensors.packed
@@ -260,7 +259,7 @@ class Checkpoint:
         return Published(method.upper(), bits, tuple(sorted(formats.items())))
 
     def _format_of(self, tensor: TensorSpec) -> Format | None:
-        """Returns the format in which a tensor is kept as it is published; None of a plain one, and
+        """Returns a tensor's published format; None of a plain one, and
         of a small one, which is decoded."""
         stored = self._where[tensor.key]
         packed = self._tensors.packed.get(stored.name)
@@ -344,7 +343,7 @@ def _opened_gguf(file: GgufFile) -> Opened:
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
-    """Returns an array's bytes, in which NaN equals itself."""
+    """Returns an array's bytes, so that NaN equals itself."""
     return np.ascontiguousarray(array).view(np.uint8)
 
 

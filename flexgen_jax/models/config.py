@@ -35,15 +35,15 @@ class ModelConfig:
     `embed_size` differs from `hidden_size` if embeddings are projected (OPT-350m); `embed_scale`
     multiplies them (Gemma). With `is_parallel`, attention and feed-forward block have one input and
     are added to it together (GPT-NeoX). logit_softcap: as in `AttentionSpec`. has_layer_scale:
-    whether what each layer hands on is multiplied by a learned number (Gemma 4).
+    whether each layer's output is multiplied by a learned scalar (Gemma 4).
 
     context_limit: why `max_positions` is less than the model's own context, "" if it is not.
 
     published: the formats of the tensors that the model's files have in few bits, if there are
     some.
 
-    A stage of a model has some of its layers, see `part`: `first_layer` is the number of the first
-    one, and other stages have the embedding or the head that it has not.
+    A stage of a model has some of its layers, see `part`: `first_layer` is the number of its first
+    layer. Other stages have the embedding or the head.
     """
 
     model_type: str
@@ -95,8 +95,8 @@ class ModelConfig:
             )
 
     def part(self, layers: range) -> ModelConfig:
-        """Returns the config of a stage with these decoder layers: the first one has the embedding,
-        too, and the last one the head."""
+        """Returns the config of a stage with these decoder layers: the first part also has the
+        embedding, the last part the head."""
         return replace(
             self,
             pattern=self.pattern[layers.start : layers.stop],
@@ -131,7 +131,7 @@ class ModelConfig:
 
     @property
     def short_positions(self) -> int | None:
-        """The most tokens of a sequence for which longrope has its short frequencies; None without
+        """The longest sequence that uses longrope's short frequencies; None without
         longrope."""
         rotaries = (attention.rotary for attention in self.attentions)
         borders = [r.original for r in rotaries if r is not None and r.kind == "longrope"]

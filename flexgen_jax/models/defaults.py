@@ -58,7 +58,7 @@ class SamplingDefaults:
 
     @property
     def rules(self) -> dict[str, Any]:
-        """What is asked for beside temperature, top_k, top_p and lengths, by name."""
+        """Requested settings other than temperature, top_k, top_p and lengths, by name."""
         names = ("min_p", *RULES, "min_tokens", "min_length", "stop")
         plain = SamplingDefaults()
         return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(plain, n)}
@@ -69,8 +69,8 @@ GREEDY = SamplingDefaults()
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """A folder's wishes; eos_ids: its end tokens, None if it names none; undone: names of fields
-    that ask for what this engine does not do; path: the file that has them."""
+    """A folder's wishes; eos_ids: its end tokens, None if it names none; undone: names of
+    unsupported fields with an effect; path: the file that has them."""
 
     sampling: SamplingDefaults
     eos_ids: tuple[int, ...] | None
@@ -94,7 +94,7 @@ DONE = frozenset(
         "eos_token_id",
     )
 )
-"""Fields of transformers' `GenerationConfig` that are done."""
+"""Supported fields of transformers' `GenerationConfig`."""
 
 WITHOUT_EFFECT = frozenset(
     (
@@ -159,7 +159,7 @@ UNDONE: Mapping[str, tuple[Any, ...]] = {
     "dola_layers": (),
     "max_time": (),
 }
-"""Fields that are not done, and their values that ask for nothing, beside null."""
+"""Unsupported fields, and their values without an effect (null has none either)."""
 
 UNDONE_SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1,),
@@ -207,12 +207,12 @@ def read_defaults(folder: Path) -> GenerationDefaults:
 
 
 def _tokens(ids: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Returns token ids without -1, by which some folders mean none."""
+    """Returns token ids without -1, which means none in some folders."""
     return tuple(token for token in ids or () if token >= 0)
 
 
 def _choice(fields: _Fields) -> dict[str, Any]:
-    """Returns what random choices are made by."""
+    """Returns the sampling settings."""
     return {
         "temperature": fields.number("temperature", 1.0, 0.0, 1e6),
         "top_k": fields.count("top_k", TOP_K),
@@ -222,7 +222,7 @@ def _choice(fields: _Fields) -> dict[str, Any]:
 
 
 def _undone(raw: Mapping[str, Any], is_sampled: bool) -> tuple[str, ...]:
-    """Returns the names of fields that ask for what is not done, unknown ones included."""
+    """Returns the names of unsupported fields with an effect, including unknown fields."""
     undone = {**UNDONE, **UNDONE_SAMPLING} if is_sampled else UNDONE
     names = []
     for name, value in raw.items():
@@ -235,8 +235,8 @@ def _undone(raw: Mapping[str, Any], is_sampled: bool) -> tuple[str, ...]:
 
 
 class _Fields:
-    """The fields of a generation_config.json; whatever is wrong is a `CheckpointError` that names
-    the file and the field."""
+    """The fields of a generation_config.json; raises a `CheckpointError` that names the file and
+    the field."""
 
     def __init__(self, path: Path, raw: Mapping[str, Any]) -> None:
         self._path, self._raw = path, raw
@@ -270,7 +270,7 @@ class _Fields:
         return count
 
     def ids(self, name: str) -> tuple[int, ...] | None:
-        """Returns token ids, of which there may be one by itself; None if the field is absent."""
+        """Returns token ids; the value may also be a single id; None if the field is absent."""
         ids = self._checked(name, None, _is_id_or_ids, "token ids")
         return None if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
 

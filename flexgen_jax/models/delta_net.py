@@ -15,11 +15,11 @@ CHUNK = 64
 class DeltaNetSpec:
     """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025, "Gated Delta Networks", section 3).
 
-    Each value head keeps a matrix, [key_size, value_size], to which every token adds its value at
-    its key, after what was there has faded and what was known of that key is taken away. Value
-    heads share heads of queries and keys, consecutive ones form a group. Before that, each element
-    of queries, keys and values is a weighted sum of its last `width` tokens. The result is
-    normalised and multiplied with a gate.
+    Each value head keeps a matrix, [key_size, value_size]. A token first decays the matrix, then
+    removes the value stored at its key, and adds its own value there. Value heads share heads of
+    queries and keys, consecutive ones form a group. Before that, each element of queries, keys and
+    values is a weighted sum of its last `width` tokens. The result is normalised and multiplied
+    with a gate.
     """
 
     key_heads: int
@@ -61,13 +61,13 @@ class DeltaNetSpec:
 
     @property
     def inner_size(self) -> int:
-        """Elements of a token's query, key and value, as they are made, as one, and behind those of
+        """Elements of a token's query, key and value, concatenated, and of the convolution's
         earlier tokens; and of its result in two orders and its gate."""
         return 3 * self.channels + 3 * self.values
 
     @cached_property
     def leaves(self) -> tuple[StateLeaf, ...]:
-        """What the weighted sums of the next token need, and the matrices, in fp32: errors of a
+        """The inputs of the next token's convolution, and the matrices in fp32: errors of a
         state add up."""
         columns = (self.width - 1, self.channels)
         matrices = (self.key_heads, self.group, self.key_size, self.value_size)

@@ -1,4 +1,5 @@
-"""What a model family is: how its configs are read, and where its tensors are in checkpoints."""
+"""Definition of a model family: how its configs are read, and where its tensors are in
+checkpoints."""
 
 from __future__ import annotations
 
@@ -72,8 +73,7 @@ class Family:
     other_names: names in another layout of the same model, such as that of experts which are
         stored together.
     prefixes: strings that may precede every Hugging Face name.
-    ignored: patterns of names of tensors in checkpoints that inference does not need, beside
-        `USELESS`.
+    ignored: patterns of checkpoint tensors that inference does not need, in addition to `USELESS`.
     """
 
     model_type: str
@@ -116,7 +116,7 @@ class Family:
         return Stored(stored.replace("{i}", layer[1]).replace("{e}", str(tensor.expert)))
 
     def full_name(self, name: str, is_stored: Callable[[str], bool]) -> str | None:
-        """Returns a tensor's name as it is stored, with a prefix perhaps; None if it is not."""
+        """Returns a tensor's stored name, possibly with a prefix; None if it is not."""
         return next((p + name for p in self.prefixes if is_stored(p + name)), None)
 
     def bare_name(self, full: str) -> str:
@@ -133,8 +133,7 @@ class Family:
 
 
 def joined(name: str, sizes: Callable[[LayerParts], Sequence[int]], index: int) -> Find:
-    """Returns how to find the part `index` of tensors that are joined by rows, one after the
-    other."""
+    """Returns a finder for part `index` of tensors that are concatenated by rows."""
 
     def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
         rows = sizes(parts)
@@ -167,7 +166,7 @@ def fused(name: str, index: int, count: int, is_transposed: bool = False) -> Fin
 
 
 def in_one_row(name: str) -> Find:
-    """Returns how to find a tensor that is stored as the one row of a matrix."""
+    """Returns a finder for a tensor that is stored as a matrix with one row."""
 
     def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
         return Stored(name, expert=0, experts=1)
@@ -199,8 +198,8 @@ def woven(name: str, index: int, count: int = 3) -> Find:
 
 
 def with_text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config of the part for text of a model that sees, too, with the whole model's
-    type and special tokens, and with what it says of the head."""
+    """Returns the text config of a multimodal model, with the whole model's type, special tokens
+    and settings of the head."""
     names = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
     whole = {name: raw[name] for name in names if raw.get(name) is not None}
     return {**raw, **(raw.get("text_config") or {}), **whole}
@@ -250,14 +249,14 @@ class Fields:
 
     @property
     def _rope(self) -> Any:
-        """What the config says of rotary embeddings; transformers before version 5 had the first
+        """The config's rotary embeddings; transformers before version 5 had the first
         name, which still comes first."""
         return self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
 
     @property
     def max_positions(self) -> int:
-        """The most tokens of a sequence: those of training, or those to which scaled rotary
-        embeddings stretch them, if these are more.
+        """The most tokens of a sequence: those of training, or the longer context of scaled rotary
+        embeddings.
 
         Linear scaling and yarn stretch by a factor; llama3 and longrope are for the number that
         the config has, and dynamic scaling is not done beyond it.
@@ -273,7 +272,7 @@ class Fields:
 
     def ids(self, bos: int | None = None, eos: int | None = None) -> dict[str, Any]:
         """Returns the fields of `ModelConfig` for special tokens and the dtype, with a family's
-        own defaults. Where there is no padding token, another one serves: padding is masked."""
+        own defaults. Without a padding token, another token serves: padding is masked."""
         raw = self.raw.get("eos_token_id", eos)
         ends = tuple(raw) if isinstance(raw, list) else () if raw is None else (raw,)
         pad = self.raw.get("pad_token_id")

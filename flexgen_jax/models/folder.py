@@ -66,7 +66,7 @@ MERGE = "merge it into its base model, e.g. with PEFT's merge_and_unload"
 
 
 def what_it_has(folder: Path) -> str:
-    """Returns what a folder without a model has instead, and what to do."""
+    """Returns a hint for a folder without a model: its contents, and the way out."""
     if (folder / ADAPTER).is_file():
         return f"it is an adapter (LoRA): {MERGE}, save that, and name its folder"
     if (folder / "params.json").is_file():

@@ -65,7 +65,7 @@ class GivenRows:
 
 
 class GivenContent:
-    """Names the content of given tensors; reads all of it, once."""
+    """Names the content of given tensors; reads the whole array, once."""
 
     paths: tuple[Path, ...] = ()
 

@@ -36,7 +36,7 @@ from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.models.weight_source import DummyWeights, WeightSource
 
 HUB_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Files of a model on the hub beside its weights."""
+"""Files of a model on the Hub other than weights."""
 
 HUB_LEFT_OUT = ("*/*.json", "*/*.txt", "*/*.model", "consolidated*")
 """Files of other formats, such as those in original/ or onnx/."""
@@ -46,7 +46,7 @@ HUB_LEFT_OUT = ("*/*.json", "*/*.txt", "*/*.model", "consolidated*")
 class Model:
     """An opened model. The tokenizer is None if there is none, as with dummy weights.
 
-    sampling: what the folder wants for requests that do not say; chat: the folder's template;
+    sampling: the folder's sampling defaults; chat: the folder's template;
     notes: what a user should know about how the folder's files were taken.
     """
 
@@ -99,10 +99,9 @@ def open_model(
 ) -> Model:
     """Opens a Hugging Face folder, a hub id or, with dummy weights, a known shape's name.
 
-    The name None stands for the shipped model; a model that is opened already is taken as it is.
-    seed: for dummy weights; weight_bits: what a run
-    asks for, of which a model that is published in few bits has its own unless `requantizes`.
-    Raises `UserError` if the model cannot be opened.
+    The name None stands for the shipped model; an open model is used directly. seed: for dummy
+    weights; weight_bits: the requested bits; a model that is published in few bits keeps its own
+    unless `requantizes`. Raises `UserError` if the model cannot be opened.
     """
     model = name if isinstance(name, Model) else _opened(name, dummy_weights, seed)
     published = model.config.published
@@ -132,7 +131,7 @@ def _opened(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
 
 
 def _with_files(checkpoint: Checkpoint, files: Path, name: str) -> Model:
-    """Returns a model with what is in the files beside its weights."""
+    """Returns a model whose tokenizer, chat template and defaults come from the folder `files`."""
     config, folder, wishes = checkpoint.config, checkpoint.folder, read_defaults(files)
     tokenizer, chat = Tokenizer(files, config.bos_id), ChatTemplate(files)
     ends = config.eos_ids if wishes.eos_ids is None else wishes.eos_ids
@@ -140,14 +139,13 @@ def _with_files(checkpoint: Checkpoint, files: Path, name: str) -> Model:
     notes += _notes_on_wishes(wishes)
     if wishes.eos_ids is None and wishes.path.name == FILE and ends:
         notes.append(
-            f"{folder}: the end tokens of config.json, {list(ends)}, end texts, although "
-            f"{FILE} names none"
+            f"{folder}: using the end tokens of config.json, {list(ends)}, because {FILE} has none"
         )
     end = tokenizer.special_id("eos_token")
     if end is not None and end not in ends:
         notes.append(
-            f"{folder}: the tokenizer's end token {tokenizer.special.text('eos_token')} (id {end}) "
-            "ends texts, too, although neither config.json nor generation_config.json names it"
+            f"{folder}: the tokenizer's end token {tokenizer.special.text('eos_token')} (id "
+            f"{end}) is used as well, although config.json and generation_config.json lack it"
         )
         ends = (*ends, end)
     return Model(
@@ -163,7 +161,7 @@ def _with_files(checkpoint: Checkpoint, files: Path, name: str) -> Model:
 
 @contextlib.contextmanager
 def _files_beside(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Yields the folder that has the tokenizer and other files beside the weights: of a GGUF file
+    """Yields the folder with the tokenizer and other files except weights: of a GGUF file
     one that is made of its metadata."""
     if checkpoint.container is None:
         yield checkpoint.folder
@@ -173,14 +171,13 @@ def _files_beside(checkpoint: Checkpoint) -> Iterator[Path]:
 
 
 def _notes_on_wishes(wishes: GenerationDefaults) -> list[str]:
-    """Returns what is done of a folder's wishes beside temperature, top_k and top_p, and what is
-    not."""
+    """Returns messages about the folder's other sampling defaults: applied and unsupported ones."""
     notes = []
     if wishes.sampling.rules:
         rules = ", ".join(f"{name} {_short(x)}" for name, x in wishes.sampling.rules.items())
-        notes.append(f"{wishes.path}: texts follow {rules}, unless a request says otherwise")
+        notes.append(f"{wishes.path}: using {rules}, unless a request overrides them")
     if wishes.undone:
-        notes.append(f"{wishes.path}: not done: {', '.join(wishes.undone)}")
+        notes.append(f"{wishes.path}: not supported and ignored: {', '.join(wishes.undone)}")
     return notes
 
 
@@ -230,7 +227,7 @@ def _local_folder(name: str, needs_weights: bool = False) -> Path:
 
 
 def _guess(name: str) -> str:
-    """Returns which model, or folder beside, somebody may mean, as the end of a sentence."""
+    """Returns a guess at the intended model or folder, as the end of a sentence."""
     wanted = Path(name).name.lower()
     shapes = [full for full in SHAPES if wanted in full.lower()]
     by_end = {full.split("/")[1].lower(): full for full in SHAPES}
@@ -264,7 +261,7 @@ def _from_hub(name: str, patterns: Sequence[str]) -> Path:
 def resolve_dtype(dtype: str, config: ModelConfig, on_cpu: bool) -> str:
     """Returns the dtype to compute in; "auto" stands for the checkpoint's dtype.
 
-    On the CPU, "auto" takes bfloat16 in place of float16, whose products are much slower there.
+    On the CPU, "auto" takes bfloat16 instead of float16, which multiplies much more slowly there.
     Raises `UserError` for an unknown dtype.
     """
     if dtype == "auto":

@@ -43,7 +43,7 @@ class StateLeaf:
     shape: of one sequence's array. If it `grows`, there is such an array for every token, never
     changed once it is written; with batch and tokens it is [batch, ..., token, element], such as
     the keys of a layer, [batch, head, token, head_dim]. Otherwise there is one, [batch, ...], which
-    is replaced with every token. dtype: of an array that has its own, whatever the run's is.
+    is replaced with every token. dtype: of an array with its own dtype, independent of the run's.
     """
 
     name: str
@@ -68,15 +68,14 @@ class Mixer(Protocol):
 
     @property
     def leaves(self) -> tuple[StateLeaf, ...]:
-        """What it keeps between tokens."""
+        """Its state between tokens."""
 
     @property
     def inner_size(self) -> int:
         """Elements of a token between its products."""
 
     def tensors(self, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
-        """Returns the paths within it and the shapes of its tensors, with hidden states of so many
-        elements."""
+        """Returns the paths and shapes of its tensors, for hidden states of `hidden` elements."""
 
     def prefill_flops(self, batch: int, tokens: int, before: int = 0) -> float:
         """Returns the FLOPs of mixing prompts' tokens, and `before` earlier ones, besides those of
@@ -86,7 +85,7 @@ class Mixer(Protocol):
 @dataclass(frozen=True)
 class NormSpec:
     """A model's norms: layer norm, or RMS norm (Zhang and Sennrich 2019), which has no mean and no
-    bias. is_affine: whether there are learned scales, and biases; offset: what is added to scales.
+    bias. is_affine: whether there are learned scales, and biases; offset: added to scales.
     """
 
     is_rms: bool = False
@@ -148,18 +147,17 @@ class Rotary:
 class AttentionSpec:
     """A decoder layer's attention: numbers of heads, elements in a head, and its variants.
 
-    Query heads share heads of keys and values if there are fewer of the latter: consecutive ones
-    form a group. scale: factor of the scores, by default one over the root of head_dim; qkv_bias,
-    out_bias: whether the projections have biases; qk_norm: whether queries and keys are normalised,
-    each head by itself or all heads together; rotary: position embeddings, None for learned ones;
-    window: how many tokens a token sees, itself included, None for all; softcap: bound of the
-    scores, which become cap * tanh(score / cap); has_sinks: whether each head has a learned score
-    that takes part in the softmax and has no value (gpt-oss); is_gated: whether the heads' results
-    are multiplied by the sigmoid of a product (Qwen3-Next); has_value_norm: whether values are
-    normalised, without a scale; values_are_keys: whether they are made by the product that makes
-    the keys (Gemma 4); position_scale: numbers b and n with
-    which the query of the token at position p is multiplied by 1 + b log(1 + floor(p / n)), None
-    for none (Llama 4, Ministral 3).
+    Query heads share keys and values if there are fewer KV heads: consecutive ones form a group.
+    scale: factor of the scores, by default one over the root of head_dim; qkv_bias, out_bias:
+    whether the projections have biases; qk_norm: normalization of queries and keys: per head, or
+    over all heads; rotary: position embeddings, None for learned ones; window: how many tokens a
+    token sees, itself included, None for all; softcap: bound of the scores, which become cap *
+    tanh(score / cap); has_sinks: whether each head has a learned score that takes part in the
+    softmax and has no value (gpt-oss); is_gated: whether the heads' results are multiplied by the
+    sigmoid of a product (Qwen3-Next); has_value_norm: whether values are normalised, without a
+    scale; values_are_keys: whether they are made by the product that makes the keys (Gemma 4);
+    position_scale: numbers b and n: the query at position p is multiplied by 1 + b log(1 + floor(p
+    / n)); None: no scaling (Llama 4, Ministral 3).
     """
 
     num_heads: int
@@ -246,8 +244,8 @@ class AttentionSpec:
         """Returns the FLOPs of prompts' attention to themselves, and to `before` earlier tokens.
 
         They are two products, with 2 FLOPs per element and pair of tokens. Earlier tokens count
-        twice, since kernels leave out most of the half of pairs in which a token would see later
-        ones, which is counted.
+        twice, because the formula counts all pairs of a chunk while kernels skip most of the masked
+        half.
         """
         pairs = tokens + 2 * before if self.window is None else min(tokens, 2 * self.window)
         return 4.0 * batch * tokens * pairs * self.query_size
@@ -257,11 +255,11 @@ class AttentionSpec:
 class LatentAttentionSpec(AttentionSpec):
     """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
-    What is kept of a token is one array: a vector of `kv_rank` elements, from which every head's
-    key and value are made by one product, and `rotated` elements of a key that all heads share.
-    With that product moved to the queries and the results, a token attends to this array as to one
-    head of keys, whose first `kv_rank` elements are the values, too; so `num_kv_heads` is 1 and
-    `head_dim` is `kv_rank + rotated`. Within a prompt every head has its own keys and values.
+    A token's state is one array: a vector of `kv_rank` elements, which one matmul expands to every
+    head's key and value, and `rotated` elements of a key shared by all heads. With that product
+    moved to the queries and the results, a token attends to this array as to one head of keys,
+    whose first `kv_rank` elements are the values, too; so `num_kv_heads` is 1 and `head_dim` is
+    `kv_rank + rotated`. Within a prompt every head has its own keys and values.
 
     q_rank: elements of the vector that queries are made from, None if they are made at once;
     plain: elements of a head's key that are not rotated; value: elements of a head's value;
@@ -297,7 +295,7 @@ class LatentAttentionSpec(AttentionSpec):
 
     @cached_property
     def leaves(self) -> tuple[StateLeaf, ...]:
-        """The one array that is both key and value."""
+        """The array that serves as key and value."""
         return (StateLeaf("latent", (1, self.head_dim)),)
 
     def tensors(self, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -325,7 +323,7 @@ class MLPSpec:
     up(x)).
 
     width: elements between the products; limit: with a gate, both products are clamped to it, and
-    what goes down is gate * sigmoid(swish * gate) * (up + 1), as in gpt-oss.
+    the input of the down projection is gate * sigmoid(swish * gate) * (up + 1), as in gpt-oss.
     """
 
     width: int
@@ -350,12 +348,12 @@ class Routing:
 
     scores: the function of the router's products; has_bias: whether these have a bias;
     has_correction: whether a learned number is added to each expert's score, for choosing only;
-    groups, top_groups: the experts are in so many groups of equal size, and only those of the best
+    groups, top_groups: experts form `groups` groups of equal size, and only experts of the best
     groups are chosen, by the sum of a group's `group_best` largest scores; scale: a factor of the
     weights; least_sum: weights are divided by their sum, but at least by this (ERNIE 4.5);
     is_precise: whether the router's kernel is fp32, and multiplied in fp32, whatever the run's
-    dtype; is_beside: whether the experts are beside a dense block, each with norms of its own, and
-    what comes out of attention is routed with a norm and a scale of its own (Gemma 4).
+    dtype; is_beside: whether experts run next to a dense block with separate norms, and the router
+    has its own norm and scale (Gemma 4).
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -404,8 +402,8 @@ class ExpertsSpec:
             raise ConfigError(f"{self.top} of {self.count} experts cannot be chosen")
 
     def rows_at_once(self, tokens: int, fewest: int) -> int:
-        """Returns how many tokens an expert computes at once, of a step that has so many: about as
-        many as are expected to choose it, but no fewer than `fewest`."""
+        """Returns the number of tokens that an expert computes at once in a step with `tokens`
+        tokens: about the expected number that choose it, but at least `fewest`."""
         expected = max(1, tokens * self.top // self.count)
         together = min(MOST_OF_AN_EXPERT, 1 << (expected - 1).bit_length())
         return min(tokens, max(fewest, together))
@@ -413,7 +411,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What one kind of decoder layer is made of."""
+    """The parts of one kind of decoder layer."""
 
     mixer: AttentionSpec | Mixer
     mlp: MLPSpec | ExpertsSpec

@@ -24,14 +24,14 @@ HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "
 """Marks of Harmony's format, which are special tokens."""
 
 FINAL = "final"
-"""Harmony's channel for the user; in the others are reasoning and calls of tools."""
+"""Harmony's channel for the user; other channels have reasoning and tool calls."""
 
 LOOKED_AT = 16
 """Tokens at a prompt's end among which the mark is."""
 
 
 class Reasoning(NamedTuple):
-    """The two parts of a text. content: what comes after the reasoning, None if that has no end."""
+    """The two parts of a text. content: the text after the reasoning, None without an end mark."""
 
     reasoning: str
     content: str | None
@@ -98,7 +98,7 @@ def split_reasoning(
 def _divided(
     tokenizer: Tokenizer, token_ids: Sequence[int], text: str, close: str
 ) -> tuple[str, str | None]:
-    """Returns a text before and after the mark `close`, None for the latter without such a mark."""
+    """Returns the text before and after the mark `close`; without the mark, the second is None."""
     if close in text:
         reasoning, _, content = text.partition(close)
         return reasoning, content

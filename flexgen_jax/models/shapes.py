@@ -469,8 +469,8 @@ def raw_shape(name: str) -> Raw:
 
 
 def known_shape(name: str) -> ModelConfig:
-    """Returns the config of a known model with the formats in which it is published, without any
-    file; see `raw_shape`."""
+    """Returns the config of a known model in its published formats, without any file; see
+    `raw_shape`."""
     raw = raw_shape(name)
     return with_formats(read_config(raw), quantization_of(raw))
 

@@ -47,7 +47,7 @@ class LayerTensors:
 
     @cached_property
     def routing(self) -> tuple[TensorSpec, ...]:
-        """The tensors by which experts are chosen, which are on the device."""
+        """The router's tensors, which stay on the device."""
         return tuple(t for t in self.tensors if t.path.startswith(("mlp_norm.", "router")))
 
     @cached_property
@@ -73,7 +73,7 @@ class LayerTensors:
 class LayerSpec(LayerTensors):
     """The weights and shapes of one layer.
 
-    parts: what a decoder layer is made of; number: a decoder layer's in the whole model.
+    parts: the parts of a decoder layer; number: a decoder layer's in the whole model.
     """
 
     hidden_size: int
@@ -107,7 +107,7 @@ class LayerSpec(LayerTensors):
 
     @cached_property
     def growing(self) -> tuple[StateLeaf, ...]:
-        """What a decoder layer keeps of every token."""
+        """A decoder layer's state per token."""
         return tuple(leaf for leaf in self.mixer.leaves if leaf.grows)
 
     @cached_property
@@ -145,7 +145,7 @@ class LayerSpec(LayerTensors):
 
     @cached_property
     def active_size(self) -> int:
-        """Elements of the large tensors that one token is multiplied with."""
+        """Elements of the large tensors that multiply one token."""
         if self.experts is None:
             return self.large_size
         return self.large_size - (self.experts.count - self.experts.top) * self.expert_size
@@ -173,7 +173,7 @@ class LayerSpec(LayerTensors):
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """The layers of a model in the order in which they run: embedding, decoder layers, head. An
+    """The layers of a model in execution order: embedding, decoder layers, head. An
     embedding or a head that another stage has is there without tensors."""
 
     hidden_size: int

@@ -47,7 +47,7 @@ _ROLES: dict[str, Role] = {
 
 
 _STATE_DTYPES = {"attention.fade_log": "float32", "attention.fade_bias": "float32"}
-"""The dtypes of tensors by which a state changes: errors would add up."""
+"""The dtypes of tensors that update a state: errors would add up."""
 
 
 def _mixer(hidden: int, mixer: AttentionSpec | Mixer, norm: NormSpec) -> Shapes:
@@ -116,7 +116,7 @@ def _tensors(
 
 
 def _of_experts(prefix: str, config: ModelConfig, parts: LayerParts) -> tuple[TensorSpec, ...]:
-    """The tensors of a layer's experts, one expert after the other."""
+    """The tensors of a layer's experts, expert by expert."""
     if not isinstance(parts.mlp, ExpertsSpec):
         return ()
     shapes = _mlp("", config.hidden_size, parts.mlp.expert)

@@ -12,7 +12,7 @@ from flexgen_jax.models.folder import read_object
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The usual roles, in the order in which transformers adds tokens to a vocabulary."""
+"""The usual roles, in transformers' order of adding tokens to a vocabulary."""
 
 LISTS = ("extra_special_tokens", "additional_special_tokens")
 """Fields with further special tokens: a list, or an object of tokens by name."""
@@ -47,7 +47,7 @@ class SpecialTokens:
 
     @property
     def all(self) -> tuple[SpecialToken, ...]:
-        """Every token once, in the order in which those that are new get their numbers."""
+        """Every token once, in the order of their numbers."""
         special = {token.text: token for token in (*self.named.values(), *self.others)}
         by_text = {token.text: token for token in self.added}
         for text, token in special.items():

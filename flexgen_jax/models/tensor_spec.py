@@ -1,4 +1,4 @@
-"""A model's tensors and what they are kept as.
+"""A model's tensors and their stored formats.
 
 This module imports no JAX, so that policies can be computed without it.
 """
@@ -27,12 +27,11 @@ def _storage(shape: tuple[int, ...], dtype: str, packing: Format | None) -> Stor
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One weight: its path inside the layer ("attention.q.kernel"), its shape, the key that names
-    it in the whole model, and what it is for. A tied head's table has the embedding table's key.
-    expert: the number of the expert that it belongs to, if it does. published: the format in which
-    the model's files have it, None if these are plain numbers; can_pack: whether a run may choose
-    another format: not of a model that is published in few bits. dtype: of a small tensor that has
-    its own, whatever the run's is."""
+    """One weight: its path inside the layer ("attention.q.kernel"), shape, key in the whole model,
+    and role. A tied head's table has the embedding table's key. expert: the number of the expert
+    that it belongs to, if it does. published: its format in the model's files, None for plain
+    numbers; can_pack: whether a run may choose another format: not of a model that is published in
+    few bits. dtype: of a small tensor with its own dtype, independent of the run's."""
 
     path: str
     shape: tuple[int, ...]
@@ -81,10 +80,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Formats:
-    """Formats of a run's numbers: bits per element of weights, of sealed KV blocks, and of what
-    decoder layers multiply; 16 stands for `dtype` itself. weight_format: of weights that are
-    quantized when they are loaded. Arrays that are replaced with every token
-    are never quantized, since their errors would add up."""
+    """Formats of a run's numbers: bits per element of weights, of sealed KV blocks, and of matmul
+    operands; 16 stands for `dtype`. weight_format: of weights that are quantized when they are
+    loaded. Arrays that are replaced with every token are never quantized, since their errors would
+    add up."""
 
     dtype: str
     weight_bits: int = 16

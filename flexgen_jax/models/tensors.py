@@ -1,4 +1,4 @@
-"""The tensors of safetensors files, plain ones as numbers and others as they are stored."""
+"""The tensors of safetensors files: plain tensors as numbers, quantized tensors in stored form."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Identity(Protocol):
         """Returns a quick identity, which changes with the tensors or their files' times."""
 
     def contents(self) -> list[Any]:
-        """Returns an identity of the content alone, for which all of it may have to be read."""
+        """Returns a fingerprint of the content, which may require reading all of it."""
 
 
 class FileIdentity(NamedTuple):
@@ -102,7 +102,7 @@ class FileIdentity(NamedTuple):
 
 
 class Files:
-    """The files of a model, by which its content is known again."""
+    """The files of a model, which identify its content."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._identity = {path: FileIdentity.of(path) for path in paths}
@@ -112,8 +112,8 @@ class Files:
         return list(self._identity)
 
     def with_times(self) -> list[Any]:
-        """Returns names, sizes, times and samples; raises `CheckpointError` if a file is another
-        one by now: reads still go to the one that was opened."""
+        """Returns names, sizes, times and samples; raises `CheckpointError` if a file was replaced:
+        reads still go to the opened file."""
         parts = []
         for path, identity in sorted(self._identity.items()):
             if FileIdentity.of(path)[:3] != identity[:3]:

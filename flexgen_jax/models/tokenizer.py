@@ -23,7 +23,7 @@ from flexgen_jax.models.tokenizer_models import (
 from flexgen_jax.models.weight_source import digest
 
 BEFORE = "\x02"
-"""What stands before a text that is encoded as if it followed on another."""
+"""A prefix for encoding a text as the continuation of another."""
 
 MIN_TOKEN_CHARACTERS = 8
 """A text with fewer characters for each token of the context is encoded without looking for the
@@ -33,7 +33,7 @@ MAX_GROWTH = 64
 """A normalizer or decoder may make a text this many times as long."""
 
 LARGE_ID, MAX_ID = re.compile(rb"[:,\[]\s*\d{8,}"), 10**7
-"""What a tokenizer.json has in which a token's id may be too large; and ids below which all are."""
+"""A pattern for token ids in tokenizer.json that may be too large; and ids below which all are."""
 
 CONTEXT = 8
 """Tokens before a text that matter to how it is decoded."""
@@ -204,7 +204,7 @@ def _load(folder: Path) -> FastTokenizer:
 
 
 def _check_ids(path: Path) -> None:
-    """Raises `CheckpointError` for ids of tokens for which the library would take gigabytes."""
+    """Raises `CheckpointError` for token ids that would make the library allocate gigabytes."""
     content = path.read_bytes()
     if LARGE_ID.search(content) is None:
         return

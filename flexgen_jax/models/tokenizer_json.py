@@ -81,9 +81,8 @@ def of_bytes(
 def of_pieces(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], begins: bool
 ) -> dict[str, Any]:
-    """Returns the parts for SentencePiece's vocabulary, as pairs that are joined: those first whose
-    result is likelier, which is what its scores say. begins: whether text gets a blank before
-    it."""
+    """Returns the parts for SentencePiece's vocabulary, as pairs that are joined: merges with
+    higher scores first. begins: whether text gets a blank before it."""
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = []
     for token, kind in zip(tokens, types, strict=True):

@@ -92,8 +92,8 @@ def _text(token: bytes) -> str:
 
 
 def bytes_of_characters() -> dict[str, int]:
-    """Returns the byte for which each character stands in vocabularies of bytes: printable ones
-    for themselves, the others for characters from 256 on, as GPT-2 has it."""
+    """Returns the byte of each character in byte-level vocabularies: printable bytes map to
+    themselves, other bytes to characters from 256 on, as in GPT-2."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -171,7 +171,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def folder_json(folder: Path) -> dict[str, Any] | None:
-    """Returns the tokenizer.json of a folder that has one of these files; None if it has none."""
+    """Returns the tokenizer.json of a folder with a tiktoken or SentencePiece file; None if it has
+    none."""
     if (folder / TIKTOKEN).is_file():
         return tiktoken_json(folder, read_object(folder / "tokenizer_config.json"))
     return sentencepiece_json(folder) if (folder / SENTENCEPIECE).is_file() else None

@@ -1,4 +1,4 @@
-"""Sources of weights: what each of them gives, and seeded random numbers as one.
+"""Sources of weights: the interface, and an implementation with seeded random numbers.
 
 A source returns ranges of a tensor's rows, so that no tensor has to be in RAM whole.
 """
@@ -43,7 +43,7 @@ class WeightSource(Protocol):
         ...
 
     def fingerprint(self, dtype: str) -> str:
-        """Returns a name for these weights in `dtype`, by which later runs find stored copies.
+        """Returns a name for these weights in `dtype`, which later runs use to find stored copies.
 
         It changes when the files are modified or replaced, even by equal ones.
         """
@@ -61,7 +61,9 @@ class WeightSource(Protocol):
 class DummyWeights:
     """Random weights of the right shapes. A tensor's numbers depend on seed and key alone."""
 
-    ROWS = 256  # numbers are drawn in pieces of this many rows, whatever range is read
+    ROWS = (
+        256  # numbers are drawn in pieces of this many rows, independent of the range that is read
+    )
     reads_at_once = 8
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:

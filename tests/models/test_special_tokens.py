@@ -107,7 +107,7 @@ def test_the_tokenizers_end_token_ends_texts(tmp_path: Path) -> None:
     token = whole.token_ids[4]
     folder_with(folder, {"eos_token": chr(token + 28)})
     (note,) = open_model(folder, dummy_weights=False, seed=0).notes
-    assert f"id {token}" in note and "ends texts" in note
+    assert f"id {token}" in note and "is used as well" in note
     with LLM(folder, dtype="float32", policy=Policy(batch_size=1)) as llm:
         (cut,) = llm.generate(prompt_token_ids=[[5, 6, 7]], sampling_params=params)
     first = whole.token_ids.index(token)

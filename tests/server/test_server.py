@@ -205,7 +205,11 @@ def test_errors_are_those_of_the_interface(
     with pytest.raises(error) as raised:
         client.chat.completions.create(**asked)
     body: Any = raised.value.body
-    assert body["message"] and body["type"]
+    types = {
+        openai.NotFoundError: "not_found_error",
+        openai.BadRequestError: "invalid_request_error",
+    }
+    assert body["message"] and body["type"] == types[error]
 
 
 def test_a_key_is_needed_where_there_is_one(folder: Path) -> None:

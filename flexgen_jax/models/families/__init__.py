@@ -110,7 +110,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
 }
-"""Fields of configs that may have these values only, beside null: other models attend in another
+"""Config fields that must have one of these values, or null: other models attend in another
 way. Tokens of pictures that see each other ("vision") do not occur in texts."""
 
 QUANTIZED = "use the checkpoint in bf16, fp16 or fp32 that it was made from, and --weight-bits 4"
@@ -170,7 +170,7 @@ def _unread_variant(stored: Mapping[str, Any]) -> str:
 
 
 ENTRY_POINTS = "flexgen_jax.families"
-"""The group of entry points by which other packages name their families."""
+"""The entry point group for families of other packages."""
 
 
 def register_family(family: Family) -> None:
@@ -251,11 +251,11 @@ MISSING: Mapping[str, tuple[str, str]] = {
     "t5": ("llama", "an encoder and cross-attention"),
     "bert": ("llama", "generation: it is an encoder"),
 }
-"""Known types that are not supported: the closest family, and what it does not have."""
+"""Known types that are not supported: the closest family, and the feature that it lacks."""
 
 
 def _unsupported(model_type: str) -> str:
-    """Returns what is said of a type that is not supported."""
+    """Returns the error message for an unsupported type."""
     kind = model_type.removesuffix("_text")
     said = f"model_type {model_type!r} is not supported"
     if kind in MISSING:

@@ -30,7 +30,8 @@ def _mixtral(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads GLM-4.5 to 4.7: the first layers have no experts, the others a shared block, too."""
+    """Reads GLM-4.5 to 4.7: the first layers have no experts, later layers also have a shared
+    block."""
     raw = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **raw}
     own = Fields(raw)
     experts = shared_experts(raw, corrected(own, scale=1.0))
@@ -49,8 +50,8 @@ def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
 def shared_experts(
     raw: Mapping[str, Any], routing: Routing, is_normalised: bool | None = None
 ) -> ExpertsSpec:
-    """Returns the experts of DeepSeek and models like it, beside a block that all tokens go
-    through; is_normalised: by default as the config says."""
+    """Returns the experts of DeepSeek and similar models, with a shared block for all tokens;
+    is_normalised: by default as the config says."""
     own = Fields({"norm_topk_prob": True, **raw})
     count = own.maybe("num_local_experts") or own.maybe("num_experts")
     each, shared = gated(own, "moe_intermediate_size"), own.get("n_shared_experts", 1)
@@ -65,7 +66,7 @@ def shared_experts(
 
 
 def corrected(own: Fields, scale: float, groups: int = 1, top_groups: int = 1) -> Routing:
-    """Returns DeepSeek-V3's routing; the other arguments are a family's defaults."""
+    """Returns DeepSeek-V3's routing; further arguments are the family's defaults."""
     return Routing(
         scores="sigmoid",
         has_correction=True,

@@ -1,4 +1,4 @@
-"""Gemma 4: heads of two sizes, values that are keys, and experts beside a dense block."""
+"""Gemma 4: heads of two sizes, values that are keys, and experts next to a dense block."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ DEFAULTS: Mapping[str, Any] = {
         },
     },
 }
-"""What configs may leave out, as transformers has it."""
+"""Defaults of transformers for fields that a config may omit."""
 
 UNIFIED = {
     "hidden_size_per_layer_input": 0,
     "max_position_embeddings": 262144,
     "sliding_window": 1024,
 }
-"""What Gemma 4 12B may leave out and has otherwise."""
+"""Defaults of Gemma 4 12B where they differ."""
 
 SMALL = {
     "hidden_size_per_layer_input": "embeddings of each layer",
@@ -69,7 +69,7 @@ def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
     own = Fields(raw)
     layers = own.count("num_hidden_layers")
     types = list(raw.get("layer_types") or full_every(6, layers))
-    types[-1] = "full_attention"  # whatever the config says, as in transformers
+    types[-1] = "full_attention"  # the config's value is ignored, as in transformers
     block = _block(own)
     kinds = [LayerParts(_attention(own, kind, n), block) for n, kind in enumerate(types)]
     model = {

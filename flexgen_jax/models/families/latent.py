@@ -21,8 +21,7 @@ from flexgen_jax.models.parts import (
 
 
 def _attention(raw: Mapping[str, Any]) -> LatentAttentionSpec:
-    """Reads latent attention. Only `qk_rope_head_dim` elements are rotated, all of them, whatever
-    share of a head that is."""
+    """Reads latent attention. Exactly `qk_rope_head_dim` elements are rotated."""
     rope = {
         name: {key: x for key, x in raw[name].items() if key != "partial_rotary_factor"}
         for name in ("rope_scaling", "rope_parameters")
@@ -108,8 +107,8 @@ def _deepseek_v3(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _indexed(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads DeepSeek-V3.2 and GLM-5: an indexer chooses the `index_topk` tokens that a token sees,
-    which are all of them in a context that is no longer."""
+    """Reads DeepSeek-V3.2 and GLM-5: an indexer selects `index_topk` tokens to attend to; in a
+    context of at most that length it selects all."""
     if raw["model_type"] == "glm_moe_dsa":
         raw = {"rms_norm_eps": 1e-5, "q_lora_rank": 2048, **raw}
         raw = {"qk_nope_head_dim": 192, "v_head_dim": 256, **raw}

@@ -21,11 +21,11 @@ def read_llama(
     model: Mapping[str, Any] | None = None,
     ids: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
-    """Returns the config of a model of LLaMA's shape; the arguments after the first are what its
-    family has of its own: fields of `AttentionSpec` (with "windows", the window of each layer,
-    "layer_types", which name its rotary embeddings, "rotates", which layers have some,
-    "rotates_part", and "blocks", the feed-forward block of each layer), `MLPSpec` and
-    `ModelConfig`, and defaults of special tokens."""
+    """Returns the config of a model of LLaMA's shape; the further arguments describe the family's
+    differences: fields of `AttentionSpec` (with "windows", the window of each layer, "layer_types",
+    which name its rotary embeddings, "rotates", which layers have some, "rotates_part", and
+    "blocks", the feed-forward block of each layer), `MLPSpec` and `ModelConfig`, and defaults of
+    special tokens."""
     own = Fields(raw)
     hidden, heads = own.count("hidden_size"), own.count("num_attention_heads")
     layers = own.count("num_hidden_layers")
@@ -121,8 +121,7 @@ def windows_of(raw: Mapping[str, Any], types: list[str]) -> list[int | None]:
 
 
 def full_every(number: int, layers: int) -> list[str]:
-    """Returns the types of layers of which every `number`th one sees all tokens, the others those
-    of a window."""
+    """Returns layer types where every `number`th layer has full attention and the rest a window."""
     return ["sliding_attention" if (i + 1) % number else "full_attention" for i in range(layers)]
 
 
@@ -135,7 +134,7 @@ def _plain(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def one_window(raw: Mapping[str, Any]) -> list[int | None]:
-    """Returns the window of every layer, where all have the one that the config names."""
+    """Returns the window of each layer, where all have the config's window."""
     return [raw.get("sliding_window")] * Fields(raw).count("num_hidden_layers")
 
 

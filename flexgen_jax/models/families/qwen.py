@@ -18,9 +18,8 @@ from flexgen_jax.models.family import SEEING, Family, Fields, fused, with_text
 
 
 def _qwen_types(raw: Mapping[str, Any]) -> list[str]:
-    """Returns which layers of Qwen2 and 3 have windows, where the config does not say: those from
-    the one that `max_window_layers` names on; in Qwen2-MoE every other one before it; in Qwen3-MoE
-    all."""
+    """Returns which layers of Qwen2 and 3 have windows, where the config does not say: the layers
+    from `max_window_layers` on; in Qwen2-MoE every other one before it; in Qwen3-MoE all."""
     most, kind = raw.get("max_window_layers", 28), raw["model_type"]
     layers = range(Fields(raw).count("num_hidden_layers"))
     if kind == "qwen2_moe":

@@ -100,7 +100,7 @@ def _by_type(of_state: str | Find, of_attention: str | Find) -> Find:
 def _by_key_head(name: str, index: int, sizes: Callable[[DeltaNetSpec], list[int]]) -> Find:
     """Returns how to find a tensor that is stored with others key head by key head.
 
-    sizes: rows of a key head of each of them; index: which one it is.
+    sizes: rows per key head in each tensor; index: which one it is.
     """
 
     def find(tensor: TensorSpec, parts: LayerParts) -> Stored:

@@ -1,2 +1,2 @@
-"""Formats of stored numbers: what they are (`format`, `storage`), those that have a name (`known`),
-and how published files are read (`published`, `readers`, ...)."""
+"""Formats of stored numbers: definitions (`format`, `storage`), named formats (`known`), and
+readers of published files (`published`, `readers`, ...)."""

@@ -32,7 +32,7 @@ def expected(
         of_any_expert(tensor.key): packing
         for layer in spec.decoders
         for tensor in layer.large
-        if not tensor.expert  # the experts of a layer are alike
+        if not tensor.expert  # a layer's experts have equal shapes
         and not any(_is_meant(name, name_of(tensor)) for name in skipped)
     }
     method = str(options.get("quant_method", "")).upper()
@@ -76,8 +76,8 @@ def _format(options: Mapping[str, Any]) -> Format | None:
 
 
 def of_group(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what compressed-tensors' config says of the weights of its first group, nothing if
-    there is none."""
+    """Returns the weight settings of the first group in compressed-tensors' config, empty without a
+    group."""
     groups = list((options.get("config_groups") or {}).values())
     weights: Mapping[str, Any] = (groups[0].get("weights") if groups else None) or {}
     return weights

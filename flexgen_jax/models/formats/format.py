@@ -3,8 +3,8 @@
     number  =  (level of its code - zero) * scale + minimum
 
 A code of 8, 6, 5, 4, 3 or 2 bits stands for a level: an integer, or a number of a table. Groups of
-consecutive elements along one axis, and perhaps of several rows, share a scale, a zero and a
-minimum, each of which is a `Factor`: numbers of their own, which may be codes with a factor again.
+consecutive elements along one axis (or of several rows) share factors: a scale, a zero, a minimum.
+Each is a `Factor`: numbers of their own, which may be codes with a factor again.
 
 Codes are packed in planes along the grouped axis: with 4 bits, byte j of n/2 holds the codes of
 elements j (low half) and j + n/2 (high half). So a plane unpacks with one shift and one mask into a
@@ -25,7 +25,7 @@ Levels = Literal["integers", "e2m1", "nf4", "e4m3", "e5m2"]
 of a normal distribution (Dettmers et al. 2023, "QLoRA", section 3), or an 8-bit float."""
 
 WIDTHS = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-"""Bits of the parts in which codes are kept, the lowest bits first."""
+"""Bits of the parts of a code, lowest bits first."""
 
 ITEM_BYTES = {
     "float32": 4,
@@ -78,8 +78,8 @@ class Factor:
         "codes" stands for codes of `bits` bits, which are packed like elements.
     group: elements along the axis that share a number; 0: all of them.
     rows: rows that share one; 0: all of them.
-    center: what is subtracted from stored integers.
-    of: numbers by which these are multiplied, if there are some.
+    center: the offset subtracted from stored integers.
+    of: optional multipliers of the stored numbers.
     """
 
     dtype: str
@@ -103,7 +103,7 @@ class Format:
     """How numbers are kept in few bits; see the module.
 
     bits: of a code; axis: the grouped one, from the end (-1, or -2 for a matrix's rows); center:
-    what is subtracted from a code that is an integer; has_order: whether the elements of the axis
+    the offset subtracted from an integer code; has_order: whether the elements of the axis
     were put into another order, which a leaf says; subtracts: whether minima are subtracted.
     """
 
@@ -142,7 +142,7 @@ class Format:
 
     @property
     def rows(self) -> int:
-        """The least number of rows, or a multiple of it, from which a part of the array may begin:
+        """Row alignment: a part of the array may begin at multiples of this number of rows.
         rows that share a number; 0 if all do."""
         return self.scale.rows
 
@@ -182,7 +182,7 @@ def centered(bits: int, group: int, dtype: str) -> Format:
 
 @lru_cache
 def with_own_rows(packing: Format) -> Format:
-    """Returns a format with the numbers of a row beside it, where several rows share them."""
+    """Returns a format in which each row has its own factors, where several rows share them."""
 
     def own(factor: Factor | None) -> Factor | None:
         if factor is None:

@@ -132,7 +132,7 @@ def leaves_of(
 
 
 class _Transposed:
-    """What GPTQ and AWQ share: arrays [input, output], of which scales are [group, output]."""
+    """What GPTQ and AWQ share: arrays [input, output] with scales [group, output]."""
 
     METHOD = ""
 
@@ -194,7 +194,7 @@ class Gptq(_Transposed):
         self._set(self._counted(zeros), group, self._order is not None)
 
     def _counted(self, zeros: np.ndarray) -> np.ndarray:
-        """Returns zeros as they are subtracted. The first version of the format stores one less,
+        """Returns the zeros to subtract. The first version of the format stores one less,
         and checkpoints do not always say which they are: zeros in the middle do."""
         middle, most = 1 << (self._bits - 1), (1 << self._bits) - 1
         if (zeros == middle).all():

@@ -9,7 +9,7 @@ from flexgen_jax.models.formats.packed import Parts
 from flexgen_jax.models.formats.storage import Storage
 
 METHOD = "flexgen-jax"
-"""What "quant_method" of a config says of these formats."""
+"""The config's "quant_method" for these formats."""
 
 DTYPES = {"uint8": "U8", "int8": "I8", "bfloat16": "BF16"}
 """Safetensors' names of the dtypes of leaves."""

@@ -74,7 +74,8 @@ class Parts:
         return self.arrays.array(self.base + end)
 
     def need(self, *ends: str) -> str:
-        """Returns the first of some ends that is there; raises `CheckpointError` if none is."""
+        """Returns the first existing name among several endings; raises `CheckpointError` if none
+        is."""
         present = [end for end in ends if self.has(end)]
         if not present:
             raise CheckpointError(
@@ -84,7 +85,7 @@ class Parts:
         return present[0]
 
     def check(self, end: str, shape: tuple[int, ...], *dtypes: str) -> None:
-        """Raises `CheckpointError` unless an array has this shape and one of these dtypes."""
+        """Raises `CheckpointError` unless an array has the given shape and an allowed dtype."""
         name = self.base + end
         if self.shape(end) != shape:
             raise CheckpointError(
@@ -95,7 +96,7 @@ class Parts:
             raise self.refused(end, f"is {self.dtype(end)}, not {' or '.join(dtypes)}")
 
     def refused(self, end: str, why: str) -> CheckpointError:
-        """Returns the error that says what is wrong with an array."""
+        """Returns an error that describes an array's problem."""
         name = self.base + end
         return CheckpointError(f"{self.arrays.path(name)}: tensor {name!r} {why} ({self.method})")
 

@@ -1,4 +1,4 @@
-"""Which tensors of a model are published in few bits, and in which formats. No JAX, no NumPy."""
+"""The quantized tensors of a published model, and their formats. No JAX, no NumPy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flexgen_jax.models.formats.format import Format
 
 @dataclass(frozen=True)
 class Published:
-    """The formats in which a model's files have its tensors.
+    """The formats of the tensors in a model's files.
 
     name: of the method, such as "FP8"; bits: of most weights, 8 or 4, whose rates and sizes of work
-    a plan takes; formats: by the tensors' keys, in which "{e}" stands for any expert's number.
+    a plan takes; formats: by tensor key, where "{e}" matches every expert's number.
     Tensors that are not there are plain.
     """
 

@@ -18,7 +18,7 @@ GROUP_SIZE = 64
 """Elements of a group of the KV cache, and of weights in the format of FlexGen, section 5."""
 
 FORMAT_VERSION = 3
-"""Version of the stored bytes of formats; stored weights of another version are written anew."""
+"""Version of the stored bytes of formats; stored weights of another version are written again."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Storage:
         return [(width, each * codes.planes * width // 8) for width in codes.widths]
 
     def along(self, length: int, rows: int | None = None) -> tuple[int, ...]:
-        """Returns the shape with `length` elements along the grouped axis; rows: in place of the
-        first axis of a matrix that is grouped along its last one."""
+        """Returns the shape with `length` elements along the grouped axis; rows: instead of the
+        first axis of a matrix that is grouped along its last axis."""
         before = self.shape[: self.axis] if rows is None else (rows,)
         return (*before, length, *self.shape[self.axis + 1 :])
 

@@ -1,2 +1,2 @@
-"""GGUF files: the container, its blocks of numbers, and what its metadata says of the model and the
-tokenizer, as the files of a Hugging Face folder would say it."""
+"""GGUF files: the container, its quantized blocks, and its metadata of model and tokenizer,
+converted to the files of a Hugging Face folder."""

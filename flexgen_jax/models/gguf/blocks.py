@@ -51,8 +51,8 @@ SUPER = 256
 """Elements of a block of the K types."""
 
 Taken = tuple[np.ndarray, list[np.ndarray]]
-"""Codes, uint8 [row, element], and factors, each [row, group]; inner ones before what they are in
-units of."""
+"""Codes, uint8 [row, element], and factors, each [row, group]; inner factors before the factors
+that scale them."""
 
 
 class Block(NamedTuple):
@@ -126,8 +126,8 @@ def _mxfp4(blocks: np.ndarray) -> Taken:
 
 
 def _scales_and_minima(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns 8 scales and 8 minima of 6 bits from 12 bytes of each block: the first four of each
-    are the low bits of eight bytes, whose top bits belong to the others."""
+    """Returns 8 scales and 8 minima of 6 bits from 12 bytes of each block: the first four scales
+    and minima are the low bits of eight bytes; the top bits belong to the last four."""
     scale, minimum, rest = stored[:, :, :4], stored[:, :, 4:8], stored[:, :, 8:]
     scales = np.concatenate([scale & 63, (rest & 15) | (scale >> 6) << 4], axis=2)
     minima = np.concatenate([minimum & 63, (rest >> 4) | (minimum >> 6) << 4], axis=2)

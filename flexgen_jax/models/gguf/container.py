@@ -34,8 +34,8 @@ STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 4
 
 MAX_ENTRIES = 1 << 20
-"""Tensors, entries of metadata, and elements of an array of texts: four times as many as large
-vocabularies have."""
+"""Tensors, entries of metadata, and elements of an array of texts: four times the size of large
+vocabularies."""
 
 
 class Entry(NamedTuple):

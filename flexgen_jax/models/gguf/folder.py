@@ -13,7 +13,7 @@ from flexgen_jax.models.gguf.container import GgufFile
 from flexgen_jax.models.gguf.tokenizer import tokenizer_files
 
 ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
-"""Tokens that end texts, beside the one that the metadata names, as in llama.cpp."""
+"""End tokens in addition to the metadata's, as in llama.cpp."""
 
 
 def files_of(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:

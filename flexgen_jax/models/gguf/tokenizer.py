@@ -45,7 +45,7 @@ SPLITS: Mapping[str, str | None] = {
 (None), or that with each digit apart ("")."""
 
 REPEATS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken", "pixtral"})
-"""Those in which a word that is a token is one, whatever its merges."""
+"""Tokenizers that keep a word as one token if it is in the vocabulary, regardless of merges."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, Any]:
