@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class UserError(ValueError):
-    """An error that the user can fix: the message says what is wrong, where, and what to do."""
+    """An error that the user can fix: the message states the problem, its place and the way out."""
 
 
 class PromptError(UserError):

@@ -1,5 +1,5 @@
 """Progress bars on stderr for long work, with throughput and the estimated time left; and messages
-beside them, by the logger "flexgen_jax"."""
+of the logger "flexgen_jax"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERY_S = 0.2
 
 
 class _BesideBars(logging.Handler):
-    """Writes messages to stderr, above progress bars that are there; those that are to be said once
+    """Writes messages to stderr, above existing progress bars; those that are to be said once
     in a process only the first time."""
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ def logger() -> logging.Logger:
 
 
 def seconds_left(seconds: float, done: int, left: int) -> float | None:
-    """Returns the seconds that `left` parts will take, after `done` in so many; None as long as
-    nothing is done."""
+    """Returns the estimated seconds for `left` parts, if `done` parts took `seconds`; None while
+    nothing is finished."""
     return seconds / done * left if done > 0 else None
 
 
@@ -65,7 +65,7 @@ ERASE = "\r\x1b[2K"
 """Erases a terminal's line."""
 
 Bars = bool | Literal["placing"]
-"""Which progress bars are shown: all, none, or those of what comes before tokens."""
+"""Which progress bars are shown: all bars, none, or only those before the first token."""
 
 
 class Progress:
@@ -153,7 +153,7 @@ class Progress:
     ) -> Iterator[Callable[[], object]]:
         """Shows a bar of tokens, with finished requests, tokens per second and the time left.
 
-        Yields a function to call after every step; amount: returns what is done so far;
+        Yields a function to call after every step; amount: returns the finished parts;
         compiling_s: seconds of compiling so far, which count in no rate.
         """
         started = due = time.perf_counter()

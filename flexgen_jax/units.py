@@ -16,7 +16,7 @@ _UNITS = {
 def parse_bytes(size: str | int | None, name: str = "") -> int | None:
     """Returns a size in bytes: "16GB" is 16 * 10^9, "512MiB" is 512 * 2^20.
 
-    An integer is a number of bytes already, and None stays None. name: of what has this size.
+    An integer is a number of bytes already, and None stays None. name: the quantity's name.
     Raises `UserError` for a text that is not a size.
     """
     if size is None or isinstance(size, int):

@@ -1,4 +1,4 @@
-"""What a model must do here whatever its family is: give another implementation's numbers, wherever
+"""Requirements for models of every family: give another implementation's numbers, wherever
 its data lie."""
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def check_model(
     tolerance: float = 1e-4,
     seed: int = 0,
 ) -> None:
-    """Compares a model in fp32 with another implementation of it, under several placements.
+    """Compares a model in fp32 with a second implementation, under several placements.
 
     model: as `LLM` takes it; a small one, of random weights that are not too small to matter.
     logits: returns the logits of all tokens of a sequence, [token, vocabulary].
-    tolerance: by which log-probabilities may differ, relative to their size.
+    tolerance: the allowed relative difference of log-probabilities.
     seed: of the prompts.
 
     Raises `AssertionError` that says where they differ.

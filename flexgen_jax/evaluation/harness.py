@@ -27,7 +27,7 @@ NEW_TOKENS = 256
 """New tokens where a task does not say how many, as in the harness's own models."""
 
 Pairs = Sequence[tuple[Any, Sequence[int], Sequence[int]]]
-"""What a request is known by, its context's tokens and its continuation's."""
+"""A request's key: the tokens of its context and of its continuation."""
 
 
 @register_model("flexgen-jax")
@@ -50,8 +50,8 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         """model, or `pretrained`: a folder or a known name, or an `LLM`; options: those of `LLM`.
-        The others are as of the harness's own `hf` model; batch_size and device mean nothing here,
-        since the policy chooses the batches."""
+        Further options are those of the harness's `hf` model; batch_size and device mean nothing
+        here, since the policy chooses the batches."""
         super().__init__()
         given = pretrained if model is None else model
         self.llm = given if isinstance(given, LLM) else LLM(given, **options)
@@ -98,8 +98,8 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Without a generation prompt, the assistant's last message goes on. As in the harness, a
-        template that refuses system messages gets the others."""
+        """Without a generation prompt, the assistant's last message is continued. As in the
+        harness, a template that refuses system messages gets the messages without them."""
         options = ChatOptions(
             variables=self._variables,
             adds_generation_prompt=add_generation_prompt,
@@ -168,8 +168,8 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
         return texts
 
     def _fitting(self, ids: list[int], wish: Wish) -> tuple[list[int], SamplingParams]:
-        """Returns a prompt's last tokens, so many that the new ones have room, and how to continue
-        it."""
+        """Returns the last tokens of a prompt, cut to leave room for new tokens, and the sampling
+        parameters."""
         most = wish.params.most_tokens
         if wish.max_length is not None:
             most = max(1, wish.max_length - len(ids))
@@ -188,7 +188,7 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
 @dataclass(frozen=True)
 class Wish:
     """A task's `generation_kwargs`. until: where a text ends; max_length: the most tokens of prompt
-    and text together, None where the new ones are limited; think_end_token: what comes before the
+    and text together, None where the new ones are limited; think_end_token: the text before the
     answer."""
 
     params: SamplingParams
@@ -197,8 +197,8 @@ class Wish:
     think_end_token: str | None = None
 
     def text_of(self, made: str, think_end_token: str | None) -> str:
-        """Returns the answer in a text: what comes after the reasoning, and before the first of the
-        texts that end it."""
+        """Returns the answer in a text: the text after the reasoning, up to the first stop
+        string."""
         end = self.think_end_token or think_end_token
         return str(postprocess_generated_text(made, list(self.until), end))
 
@@ -217,8 +217,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def read_wish(kwargs: Mapping[str, Any], tokens: int, thinks: bool = False) -> Wish:
     """Reads a task's `generation_kwargs`; raises `UserError` for an option that is not supported.
 
-    tokens: new tokens where the task does not say; thinks: whether reasoning comes before the
-    answer, in which case texts that end an answer do not end the reasoning.
+    tokens: new tokens where the task does not say; thinks: whether reasoning precedes the answer;
+    stop strings then do not end the reasoning.
     """
     left = {key: value for key, value in kwargs.items() if value is not None}
     for name, kind in KINDS.items():
@@ -266,7 +266,7 @@ KINDS: Mapping[str, Any] = {
     "max_new_tokens": int,
     "max_tokens": int,
 }
-"""Types of options that are not `SamplingParams` as they are."""
+"""Types of options that differ from `SamplingParams`."""
 
 MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the most new tokens, in the harness's order."""

@@ -24,12 +24,12 @@ class Perplexity:
 
 
 def windows(ids: Sequence[int], size: int, stride: int) -> list[tuple[list[int], int]]:
-    """Cuts tokens into windows of at most `size` tokens, each `stride` further than the one before.
+    """Cuts tokens into windows of at most `size` tokens, `stride` tokens apart.
 
     Returns each window with the number of its last tokens that are scored: all but the first token
-    in the first window, and in the others those that no window before has had. So each token but
-    the first is scored once, with `size - stride` or more tokens before it, but for the first ones.
-    Raises `UserError` for a stride that leaves tokens out.
+    in the first window, and only new tokens in later windows. So each token but the first is scored
+    once, with `size - stride` or more tokens before it, but for the first ones. Raises `UserError`
+    for a stride that leaves tokens out.
     """
     if not 1 <= stride < size:
         raise UserError(f"--stride must be from 1 to {size - 1} tokens, not {stride}")
@@ -48,8 +48,8 @@ def windows(ids: Sequence[int], size: int, stride: int) -> list[tuple[list[int],
 def perplexity(llm: LLM, ids: Sequence[int], size: int | None, stride: int | None) -> Perplexity:
     """Returns the perplexity of a text's tokens, its beginning token included.
 
-    size: tokens of a window, by default one more than the model's context, since the last one is
-    only scored; stride: by default half of it.
+    size: tokens of a window, by default one more than the model's context, since the last token is
+    only scored; stride: by default half a window.
     """
     most = llm.config.max_positions + 1
     size = most if size is None else size

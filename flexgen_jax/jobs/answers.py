@@ -14,7 +14,7 @@ from flexgen_jax.models.reasoning import Reasoning
 
 
 class Speaker(Protocol):
-    """What records need of the engine that made the texts."""
+    """The engine's interface for making records."""
 
     @property
     def name(self) -> str: ...
@@ -26,7 +26,7 @@ class Speaker(Protocol):
         """Returns whether a text does not have the token."""
 
     def reasoning(self, result: RequestOutput) -> Reasoning | None:
-        """Returns the two parts of a text that begins with reasoning; None for another one."""
+        """Returns the two parts of a text that begins with reasoning; None for other tokens."""
 
 
 Name = Callable[[int], str]

@@ -1,4 +1,4 @@
-"""What the journal of a job keeps of a finished choice."""
+"""A finished choice in the journal of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexgen_jax.engine.requests import Request
 
 
 def done(result: RequestOutput) -> dict[str, Any]:
-    """Returns what the journal keeps of a finished choice; see `finished_choice`."""
+    """Returns a finished choice's entry for the journal; see `finished_choice`."""
     own = {"tokens": result.token_ids, "text": result.text}
     own |= {"finish_reason": result.finish_reason, "prompt": result.prompt_token_ids}
     return own | logprobs_json(result.logprobs or [])

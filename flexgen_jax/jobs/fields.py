@@ -1,4 +1,5 @@
-"""Fields of OpenAI's request bodies, and of vLLM's beyond them: which are done, and which are not.
+"""Fields of OpenAI's request bodies, and of vLLM's beyond them: supported, ignored and rejected
+ones.
 
 `docs/batch.md` lists them for users. Fields that are neither here nor read by `jobs.lines` are
 refused by name.
@@ -29,7 +30,7 @@ IGNORED = frozenset(
         "cache_salt",
     )
 )
-"""Fields that change no text here, whatever they are."""
+"""Fields without an effect on the output."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -62,8 +63,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "mm_processor_kwargs": (),
 }
-"""Fields that may have these values, beside null, which ask for nothing; another value asks for
-what this engine does not do."""
+"""Fields that may be null or have these values, without an effect; other values are not
+supported."""
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts of messages that are texts, and the field that has the text."""
@@ -71,7 +72,7 @@ TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal":
 
 def without_neutral(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a body's fields less those that are null or ask for nothing; raises `ValueError` that
-    names a field which asks for what is not done."""
+    names an unsupported field."""
     given = {key: value for key, value in body.items() if value is not None}
     for key in IGNORED:
         given.pop(key, None)

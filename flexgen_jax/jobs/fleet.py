@@ -1,7 +1,7 @@
 """Copies of a model on several machines, which a job sees as one engine.
 
 Requests go to the copies that have room for them, and results come back. When a copy is lost, its
-requests go to others, with the tokens that it has told of; copies may come at any time.
+requests go to others, with the tokens that it has told of; copies may join at any time.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ TELL_S = 0.5
 """Seconds between two times that a copy tells how far its texts are."""
 
 LOOK_S = 0.05
-"""Seconds between two looks at copies of which nothing was new."""
+"""Seconds between polls of copies without news."""
 
 MOST_FAILURES = 3
-"""A request with which so many copies were lost has an error: it may be the cause."""
+"""A request gets an error after losing this number of copies: it may be the cause."""
 
 
 class LostError(RuntimeError):
-    """A copy is gone, with all that it has not told."""
+    """A copy is lost, with everything that it has not reported."""
 
 
 class News(NamedTuple):
     """What happened in a copy since the last news.
 
-    results: finished requests; unfinished: how far the others are; wants: how many requests it
-    could take; error: why it cannot go on, if it cannot.
+    results: finished requests; unfinished: the progress of unfinished requests; wants: how many
+    requests it could take; error: why it cannot go on, if it cannot.
     """
 
     results: list[RequestOutput]
@@ -64,7 +64,7 @@ class Copy(Protocol):
         """Has the copy run requests."""
 
     def news(self) -> News | None:
-        """Returns what happened, None if nothing is known to have."""
+        """Returns the reason, None if it is unknown."""
 
     def end(self) -> None:
         """The copy is not needed any more."""
@@ -84,7 +84,7 @@ class Crew(Protocol):
 
 
 class Replica:
-    """A copy of a model in this process, which runs what it is given until it is ended.
+    """A copy of a model in this process, which runs its requests until it is closed.
 
     options: as of `LLM`.
     """
@@ -161,7 +161,7 @@ class Given:
     failures: int = 0
 
     def again(self) -> Given:
-        """Returns it as it goes on in another copy."""
+        """Returns the request to continue in another copy."""
         tokens = self.tokens
         if self.request.sampling_params.logprobs is not None:
             begun = len(tokens) - len(self.request.continued)
@@ -173,7 +173,7 @@ class Given:
 
 
 class Described:
-    """What a model says of itself; another one answers."""
+    """A model's description; another one answers."""
 
     _llm: LLM
 
@@ -276,7 +276,7 @@ class Fleet(Described):
             self._crew.close()
 
     def _give(self, copy: Copy, wants: int, source: _Source) -> None:
-        """Gives a copy as many requests as it wants, those of lost copies first."""
+        """Fills a copy with requests, starting with those of lost copies."""
         chosen: list[Given] = []
         while len(chosen) < wants:
             if self._again:
@@ -317,7 +317,7 @@ class Fleet(Described):
                 on_token(name, token)
 
     def _lose(self, copy: Copy, why: str) -> None:
-        """Takes back the requests of a copy that is gone."""
+        """Takes back the requests of a lost copy."""
         self._crew.lost(copy, why)
         for name in [name for name, at in self._at.items() if at is copy]:
             running = self._running.pop(name).again()
@@ -339,7 +339,7 @@ class _Source:
         self.is_ended = False
 
     def next(self) -> Request | None:
-        """Returns the next request, None after the last one."""
+        """Returns the next request, None at the end."""
         if self.is_ended:
             return None
         request = next(self._requests, None)

@@ -1,4 +1,4 @@
-"""Runs a job: reads requests, lets the engine continue them, and keeps what is done."""
+"""Runs a job: reads requests, runs them, and stores results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from flexgen_jax.models.chat import ChatOptions
 from flexgen_jax.progress import seconds_left
 
 WINDOW = 512
-"""Lines that are read together and sorted by length, so that prompts of a batch are alike."""
+"""Number of lines that are read and sorted by length together, so that prompts of a batch have
+similar lengths."""
 
 CHARACTERS = 4
 """Characters of a token, about."""
@@ -107,7 +108,7 @@ class Job:
         return self.summary
 
     def _begin_or_go_on(self) -> None:
-        """Writes the manifest of a new job, or compares it with the one that goes on; lines may
+        """Writes the manifest of a new job, or compares it with the resumed job's; lines may
         have come after those that it had."""
         own = {
             "input": self._facts.digest,
@@ -150,14 +151,14 @@ class Job:
                 self._manifest.write(hashed.result())
 
     def _continue(self) -> None:
-        """Runs all lines that have no record; what is unfinished when this is broken off goes to
-        the journal."""
+        """Runs all lines that have no record; unfinished requests go to the journal at an
+        interruption."""
         with closing(self._llm.stream(self._requests(), self._on_token)) as stream:
             try:
                 for result in stream:
                     self._take(result)
                     self._results.sync()
-            except UserError:  # of a full disk, for which the journal may be too large, too
+            except UserError:  # a full disk may be too small for the journal, too
                 with suppress(UserError):
                     self._write_journal()
                 raise
@@ -188,7 +189,7 @@ class Job:
         lines_left = self._facts.lines
         with self._source.opened() as file:
             for number, whole in numbered_lines(file):
-                content = whole[:left]  # what is added meanwhile is for the next run
+                content = whole[:left]  # lines appended meanwhile are for the next run
                 left -= len(content)
                 if number == last or not content.strip():
                     if not lines_left:
@@ -310,7 +311,7 @@ class Job:
             self._give(state)
 
     def _whole(self, result: RequestOutput) -> RequestOutput:
-        """Returns a result with the log-probabilities of what an earlier run has made of it."""
+        """Returns a result, extended by the log-probabilities of an earlier run's tokens."""
         if result.logprobs is None:
             return result
         number, choice = map(int, result.id.split("."))
@@ -318,7 +319,7 @@ class Job:
         return replace(result, logprobs=[*earlier, *result.logprobs])
 
     def _left(self) -> dict[int, dict[str, Any]]:
-        """Returns what the last journal has of lines without a record."""
+        """Returns the last journal's entries for lines without a record."""
         return {line: dict(x) for line, x in self._kept.items() if not self._results.has(line)}
 
     def _give(self, state: State) -> None:
@@ -328,8 +329,8 @@ class Job:
         del self._states[state.line.number]
 
     def _write_journal(self) -> None:
-        """Keeps what there is of all lines that have no record, those included that the engine has
-        not begun again."""
+        """Saves the tokens of all lines without a record, including lines that the engine has not
+        resumed yet."""
         kept = self._left()
         for result in self._llm.untaken():
             number, choice = map(int, result.id.split("."))
@@ -344,7 +345,7 @@ class Job:
                 earlier = self._states[number].earlier.get(choice, [])
                 every = [*earlier, *logprobs]
                 if self._states[number].line.params.logprobs is not None:
-                    tokens = tokens[: len(every)]  # an interruption may come between the two
+                    tokens = tokens[: len(every)]  # an interruption may occur between them
                 own = {"tokens": list(tokens)} | logprobs_json(every[: len(tokens)])
                 kept.setdefault(number, {})[str(choice)] = own
         self._journal.write(kept)
@@ -386,8 +387,7 @@ def _length(request: Request) -> int:
 
 
 def _in_background(compute: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
-    """Computes something in a thread that leaves the processor to the others, and does not keep the
-    process from ending."""
+    """Computes a value in a daemon thread of lowest priority."""
     future: Future[dict[str, Any]] = Future()
 
     def run() -> None:

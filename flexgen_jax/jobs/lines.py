@@ -17,7 +17,7 @@ Form = Literal["completions", "chat", "plain"]
 URLS: dict[str, Form] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 
 MOST_CHOICES = 128
-"""The most texts that one line may ask for."""
+"""The maximum number of completions per line."""
 
 MAX_LINE_BYTES = 32 << 20
 """The most bytes of a line."""
@@ -41,7 +41,7 @@ OWN = (
     "stop_token_ids",
     "no_repeat_ngram_size",
 )
-"""Parameters that all forms take as they are: those that OpenAI's API has, too, and others."""
+"""Parameters that all forms accept unchanged: those that OpenAI's API has, too, and others."""
 
 
 class LineError(ValueError):
@@ -86,10 +86,10 @@ class Line:
 
 
 def read_line(content: bytes, number: int, chat_tokens: int | None, seed: int) -> Line:
-    """Returns what a line asks for; raises `LineError`, which says what is wrong with it.
+    """Returns what a line asks for; raises `LineError` with the problem.
 
-    chat_tokens: new tokens of a conversation that does not say how many, None for as many as the
-    model's folder says; seed: for requests without one.
+    chat_tokens: default number of new tokens of a conversation, None for the model folder's
+    default; seed: for requests without one.
     """
     raw = _object(content)
     is_openai, name = _named(raw)
@@ -293,7 +293,7 @@ def _line(
     given: dict[str, Any], wanted: dict[str, Any], what: Any, seed: int, model: str | None
 ) -> Line:
     """Returns the line with the sampling parameters that are left in `given`; raises `LineError`
-    for what is none."""
+    otherwise."""
     _know(given, {*SHARED, *OWN, *NAMED})
     if given.get("top_k") == -1:  # as in vLLM
         given["top_k"] = 0
@@ -376,7 +376,7 @@ def _messages(raw: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _message(raw: Any) -> Mapping[str, Any]:
-    """Returns a message as it is."""
+    """Returns a message unchanged."""
     if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
         raise LineError('a message must be an object with a string "role"')
     content = raw.get("content")

@@ -1,4 +1,4 @@
-"""What a job is asked for, what it has come to, and what it needs of an engine."""
+"""A job's options, its summary, and its interface to an engine."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from flexgen_jax.models.reasoning import Reasoning
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What a job does.
+    """Options of a job.
 
     source: a file of requests, a line each, which gzip or zstd may have compressed, or a stream;
     "-" is standard input; or, as bytes, the lines themselves. results: where their records go.
-    seed: of requests without their own; chat_tokens: new tokens of a conversation that does not say
-    how many, None for as many as the model's folder says, or else 512; limit: the most requests to
-    begin, None for all; journal_s: seconds between two journals; is_ordered: whether the results
-    are put into the input's order at the end; progress_file: a file that says how far the job is,
-    as JSON. retries_errors: whether lines whose record is an error are run again. now: what chat
-    templates take as the present time, None for the time when the job began.
+    seed: of requests without their own; chat_tokens: default number of new tokens of a
+    conversation, None for the model folder's default, or 512; limit: the most requests to begin,
+    None for all; journal_s: seconds between two journals; is_ordered: whether the results are put
+    into the input's order at the end; progress_file: a file that says how far the job is, as JSON.
+    retries_errors: whether lines whose record is an error are run again. now: the date for chat
+    templates, None for the start of the job.
     """
 
     source: Path | bytes
@@ -46,9 +46,9 @@ class JobOptions:
 class Summary:
     """What a run of a job did.
 
-    total: lines of the input; finished: those that have a record; errors: those of them that could
-    not be run; tokens: new tokens of this run; taken_up: tokens that the journal had; commonest:
-    what most of the errors say, and how many do; notes: what else there is to know.
+    total: lines of the input; finished: those that have a record; errors: requests that could not
+    run; tokens: new tokens of this run; taken_up: tokens that the journal had; commonest: the most
+    common error message, and its count; notes: further messages.
     """
 
     total: int
@@ -72,7 +72,7 @@ class State:
 
 
 class Engine(Protocol):
-    """What a job needs of an `LLM`, or of a `fleet.Fleet` of copies."""
+    """A job's interface to an `LLM`, or to a `fleet.Fleet` of copies."""
 
     @property
     def name(self) -> str: ...

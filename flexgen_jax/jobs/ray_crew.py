@@ -20,7 +20,7 @@ NEWS_S = 1.0
 """Seconds that a copy waits for something to tell."""
 
 MOST_LOST = 3
-"""A machine on which so many copies were lost gets no other."""
+"""After this number of lost copies, a machine gets no further copy."""
 
 
 class RayCopy:
@@ -58,8 +58,8 @@ class RayCopy:
 class RayCrew:
     """The copies on the machines of a Ray cluster, as they join and leave; see `fleet.Crew`.
 
-    address: of the cluster; "auto" for the one that this machine belongs to, or else for one that
-    is started here; say: told which copies are lost. options: of the copies' `LLM`.
+    address: of the cluster; "auto" for the cluster of this machine, or a new local cluster; say:
+    told which copies are lost. options: of the copies' `LLM`.
     """
 
     def __init__(self, address: str, say: Callable[[str], object]) -> None:

@@ -21,7 +21,7 @@ from flexgen_jax.jobs.lines import MAX_LINE_BYTES
 from flexgen_jax.jobs.store import beside
 
 STDIN = Path("-")
-"""In place of a file, standard input."""
+"""Standard input instead of a file."""
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 """What compressed files begin with."""
@@ -79,8 +79,8 @@ class InputFacts:
 class JobInput:
     """The lines of a job's input, which may be read again and again.
 
-    What can be read once, such as standard input or a pipe, is first copied to a file beside the
-    results, and so are lines that are given as bytes. Files that gzip or zstd have compressed are
+    Input that can be read only once, such as standard input or a pipe, is first copied to a file
+    next to the results, and so are lines in memory. Files that gzip or zstd have compressed are
     known by their first bytes.
     """
 
@@ -130,7 +130,7 @@ class JobInput:
             raise UserError(f"cannot write {self._copy}: {error.strerror}") from None
 
     def _stream(self) -> AbstractContextManager[IO[bytes]]:
-        """Opens what can be read once."""
+        """Opens an input that can be read only once."""
         if isinstance(self._given, bytes):
             return io.BytesIO(self._given)
         if self._given != STDIN:
@@ -163,8 +163,8 @@ def _unpacked(raw: IO[bytes], name: str) -> Iterator[IO[bytes]]:
 
 
 class _Frames(io.RawIOBase):
-    """The content of zstd's frames, one after the other; raises `EOFError` if the last one is cut
-    off, which the library's own reader does not notice."""
+    """The content of consecutive zstd frames; raises `EOFError` if the last frame is cut off, which
+    the library's reader does not detect."""
 
     def __init__(self, raw: IO[bytes], decompressor: Any) -> None:
         self._raw, self._decompressor = raw, decompressor

@@ -29,7 +29,7 @@ KINDS_OF_ERRORS = 1000
 
 
 class Disk:
-    """The operations by which a job changes files; tests replace them by ones that fail."""
+    """The file operations of a job; tests replace them by ones that fail."""
 
     def write(self, file: IO[bytes], content: bytes) -> int:
         """Writes some of the content; returns how many bytes."""
@@ -100,12 +100,12 @@ def unsealed(line: bytes) -> dict[str, Any] | None:
 
 
 class Results:
-    """A file of records, a line of JSON each, of which each has its line in the input as "line".
+    """A file with one JSON record per line; "line" is the number of the input line.
 
     May be used from several threads. finished: whether a line of the input has its record, as a
     byte; done: the number of records; errors: of those that say why a line could not be run; said:
-    what these say, of which few kinds are kept; damaged: the number of damaged records, which were
-    removed when the file was opened.
+    the error messages, of which only a few kinds are kept; damaged: the number of damaged records,
+    which were removed when the file was opened.
     """
 
     def __init__(self, path: Path, disk: Disk) -> None:
@@ -142,7 +142,7 @@ class Results:
             self._mark(record)
 
     def sync(self, is_due: bool = False) -> None:
-        """Forces what is written to the disk, if that is due, or said to be."""
+        """Syncs the file to disk if it is due, or if `now` is set."""
         with self._lock:
             try:
                 self._sync(inf if is_due else time.monotonic())
@@ -159,7 +159,7 @@ class Results:
 
     @property
     def commonest_error(self) -> tuple[str, int] | None:
-        """What most errors say, without their lines' numbers, and how many do; None without
+        """The most common error message, without line numbers, and its count; None without
         errors."""
         return next(iter(self._said.most_common(1)), None)
 
@@ -178,7 +178,7 @@ class Results:
         self._take_up()
 
     def _rewrite(self, content: Iterable[bytes]) -> None:
-        """Replaces the file's content, and goes on with the new file."""
+        """Replaces the file's content and continues with the new file."""
         try:
             self._disk.write_whole(self._path, content)
         except OSError as error:
@@ -335,7 +335,7 @@ class Manifest:
             )
 
     def recorded(self, name: str) -> Any:
-        """Returns what the manifest of an earlier run says; None if it says nothing."""
+        """Returns the manifest of an earlier run; None if it says nothing."""
         return self._read().get(name)
 
     def write(self, content: Mapping[str, Any]) -> None:
@@ -347,7 +347,7 @@ class Manifest:
             raise UserError(f"cannot write {self._path}: {error.strerror}") from None
 
     def check(self, content: Mapping[str, Any]) -> None:
-        """Raises `UserError` if an earlier run's manifest differs, and says in what."""
+        """Raises `UserError` with the differences if an earlier run's manifest differs."""
         old = self._read()
         if not old:
             raise UserError(

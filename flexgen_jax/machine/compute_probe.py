@@ -322,8 +322,8 @@ class ComputeProbe(ProbedLayer):
         return elements, sample, query, blocks
 
     def split_s(self, rows: int, tokens: int) -> float:
-        """Measures the seconds by which a step whose cache is on the host takes longer than the sum
-        of its parts."""
+        """Measures the extra seconds of a step with its cache on the host, over the sum of its
+        parts."""
         formats = Formats(self.dtype)
         of_formats, layers = self._programs(formats), cycle(self._weights(formats))
         _, attended, _, blocks = self._host_point(16, rows, tokens)

@@ -29,15 +29,16 @@ from its host's memory, faster than the disk.
 """
 
 ROOMY = 4
-"""If less than this many times the total is free on the disk, only a twelfth of it is used."""
+"""If the free disk space is below this multiple of the total, only a twelfth of the total is
+used."""
 
 PARTS = 3
-"""Passes over the large arrays are made in so many parts, one at a time: what was just read is not
+"""A pass over the large arrays has this number of parts, one at a time: recently read data is not
 read again."""
 
 STEADY, PASSES = 0.1, 24
 """The disk is steady once its last `PARTS` passes differ by at most this share; and the number of
-passes after which it is taken as it is."""
+passes after which its rate is accepted anyway."""
 
 
 @dataclass
@@ -59,8 +60,8 @@ class DiskProbe:
 
     disk_sizes: as `DISK_SIZES`; syncs: whether all that is written is on the disk first.
 
-    Right after they were written, data may come from a cache, and the disk may still be busy with
-    them. So `read` is called now and then while the rest of the machine is measured.
+    Freshly written data may come from a cache, and the disk may still be writing it. So `read` is
+    called now and then while the rest of the machine is measured.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class DiskProbe:
         self._passes += 1
 
     def settle(self) -> None:
-        """Goes on reading until the disk is steady, or for `PASSES` passes."""
+        """Reads until the rate is steady, or for `PASSES` passes."""
         while self._passes < PASSES and not self._is_steady():
             self.read()
 

@@ -24,20 +24,20 @@ FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 an error."""
 
 MOST_OF_THE_CARD = "0.95"
-"""What JAX may take of a GPU where the user does not say; its own default is three quarters. The
+"""JAX's default share of a GPU here; its own default is three quarters. The
 rest is for the CUDA context and libraries."""
 
 PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The variable that limits pinned host memory, in GiB."""
 
 PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
-"""The variable with which JAX pins all of that when it starts."""
+"""The variable that makes JAX pin the whole limit when it starts."""
 
 PINNED_DEFAULT, PREALLOCATED_DEFAULT = 64, 16
 """The limit's defaults without and with `PREALLOCATE`, in GiB."""
 
 GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin")
-"""Packages with which JAX computes on a GPU."""
+"""Packages that let JAX use a GPU."""
 
 GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Files of the drivers of GPUs: NVIDIA's, Windows' for its Linux subsystem, and AMD's."""
@@ -46,15 +46,15 @@ STAGING_BYTES = 2 << 30
 """Pinned bytes through which XLA copies from memory that is not pinned."""
 
 POOL_ROOM = 1 / 8
-"""Room in the pool for the ends of its regions, which are too small for another array, relative to
-what is in use. Regions double in size, so there are few."""
+"""Share of the pool that is lost in the ends of its regions, relative to the memory in use. Regions
+double in size, so there are few."""
 
 
 def set_up_jax(environment: MutableMapping[str, str] | None = None) -> None:
     """Makes JAX keep compiled programs for later processes and use most of a GPU's memory.
 
-    Call this before anything is computed with JAX, best before it is imported. What the user has
-    set stays. environment: of this process by default; JAX's own variables are set in it.
+    Call this before anything is computed with JAX, best before it is imported. The user's settings
+    are kept. environment: of this process by default; JAX's own variables are set in it.
     """
     environment = os.environ if environment is None else environment
     keep_programs(environment)
@@ -104,8 +104,8 @@ def _processor() -> str:
 
 
 def allow_pinned(nbytes: int, environment: MutableMapping[str, str], has_started: bool) -> None:
-    """Lets JAX pin as much host memory as a host tier of `nbytes` bytes takes, unless the user has
-    set the limit already, or has it pinned at the start, or JAX has read it.
+    """Sets JAX's limit of pinned host memory for a host tier of `nbytes` bytes. Does nothing if the
+    user has set the limit, if it is pinned at the start, or if JAX has already read it.
 
     has_started: whether a JAX backend is running; see `jax_has_started`.
     """

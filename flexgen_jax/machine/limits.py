@@ -34,8 +34,8 @@ _CGROUPS = (
         ("total_inactive_file", "total_active_file"),
     ),
 )
-"""Page cache counts as free, also that of the pages of libraries: what this process needs of them
-is in `RUNTIME_BYTES`."""
+"""Page cache counts as free, also that of the pages of libraries: this process's own need is in
+`RUNTIME_BYTES`."""
 
 
 def available_memory() -> int:
@@ -92,12 +92,13 @@ def detect_budgets(
     unified: bool,
     say: Callable[[str], object] = lambda _: None,
 ) -> Budgets:
-    """Returns the budgets: those asked for, and what the machine has where nothing is asked for.
+    """Returns the budgets: the requested budgets, and the machine's memory where none is requested.
 
     fingerprint: of the weights; the bytes that an earlier run stored of them count as free disk
-    space; say: called with what limits the host's budget, if that is not the RAM. Runs that were
-    killed are removed from the offload folder first. Raises `UserError` if more is asked for than
-    there is, except for RAM that device and host share, whose limit is kept beside the budgets.
+    space; say: called with the name of the host budget's limit, unless it is the RAM. Runs that
+    were killed are removed from the offload folder first. Raises `UserError` if a request exceeds
+    the machine's memory. RAM that device and host share is an exception; its limit is stored with
+    the budgets.
     """
     remove_dead_runs(offload_dir)
     ram = free_ram()

@@ -21,13 +21,13 @@ from flexgen_jax.models.tensor_spec import Formats
 
 COLUMNS, DEPTH = 8192, 2048
 MATRICES = 6
-"""So many are taken in turn that they come from memory, not from a cache."""
+"""This number of matrices is used in turn, so that they come from memory and not from a cache."""
 
 ROWS = (1, 4, 16, 64, 256)
 
 
 class Product(NamedTuple):
-    """Rows by a matrix of `COLUMNS` x `DEPTH` with so many bits an element.
+    """Multiplies rows by a matrix of `COLUMNS` x `DEPTH` with the given bits per element.
 
     nbytes: of the matrix; own_s: seconds by this package's kernel, None if runs leave such a
     product to XLA; xla_s: seconds by XLA's code.

@@ -308,14 +308,15 @@ def beside_computing(probe: ComputeProbe, disk: DiskProbe) -> dict[str, dict[str
             idle = timed(read, 9, 0.3).seconds
             beside, busy = _together(load, read)
             slowed[name] = max(busy / idle, 1.0)
-            # A second's worth of reading takes `slowed` seconds, each of which loses this share of
+            # One second of reading takes `slowed` seconds, and each of them loses this share of
             # computing.
             drag[name] = slowed[name] * min(max(1 - alone / beside, 0.0), 1.0)
     return rates
 
 
 def _together(compute: Callable[[], object], read: Callable[[], object]) -> tuple[float, float]:
-    """Measures the seconds of computing and of reading while the other one goes on all the time."""
+    """Measures the seconds of compute during constant reading, and of reading during constant
+    compute."""
     done = threading.Event()
     reads: list[float] = []
 

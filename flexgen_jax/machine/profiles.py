@@ -38,7 +38,7 @@ DISK, PRODUCTS = "disk", "products"
 """Rates that runs observe; also parts of file names."""
 
 TELLING_BYTES = 2e9
-"""Least bytes of direct reads with which a run says something of the disk."""
+"""Minimum bytes of direct reads for a run to count as a disk measurement."""
 
 
 def cached_profile(dtype: str, offload_dir: Path) -> HardwareProfile | None:

@@ -14,7 +14,7 @@ from flexgen_jax.offload.allocator import tune_allocator
 def start_jax(host_memory: int | None = None) -> bool:
     """Starts JAX, unless it is running; returns whether the device on which it computes is a CPU.
 
-    host_memory: bytes of the host tier, for which a GPU needs pinned memory; None is all that is
+    host_memory: bytes of the host tier, which must be pinned memory for a GPU; None is all that is
     free.
     """
     tune_allocator(may_find_gpu(os.environ))

@@ -1,4 +1,4 @@
-"""What there is of a pytree that is kept, and what is on its way to the device."""
+"""A stored pytree, and its transfer to the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.policy import TIERS, Tier
 
 LONGEST_NAME = 150
-"""Characters of a file's name that say what it has; of longer ones the rest is hashed."""
+"""Characters of a file name that identify its content; of longer ones the rest is hashed."""
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Entry:
 
     @property
     def on_disk(self) -> list[Layout]:
-        """The layouts of what has to be read from disk."""
+        """The layouts of the arrays to read from disk."""
         return [self.layouts[path] for path, tier in self.tiers.items() if tier == "disk"]
 
     @property
@@ -67,7 +67,7 @@ class Entry:
         return sum(self.storages[path].nbytes for path in away)
 
     def stored(self, path: str, version: int) -> list[Stored]:
-        """Returns the names, shapes and dtypes of what is on disk of a leaf."""
+        """Returns the names, shapes and dtypes of a leaf's arrays on disk."""
         key = quote(self.keys[path], safe="")
         if len(key) > LONGEST_NAME:
             key = key[:LONGEST_NAME] + blake2b(key.encode(), digest_size=12).hexdigest()
@@ -81,7 +81,7 @@ def layout_of(storage: Storage) -> Layout:
 
 
 class Arriving(NamedTuple):
-    """A tree on its way to the device. generation: of what was there when it began."""
+    """A tree on its way to the device. generation: of the tree as it was at the start."""
 
     generation: int
     name: str
@@ -91,14 +91,14 @@ class Arriving(NamedTuple):
 
 class Markers:
     """Keeps a stream from running ahead of the device, where layers are copied to it: each marker
-    is computed after what was dispatched for a layer."""
+    is computed after the work dispatched for a layer."""
 
     def __init__(self, memories: Memories) -> None:
         self._memories = memories
         self._last: jax.Array | None = None
 
     def wait_for_last(self) -> None:
-        """Sets a marker, and waits for the one before."""
+        """Sets a marker, and waits for the previous marker."""
         if self._memories.unified:
             return
         last, self._last = self._last, jnp.zeros((), device=self._memories.device) + 1
@@ -122,5 +122,5 @@ def described(storages: Mapping[str, Storage]) -> str:
 
 
 def without_flags(error: OffloadError) -> UserError:
-    """Returns an error that names the argument in place of the command line's flag."""
+    """Returns an error that names the argument instead of the command-line flag."""
     return UserError(str(error).replace("--offload-dir", "`folder`"))

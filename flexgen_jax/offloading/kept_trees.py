@@ -37,8 +37,8 @@ WRITES_AHEAD = 2
 class KeptTrees:
     """Trees by name, each leaf in the tier that the placement gives it.
 
-    root: the folder of leaves on disk; stored_as: the name by which they stay there for later
-    processes, None if they go with this one; set before the first tree comes.
+    root: the folder of leaves on disk; stored_as: the name for later processes, None to delete them
+    with this process; set before the first tree comes.
     """
 
     def __init__(self, memories: Memories, placement: Placement, root: Path) -> None:
@@ -53,7 +53,7 @@ class KeptTrees:
         self._writes: deque[Entry] = deque()
 
     def folder(self) -> WeightFolder:
-        """Returns the folder of what is on disk."""
+        """Returns the folder of the arrays on disk."""
         if self._files is None:
             try:
                 self._disk = OffloadFolder(self._root)
@@ -93,7 +93,7 @@ class KeptTrees:
             raise
 
     def replace(self, entry: Entry, flat: FlatTree) -> None:
-        """Keeps a tree's leaves in place of those that are there."""
+        """Stores a tree's leaves, replacing the existing ones."""
         in_memory, on_disk = dict[str, list[np.ndarray]](), dict[str, Kept]()
         for path, leaf in flat.leaves.items():
             if entry.tiers[path] == "disk":
@@ -123,7 +123,7 @@ class KeptTrees:
         self.tensors.make(key, entry.storages[path], tier, fill)
 
     def _write(self, entry: Entry, leaves: Mapping[str, Kept]) -> None:
-        """Writes leaves beside those whose place they take, and then lets these go."""
+        """Writes new leaves next to the old ones, and then deletes the old ones."""
         before, files = entry.version, self.folder()
         version = 0 if before is None else before + 1
         stored = {path: entry.stored(path, version) for path in leaves}
@@ -179,7 +179,7 @@ class KeptTrees:
         del self.entries[name]
 
     def close(self) -> None:
-        """Frees everything; what is being written is waited for."""
+        """Frees everything; waits for running writes."""
         self._writing.shutdown()
         while self.settle():
             pass

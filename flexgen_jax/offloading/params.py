@@ -18,12 +18,12 @@ from flexgen_jax.policy.policy import Placement
 class TieredParams(TieredArrays):
     """A model's layers, placed when it is made; see `TieredArrays`.
 
-    layers: pytrees by name, or pairs of a name and a pytree that are made one after the other, so
-        that few have to be in memory: the one that is made, and two that wait for the disk.
-    stored_as: a name for what is on disk, which then stays there: a later process that gives the
-        same name takes it as it is, whatever `layers` has, and writes what is missing. So name what
-        it holds, such as "my-model-step-1000". Files appear whole or not at all, and are compared
-        with their checksums. Such layers cannot be replaced.
+    layers: pytrees by name, or an iterator of pairs of a name and a pytree, so that few are in
+        memory: the current pytree, and two that wait for the disk.
+    stored_as: a name for the part on disk, which is then kept: a later process with the same name
+        reuses it, regardless of `layers`, and writes missing layers. So name what it holds, such as
+        "my-model-step-1000". Files appear whole or not at all, and are compared with their
+        checksums. Such layers cannot be replaced.
     """
 
     def __init__(

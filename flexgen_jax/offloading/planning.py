@@ -1,4 +1,4 @@
-"""Where the layers of any model should lie: a linear program over what a machine can do."""
+"""Where the layers of any model should lie: a linear program over a machine's rates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flexgen_jax.progress import Progress
 from flexgen_jax.units import parse_bytes
 
 SECOND_BEST = 1e-6
-"""How much the seconds of links that do not bind count: of equally fast plans, the one that moves
-least is taken."""
+"""How much the seconds of links that do not bind count: among equally fast plans, the plan with the
+fewest transfers wins."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LayerPlan:
 def profile(
     folder: str | Path | None = None, dtype: str = "bfloat16", progress: bool = True
 ) -> HardwareProfile:
-    """Returns what this machine can do: as it was measured for this folder's disk and dtype before,
+    """Returns this machine's rates: as it was measured for this folder's disk and dtype before,
     or measured now, in three to seven minutes.
 
     folder: where leaves on disk would lie; by default in the user's cache.
@@ -65,9 +65,8 @@ def plan_layers(
     writes: bool = False,
     ahead: int = 2,
 ) -> LayerPlan:
-    """Returns the placement of layers with which a pass through all of them takes least time, where
-    `TieredArrays.stream` moves what is not on the device (FlexGen, section 4, with the layers alone
-    to be placed).
+    """Returns the placement with the fastest pass through all layers, where `TieredArrays.stream`
+    moves the layers outside the device (FlexGen, section 4, for layers only).
 
     layer_bytes: of each layer.
     layer_flops: of each layer and pass, two for a multiplication and an addition.
@@ -117,7 +116,7 @@ def plan_layers(
 
 
 class _Room(NamedTuple):
-    """What is left for layers. moves, reads: whether any is moved to the device, or read."""
+    """The memory for layers. moves, reads: whether any is moved to the device, or read."""
 
     device: float
     host: float
@@ -133,8 +132,8 @@ def _room(
     moves: bool,
     reads: bool,
 ) -> _Room:
-    """Returns what is left beside layers on their way; where layers are divided, whole leaves may
-    exceed a share by one of them."""
+    """Returns the memory that remains besides layers in flight; if layers are divided, whole leaves
+    may exceed a share by one leaf."""
     device = limits[0] - (largest if moves or reads else 0)
     device -= way if moves and not known.unified else 0
     host = limits[1] - (largest if moves or reads else 0) - (way if reads else 0)

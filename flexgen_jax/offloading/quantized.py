@@ -19,7 +19,7 @@ from flexgen_jax.models.formats.known import OWN_GROUP, own
 from flexgen_jax.models.formats.storage import Storage
 
 SMALLEST = 4096
-"""Elements of the smallest array that is quantized unless something else is asked for."""
+"""Minimum elements of a quantized array, by default."""
 
 Where = Callable[[str, Any], bool]
 """Returns whether a leaf is quantized, by its path, such as "['dense']['kernel']", and itself."""
@@ -42,7 +42,7 @@ class QuantizedKernel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is stored."""
+        """Bytes of the stored arrays."""
         return self.packed.nbytes
 
     def dequantize(self) -> jax.Array:
@@ -59,9 +59,9 @@ def quantize_tree(params: Any, bits: int = 4, where: Where | None = None) -> Any
 
     bits: 4 takes 4.5 bits an element, with a scale and a minimum for groups of 32 along the first
         axis, which are searched for the least error; 8 takes 8.5 bits, around zero.
-    where: chooses the leaves, which must be arrays of floating-point numbers with two axes or more,
-        of which the first is summed over; by default all of 4,096 elements or more whose first axis
-        has 32 or more, but those whose path has "embed".
+    where: selects the leaves, which must be floating-point arrays with at least two axes; the first
+        axis is summed over; by default all of 4,096 elements or more whose first axis has 32 or
+        more, but those whose path has "embed".
     """
     if bits not in (4, 8):
         raise UserError(f"bits must be 4 or 8, not {bits}")
@@ -87,7 +87,7 @@ def quantize_tree(params: Any, bits: int = 4, where: Where | None = None) -> Any
 
 
 def dequantize_tree(params: Any) -> Any:
-    """Returns a pytree with plain arrays in place of quantized kernels; may be called under
+    """Returns a pytree with plain arrays instead of quantized kernels; may be called under
     `jit`."""
 
     def plain(leaf: Any) -> Any:
@@ -99,7 +99,7 @@ def dequantize_tree(params: Any) -> Any:
 def matmul(x: jax.Array, kernel: jax.Array | QuantizedKernel | QuantizedArray) -> jax.Array:
     """Returns the product of x, [..., in], and a kernel, [in, ...], summed in fp32, in x's dtype.
 
-    kernel: plain, or of `quantize_tree`, which is unpacked as it is multiplied; a `QuantizedArray`
+    kernel: plain, or from `quantize_tree`, which is unpacked during the matmul; a `QuantizedArray`
     of the engine is [out, in]. May be called under `jit`, and has no gradient where it is
     quantized.
     """
@@ -116,7 +116,7 @@ def matmul(x: jax.Array, kernel: jax.Array | QuantizedKernel | QuantizedArray) -
 
 
 def _check_product(x: jax.Array, size: int) -> None:
-    """Raises `UserError` for what a quantized kernel cannot be multiplied with."""
+    """Raises `UserError` for an `x` that a quantized kernel cannot multiply."""
     if x.shape[-1] != size or not jnp.issubdtype(x.dtype, jnp.floating):
         raise UserError(
             f"x must have floating-point numbers and shape [..., {size}], not "

@@ -10,10 +10,10 @@ from flexgen_jax.policy.policy import Tier
 
 
 class Room:
-    """The limits of the tiers, and what streams take of them.
+    """The limits of the tiers, and the memory that streams use.
 
     limits: bytes, None for no limit; used: returns the bytes of all trees; idle: the memory of the
-    last stream, which the next one may use, and which goes where its room is needed.
+    last stream, for the next stream; it is freed if its room is needed.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Room:
         self.idle: StreamMemory | None = None
 
     def check(self, wanted: Mapping[Tier, int], what: str) -> None:
-        """Raises `UserError` if a tier has no room for the bytes that are wanted of it."""
+        """Raises `UserError` if a tier has no room for the requested bytes."""
         for tier, nbytes in wanted.items():
             limit, used = self._limits[tier], self._used()[tier]
             used += sum(stream[tier] for stream in self._streams.values())
@@ -42,7 +42,7 @@ class Room:
                 )
 
     def begin(self, memory: StreamMemory, needed: Mapping[Tier, int]) -> None:
-        """Counts what a stream takes."""
+        """Counts a stream's memory."""
         self._streams[id(memory)] = needed
 
     def end(self, memory: StreamMemory) -> None:

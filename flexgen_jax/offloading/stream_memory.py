@@ -3,7 +3,7 @@
 Where the device computes with host memory itself, as a CPU does, a layer's arrays lie in the block
 of memory that the disk was read into. JAX holds such memory until nothing computes with it any
 more, even if nobody has the array: so an object that dies with the memory says when the block is
-free. Elsewhere the block is free when its copy to the device is done.
+free. Otherwise the block is free after its copy to the device.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ LOOK_S = 0.001
 """Seconds between two looks at whether a block is free."""
 
 HELD_S = 5.0
-"""Seconds for which somebody may keep a layer that a stream waits for, such as who writes it."""
+"""Seconds for which the caller may keep a layer that a stream waits for, for instance while writing
+it."""
 
 LOST_S = 900.0
-"""Seconds for which a computation may use a layer that a stream waits for."""
+"""Maximum seconds of a computation with a layer that a stream waits for."""
 
 
 def block_bytes(layouts: Sequence[Layout]) -> int:
-    """Returns the bytes of a block for the arrays of some layouts, each of which begins at a
+    """Returns the bytes of a block for arrays with the given layouts; each array begins at a
     page."""
     return sum(-(-leaf.nbytes // PAGE) * PAGE for layout in layouts for leaf in layout.leaves)
 
@@ -66,7 +67,7 @@ class LayerMemory:
     block: Taken | None = None
 
     def hand_out(self) -> None:
-        """Lets go of the arrays, which somebody else has now."""
+        """Drops the references to arrays that now belong to the caller."""
         self.buffers.clear()
         if self.block is not None:
             self.block.is_yielded = True
@@ -96,12 +97,12 @@ class StreamMemory:
         return self._nbytes * self._count
 
     def suits(self, nbytes: int, count: int) -> bool:
-        """Returns whether there are as many blocks of such a size."""
+        """Returns whether there are `count` blocks of the given size."""
         return (self._nbytes, self._count) == (nbytes, count)
 
     def begin(self) -> None:
-        """Begins another stream: what somebody keeps of the last one counts no more; what is still
-        computed with comes back."""
+        """Begins another stream: arrays that a caller keeps from the last stream no longer count;
+        blocks still in use by computations return later."""
         for block, taken in list(self._taken.items()):
             if taken.is_held:
                 del self._taken[block]
@@ -173,11 +174,11 @@ class StreamMemory:
                     "or copy it with jnp.array(x, copy=True)"
                 )
             time.sleep(LOOK_S)
-            # JAX lets go of memory that was in use by a computation when it is called again.
+            # JAX releases memory of finished computations at its next call.
             jax.device_put(np.int32(0), self._memories.device)
 
     def _give_back(self, block: np.ndarray) -> None:
-        # Also called amid other work of any thread, so it must not wait.
+        # It may be called during other work in any thread, so it must not wait.
         if self._taken.pop(id(block), None) is None:  # of an earlier stream
             if self._made >= self._count:
                 return

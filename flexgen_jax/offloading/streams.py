@@ -1,4 +1,4 @@
-"""Trees on their way to the device, alone or one after the other."""
+"""Transfers of trees to the device, single or streamed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from flexgen_jax.policy.policy import Tier
 
 
 class Streams:
-    """Brings trees to the device, and keeps what that takes within the room that there is.
+    """Loads trees to the device within the memory limits.
 
-    entry: returns what is kept of a tree's name; raises `UserError` if there is no such tree.
+    entry: returns the entry of a tree's name; raises `UserError` if there is no such tree.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Streams:
         self._copying = ThreadPoolExecutor(1, "flexgen-copy")
 
     def largest(self, entries: Collection[Entry]) -> dict[Tier, int]:
-        """Returns what the largest of some trees takes on its way, by tier."""
+        """Returns the transfer memory of the largest tree, by tier."""
         read = max((block_bytes(entry.on_disk) for entry in entries), default=0)
         moved = max((entry.moved for entry in entries), default=0)
         return {"device": 0 if self._memories.unified else moved, "host": read, "disk": 0}
@@ -83,8 +83,8 @@ class Streams:
             self._room.end(memory)
 
     def _memory_of(self, nbytes: int, count: int) -> StreamMemory:
-        """Returns memory for a stream: that of the last one if it has blocks as large, since to
-        touch new memory takes a while."""
+        """Returns memory for a stream: the last stream's memory if its blocks are large enough,
+        because touching new memory is slow."""
         last, self._room.idle = self._room.idle, None
         if last is None or not last.suits(nbytes, count):
             last = StreamMemory(self._memories, nbytes, count, self._trees.settle)
@@ -115,7 +115,7 @@ class Streams:
         return moved
 
     def _arrived(self, arriving: Arriving, memory: StreamMemory) -> Any:
-        """Returns a tree on the device, of which the caller has the only reference."""
+        """Returns a tree on the device; the caller has its only reference."""
         name = arriving.name
         if arriving.generation != self._entry(name).generation:  # it was put meanwhile
             arriving.moved.exception()
@@ -135,6 +135,6 @@ class Streams:
         return jax.tree.unflatten(entry.structure, whole)
 
     def close(self) -> None:
-        """Waits for what is on its way."""
+        """Waits for transfers in flight."""
         self._room.idle = None
         self._copying.shutdown()

@@ -25,13 +25,12 @@ class TieredArrays:
     """Pytrees by name, such as a model's layers or their activations, each leaf in the tier that
     the placement gives it.
 
-    placement: fractions of the bytes on the device and the host, the rest on disk; they hold over
-        all trees together, in the order in which they come. Leaves of less than 64 KiB stay on the
-        device.
+    placement: fractions of the bytes on the device and the host, the rest on disk; they apply to
+        all trees together, in order of arrival. Leaves of less than 64 KiB stay on the device.
     folder: where leaves on disk lie, by default in the user's cache; they go with the process.
     device_memory, host_memory, disk_space: limits, bytes or "2GB"; None for none.
-    unified: whether the device computes with host memory itself; None for as it is, which is so on
-        a CPU.
+    unified: whether the device computes with host memory itself; None for the default, which is
+        True on a CPU.
 
     One thread uses it at a time.
 
@@ -62,7 +61,7 @@ class TieredArrays:
         self._is_closed = False
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the names, in the order in which they came."""
+        """Yields the names in order of arrival."""
         return iter(self._trees.entries)
 
     def __len__(self) -> int:
@@ -83,12 +82,12 @@ class TieredArrays:
         return {tier: used + (ahead + 2) * largest[tier] for tier, used in self.nbytes.items()}
 
     def put(self, name: str, tree: Any) -> None:
-        """Keeps a tree, in place of what has this name; returns when its memory is free or its
+        """Stores a tree, replacing the tree of this name; returns when its memory is free or its
         write to disk is under way, as of two trees at most.
 
         A tree that takes another's place has the same structure, shapes and dtypes. If its write
-        fails, whoever asks for it is told, until it is put again. Arrays must not be donated to a
-        computation after they were put.
+        fails, every access raises an error until the tree is put again. Arrays must not be donated
+        to a computation after they were put.
         """
         self._check_open()
         flat = flattened(tree, name)
@@ -130,10 +129,10 @@ class TieredArrays:
     ) -> Iterator[tuple[str, Any]]:
         """Yields names and their trees on the device, while the next ones are on their way.
 
-        order: names, each as often as it is wanted; None for all, once. ahead: how many trees are
-        on their way while one is computed with. Memory stays within `peak_bytes`: so keep what was
-        yielded no longer than to the next tree, or copy it, and do not donate it. A tree that is
-        put while the stream goes on is yielded as it is then.
+        order: names, possibly repeated; None for all, once. ahead: how many trees are on their way
+        while one is computed with. Memory stays within `peak_bytes`: so use a yielded tree only
+        until the next one, or copy it, and do not donate it. A tree that is put during the stream
+        is yielded in its new state.
         """
         self._check_open()
         names = list(self if order is None else order)
@@ -148,7 +147,7 @@ class TieredArrays:
             raise UserError("this object is closed; create another one")
 
     def close(self) -> None:
-        """Frees everything; what is being written is waited for."""
+        """Frees everything; waits for running writes."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""Pytrees as named tensors: what each leaf is called, and how it is kept."""
+"""Pytrees as named tensors: each leaf's name and format."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _as_array(leaf: Any, what: str) -> Kept:
 
 
 def storage_of(leaf: Kept) -> Storage:
-    """Returns how a leaf is kept: as it is, but a scalar has one element."""
+    """Returns how a leaf is kept: unchanged, but a scalar has one element."""
     if isinstance(leaf, QuantizedArray):
         return leaf.storage
     return Storage(leaf.shape or (1,), str(leaf.dtype))

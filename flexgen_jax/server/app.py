@@ -39,16 +39,16 @@ from flexgen_jax.server.page import page
 T = TypeVar("T")
 
 RETRY_S = 5
-"""Seconds after which a client may ask again that was refused."""
+"""Seconds after which a rejected client may retry."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """How a server serves.
 
-    name: of the model, beside its own; api_key: what clients must send, None for nothing; most:
+    name: an additional name of the model; api_key: what clients must send, None for nothing; most:
     texts that may be under way or wait; folder: where files and batches are kept, None to have
-    none; lengths: of prompts and new tokens, for which there is room from the start.
+    none; lengths: of prompts and new tokens that the first plan has room for.
     """
 
     name: str | None = None
@@ -232,7 +232,7 @@ def _without_format(name: str) -> tuple[str, ...]:
 
 
 class _Cancelling:
-    """Cancels texts at its end; what is finished is not changed by that."""
+    """Cancels texts at its end; finished results are not affected."""
 
     def __init__(self, engine: Engine, texts: list[Text]) -> None:
         self._engine, self._texts = engine, texts
@@ -245,7 +245,7 @@ class _Cancelling:
 
 
 async def _events(texts: list[Text]) -> AsyncIterator[tuple[int, int | RequestOutput]]:
-    """Yields the number of a text and what has come of it; raises `RefusedError` for one that
+    """Yields the number of a completion and its events; raises `RefusedError` for one that
     cannot be made."""
     waits = {asyncio.create_task(text.events.get()): n for n, text in enumerate(texts)}
     try:

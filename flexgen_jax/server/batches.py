@@ -1,7 +1,7 @@
-"""Batches of OpenAI's interface: files of requests that are run beside those of clients who wait.
+"""Batches of OpenAI's interface: files of requests that run next to clients' requests.
 
-What a batch has finished is in two files of records, one a line. A server that begins again reads
-them, and goes on with the lines that are in neither.
+Finished lines of a batch are in two files, one record per line. A restarted server reads them and
+continues with the missing lines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST_WAITING = 16
 """Texts of batches that may wait at least, so that there are rows to fill."""
 
 LEAST_LATER_S, MOST_LATER_S = 5.0, 60.0
-"""Seconds after which a line is run again that failed by a fault of the machine."""
+"""Seconds before a line is retried after a fault of the machine."""
 
 LOOK_S = 0.05
 """Seconds between two looks at whether more texts of a batch may be asked for."""
@@ -51,13 +51,13 @@ class Batches:
         self._running: dict[str, Running] = {}
 
     def start(self) -> None:
-        """Goes on with what an earlier server did not finish."""
+        """Resumes unfinished batches of an earlier server."""
         for said in self.all():
             if said["status"] in UNDER_WAY:
                 self._run(said)
 
     async def stop(self) -> None:
-        """Stops where it is; a later server goes on."""
+        """Stops where it is; a later server resumes them."""
         tasks = [running.task for running in self._running.values() if running.task is not None]
         for task in tasks:
             task.cancel()
@@ -93,7 +93,7 @@ class Batches:
         return said
 
     def get(self, batch_id: str) -> dict[str, Any]:
-        """Returns what is said of a batch; raises `RefusedError` if there is none of this id."""
+        """Returns a batch's description; raises `RefusedError` if there is none of this id."""
         if batch_id in self._running:
             return self._running[batch_id].said
         if BATCH_ID.fullmatch(batch_id):
@@ -103,7 +103,7 @@ class Batches:
         raise RefusedError(404, f"batch {batch_id!r} does not exist")
 
     def all(self) -> list[dict[str, Any]]:
-        """Returns what is said of all batches, the newest first."""
+        """Returns the descriptions of all batches, newest first."""
         records = map(read_record, self._folder.glob("batch_*.json"))
         known = [self.get(record["id"]) for record in records if record is not None]
         return sorted(known, key=lambda said: (-said["created_at"], said["id"]))
@@ -140,7 +140,7 @@ class Batches:
 
 
 class Running:
-    """One batch under way. said: what its client is told of it."""
+    """One batch under way. said: its description for clients."""
 
     def __init__(
         self, folder: Path, said: dict[str, Any], engine: Engine, files: Files, keep: Any
@@ -162,7 +162,7 @@ class Running:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """How far it is. eta_s: seconds that are left, None as long as nothing is known."""
+        """How far it is. eta_s: remaining seconds, None if unknown."""
         counts = self.said["request_counts"]
         done, total = counts["completed"] + counts["failed"], counts["total"]
         seconds, new = time.monotonic() - self._began, done - self._done_before
@@ -273,8 +273,8 @@ class Running:
         return await asyncio.to_thread(answer, line, results, engine.llm, self.said["id"])
 
     async def _later(self, seconds: float) -> None:
-        """Waits after a fault of the machine, by which no line has a record; for ever, until the
-        server ends, if the engine does not run any more."""
+        """Waits after a fault of the machine, which leaves lines without a record; for ever, until
+        the server ends, if the engine does not run any more."""
         await asyncio.sleep(seconds)
         while self._engine.is_broken:
             await asyncio.sleep(MOST_LATER_S)
@@ -327,8 +327,8 @@ def _append(file: IO[bytes], record: dict[str, Any]) -> None:
 
 
 def _numbers(path: Path) -> set[int]:
-    """Returns the lines that have a record in a file. Damaged records, and the last one if a kill
-    has cut it, are removed."""
+    """Returns the lines that have a record in a file. Damaged records, and an incomplete last
+    record, are removed."""
     if not path.exists():
         return set()
     lines = path.read_bytes().splitlines(keepends=True)

@@ -24,13 +24,13 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def chat_tokens_of(llm: LLM) -> int | None:
-    """Returns how many tokens an answer has at most whose request does not say; None for as many as
-    the model's folder says."""
+    """Returns how many tokens an answer has at most whose request does not say; None for the model
+    folder's default."""
     return None if llm.sampling_defaults.max_tokens is not None else CHAT_TOKENS
 
 
 def requests_of(line: Line, llm: LLM, next_id: Callable[[], str]) -> list[Request]:
-    """Returns the texts that a line asks for; raises `RefusedError` for what cannot be made."""
+    """Returns the texts that a line asks for; raises `RefusedError` for impossible requests."""
     # With a seed, a text depends on nothing else that the server has done.
     first = 0 if line.has_seed else secrets.randbelow(1 << 30)
     return [
@@ -71,7 +71,7 @@ class Asked:
     """
 
     def __init__(self, content: bytes, url: str, llm: LLM, names: tuple[str, ...]) -> None:
-        """Raises `RefusedError` that says what is wrong with the body."""
+        """Raises `RefusedError` with the body's problem."""
         body = object_of(content)
         streams = body.pop("stream", None) or False
         options = body.pop("stream_options", None) or {}
@@ -113,7 +113,7 @@ class Asked:
         return body
 
     def stream_of(self, request: Request, prompt_ids: list[int]) -> AnswerStream:
-        """Returns what makes pieces of a text's tokens."""
+        """Returns the converter from a completion's tokens to text pieces."""
         tokenizer = self._llm.tokenizer
         assert tokenizer is not None, "the model has texts"
         stops = self._llm.resolved(request.sampling_params, len(prompt_ids)).stop
@@ -134,7 +134,7 @@ class Asked:
         }
 
     def opening(self, index: int) -> Iterator[dict[str, Any]]:
-        """Yields what comes before a text: a conversation's role."""
+        """Yields the pieces before a completion: a conversation's role."""
         if self.line.form == "chat":
             yield self.chunk([self._choice(index, {"role": "assistant", "content": ""})])
 

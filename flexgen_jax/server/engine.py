@@ -19,18 +19,17 @@ from flexgen_jax.errors import MachineError, UserError
 from flexgen_jax.progress import logger
 
 WINDOW_S = 60.0
-"""Seconds over which tokens per second are counted, and for which rows are kept free for a client
-that came."""
+"""Window in seconds for tokens per second, and for rows reserved after a client's request."""
 
 FAULT = "the server's disk, memory or weights failed, as its log says; try again later"
-"""What clients are told of a `MachineError`, whose own message has paths of the server."""
+"""The message to clients for a `MachineError`, whose own message has paths of the server."""
 
 FAILURES = 3
-"""Times that the engine may fail one after the other before the server says that it is broken."""
+"""Number of consecutive engine failures before the server reports a fault."""
 
 
 class OverloadedError(Exception):
-    """As many requests wait as may."""
+    """The maximum number of requests is waiting."""
 
 
 class EngineError(Exception):
@@ -44,7 +43,7 @@ class EngineError(Exception):
 
 @dataclass(eq=False)
 class Text:
-    """A text that is asked for.
+    """A requested completion.
 
     events: its tokens as they come, and then its result, or what the engine failed with; is_batch:
     whether nobody waits for it at once.
@@ -66,7 +65,7 @@ class Text:
 
 @dataclass
 class Counts:
-    """What the server has done since it began."""
+    """The server's counts since its start."""
 
     texts: int = 0
     prompt_tokens: int = 0
@@ -79,8 +78,8 @@ class Engine:
     """Runs the texts of all clients, in waves, in a thread of its own.
 
     most: how many texts of clients that wait may be under way or wait; more are refused. lengths:
-    of prompts and new tokens, for which there is room from the start. fault: of the machine, by
-    which the latest texts failed.
+    of prompts and new tokens that the first plan has room for. fault: the machine's fault that
+    failed the latest completions.
     """
 
     def __init__(self, llm: LLM, most: int, lengths: tuple[int, int]) -> None:
@@ -104,7 +103,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Cancels what is under way, and ends the thread; does nothing the second time."""
+        """Cancels running requests and ends the thread; does nothing the second time."""
         with self._lock:
             self._is_stopping = True
             self._asked.put(None)
@@ -199,8 +198,8 @@ class Engine:
             yield request
 
     def _begin_anew(self) -> list[Text]:
-        """Returns the texts that are not finished, which no stream has any more. The thread that
-        read requests for the last one reads on until it is told that there are none."""
+        """Returns the texts that are not finished, which no stream has any more. The reader thread
+        of the last run reads until it gets the end mark."""
         with self._lock:
             self._asked.put(None)
             self._asked = queue.SimpleQueue()
@@ -209,7 +208,7 @@ class Engine:
             return list(self._texts.values())
 
     def _one_by_one(self, texts: list[Text], error: UserError) -> None:
-        """Runs each text by itself, so that one which cannot be made fails no other one."""
+        """Runs each completion separately, so that a failure affects no other completion."""
         for number, text in enumerate(texts):
             if text.has_begun:
                 self._tell(text.request.id, EngineError(str(error)))

@@ -48,7 +48,7 @@ async def on_refused(_request: Request, error: Exception) -> Response:
 
 
 async def on_http(request: Request, error: Exception) -> Response:
-    """Answers what no route takes."""
+    """Answers requests without a route."""
     assert isinstance(error, HTTPException)
     said = f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse(error_body(error.status_code, said), error.status_code)

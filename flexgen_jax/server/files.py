@@ -47,7 +47,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 class Files:
-    """The files of a folder: each has what is said of it in JSON, and its content beside that."""
+    """The files of a folder: each file has a JSON description, and its content in a second file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "files"
@@ -63,7 +63,7 @@ class Files:
         return f"file-{secrets.token_hex(12)}"
 
     def name(self, file_id: str, name: str, purpose: str) -> dict[str, Any]:
-        """Makes a file known whose content is there; returns what is said of it."""
+        """Registers a file with existing content; returns what is said of it."""
         said = {
             "id": file_id,
             "object": "file",
@@ -77,14 +77,14 @@ class Files:
         return said
 
     def get(self, file_id: str) -> dict[str, Any]:
-        """Returns what is said of a file; raises `RefusedError` if there is none of this id."""
+        """Returns a file's description; raises `RefusedError` if there is none of this id."""
         record = read_record(self._said(file_id)) if FILE_ID.fullmatch(file_id) else None
         if record is not None:
             return record
         raise RefusedError(404, f"file {file_id!r} does not exist")
 
     def all(self) -> Iterator[dict[str, Any]]:
-        """Yields what is said of all files, the newest first."""
+        """Yields the descriptions of all files, newest first."""
         records = map(read_record, self._folder.glob("file-*.json"))
         known = [record for record in records if record is not None]
         yield from sorted(known, key=lambda file: -file["created_at"])

@@ -21,7 +21,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Kept:
-    """What is kept in a folder: files, and batches of their lines."""
+    """Objects stored in a folder: files, and batches of their lines."""
 
     def __init__(self, folder: Path, engine: Engine, bodies: Bodies) -> None:
         self._bodies = bodies

@@ -1,4 +1,4 @@
-"""A page that shows how far a job is, beside the job."""
+"""A page with a running job's progress."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ HOST = "127.0.0.1"
 class Watch:
     """The routes of the page.
 
-    job: its name; progress: what `Job.progress` returns; policy: what lies where, None as long as
-    that is not known.
+    job: its name; progress: what `Job.progress` returns; policy: the placement in words, None while
+    unknown.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Watch:
         )
 
     def _rate(self, tokens: int, mean: float) -> float:
-        """Returns new tokens a second since the first look of the last minute; mean: since the job
-        began, for the first one."""
+        """Returns new tokens a second since the first look of the last minute; mean: since the
+        job's start, for the first look."""
         now = time.monotonic()
         while self._looks and self._looks[0][0] < now - WINDOW_S:
             self._looks.popleft()
