@@ -1,4 +1,4 @@
-"""Compute kernels for an NVIDIA GPU, in Pallas. Other packages use only what is imported here."""
+"""Compute kernels for an NVIDIA GPU, in Pallas. Other packages use only the names imported here."""
 
 from flexgen_jax.gpu.backend import DeviceKernels, GpuKernels, kernels_of_gpu
 

@@ -42,7 +42,7 @@ GPU_TUNING = Tuning(orders_parts=True)
 WITHOUT_TRITON = Tuning(
     orders_parts=True, doubles_lone_row=True, keeps_cache_narrow=True, added_rows=ADDED_ROWS
 )
-"""Settings for GPUs, and for those for which XLA's Triton does not compile: the product of a lone
+"""Settings for GPUs, and for GPUs without Triton support in XLA: the product of a lone
 row would widen the whole kernel to fp32 first or unpack it in memory, and grouped attention would
 widen the cache."""
 
@@ -62,8 +62,8 @@ class DeviceKernels(XlaKernels):
     def compiler_options(
         self, formats: Formats, is_lone: bool = False
     ) -> dict[str, str | bool] | None:
-        """Returns XLA's options for a program: products that have one operand in common are not
-        made one, for which XLA would copy all of their kernels in every step."""
+        """Returns XLA's options for a program: matmuls with a common operand are not merged,
+        because XLA would copy all of their kernels in every step."""
         return {"xla_gpu_dot_merger_threshold_mb": "0"}
 
 

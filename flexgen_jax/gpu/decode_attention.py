@@ -47,18 +47,18 @@ NARROW_HEAD, LARGEST_HEAD = 256, 576
 fit a multiprocessor."""
 
 LARGEST_GROUP = 64
-"""Query heads that one place has where there are places enough; elsewhere it has `LEAST_ROWS`."""
+"""Query heads per program if there are enough programs; elsewhere it has `LEAST_ROWS`."""
 
 MOST_BLOCKS = 64
-"""KV blocks that one kernel takes, each of which is one to six arguments."""
+"""Maximum KV blocks per kernel; each block is one to six arguments."""
 
 PLACES, WIDE_PLACES = 264, 132
 """Places of a grid that keep the multiprocessors of a large GPU busy, two on each, or one with
 heads wider than `NARROW_HEAD`."""
 
 FEW_PLACES = 8
-"""Places of a head up to which XLA merges them in one kernel, with whatever takes the result: more
-of them are reduced along an axis, by three kernels."""
+"""Maximum programs per head that XLA merges in one kernel, together with the result's consumer:
+more of them are reduced along an axis, by three kernels."""
 
 LEAST_TOKENS = 512
 """The fewest tokens that are worth a place of their own."""
@@ -80,8 +80,8 @@ class BlockShape(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a kernel is made for: the blocks, query heads of a KV head, those of a place, tokens of
-    a tile and of a place, the parts of a head, the softcap, and whether JAX interprets it."""
+    """A kernel's static parameters: the blocks, query heads of a KV head, those of a place, tokens
+    of a tile and of a place, the parts of a head, the softcap, and whether JAX interprets it."""
 
     blocks: tuple[BlockShape, ...]
     group: int
@@ -271,7 +271,7 @@ def _fold(
 ) -> State:
     """Adds a tile of a block to the state; query: the parts of the heads.
 
-    seen: the first token of the block that is attended to, and the first one after these.
+    seen: the range of the block's tokens to attend to.
     """
     at = tile * shape.tile + jnp.arange(shape.tile)
     is_token = at < length if length % shape.tile else None

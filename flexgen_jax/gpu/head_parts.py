@@ -23,7 +23,7 @@ from flexgen_jax.models.formats.storage import Storage
 
 
 class Part(NamedTuple):
-    """Elements of a head: the first one, how many there are, and how many a tile has."""
+    """Elements of a head: first element, number of elements, and elements per tile."""
 
     start: int
     size: int
@@ -101,7 +101,7 @@ def width_of(parts: Sequence[Part]) -> int:
 
 
 def _powers(start: int, stop: int) -> list[Part]:
-    """Divides elements into parts, the largest first; the last one may have a larger tile."""
+    """Divides elements into parts, the largest first; the last part may have a larger tile."""
     parts = list[Part]()
     while start < stop:
         left = stop - start

@@ -29,7 +29,7 @@ from flexgen_jax.gpu.triton import (
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 
 LARGEST_COUNT = 64
-"""Rows up to which one place has all of them, so that a head's part is read once."""
+"""Maximum rows for a single program per head, which reads the head's part once."""
 
 LARGEST_PART = 128
 """Features of a head's part whose tiles fit a multiprocessor."""
@@ -39,8 +39,8 @@ TILE = 64
 
 
 class Product(NamedTuple):
-    """What a kernel is made for: rows, features of a part, the rank, whether the features are the
-    inputs, and the shape of a packed kernel, None for a plain one."""
+    """A kernel's static parameters: rows, features of a part, the rank, whether the features are
+    the inputs, and the shape of a packed kernel, None for a plain one."""
 
     rows: int
     features: int
@@ -50,7 +50,7 @@ class Product(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Tiles in which the rank is divided; packed ones have elements of every plane."""
+        """Number of tiles along the rank; packed ones have elements of every plane."""
         return self.rank // TILE if self.packed is None else self.packed.tiles
 
 

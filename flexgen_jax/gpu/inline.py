@@ -1,7 +1,7 @@
-"""Operations of one instruction of a GPU, of which its compilers would make two.
+"""Operations with a single GPU instruction where compilers would emit two.
 
-A code of few bits becomes fp32 by one of them: put into the highest bits of the mantissa of a power
-of two, it is added to that. With 4 bits, 0x43000000 | c << 16 is 128 + c.
+One of these instructions converts a low-bit code to fp32: put into the highest bits of the mantissa
+of a power of two, it is added to that. With 4 bits, 0x43000000 | c << 16 is 128 + c.
 """
 
 from __future__ import annotations

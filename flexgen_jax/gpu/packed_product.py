@@ -25,8 +25,8 @@ from flexgen_jax.gpu.triton import NARROW, call, load
 from flexgen_jax.layers.quantization import QuantizedArray, in_stored_order
 
 LARGEST_COUNT = 2
-"""Rows that are multiplied one after the other. A weight takes one operation more for each, and
-the matrix units take as many for three rows as for sixteen."""
+"""Maximum rows that are multiplied row by row. Each row adds one operation per weight, while tensor
+cores need the same operations for three rows as for sixteen."""
 
 LARGEST_TILE = 256
 """Bytes of codes in a row of a tile."""

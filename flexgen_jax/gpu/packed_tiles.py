@@ -37,10 +37,10 @@ from flexgen_jax.gpu.triton import (
 from flexgen_jax.layers.quantization import QuantizedArray, in_stored_order
 
 LARGEST_COUNT = 64
-"""Rows up to which a matrix is unpacked in registers; for more, XLA unpacks it in memory."""
+"""Maximum rows for unpacking a matrix in registers; for more, XLA unpacks it in memory."""
 
 MANY_ROWS = 32
-"""Rows up to which a place has 64 outputs. More rows are read less often by places of 128."""
+"""Maximum rows for 64 outputs per program. More rows are read less often by places of 128."""
 
 OUTPUTS_OF_WARP = 16
 """Outputs of a warp, which are the rows of a tile of the matrix units."""
@@ -49,14 +49,14 @@ LARGEST_PLACE = 128
 """Outputs of the largest place, whose eight warps share the rows."""
 
 LARGEST_TILE = 128
-"""Bytes of codes in a row of a tile; half of it in the largest place."""
+"""Bytes of codes in a row of a tile; half of the registers in the largest program."""
 
 PLACES = 264
 """Places of a grid that keep the multiprocessors of a large GPU busy, two on each."""
 
 SPLITS = 8
-"""Places that share some outputs, each with a range of the inputs: as many as XLA adds up in one
-kernel with whatever takes the sums."""
+"""Places that share some outputs, each with a range of the inputs: the number that XLA sums in one
+kernel together with the consumer."""
 
 LARGEST_SHARE = 0.5
 """Bytes of the sums of such places, written and read, over those of the weights."""
@@ -91,13 +91,14 @@ def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) 
 
 
 def _outputs_of_place(count: int, kernel: QuantizedArray) -> int:
-    """Returns the outputs of a place for so many rows. They share what rows of the kernel do."""
+    """Returns the outputs per program for `rows` rows. The outputs share the work for a kernel's
+    row."""
     largest = LARGEST_PLACE if count > MANY_ROWS else LARGEST_PLACE // 2
     return gcd(largest, kernel.shape[0], *shared_rows(kernel.storage.packing))
 
 
 def _splits(count: int, kernel: QuantizedArray, shape: Shape) -> int:
-    """Returns among how many places the inputs of a product of so many rows are divided: enough to
+    """Returns the number of programs that split the inputs of a matmul with `rows` rows: enough to
     keep the multiprocessors busy, without much to write for it."""
     outputs = kernel.shape[0]
     wanted = PLACES // (outputs // shape.outputs)

@@ -30,21 +30,21 @@ WORD, WORDS = 4, 4
 """Bytes of codes in a word, and words that a thread loads at once."""
 
 PART = WORD * WORDS
-"""Elements of a plane in so many words, which have one scale."""
+"""Elements of a plane in this number of words, which share a scale."""
 
 LEAST_OUTPUTS = 16
 """Rows of the kernel, which are outputs, of the smallest place of a grid."""
 
 POWERS = {"e2m1": 2.0**14, "e4m3": 2.0**8, "e5m2": 1.0}
-"""By kind of floats: what their halves are multiplied by."""
+"""By kind of floats: the factor of their halves."""
 
 HALVES = {"e2m1": (12, 9, 0x0E00), "e4m3": (8, 7, 0x3F80), "e5m2": (8, 8, 0x7F00)}
 """By kind of floats: how far the sign is shifted in a half, how far the rest, and its mask."""
 
 
 class Shape(NamedTuple):
-    """What a kernel is made for: outputs of a place, elements of a plane and of a tile's row, the
-    format, and whether JAX interprets the kernel."""
+    """A kernel's static parameters: outputs of a place, elements of a plane and of a tile's row,
+    the format, and whether JAX interprets the kernel."""
 
     outputs: int
     plane: int
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Tiles in a plane, of which the last may have fewer words."""
+        """Tiles per plane; the last tile may have fewer words."""
         return pl.cdiv(self.plane, self.tile)
 
 
@@ -96,7 +96,7 @@ def _is_simple(factor: Factor) -> bool:
 
 def shape_of(kernel: QuantizedArray, outputs: int, largest_tile: int, interprets: bool) -> Shape:
     """Returns the shape of a kernel whose tiles' rows have `largest_tile` bytes of codes at most.
-    What a tile has beyond the end of a row counts as zero."""
+    Elements of a tile beyond the end of a row count as zero."""
     plane = kernel.storage.plane_length
     tile = min(largest_tile, power_of_two(plane))
     return Shape(outputs, plane, tile, kernel.storage.packing, interprets)
@@ -156,8 +156,8 @@ def unpacked(
 def _line(
     factors: dict[str, Any], at: jax.Array, shape: Shape
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns by what the levels of a tile, [output, part, word], are multiplied, and what is added
-    then, None for nothing; at: the element at which the tile begins."""
+    """Returns the factors of a tile's levels, [output, part, word], and the offsets added
+    afterwards, None for none; at: the element at which the tile begins."""
     packing, parts = shape.packing, (shape.outputs, shape.parts)
     output = jax.lax.broadcasted_iota(jnp.int32, parts, 0)
     part = jax.lax.broadcasted_iota(jnp.int32, parts, 1)

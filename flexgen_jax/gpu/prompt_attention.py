@@ -35,8 +35,8 @@ whose tiles fit a multiprocessor."""
 
 
 class Shape(NamedTuple):
-    """What a kernel is made for: query heads of a KV head, queries, keys, the parts of a key's and
-    of a value's head, the attention window, and the softcap."""
+    """A kernel's static parameters: query heads of a KV head, queries, keys, the parts of a key's
+    and of a value's head, the attention window, and the softcap."""
 
     group: int
     asked: int
@@ -180,8 +180,8 @@ def _fold(
     """Adds a tile of keys and values to the sums over the tiles before: the values by their
     weights, the largest score, and the weights.
 
-    query: the parts of the queries; seen: the first token that all queries see, and the last one
-    that each of them does.
+    query: the parts of the queries; seen: the first token visible to all queries, and the last
+    token visible to each query.
     """
     at = tile * shape.keys + jnp.arange(shape.keys)
     is_token = at < shape.tokens if shape.tokens % shape.keys else None

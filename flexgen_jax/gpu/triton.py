@@ -14,7 +14,7 @@ LEAST_CAPABILITY = (8, 0)
 """Compute capability of the oldest GPUs that XLA's Triton compiles for: an A100's."""
 
 NARROW = (jnp.float16, jnp.bfloat16)
-"""Dtypes of what the kernels multiply; fp32 is left to XLA, which keeps all of its bits."""
+"""Dtypes of matmul operands; fp32 is left to XLA, which keeps all of its bits."""
 
 LEAST_ROWS = 16
 """Rows of the smallest tile that a GPU's matrix units multiply."""
@@ -41,7 +41,7 @@ def _product(left: jax.Array, right: jax.Array, summed: int) -> jax.Array:
 
 
 def load(ref: Any, index: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
-    """Returns elements of an array, zeros where the mask is false; None is all of them."""
+    """Returns elements of an array, zeros where the mask is false; None means all elements."""
     if mask is None:
         whole: jax.Array = ref[index]
         return whole
@@ -51,7 +51,7 @@ def load(ref: Any, index: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
 
 
 def store(ref: Any, index: tuple[Any, ...], value: jax.Array, mask: jax.Array | None) -> None:
-    """Stores elements where the mask is true; None is all of them."""
+    """Stores elements where the mask is true; None means all elements."""
     if mask is None:
         ref[index] = value
     else:

@@ -28,7 +28,7 @@ head_dim], and the log-sum-exp of the scores, fp32 [batch, head, token]. When de
 token."""
 
 Block = tuple[Kept, ...]
-"""What a layer keeps of some consecutive tokens, each [batch, ..., token, element]."""
+"""A layer's cached arrays of consecutive tokens, each [batch, ..., token, element]."""
 
 KVBlock = tuple[Kept, Kept]
 """Keys and values of some consecutive tokens, each [batch, KV head, token, head_dim]."""
@@ -156,7 +156,7 @@ def attend_blocks(
     """Attends with the new token's query to one or more blocks together.
 
     starts: int32 [block], the index of each block's first token; position: int32 [], the index of
-    the new token, before which tokens are valid; first_valid: int32 [batch], the index of each
+    the new token; earlier tokens are valid; first_valid: int32 [batch], the index of each
     sequence's first token that it sees. Query and blocks have the shapes that `attend` takes.
     """
     scores = []
@@ -245,10 +245,10 @@ def chunk_attention(
 
     query (scaled): [batch, head, token, head_dim]; key, value: the same with KV heads and the
     block's tokens; first_valid: int32 [batch], the index in the block of each sequence's first real
-    token; lead: int32 [], the index of the first query's token counted from the block's first one,
-    which is at least its number of tokens if the block is an earlier one, or int32 [token], that of
-    each query's. A token attends to none after it. Returns fp32 [batch, head, token, head_dim] and
-    the log-sum-exp, fp32 [batch, head, token].
+    token; lead: int32 [], the first query's position relative to the block's first token (at least
+    the block's length for an earlier block), or int32 [token], the position of each query. A token
+    attends to none after it. Returns fp32 [batch, head, token, head_dim] and the log-sum-exp, fp32
+    [batch, head, token].
     """
     batch, heads, asked, head_dim = query.shape
     tokens, group = key.shape[2], heads // key.shape[1]

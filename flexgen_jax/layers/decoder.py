@@ -29,8 +29,8 @@ T = TypeVar("T", bound=tuple[jax.Array, ...])
 
 
 def append(tail: T, new: T, at: jax.Array) -> T:
-    """Writes what a layer keeps of some tokens into the tail, the open KV block, from index `at`
-    on, in place if it is donated; those for which it has no room are left out."""
+    """Writes new cached arrays into the tail (the open KV block) from index `at`, in place if it is
+    donated; tokens beyond its end are dropped."""
 
     def written(into: jax.Array, x: jax.Array) -> jax.Array:
         tokens = x.shape[-2]
@@ -55,7 +55,7 @@ class DecoderLayer(nn.Module):
     """Attention, or another mixer, and a feed-forward block, with residuals, and norms where
     `config.norm_place` says.
 
-    parts: what this layer is made of; kernels: the functions of the large computations, XLA's own
+    parts: the parts of this layer; kernels: the functions of the large computations, XLA's own
     or faster ones for the machine; matmul_bits: 16, or 8 for products of 8-bit integers.
     """
 
@@ -132,7 +132,7 @@ class DecoderLayer(nn.Module):
         query, new = self.project(hidden, position, rows)
         starts = jnp.array([0, *accumulate(block[0].shape[2] for block in blocks)])
         itself, end = new, position
-        if appends:  # before attention reads the tail: the other way round XLA would copy it
+        if appends:  # before attention reads the tail; in the opposite order XLA would copy it
             tail = append(tail, new, position - starts[-1])
             if counts is None and hidden.shape[1] == 1:  # the token sees itself in the tail
                 itself, end = (), position + 1
@@ -205,11 +205,11 @@ class DecoderLayer(nn.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """Runs some tokens, [batch, token, hidden], through a layer that does not attend.
 
-        blocks: what it keeps of earlier tokens, from the first one on; the last block may have room
-        for more; state: what it replaces with every token; start: int32 [], the index of the first
-        token; asked: for how many of the last tokens hidden states are wanted; known: int32 [], how
-        many of the tokens the new state has seen, None for all. Returns the hidden states, what the
-        layer keeps of all tokens, and the new state.
+        blocks: the cached blocks of earlier tokens, from the first token on; the last block may
+        have room for more; state: what it replaces with every token; start: int32 [], the index of
+        the first token; asked: for how many of the last tokens hidden states are wanted; known:
+        int32 [], how many of the tokens the new state has seen, None for all. Returns the hidden
+        states, the cached arrays of all tokens, and the new recurrent state.
         """
         more = () if known is None else (known,)
         out, new, state = self.attention.mix(

@@ -26,8 +26,8 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _after(columns: jax.Array, new: jax.Array, padding: jax.Array) -> jax.Array:
-    """Returns what weighted sums are made of: [batch, columns + token, channel], in which each
-    row's kept columns stand before its first real token.
+    """Returns the convolution's inputs, [batch, columns + token, channel]: each row's cached
+    columns directly before its first real token.
 
     padding: int32 [batch], the tokens before it. With two columns and one token of padding, a row
     of the tokens 0, c, d becomes 0, a, b, c, d.
@@ -139,7 +139,7 @@ class GatedDeltaNet(nn.Module):
         filled = [jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0))) for x in given]
 
         def one(state: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Computes a chunk; of what weighted sums are made of, it has the tokens before it."""
+            """Computes a chunk; of the convolution's inputs, it has the preceding tokens."""
             lengths = (size + self.spec.width - 1, size, size, size)
             parts = (
                 jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)

@@ -1,4 +1,4 @@
-"""The gated delta rule: a state to which tokens write, one by one or a chunk at a time.
+"""The gated delta rule: a state that tokens update, one at a time or in chunks.
 
 Yang, Kautz and Hatamizadeh 2025, "Gated Delta Networks", section 3. With S the state of a head,
 [key element, value element], each token with query q, key k and value v, its fading a and the share
@@ -42,7 +42,7 @@ def step(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     query, key, value, log_fade, write = sides
     fade = jnp.exp(log_fade)[..., None]
-    # One reading of the state serves key and query: what the token writes is added afterwards.
+    # One read of the state serves key and query; the token's own contribution is added afterwards.
     both = jnp.stack([key, query], axis=2)
     seen = _product("bkid,bkgde->bkgie", both, state) * fade[..., None]
     written = write[..., None] * (value - seen[..., 0, :])
@@ -55,9 +55,9 @@ def chunk(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     A token whose key and log of fading are zeros changes nothing.
 
-    The written values W solve (I + L) W = R, a triangular system: L[i, j] is what token i sees of
-    token j's key, R its value without what the state before the chunk knows of it (section 3.2, the
-    UT transform).
+    The written values W solve (I + L) W = R, a triangular system: L[i, j] is the weight of token
+    j's key for token i, R its value minus the prediction of the state before the chunk (section
+    3.2, the UT transform).
     """
     query, key, value, log_fade, write = sides
     tokens = query.shape[1]
@@ -66,7 +66,7 @@ def chunk(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     total = jnp.moveaxis(log_fade.cumsum(1), 1, -1)  # [batch, key head, value head, token]
     write = jnp.moveaxis(write, 1, -1)[..., None]
     value = jnp.moveaxis(value, 1, 3)
-    # Masked before the exponential: what comes later would overflow.
+    # Masked before the exponential, because later tokens would overflow.
     between = jnp.exp(jnp.where(until, total[..., :, None] - total[..., None, :], -jnp.inf))
     since = jnp.exp(total)[..., None]
     keys = _product("bikd,bjkd->bkij", key, key)[:, :, None] * between
@@ -81,6 +81,6 @@ def chunk(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     scores = _product("bikd,bjkd->bkij", query, key)[:, :, None] * between
     out = _product("bikd,bkgde->bkgie", query, state) * since
     out = out + _product("bkgij,bkgje->bkgie", scores, written)
-    left = jnp.exp(total[..., -1:] - total)[..., None]  # of what a token writes, at the end
+    left = jnp.exp(total[..., -1:] - total)[..., None]  # of a token's contribution, at the end
     state = state * since[..., -1:, :] + _product("bikd,bkgie->bkgde", key, written * left)
     return jnp.moveaxis(out, 3, 1), state

@@ -1,8 +1,7 @@
 """Encoding of weights into this package's own formats; see `models/formats/known.py`.
 
-The scale and the minimum of a group are searched for the least squared error, which may be weighted
-by how large the inputs are that meet an element (Lin et al. 2024, "AWQ", section 3, find that this
-is what matters).
+Scale and minimum of a group minimize the squared error. It may be weighted by the magnitude of each
+element's input, which matters most (Lin et al. 2024, "AWQ", section 3).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def encode_rows(
 ) -> list[jax.Array]:
     """Returns the leaves of a matrix [row, element].
 
-    storage: of x, in an own format; weights: fp32 [element], how much the error of each element of
-    a row counts, None if all count alike.
+    storage: of x, in an own format; weights: fp32 [element], the weight of each element's error in
+    a row, None for equal weights.
     """
     wide = _grouped(jnp.clip(x.astype(jnp.float32), -3e38, 3e38), storage.group_size)
     if storage.packing.minimum is None:
@@ -61,7 +60,7 @@ def encode_rows(
 
 
 def _centered(wide: jax.Array, x: jax.Array, storage: Storage) -> list[jax.Array]:
-    """Rounds to integers around zero, of which the largest is a group's largest magnitude."""
+    """Rounds to symmetric integers; the largest integer is the group's largest magnitude."""
     middle = storage.packing.center
     largest = jnp.max(jnp.abs(wide), axis=2)
     scale = (largest / (middle - 1)).astype(jnp.bfloat16)

@@ -23,7 +23,7 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.parts import ExpertsSpec, Routing
 
 TINY = 1e-20
-"""Added to the sum by which weights are divided."""
+"""Added to the denominator of the normalized weights."""
 
 
 class Router(nn.Module):
@@ -41,7 +41,7 @@ class Router(nn.Module):
 
         Returns the experts' input, [token, hidden]; the numbers of the chosen experts, int32
         [token, top]; their shares, fp32 [token, top]; and the result of the shared block, fp32
-        [token, hidden], zeros if there is none or if it is `Beside` the experts.
+        [token, hidden], zeros without one or if the experts are next to a dense block (`Beside`).
         """
         spec = self.spec
         x, share, chosen = self._choose(hidden)
@@ -66,13 +66,12 @@ class Router(nn.Module):
 
     @nn.compact
     def guess(self, hidden: jax.Array) -> jax.Array:
-        """Returns the experts that tokens would choose, int32 [token, top], if they came here as
-        they are."""
+        """Returns the experts that these hidden states would choose, int32 [token, top]."""
         return self._choose(hidden)[2]
 
     def _choose(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the router's input, which is the experts' if they are not beside a dense block,
-        and the shares and numbers of the chosen ones."""
+        """Returns the router's input (the experts' input unless they are next to a dense block),
+        and weights and numbers of the chosen experts."""
         spec, routing = self.spec, self.spec.routing
         if routing.is_beside:
             x = Norm(replace(self.config.norm, is_affine=False), self.kernels, self.dtype)(hidden)
@@ -97,8 +96,8 @@ class Router(nn.Module):
 
 
 class Beside(nn.Module):
-    """Ends a layer whose experts are beside a dense block: the two results have norms of their own,
-    and so has their sum (Gemma 4)."""
+    """Finishes a layer whose experts are next to a dense block: the two results have norms of their
+    own, and so has their sum (Gemma 4)."""
 
     config: ModelConfig
     spec: ExpertsSpec
@@ -142,7 +141,7 @@ def add_expert(
     """Returns `out`, fp32 [token, hidden], with one expert's result for the tokens that chose it.
 
     block: the expert; size: tokens that it computes at once; number: int32 [], that of the expert;
-    the others are results of `Router`.
+    further arguments are results of `Router`.
     """
     tokens = x.shape[0]
     weight = jnp.where(chosen == number, share, 0).sum(-1)

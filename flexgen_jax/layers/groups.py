@@ -14,7 +14,7 @@ Segment = tuple[int, int]
 
 
 def in_groups(compute: Callable[..., Any], size: int, *arrays: jax.Array) -> Any:
-    """Applies `compute` to `size` rows at a time, one group after the other; joins the results."""
+    """Applies `compute` to `size` rows at a time, sequentially; joins the results."""
     rows = arrays[0].shape[0]
     if rows <= size:
         return compute(*arrays)
@@ -31,8 +31,8 @@ def in_segments(
     at_once: Callable[[int, int], int],
     *arrays: jax.Array,
 ) -> Any:
-    """Applies `compute` to a segment's tokens to skip and some of its rows, one group after the
-    other; joins the results, whose shapes must not depend on the segment.
+    """Applies `compute` to a segment's skipped tokens and groups of its rows, sequentially; joins
+    the results, whose shapes must not depend on the segment.
 
     at_once: returns how many rows of a segment go together.
     """

@@ -53,8 +53,8 @@ class Sizes(Protocol):
 class Kernels(Protocol):
     """The computations that take most of a layer's time.
 
-    Implementations are hashable, and equal if they compute alike, since programs are compiled once
-    for each.
+    Implementations are hashable and compare equal if they compute the same, because programs are
+    compiled once for each.
     """
 
     @property
@@ -63,7 +63,7 @@ class Kernels(Protocol):
 
     @property
     def tuning(self) -> Tuning:
-        """Formulations for the XLA code beside these kernels."""
+        """Variants of the XLA code around these kernels."""
 
     def __hash__(self) -> int:
         """Equal for implementations that are equal."""
@@ -81,7 +81,7 @@ class Kernels(Protocol):
 
         query: [batch, head, 1, head_dim], scaled; blocks: keys and values, each [batch, KV head,
         token, head_dim]; starts: int32 [block], the index of each block's first token; position:
-        int32 [], the new token's index, before which tokens are valid; first_valid: int32 [batch],
+        int32 [], the new token's index; earlier tokens are valid; first_valid: int32 [batch],
         the index of each sequence's first token that the new one sees. Returns fp32 [batch, head,
         1, head_dim] and the log-sum-exp of the scores, fp32 [batch, head, 1].
         """
@@ -97,8 +97,8 @@ class Kernels(Protocol):
         """Computes a left-padded prompt's causal attention to itself.
 
         query (scaled): [batch, token, head, head_dim]; key, value: the same with KV heads;
-        first_valid: int32 [batch]. Returns [batch, token, head, head_dim], and keys and values as
-        they are cached, each [batch, KV head, token, head_dim].
+        first_valid: int32 [batch]. Returns [batch, token, head, head_dim], and keys and values in
+        cache layout, each [batch, KV head, token, head_dim].
         """
 
     def chunk_attention(

@@ -30,12 +30,13 @@ class Kernel(nn.Module):
 
 
 class LatentAttention(SelfAttention):
-    """Attention to one vector a token, from which the heads' keys and values are made; see
+    """Attention to one vector per token, which is expanded to the heads' keys and values; see
     `LatentAttentionSpec`.
 
-    Within a prompt they are made. Attention to what is kept never makes them: with U the part of a
-    head's kernel that makes its key, and c the kept vector, q . (U c) = (q U) . c, so that U is
-    applied to the one query and not to all keys; the sum of values likewise (section 2.1.2).
+    Within a prompt they are made. Attention to cached tokens never expands them: with U the part of
+    a head's kernel that makes its key, and c the kept vector, q . (U c) = (q U) . c, so that U is
+    applied to a single query instead of all keys; the sum of values in the same way (section
+    2.1.2).
     """
 
     spec: LatentAttentionSpec

@@ -1,4 +1,4 @@
-"""What codes stand for before they are scaled: integers, small floats, and quantiles."""
+"""The levels of codes, before scaling: integers, small floats, and quantiles."""
 
 from __future__ import annotations
 

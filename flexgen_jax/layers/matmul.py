@@ -71,8 +71,8 @@ def matmul_by_heads(
     in x's dtype.
 
     kernel: [head x feature, rank]; features: the first one of the part, and their number. The
-    elements are the kernel's inputs (rank), and the results features; with `is_inverse` it is the
-    other way round.
+    elements are the kernel's inputs (rank), and the results features; with `is_inverse`, the
+    opposite order.
     """
     first, count = features
     heads = plain(kernel).reshape(x.shape[1], -1, kernel.shape[1])[:, first : first + count]
@@ -92,7 +92,7 @@ def matmul_by_heads(
 def _by_groups_of_rows(
     rows: jax.Array, kernel: QuantizedArray, part_bytes: int, tuning: Tuning
 ) -> jax.Array:
-    """Multiplies by a kernel that is grouped along its output, a part of that after the other."""
+    """Multiplies by a kernel that is grouped along its output, part by part."""
     products = [
         _product(rows, part.reshape(-1, part.shape[2]), tuning).reshape(-1, *part.shape[:2])
         for part in row_parts(kernel, part_bytes, tuning.has_barriers)

@@ -5,7 +5,7 @@
 
 Every row of x, and every row of the kernel (a column of the result), is rounded to integers from
 -127 to 127 with a scale of its own. Outliers, elements of x of at least `OUTLIER`, are multiplied
-as they are: large models have a few features that are much larger than the rest and would take
+    unrounded: large models have a few features that are much larger than the rest and would take
 all the levels of their row. In the paper an outlier's whole column is left unrounded; here only
 the element is, so that no row's result depends on other rows.
 """
@@ -23,7 +23,7 @@ from flexgen_jax.layers.tuning import PLAIN, Tuning
 
 LEVELS = 127
 OUTLIER = 6.0
-"""Absolute value from which an element of x is an outlier: the threshold of section 3.2."""
+"""Minimum absolute value of an outlier in x: the threshold of section 3.2."""
 
 OUTLIER_BITS = 0x40C0
 """Bits of `OUTLIER` as a bfloat16."""

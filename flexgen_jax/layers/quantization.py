@@ -77,7 +77,7 @@ class QuantizedArray:
 jax.tree_util.register_dataclass(QuantizedArray, data_fields=("leaves",), meta_fields=("storage",))
 
 Kept = jax.Array | QuantizedArray
-"""A tensor as it is kept, moved and given to layers: plain or quantized."""
+"""A tensor in stored form, as it is moved and passed to layers: plain or quantized."""
 
 
 def assemble(storage: Storage, leaves: Sequence[Any]) -> Any:
@@ -170,8 +170,7 @@ def plain(kept: Kept) -> jax.Array:
 
 
 def in_stored_order(x: jax.Array, kernel: QuantizedArray) -> jax.Array:
-    """Returns x, [..., in], with its elements in the order in which a kernel, [out, in], has
-    them."""
+    """Returns x, [..., in], with its elements in the order of a kernel's input axis, [out, in]."""
     if not kernel.storage.packing.has_order:
         return x
     return jnp.take(x, kernel.leaf("order"), axis=-1)
@@ -193,8 +192,8 @@ def row_parts(q: QuantizedArray, most_bytes: int, has_barrier: bool = False) -> 
     """Dequantizes a matrix that is grouped along its rows, in parts [plane, row, column].
 
     A part has at most `most_bytes` bytes, or one group of each plane. Joined along axis 1, the
-    parts hold all rows, plane after plane; the last rows may be padding. A product with one part
-    after the other finds each of them in the processor's cache.
+    parts hold all rows, plane after plane; the last rows may be padding. A matmul part by part
+    finds each part in the processor's cache.
     """
     storage, group = q.storage, q.storage.group_size
     planes, length, columns = storage.planes, storage.plane_length, storage.shape[1]
@@ -221,8 +220,8 @@ def row_parts(q: QuantizedArray, most_bytes: int, has_barrier: bool = False) -> 
 
 
 def ranges_of_rows(q: QuantizedArray, most_bytes: int) -> Iterator[QuantizedArray]:
-    """Yields a matrix that is grouped along its last axis in ranges of its rows, of which each has
-    at most `most_bytes` bytes when it is unpacked, or the least number of rows."""
+    """Yields row ranges of a matrix that is grouped along its last axis. A range has at most
+    `most_bytes` bytes when unpacked, or the minimum number of rows."""
     rows, (count, columns) = q.storage.packing.rows or q.shape[0], q.shape
     step = max(1, most_bytes // (q.dtype.itemsize * columns * rows)) * rows
     for start in range(0, count, step):
@@ -269,8 +268,7 @@ def _codes(
 
 
 def _factors(q: QuantizedArray) -> dict[str, jax.Array]:
-    """Returns scales, minima and zeros by name, fp32, one for each group, multiplied by what they
-    are in units of."""
+    """Returns scales, minima and zeros by name, fp32, one per group, in absolute units."""
     packing = q.storage.packing
     named = {"scale": packing.scale, "minimum": packing.minimum, "zero": packing.zero}
     return {name: _factor(q, name, factor) for name, factor in named.items() if factor is not None}
@@ -330,7 +328,7 @@ def _narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def largest_kept(dtype: jnp.dtype) -> float:
-    """Returns the number to which larger ones are clipped when an array is quantized.
+    """Returns the clipping limit for quantizing an array.
 
     It is float16's largest number, or for other dtypes a quarter of float32's, so that no
     difference and no product overflows in float32.
@@ -399,8 +397,8 @@ def _per_group(
 def _per_element(
     values: jax.Array, group_size: int, axis: int, start: int, length: int
 ) -> jax.Array:
-    """Returns the group value of each of `length` elements of `axis` from `start` on; one value
-    for all of them where the group size is 0."""
+    """Returns the group value of each of `length` elements of `axis` from `start` on; one value for
+    the whole axis if the group size is 0."""
     if group_size == 0:
         return values
     first, stop = start // group_size, -(-(start + length) // group_size)

@@ -16,7 +16,8 @@ from flexgen_jax.models.parts import AttentionSpec, Rotary
 @dataclass(frozen=True)
 class Branches:
     """Continuations of one context in one row: at its end there are `count` branches of `tokens`
-    tokens each, with padding after shorter ones. Each goes on where the context ends."""
+    tokens each, with padding after shorter ones. Each branch continues at the end of the
+    context."""
 
     count: int
     tokens: int
@@ -38,9 +39,8 @@ class Rows(NamedTuple):
     """Where the sequences of a batch are: arrays of NumPy or of JAX, or their shapes.
 
     first_valid: int32 [batch], the index of each sequence's first real token; before: int32
-    [batch], the number of tokens of the prefixes before each of them; most: int32 [batch], the most
-    tokens that each sequence may have in the end, with the prefixes; columns: see `Branches`, None
-    without.
+    [batch], the number of prefix tokens before each row; most: int32 [batch], the most tokens that
+    each sequence may have in the end, with the prefixes; columns: see `Branches`, None without.
     """
 
     first_valid: Any

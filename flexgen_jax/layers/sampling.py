@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 
 class Choice(NamedTuple):
-    """What a program for the choice of tokens does.
+    """The features of a sampling program.
 
     is_greedy: whether all rows are greedy; adjusted: the most logits of a row that `adjust`
-    changes, 0 without; logprobs: the likeliest tokens of which log-probabilities are returned
-    beside the chosen one's, None without; is_masked: whether only some tokens are allowed.
+    changes, 0 without; logprobs: the number of most likely tokens whose log-probabilities are
+    returned in addition to the chosen one's, None without; is_masked: whether only some tokens are
+    allowed.
     """
 
     is_greedy: bool

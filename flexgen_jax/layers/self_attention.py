@@ -28,7 +28,7 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.parts import AttentionSpec
 
 Arrays = tuple[jax.Array, ...]
-"""What a layer keeps of some tokens, in full precision, each [batch, KV head, token, element]."""
+"""A layer's cached arrays of tokens, in full precision, each [batch, KV head, token, element]."""
 
 
 def _apart(x: jax.Array, branches: Branches) -> jax.Array:
@@ -49,13 +49,13 @@ def attend_earlier(
     spec: AttentionSpec,
     kernels: Kernels,
 ) -> Partial:
-    """Attends with a new token, or with consecutive ones, to what is kept.
+    """Attends with one or several new tokens to the cache.
 
     query: [batch, head, token, head_dim], scaled; position: int32 [], the index of the first new
-    token; end: int32 [], that of the first token that is not seen, which is `position`, or the one
-    after it where one new token is among what is kept; the others are as in
-    `Kernels.decode_attention`, but for `first_valid`, which does not know of a window. Returns fp32
-    [batch, head, token, head_dim], and the log-sum-exp.
+    token; end: int32 [], the index of the first invisible token: `position`, or the next index if
+    the new token is already in the cache; further arguments are as in `Kernels.decode_attention`,
+    but `first_valid` ignores the window. Returns fp32 [batch, head, token, head_dim], and the
+    log-sum-exp.
     """
     tokens = query.shape[2]
 
@@ -69,7 +69,7 @@ def attend_earlier(
         each = [attend(query[:, :, n : n + 1], position + n, spec) for n in range(tokens)]
         outs, sums = zip(*each, strict=True)
         return jnp.concatenate(outs, axis=2), jnp.concatenate(sums, axis=2)
-    # All of them see the same: a head's tokens are to the kernel heads that share keys and values.
+    # All new tokens see the same cache: to the kernel, a head's tokens are heads that share keys and values.
     heads = query.shape[1] * tokens
     asked = query.reshape(query.shape[0], heads, 1, query.shape[3])
     out, lse = attend(asked, position, replace(spec, num_heads=heads))
@@ -80,7 +80,7 @@ class SelfAttention(nn.Module):
     """Attention to keys and values that come in as blocks; see `AttentionSpec`.
 
     Another kind of attention has other projections: `_asked`, `_kept` and `_result` for attention
-    to what is kept, `_of_prompt` and `_prompt_result` for that within a prompt.
+    to the cache, `_of_prompt` and `_prompt_result` for attention within a prompt.
     """
 
     config: ModelConfig
@@ -109,14 +109,14 @@ class SelfAttention(nn.Module):
             self.sinks = self.param("sinks", zeros, (spec.num_heads,), self.dtype)
 
     def _asked(self, x: jax.Array, start: jax.Array, rows: Rows) -> jax.Array:
-        """Returns queries to what is kept, scaled, [batch, head, token, head_dim], of tokens from
-        index `start` on."""
+        """Returns scaled queries to the cache, [batch, head, token, head_dim], of tokens from index
+        `start` on."""
         norm = self.q_norm if self.spec.qk_norm is not None else None
         heads = self._heads(self.q(x), norm, start, rows)
         return self._scaled(heads, start, rows).swapaxes(1, 2)
 
     def _kept(self, x: jax.Array, start: jax.Array, rows: Rows) -> Arrays:
-        """Returns what is kept of tokens from index `start` on."""
+        """Returns the cached arrays of tokens from index `start` on."""
         norm = self.k_norm if self.spec.qk_norm is not None else None
         made = self.k(x)
         key = self._heads(made, norm, start, rows)
@@ -126,8 +126,8 @@ class SelfAttention(nn.Module):
         return key.swapaxes(1, 2), value.swapaxes(1, 2)
 
     def _result(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        """Returns [batch, token, hidden] from the tokens, x, and the result of their attention to
-        what is kept, [batch, head, token, head_dim]."""
+        """Returns [batch, token, hidden] from the tokens, x, and their attention to the cache,
+        [batch, head, token, head_dim]."""
         return self.out(self._gated(x, join_heads(attended.astype(self.dtype))))
 
     def _gated(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -137,8 +137,8 @@ class SelfAttention(nn.Module):
     def _of_prompt(
         self, x: jax.Array, rows: Rows
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Arrays | None]:
-        """Returns queries (scaled), keys and values of all tokens of a prompt, each [batch, token,
-        head, element], and what is kept of them, None if that is keys and values."""
+        """Returns scaled queries, keys and values of a prompt, each [batch, token, head, element],
+        and its cached arrays, None if these are the keys and values."""
         start = jnp.int32(0)
         query, kept = self._asked(x, start, rows), self._kept(x, start, rows)
         key, value = (side.swapaxes(1, 2) for side in kept)
@@ -196,7 +196,7 @@ class SelfAttention(nn.Module):
     def prefill(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, Arrays]:
         """Attends within a prompt x, [batch, token, hidden].
 
-        Returns an array of x's shape, and what is kept of the prompt.
+        Returns an array of x's shape, and the prompt's cached arrays.
         """
         prompt, kept = self._of_prompt(x, rows)
         out, pair = self._within(*prompt, rows.first_valid)
@@ -230,7 +230,7 @@ class SelfAttention(nn.Module):
     def prefill_last(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, Arrays]:
         """Attends with only the last token of a prompt x, [batch, token, hidden].
 
-        Returns [batch, 1, hidden], and what is kept of all tokens.
+        Returns [batch, 1, hidden], and the cached arrays of all tokens.
         """
         last = jnp.int32(x.shape[1] - 1)
         query = self._asked(x[:, -1:], last, rows)
@@ -270,8 +270,8 @@ class SelfAttention(nn.Module):
     ) -> tuple[jax.Array, Partial, Arrays]:
         """Projects a chunk of a prompt, [batch, token, hidden], and attends within it.
 
-        Returns the query (scaled) of the last `asked` tokens, their partial result, and what is
-        kept of all tokens.
+        Returns the scaled queries of the last `asked` tokens, their partial result, and the cached
+        arrays of all tokens.
         """
         lead = x.shape[1] - asked
         query = self._asked(x[:, lead:], start + lead, rows)
@@ -293,6 +293,6 @@ class SelfAttention(nn.Module):
         return self._result(x, attended)
 
     def project(self, x: jax.Array, position: jax.Array, rows: Rows) -> tuple[jax.Array, Arrays]:
-        """Projects x, [batch, token, hidden], to a query (scaled), [batch, head, token, head_dim],
-        and what is kept of the tokens."""
+        """Projects x, [batch, token, hidden], to scaled queries, [batch, head, token, head_dim],
+        and the tokens' cached arrays."""
         return self._asked(x, position, rows), self._kept(x, position, rows)

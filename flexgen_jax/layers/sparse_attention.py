@@ -1,8 +1,8 @@
 """Top-K sparse attention (FlexGen, section 5): all keys are scored, few values are read.
 
 The softmax is over all tokens. Then every head keeps the new token and the `counts` earlier tokens
-with the highest scores (of equal scores, the earlier token), and drops the others. As in FlexGen's
-own code, the weights of the kept tokens are not scaled up, which also loses less accuracy.
+with the highest scores (the earlier token at equal scores). As in FlexGen's own code, the weights
+of the kept tokens are not scaled up, which also loses less accuracy.
 
 `rank` finds candidates among some blocks, and `attend_ranked` gathers the values of the first
 `counts` of them. Between the two calls, a caller that also knows the candidates of other places
@@ -43,7 +43,7 @@ class Ranked(NamedTuple):
 
 
 GATHERED_TOGETHER = 4
-"""Number of blocks from which values are gathered at a time, as if they were one. XLA looks up
+"""Number of blocks whose values are gathered together, as one block. XLA looks up
 every element's block, which costs little only for a few blocks. Each time, room for all candidates
 is gathered, so that a cache of very many blocks is better on the host."""
 
@@ -113,8 +113,8 @@ def attend_top(
 ) -> Partial:
     """Computes sparse attention to blocks that are all in one place.
 
-    counts: int32 [batch], at most `most` and the number of each sequence's valid tokens; the other
-    arguments are those of `rank`.
+    counts: int32 [batch], at most `most` and the number of each sequence's valid tokens; further
+    arguments as in `rank`.
     """
     keys, values = zip(*blocks, strict=True)
     ranked = rank(query, keys, starts, position, first_valid, most, tuning, softcap)
@@ -123,7 +123,7 @@ def attend_top(
 
 
 def _groups(values: Sequence[Kept]) -> Iterator[tuple[int, int, list[Kept]]]:
-    """Groups up to `GATHERED_TOGETHER` consecutive blocks that are kept alike.
+    """Groups up to `GATHERED_TOGETHER` consecutive blocks of the same format.
 
     Yields the index of a group's first token, its number of tokens, and its blocks.
     """
@@ -141,7 +141,7 @@ def _groups(values: Sequence[Kept]) -> Iterator[tuple[int, int, list[Kept]]]:
 
 
 def _take(blocks: list[Kept], tokens: jax.Array) -> Kept:
-    """Gathers some tokens, int32 [batch, head, slot], of blocks that are kept alike.
+    """Gathers tokens, int32 [batch, head, slot], from blocks of the same format.
 
     Tokens of quantized blocks stay quantized. Returns [batch, head, slot, head_dim].
     """

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Tuning:
     """Choices between formulations that give one result; the defaults leave all to XLA.
 
-    lanes: number of partial sums that a row's elements are added to, for a backend that adds one
-        element after the other; 1 is a plain sum.
+    lanes: number of partial sums per row, for a backend that adds elements sequentially; 1 is a
+        plain sum.
     kernel_first_rows: up to this many rows in 16 bits, a product has the kernel as its left
         operand, for a backend that copies the right one.
     doubles_lone_row: whether a single row in 16 bits is multiplied as two, for a backend that is
@@ -23,8 +23,8 @@ class Tuning:
         these, with fp32 sums, for a backend that would write the cache to memory in fp32 first.
     turns_heads: whether the kernels of heads are copied with their inputs last for a product of
         several rows in 16 bits, for a backend that is slow with them in another order.
-    orders_parts: whether a kernel's part is unpacked only when the product of the part before is
-        there, for a backend that would have several of them in memory.
+    orders_parts: whether a part of a kernel is unpacked only after the previous part's product, for
+        a backend that would keep several unpacked parts in memory.
     """
 
     lanes: int = 1

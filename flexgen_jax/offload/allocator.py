@@ -1,4 +1,4 @@
-"""Settings of the C library's allocator: tuned before JAX starts, trimmed while a run goes on."""
+"""Settings of the C library's allocator: tuned before JAX starts, trimmed during a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ def tune_allocator(has_gpu: bool) -> None:
     """Lets XLA's temporaries on the CPU reuse memory instead of faulting in fresh pages.
 
     By default glibc gives large blocks back to the system at once, which makes attention in bf16
-    much slower. One arena for all threads keeps the memory that they free usable by the others,
-    which saves much of an offloaded run's memory. Where a GPU computes, threads keep arenas of
-    their own and do not wait for each other. Call this before JAX starts its threads. Other C
-    libraries are left alone.
+    much slower. With one arena, memory freed by one thread is usable by every thread, which saves
+    much memory in offloaded runs. Where a GPU computes, threads keep arenas of their own and do not
+    wait for each other. Call this before JAX starts its threads. Other C libraries are left alone.
     """
     if not sys.platform.startswith("linux"):
         return

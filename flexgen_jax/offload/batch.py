@@ -1,4 +1,4 @@
-"""What is computed of a batch, and where batches come from."""
+"""The computed parts of a batch, and the sources of batches."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Batch:
     most: np.ndarray | None = None
     # int32 [batch], the tokens of the prefixes before each prompt, None where there are none.
     before: np.ndarray | None = None
-    # How many tokens are returned with log-probabilities beside the chosen one, None without any.
+    # Number of tokens returned with log-probabilities in addition to the chosen one, None for none.
     logprobs: int | None = None
-    # What a KV store has of a prefix, whose layers are loaded then; None where it is computed.
+    # A prefix's entry in the KV store, to be loaded; None if the prefix is computed.
     stored: StoredSequence | None = None
-    # What each row ends with, whose tokens alone are scored then.
+    # The continuation of each row; then only its tokens are scored.
     branches: Branches | None = None
 
     @property
@@ -53,7 +53,7 @@ class Batch:
         return int(self.ids.shape[0])
 
     def taken(self, rows: Sequence[int]) -> Batch:
-        """Returns the batch with these rows of it."""
+        """Returns the batch, reduced to the given rows."""
         index = np.array(rows)
 
         def some(array: np.ndarray | None) -> Any:
@@ -86,8 +86,8 @@ class Batch:
 
     @property
     def padding(self) -> list[int]:
-        """How many tokens before each row's prompt need not be computed. A row that is padding, of
-        one token, counts as the one before it."""
+        """How many tokens before each row's prompt need not be computed. A padding row, which has
+        one token, counts like the previous row."""
         padding: list[int] = []
         most = np.full(self.size, 2) if self.most is None else self.most
         ends = 1 + (0 if self.branches is None else self.branches.total)
@@ -105,18 +105,18 @@ class BatchSource(Arrivals, Protocol):
     """The batches of a run."""
 
     def given(self, running: Running) -> Batch:
-        """Returns what is computed of a batch that is there."""
+        """Return the computed parts of an admitted batch."""
 
     def keep(self, running: Running, rows: Sequence[int]) -> None:
         """Leaves a batch with these rows, in this order."""
 
     def adjusted(self, running: Running, guesses: Guesses = ()) -> tuple[np.ndarray, ...]:
-        """Returns what a batch's next tokens are chosen by: arguments of `layers.sampling.adjust`,
-        or (). guesses: tokens that may come in each row; what the tokens after them are chosen by
-        then stands after the row."""
+        """Returns the sampling arguments of a batch's next tokens: arguments of
+        `layers.sampling.adjust`, or (). guesses: draft tokens of each row; the sampling arguments
+        of the tokens after them follow the row's."""
 
     def allowed(self, running: Running, guesses: Guesses = ()) -> np.ndarray | None:
-        """Returns which tokens may come next in a batch, see `layers.sampling.only_allowed`; None
+        """Returns the allowed next tokens of a batch, see `layers.sampling.only_allowed`; None
         if all may. guesses: as for `adjusted`."""
 
 
@@ -141,11 +141,11 @@ class AllThere(Planned):
 
 
 class Neighbours(Protocol):
-    """The other stages of a model, seen from one of them; see `policy.stages`."""
+    """A stage's connection to the model's other stages; see `policy.stages`."""
 
     @property
     def slots(self) -> Slots:
-        """What this stage is told to compute."""
+        """The steps that this stage has to compute."""
 
     def ids(self, step: Step) -> np.ndarray:
         """Returns the tokens that the last stage chose before a step, int32 [batch, 1]."""
@@ -159,15 +159,15 @@ class Neighbours(Protocol):
 
 
 OnResult = Callable[[Step, Any], Sequence[int] | None]
-"""Receives a step and the head's result for it: ids [batch, 1], -1 for none, these with
-`log_probabilities`, or of what is scored the log-probabilities and whether they are greedy choices,
+"""Receives a step and the head's result for it: ids [batch, 1] (-1 for none), ids with
+`log_probabilities`, or for scoring the log-probabilities and whether tokens are greedy choices,
 both [batch, token]. Returns the rows that need more tokens, None for all."""
 
 
 class Moment(NamedTuple):
     """The place of a token in a batch's sequences."""
 
-    # The index of the new token, or of the first one.
+    # The index of the (first) new token.
     position: int
     # int32 [batch], each sequence's first valid token.
     first_valid: np.ndarray
@@ -194,13 +194,13 @@ class Moment(NamedTuple):
 
 @dataclass
 class Computed:
-    """What a dispatched step will have computed."""
+    """The results of a dispatched step."""
 
     # See `layers.programs.table.CHECKS`.
     checks: jax.Array
     # The layer's output.
     hidden: jax.Array | None = None
-    # KV blocks, what the layer keeps of a token, ids or log-probabilities.
+    # KV blocks, a token's cached arrays, ids or log-probabilities.
     result: Any = None
     # Whether the result is an open block that has the new token already.
     is_appended: bool = False
@@ -210,12 +210,12 @@ class Computed:
 
 @dataclass(eq=False)
 class BatchArrays:
-    """What the runtime has of a batch: the payload of a `Running`."""
+    """A batch's runtime data: the payload of a `Running`."""
 
     given: Batch
     # Of the prompts, see `layers.groups`.
     segments: tuple[Segment, ...] = ()
-    # On the device: where the sequences are, what tokens are chosen by, and the latest tokens.
+    # On the device: positions, sampling arguments, and the latest tokens.
     rows: Rows | None = None
     sampling: tuple[jax.Array, ...] = ()
     ids: Any = None
@@ -238,7 +238,7 @@ class BatchArrays:
 
 
 def arrays_of(running: Running) -> BatchArrays:
-    """Returns what the runtime has of a batch."""
+    """Returns a batch's runtime data."""
     arrays: BatchArrays = running.payload
     return arrays
 

@@ -22,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flexgen_jax.policy.stages import Slots
 
 LEAST = 1 << 10
-"""Arrays are lengthened to powers of two, of at least so many elements, so that few programs are
-compiled."""
+"""Arrays are padded to powers of two, with at least this number of elements, so that few programs
+are compiled."""
 
 AXIS = "stage"
 
@@ -32,7 +32,7 @@ PROBES = (LEAST, 1 << 20)
 """Elements of the arrays, fp32, that measure a link."""
 
 TIMES = 8
-"""How often each of them is shifted."""
+"""Number of shifts per array."""
 
 
 class StageRing:
@@ -46,8 +46,8 @@ class StageRing:
         self.device = own[self.stage]
 
     def shifted(self, own: jax.Array) -> jax.Array:
-        """Shifts each stage's array, [1, length], to the stage after it; returns what comes from
-        the one before, [length]."""
+        """Shifts each stage's array, [1, length], to the stage after it; returns the previous
+        stage's array, [length]."""
         shape = (self.stages, own.shape[1])
         arrays = jax.make_array_from_single_device_arrays(shape, self.sharding, [own])
         moved = _shifting(self.sharding, self.stages)(arrays)
@@ -96,13 +96,13 @@ class Chain:
         self._thread.start()
 
     def send(self, number: int, batch: int, hidden: jax.Array) -> None:
-        """Hands on what this stage made of a batch in a slot."""
+        """Sends this stage's result for a batch of a slot."""
         with self._changed:
             self._leaving.setdefault(number, {})[batch] = hidden
             self._changed.notify_all()
 
     def receive(self, number: int, batch: int, rows: int, tokens: int) -> jax.Array:
-        """Returns what the stage before this one made of a batch in a slot, [rows, tokens, hidden];
+        """Returns the previous stage's result for a batch of a slot, [rows, tokens, hidden];
         waits for it."""
         started = time.perf_counter()
         with self._changed:
@@ -154,7 +154,7 @@ class Chain:
                 self._changed.notify_all()
 
     def _packed(self, number: int, length: int) -> jax.Array:
-        """Returns what this stage made in a slot, [1, length]; waits until it is enqueued."""
+        """Returns this stage's results of a slot, [1, length]; waits until it is enqueued."""
         is_last = self._ring.stage == self._ring.stages - 1
         steps = () if number < 0 or is_last else self._slots.steps_of(number)
         if not steps:

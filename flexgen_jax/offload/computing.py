@@ -47,11 +47,11 @@ class Computing:
         self._unpacked: tuple[int, Any] = (-1, None)
 
     def enter(self, running: Running) -> None:
-        """Takes in a batch."""
+        """Admits a batch."""
         running.closing.callback(self._tokens.forget, running)
 
     def close(self) -> None:
-        """Frees what is unpacked."""
+        """Frees unpacked weights."""
         self._unpacked = (-1, None)
 
     def compute(self, step: Step, inputs: Inputs) -> Computed:
@@ -91,8 +91,8 @@ class Computing:
         return computed
 
     def _plain(self, step: Step, weights: Any) -> Any:
-        """Returns a layer's weights unpacked, which the first step of a visit does for the
-        others."""
+        """Returns a layer's unpacked weights; the first step of a visit unpacks them for all
+        steps."""
         if self._unpacked[0] != step.visit:
             self._unpacked = (-1, None)  # the memory of the layer before is free for this one
             layer = self._layers[step.layer]
@@ -122,8 +122,8 @@ class Computing:
     def _prefill_chunk(
         self, step: Step, weights: Any, inputs: Inputs, shared: Sequence[LayerCache]
     ) -> Computed:
-        """Prefills a chunk of prompts that attends to the blocks of those before it, one after the
-        other, so that the programs are the same for every chunk."""
+        """Prefills a chunk of prompts. It attends to the blocks of earlier chunks one by one, so
+        that all chunks use the same programs."""
         span, arrays = step.batch.span(step.token), arrays_of(step.batch)
         hidden, numbers = hidden_of(inputs), self._device.memories.numbers
         asked = 1 if step.batch.only_last(step.layer) else span.tokens
@@ -177,8 +177,7 @@ class Computing:
         return Computed(checks, hidden, new, replaced=replaced)
 
     def _first_state(self, step: Step, state: Sequence[Any]) -> tuple[jax.Array, ...]:
-        """Returns what a layer goes on from that replaces it with every token, before the first
-        one: what the prefixes left, or zeros."""
+        """Return the layer's initial recurrent state: the shared prefix's final state, or zeros."""
         rows, dtype = arrays_of(step.batch).given.size, self._plan.dtype
         first = tuple(
             self._device.memories.constant(np.zeros(leaf.array_shape(rows), leaf.dtype or dtype))

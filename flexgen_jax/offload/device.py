@@ -1,5 +1,5 @@
-"""What computes a model's steps: compiled programs, the CPU's attention, and the memories between
-which arrays move."""
+"""The compute resources of a model: compiled programs, the CPU's attention, and the memories
+between which arrays move."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flexgen_jax.policy.plan import BlockPlan
 
 @dataclass(frozen=True)
 class Device:
-    """The device that computes one model, with the CPU beside it."""
+    """The device of a model, and the CPU that assists it."""
 
     spec: ModelSpec
     formats: Formats

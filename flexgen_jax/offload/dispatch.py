@@ -1,4 +1,4 @@
-"""What all steps are dispatched with: programs of a layer, and who counts the device as busy."""
+"""Shared code for dispatching steps: programs of a layer, and who counts the device as busy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from flexgen_jax.policy.waves import Step
 
 
 def sharing_rows(sharing: int, rows: int) -> int:
-    """Returns for how many of a batch's rows the program is compiled that attends with `sharing` of
-    them to what they share, so that there are few."""
+    """Returns the number of rows to compile for, if `sharing` rows attend to a shared prefix.
+    Rounding keeps the number of programs small."""
     return int(min(1 << (sharing - 1).bit_length(), rows))
 
 
@@ -45,7 +45,7 @@ class Dispatch:
         return self._programs.get(kind, layers=alike, rows=rows, **shape)
 
     def watch(self, step: Step, loads: Sequence[Load[Any]], result: Any, part: str = "") -> None:
-        """Counts the device as busy from when what it waits for has arrived until the result."""
+        """Counts the device as busy from the arrival of its inputs until its result."""
         if self.device.metrics.is_timed:
             what = f"{self._layers[step.layer].name}{part}"
             what += f", token {step.token}, batch {step.batch.number}"
@@ -60,8 +60,8 @@ class Dispatch:
         caches: Sequence[LayerCache],
         partial: Any = None,
     ) -> Any:
-        """Returns the partial result of attention to the prefixes, merged with another one if there
-        is one: all rows that share a prefix attend to it as one.
+        """Returns the partial result of attention to the prefixes, merged with a given partial
+        result: all rows that share a prefix attend to it as one.
 
         start: the index of the query's first token; caches: those of `Running.prefixes`.
         """
@@ -87,8 +87,7 @@ class Dispatch:
         return partial
 
     def ask_for(self, step: Step, new: tuple[Any, ...]) -> None:
-        """Starts moving what a layer keeps of a token to the open block, unless it is the last
-        token, to which nothing will come back."""
+        """Starts moving a token's cached arrays to the open block, unless it is the last token."""
         if step.token + 1 < step.batch.shape.gen_len:
             self._cache.ask(step.batch.layers[step.layer - 1], new)
 

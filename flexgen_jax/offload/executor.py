@@ -1,6 +1,6 @@
 """Runs the model: the backend that carries out the loop over batches with arrays.
 
-What moves is here and in `kv_cache.py` and `replaced.py`; what computes is in `computing.py`.
+Transfers are here and in `kv_cache.py` and `replaced.py`; compute is in `computing.py`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class BlockRun:
         return texts.begin_pass()
 
     def _enter(self, running: Running) -> None:
-        """Takes in a batch, whose arrays are freed when it closes."""
+        """Admits a batch; its arrays are freed when it closes."""
         running.payload = BatchArrays(self._source.given(running))
         running.closing.callback(_forget, running)
         if self._drafter is not None and not running.is_prefix and self._plan.policy.draft_tokens:
@@ -206,7 +206,7 @@ class BlockRun:
                 store(made, computed.result)
 
     def _restore(self, made: ReplacedPart | PromptPart) -> None:
-        """Brings back what a layer of a stored prefix keeps."""
+        """Loads the cached arrays of a stored prefix's layer."""
         assert self._keeper is not None, "it is stored"
         running = made.slot.running if isinstance(made, ReplacedPart) else made.state.running
         if running.payload is None:

@@ -37,10 +37,9 @@ class ExpertSteps:
         computed: Computed,
         chosen: ChosenExperts | None,
     ) -> None:
-        """Computes a layer's experts one after the other, each for the tokens that chose it.
+        """Computes a layer's experts one by one, each for the tokens that chose it.
 
-        experts: those that are there; the chosen ones of the others are loaded, if `chosen` says
-        how.
+        experts: the loaded experts; further chosen experts are loaded by `chosen`.
         """
         layer, hidden = self._layers[step.layer], computed.hidden
         assert hidden is not None, "attention gives hidden states"

@@ -1,7 +1,7 @@
 """Decodes a token in several layers by one program, where all that they need is on the device.
 
-The first layer's step dispatches the programs of all that follow; the steps of the others find
-their results here.
+The first layer's step dispatches the programs of all that follow; the steps of the other layers
+find their results here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class JoinedSteps:
         self._computed.pop(running, None)
 
     def take(self, step: Step, inputs: Inputs) -> Computed | None:
-        """Returns what a step computes; None if its layer is not joined with others."""
+        """Returns a step's result; None if its layer is not joined with others."""
         if not self._joined:
             return None
         computed = self._computed.setdefault(step.batch, {})

@@ -36,7 +36,7 @@ from flexgen_jax.policy.running import CachedPart, LayerState, PromptPart, Runni
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """What a step needs of a layer's KV blocks. As a pytree, its leaves are what moves to the
+    """A layer's KV blocks for one step. As a pytree, its leaves are the arrays to move to the
     device."""
 
     # With their values on the device, the open one last (there is none for a prompt's chunk).
@@ -67,7 +67,7 @@ class BlockArrays:
 
 @dataclass(eq=False)
 class StateArrays:
-    """What the runtime has of a layer's KV blocks: the payload of a `LayerState`."""
+    """A layer's KV blocks at runtime: the payload of a `LayerState`."""
 
     # Those in memory, by number.
     blocks: dict[int, BlockArrays]
@@ -76,7 +76,7 @@ class StateArrays:
 
 
 class KVCache:
-    """The KV blocks of all decoder layers for the batches that are there.
+    """The KV blocks of all decoder layers for the admitted batches.
 
     folder: None if the plan puts no KV blocks on disk.
     """
@@ -91,7 +91,7 @@ class KVCache:
         self._is_read = False
 
     def enter(self, running: Running) -> None:
-        """Takes in a batch, whose blocks are freed when it closes."""
+        """Admits a batch; its blocks are freed when it closes."""
         for state in running.layers:
             state.payload = StateArrays({}, running.rows)
         running.closing.callback(self._forget, running)
@@ -121,26 +121,26 @@ class KVCache:
         state.payload.blocks[state.sealed] = BlockArrays(arrays, views)
 
     def ask(self, state: LayerState, new: Block) -> None:
-        """Starts moving what a layer keeps of some tokens to where `append` will want it."""
+        """Starts moving the cached arrays of new tokens to the place where `append` needs them."""
         if state.payload.blocks[state.sealed].views:
             self._memories.ask(new, "cache", _name(state))
 
     def append(self, state: LayerState, new: Block) -> None:
-        """Writes what a layer keeps of a token, or of all that a pass caches, to the open block."""
+        """Writes the cached arrays of a token, or of a whole pass, to the open block."""
         block: BlockArrays = state.payload.blocks[state.sealed]
         cached = state.running.passes.cached
         if block.views:
             for view, array in zip(block.views, new, strict=True):
                 into = view[..., block.used : block.used + cached, :]
                 into[...] = np.asarray(array)[..., :cached, :]
-        else:  # what is written of guesses will be overwritten
+        else:  # entries of draft tokens will be overwritten
             tokens = new[0].shape[-2]
             append = self._program(programs.append, state, state.sealed, tokens=tokens)
             block.arrays = append(block.arrays, new, self._memories.numbers(block.used))
         block.used += cached
 
     def replace(self, state: LayerState, arrays: Block) -> None:
-        """Takes an open block to which a program has appended tokens."""
+        """Stores an open block after a program has appended tokens to it."""
         block: BlockArrays = state.payload.blocks[state.sealed]
         block.arrays, block.used = arrays, block.used + state.running.passes.cached
 
@@ -187,8 +187,8 @@ class KVCache:
         return write
 
     def _records(self, state: LayerState, number: int) -> Records:
-        """Returns the disk records of one KV block of a batch: one record per layer, of the leaves
-        of one array after the other."""
+        """Returns the disk records of one KV block of a batch: one record per layer, with the
+        leaves array by array."""
         running, rows = state.running, state.payload.rows
         files = arrays_of(running).files
         if (rows, number) not in files:
@@ -199,7 +199,7 @@ class KVCache:
         return files[rows, number]
 
     def resident(self, state: LayerState) -> list[Block]:
-        """Returns a layer's blocks, all of which are in memory, the open one last."""
+        """Returns a layer's blocks, all in memory, the open block last."""
         blocks: dict[int, BlockArrays] = state.payload.blocks
         return [blocks[number].arrays for number in range(state.sealed + 1)]
 
@@ -311,7 +311,7 @@ class KVCache:
         self._remove_files(running)
 
     def _remove_files(self, running: Running, except_of: int = 0) -> None:
-        """Removes a batch's files, except those of so many rows."""
+        """Removes a batch's files, except those for `rows` rows."""
         files = arrays_of(running).files
         for name in [name for name in files if name[0] != except_of]:
             assert self._folder is not None, "there are files"

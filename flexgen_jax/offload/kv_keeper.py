@@ -1,4 +1,4 @@
-"""Keeps in a KV store what batches have computed, and brings back what it has."""
+"""Stores computed KV caches in a KV store, and loads stored ones."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PREFIX_END = -1
 
 
 def piece_layout(spec: ModelSpec, formats: Formats) -> PieceLayout:
-    """Returns what a KV store keeps of each layer: of its KV blocks, as they are sealed, and what
-    it replaces with every token."""
+    """Returns the layout of each layer in a KV store: its KV blocks in sealed form, and its
+    recurrent state."""
     layers = []
     for layer in spec.decoders:
         sealed = [x for leaf in layer.growing for x in formats.sealed(leaf, 1, 1).leaves]
         replaced = [x for leaf in layer.replaced for x in formats.plain(leaf, 1).leaves]
-        # Of one row, and of one token of what grows: [1, ..., 1, element].
+        # For one row, and one token of growing arrays: [1, ..., 1, element].
         growing = [(*leaf.shape[1:-2], leaf.shape[-1]) for leaf in sealed]
         kept = [KeptArray(s, numpy_dtype(x.kind)) for s, x in zip(growing, sealed, strict=True)]
         kept += [KeptArray(x.shape[1:], numpy_dtype(x.kind), grows=False) for x in replaced]
@@ -54,7 +54,7 @@ class BatchTexts:
 class KVKeeper:
     """Stores the prefixes of a run when they are computed, and rows when they are finished.
 
-    say: is told once if nothing can be stored any more.
+    say: called once if storing is no longer possible.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class KVKeeper:
         self._layer: StoredLayer | None = None
 
     def enter(self, running: Running) -> None:
-        """Takes in a batch that generates, or a prefix."""
+        """Admits a generating batch, or a prefix."""
         given = arrays_of(running).given
         if running.is_prefix and not running.is_stored:
             kept = [part for x in running.layers for part in (x.homes, x.layer.replaced) if part]
@@ -103,14 +103,14 @@ class KVKeeper:
         texts.made.append(ids)
 
     def shrink(self, running: Running, rows: Sequence[int], left: int) -> None:
-        """Leaves a batch with these rows, the first of which are not finished."""
+        """Reduces a batch to the given rows; unfinished rows come first."""
         texts = self._texts.get(running)
         if texts is not None:
             texts.left = set(range(left))
             texts.made = [ids[np.array(rows)] for ids in texts.made]
 
     def keep_part(self, made: PromptPart | ReplacedPart) -> None:
-        """Takes note of what a layer keeps of a prompt; stores a prefix when it has all."""
+        """Records a layer's cached arrays of a prompt; stores a prefix when it has all."""
         if isinstance(made, PromptPart):
             running, is_whole = made.state.running, made.blocks.stop == len(made.state.homes)
         else:
@@ -122,7 +122,7 @@ class KVKeeper:
             self._keep(running, 0, [])
 
     def restored_blocks(self, made: PromptPart) -> list[Block]:
-        """Returns KV blocks of a stored prefix; its layers come one after the other."""
+        """Returns KV blocks of a stored prefix; its layers come in order."""
         stored = self._stored_layer(made.state)
         return stored.blocks[made.blocks.start : made.blocks.stop]
 
@@ -131,7 +131,7 @@ class KVKeeper:
         return self._stored_layer(made.slot.running.layers[made.layer - 1]).replaced
 
     def _stored_layer(self, state: LayerState) -> StoredLayer:
-        """Returns what is stored of a layer: of the latest one, or of the one after it."""
+        """Returns the stored arrays of a layer: of the latest layer, or of the next layer."""
         if self._layer is None or self._layer.state is not state:
             given, layers = arrays_of(state.running).given, state.running.layers
             assert given.stored is not None, "it is stored"
@@ -144,12 +144,12 @@ class KVKeeper:
         return self._layer
 
     def _keep(self, running: Running, row: int, made: Sequence[int]) -> None:
-        """Stores what is cached of a row, which has got `made` after its prompt."""
+        """Stores the cache of a row with the generated tokens `made`."""
         prompt = running.shape.prompt_len
         columns = cached = prompt if running.is_prefix else running.growing[0].tokens
         if self._is_packed and not running.is_prefix:  # an open block is in full precision
             columns = sum(running.lengths[: running.growing[0].sealed])
-        # A state has seen all of them.
+        # A state covers all tokens.
         is_useless = self._store.layout.has_ends and columns < cached
         if self._has_failed or is_useless or columns < prompt:
             return  # of a batch's last tokens, nothing is cached
@@ -183,7 +183,7 @@ class KVKeeper:
     def _tokens_of(
         self, running: Running, row: int, layer: int, start: int, stop: int
     ) -> list[np.ndarray]:
-        """Returns what a layer keeps of some tokens of a row's sequence, its prefixes included."""
+        """Returns a layer's cached arrays for a range of a row's sequence, including prefixes."""
         given = arrays_of(running).given
         before, padding = given.tokens_before(row), int(given.first_valid[row])
         parts = []
@@ -207,8 +207,8 @@ class KVKeeper:
 def _columns_of_row(
     cache: KVCache, state: LayerState, row: int, start: int, stop: int
 ) -> list[np.ndarray]:
-    """Returns what a layer keeps of a row's columns from `start` to before `stop`, all of which are
-    cached: each stored leaf, [token, ...]. Waits for the disk."""
+    """Returns a layer's cached arrays of a row's columns `start` to `stop` (all cached): each
+    stored leaf, [token, ...]. Waits for the disk."""
     parts: list[list[np.ndarray]] = []
     begin = 0
     for number, length in enumerate(state.running.lengths):
@@ -240,7 +240,7 @@ def _row_of(leaf: jax.Array, row: int) -> np.ndarray:
 
 
 class StoredLayer(NamedTuple):
-    """What is stored of a prefix's layer, as its batch has it."""
+    """The stored arrays of a prefix's layer, in the batch's layout."""
 
     state: LayerState
     blocks: list[Block]
@@ -251,7 +251,7 @@ def stored_layer(
     state: LayerState, plan: BlockPlan, stored: Sequence[np.ndarray], padding: int
 ) -> StoredLayer:
     """Returns the KV blocks of a prefix's layer, after `padding` columns, and what it replaces with
-    every token. stored: as in `piece_layout`, [token, ...] of what grows."""
+    every token. stored: as in `piece_layout`, growing arrays as [token, ...]."""
     blocks, start = list[Block](), -padding
     count = len(stored) - len(state.layer.replaced)
     for tokens in state.running.blocks.prompt if state.homes else ():

@@ -26,7 +26,7 @@ ALWAYS_TIMED: tuple[Resource, ...] = ("disk_read", "disk_write", "host_compute")
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One piece of work of a resource, with its content and the phase in which it was asked for.
+    """One operation of a resource, with its content and the phase of its request.
 
     what: for people, e.g. "weights of decoder layer 3"; start: when it began, in seconds by
     `time.perf_counter`; run: the number of the run that it belongs to.
@@ -133,15 +133,14 @@ class Metrics:
         """Returns the run's counters as a dict.
 
         "bytes": bytes by link; "decode_bytes": bytes by link of transfers that were asked for while
-        decoding; "busy_s": seconds by resource in which at least one operation was under way, for
-        those that were timed; "breakdown": a row with phase, resource, content, bytes and busy_s
-        for each combination that was used, where the phase is the one in which an operation was
-        asked for, and busy_s is None if it was not timed; "any_busy_s": seconds by phase in which
-        any resource had an operation under way, None if not all are timed.
+        decoding; "busy_s": seconds with an active operation, by timed resource; "breakdown": a row
+        with phase, resource, content, bytes and busy_s for each used combination; phase is the
+        phase of the request, and busy_s is None if it was not timed; "any_busy_s": seconds with any
+        active operation, by phase; None if not all resources are timed.
 
-        A copy between host and device is under way from the moment when its source is there and
-        the copy before it is done until its result is there. On a GPU that is more than the link
-        was busy: a copy waits for what was computed before its memory was allocated, and several
+        A copy between host and device is active from the time when its source is ready and the
+        previous copy is done, until its result is ready. On a GPU that is more than the link was
+        busy: a copy waits for computations enqueued before its memory was allocated, and several
         copies run at once. The link's own time is in a trace of `jax.profiler`
         (`scripts/benchmarks/gpu_measure.py`).
         """

@@ -30,7 +30,7 @@ def finish(futures: Sequence[Any], what: str) -> None:
 
 @contextmanager
 def ended_on_error(reads: list[Any]) -> Iterator[None]:
-    """Waits for the end of the reads that have begun if starting the others fails."""
+    """Waits for started reads if starting further reads fails."""
     try:
         yield
     except BaseException:
@@ -43,7 +43,7 @@ def ended_on_error(reads: list[Any]) -> Iterator[None]:
 class Load(Generic[T]):
     """A pytree of arrays on its way to the device.
 
-    content, what: for the counters and for people; tree: its leaves, in whatever tier they are in;
+    content, what: for the counters and for people; tree: its leaves, in any tier;
     reads: disk reads that are filling host buffers among the leaves; arrival: tells that the copy
     to the device has ended, if there is one and it is timed.
     """

@@ -1,4 +1,4 @@
-"""The arrays that batches replace with every token: hidden states, and what some layers keep.
+"""The arrays that batches replace with every token: hidden states, and recurrent states.
 
 Which there are, and when they are written, is decided by `policy/replaced.py`.
 """
@@ -22,7 +22,7 @@ Arrays = tuple[jax.Array, ...]
 
 @dataclass(eq=False)
 class SlotArrays:
-    """What the runtime has in a slot: its payload."""
+    """A slot's content at runtime: its payload."""
 
     # None where they are on disk alone.
     arrays: Arrays | None = None
@@ -35,7 +35,7 @@ class SlotArrays:
 class ReplacedStore:
     """Keeps the arrays of slots in their tiers.
 
-    folder: None if the plan puts none of them on disk.
+    folder: None if the plan puts no slot on disk.
     """
 
     def __init__(self, memories: Memories, folder: OffloadFolder | None) -> None:
@@ -43,20 +43,20 @@ class ReplacedStore:
         self._folder = folder
 
     def enter(self, running: Running) -> None:
-        """Takes in a batch, whose slots are emptied when it closes."""
+        """Admits a batch; its slots are emptied when it closes."""
         for slot in (running.hidden, *(state.slot for state in running.layers)):
             slot.payload = SlotArrays()
             running.closing.callback(self._empty, slot)
 
     def keep(self, part: ReplacedPart, arrays: Arrays) -> None:
-        """Keeps what a step made in the memory of its home, for disk on the host."""
+        """Stores a step's result in its home's memory (on the host for disk)."""
         slot = part.slot
         if part.home != "device":
             arrays = self._memories.to_host(arrays, slot.content, _name(slot))
         slot.payload.arrays = arrays
 
     def write(self, part: ReplacedPart) -> Write:
-        """Starts writing what was kept to disk; its memory is free when that is done."""
+        """Starts writing a slot to disk; its memory is free after the write."""
         slot, kept = part.slot, part.slot.payload
         arrays = kept.arrays
         shapes = tuple(array.shape for array in arrays)
@@ -81,7 +81,7 @@ class ReplacedStore:
         return self._folder.scratch_array(name, shape, shape, np.dtype(array.dtype), is_cached=True)
 
     def fetch(self, part: ReplacedPart, buffers: Sequence[HostBuffer]) -> Load[Arrays]:
-        """Starts a load of what is in a slot, from disk if there is a buffer for it."""
+        """Starts loading a slot, from disk if a buffer is available."""
         slot, kept = part.slot, part.slot.payload
         if not buffers:
             return Load(slot.content, _name(slot), kept.arrays)
@@ -94,7 +94,7 @@ class ReplacedStore:
         return load
 
     def read(self, slot: ReplacedSlot) -> HostBuffer:
-        """Returns what is in a slot that is on disk alone; waits for it."""
+        """Returns the content of a slot that is only on disk; waits for it."""
         assert slot.part is not None, "a step has made something"
         buffer = self._memories.buffer(*slot.part.layouts)
         for file, view in zip(slot.payload.latest, buffer.views, strict=True):
@@ -102,7 +102,7 @@ class ReplacedStore:
         return buffer
 
     def _empty(self, slot: ReplacedSlot) -> None:
-        """Frees what is in a slot, in memory and on disk; waits for the end of its write."""
+        """Frees a slot, in memory and on disk; waits for the end of its write."""
         kept, slot.payload = slot.payload, None
         if kept.write is not None:
             kept.write.end()

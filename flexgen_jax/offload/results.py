@@ -1,4 +1,4 @@
-"""What the head has chosen for the rows of a batch, on its way to whoever asked for texts."""
+"""The head's results for the rows of a batch, on their way to the collector."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from flexgen_jax.policy.waves import Step
 
 
 class Results:
-    """Hands on the head's results, one token of each row at a time.
+    """Passes the head's results on, one token per row at a time.
 
-    keeper: of a KV store, which is told the tokens, too; None without one.
+    keeper: of a KV store, which also receives the tokens; None without one.
     """
 
     def __init__(self, on_result: OnResult, keeper: KVKeeper | None) -> None:
         self._on_result, self._keeper = on_result, keeper
 
     def hand_on(self, step: Step, result: Any) -> Sequence[int] | None:
-        """Hands on what a step of the head has chosen; returns the rows that need more tokens,
+        """Passes on the results of a head step; returns the rows that need more tokens,
         None where that is not known yet."""
         arrays: BatchArrays | None = step.batch.payload
         if arrays is None:
@@ -36,20 +36,20 @@ class Results:
         return left
 
     def _told(self, step: Step, result: Any) -> Sequence[int] | None:
-        """Hands on the head's result for a token of each row; returns the rows that need more."""
+        """Passes on the head's result for one token per row; returns the rows that need more."""
         left = self._on_result(step, result)
         if self._keeper is not None and left is not None and step.batch.payload is not None:
             self._keeper.took(step.batch, _ids_of(result), left)
         return left
 
     def _accept(self, step: Step, texts: DraftedTexts, result: Any) -> Sequence[int] | None:
-        """Hands on those tokens of a pass that are of the texts: the first one of each row, then
-        the second ones, and so on."""
+        """Passes on the accepted tokens of a pass: first tokens of all rows, then second tokens,
+        and so on."""
         chosen = _ids_of(result).reshape(len(texts.rows), -1)
         places, cached = [range(1)] * len(texts.rows), 0
         if step.token <= 0:
             for row, text in enumerate(texts.rows):
-                text.ids = prompt_ids(step.batch, row)  # by now prefixes are there, too
+                text.ids = prompt_ids(step.batch, row)  # prefixes are complete by now
         else:
             places, cached = texts.found(chosen), step.batch.passes.cached
         left: Sequence[int] | None = range(len(texts.rows))
@@ -70,6 +70,6 @@ class Results:
 
 
 def _ids_of(result: Any) -> np.ndarray:
-    """Returns the token ids of the head's result, which may come with log-probabilities."""
+    """Returns the token ids of the head's result, with or without log-probabilities."""
     ids: np.ndarray = result[0] if isinstance(result, tuple) else result
     return ids

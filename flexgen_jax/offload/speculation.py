@@ -1,15 +1,15 @@
-"""Several tokens of a sequence a pass: guesses are computed beside the tokens that are known, and
-those that the model itself would have chosen are accepted (Leviathan, Kalman and Matias 2023, "Fast
-Inference from Transformers via Speculative Decoding").
+"""Several tokens of a sequence a pass: draft tokens are computed together with known tokens, and a
+draft token is accepted if it equals the model's own choice (Leviathan, Kalman and Matias 2023,
+"Fast Inference from Transformers via Speculative Decoding").
 
 With two guesses, a pass computes five tokens. Say that "a b" is known, and "c d" guessed:
 
     computed     a  b  c  d  -
     chosen       .  c  x  .  .     c was right: "c x" is accepted, and known in the next pass
 
-Only what is known at the beginning, here "a b", is cached: the KV cache never has a guess, and a
-layer with a state, which nothing can be taken out of, goes on from a state that has seen no guess.
-What is accepted is computed once more by the next pass. Where weights have to come from the host or
+Only tokens known at the beginning, here "a b", are cached: the KV cache never has a draft token,
+and a recurrent layer, whose state cannot be rolled back, continues from a state without draft
+tokens. The next pass computes accepted tokens again. Where weights have to come from the host or
 the disk, computing a few tokens more costs little. The rows of a batch are cached up to the same
 token: the row that finds the fewest says how far.
 
@@ -32,29 +32,31 @@ from flexgen_jax.policy.drafts import DraftRates
 from flexgen_jax.policy.passes import Begun
 
 PROBE = 32
-"""Every so many passes, the other way is taken, with guesses or without, to see what it costs."""
+"""After this number of passes, the opposite mode (with or without drafts) is tried to measure its
+cost."""
 
 REMEMBERED = 8
 """Passes of each way whose seconds are remembered. The least counts: one that compiles is slow."""
 
 
 class Draws(NamedTuple):
-    """What the next token of a text is drawn by: the arguments of `layers.sampling.sample` for its
-    one row but for the logits and the token, () for the likeliest; and the token's number."""
+    """The sampling arguments of a sequence's next token: the arguments of `layers.sampling.sample`
+    for its one row but for the logits and the token, () for the likeliest; and the token's
+    number."""
 
     sampling: tuple[np.ndarray, ...]
     token: int
 
 
 class TextDraft(Protocol):
-    """Guesses how one text goes on."""
+    """Drafts the continuation of one sequence."""
 
     def guess(self, ids: Sequence[int], count: int, draws: Draws) -> Sequence[int]:
-        """Returns up to `count` tokens that may come next. ids: the text so far, prompt and all,
+        """Returns up to `count` draft tokens. ids: the text so far, prompt and all,
         which begins with that of the call before."""
 
     def close(self) -> None:
-        """Frees what the draft has."""
+        """Frees the draft's memory."""
 
 
 class Drafter(Protocol):
@@ -95,9 +97,9 @@ class Acceptance:
 
 @dataclass
 class Pace:
-    """How many tokens are worth guessing, by what passes have cost so far.
+    """The number of draft tokens that pays, by the cost of earlier passes.
 
-    Guesses that take no time cost what computing them takes beside the known tokens; those of a
+    Drafts without a cost of their own still cost their verification; those of a
     model its time, too.
     """
 
@@ -158,12 +160,11 @@ class DraftedText:
 
     @property
     def first_place(self) -> int:
-        """The number, among the generated tokens, of the one that is chosen after the pass's first
-        token."""
+        """The number of the generated token that follows the pass's first token."""
         return self.made - self.known + 1
 
     def accepted(self, chosen: np.ndarray) -> range:
-        """Returns the places in the pass after which the chosen tokens are those of the text: the
+        """Returns the positions in the pass whose chosen tokens belong to the sequence: the
         last known one, and the guesses that are right. chosen: int32 [pass token]."""
         last = self.known - 1
         stop = last + 1
@@ -197,7 +198,7 @@ class DraftedTexts:
     sampling: tuple[np.ndarray, ...]
     # How many tokens of a row the pass under way computes.
     computed: int = 1
-    # On the device, what the tokens of a pass are drawn by, without the numbers of the tokens.
+    # On the device: the sampling arguments of a pass, without token numbers.
     draws: tuple[jax.Array, ...] = ()
     # When the latest pass began, and all guessing until then.
     _began: tuple[float, float] | None = None
@@ -246,8 +247,8 @@ class DraftedTexts:
         return ids
 
     def of_pass(self) -> list[np.ndarray]:
-        """Returns what the tokens of a pass with guesses are drawn by, [batch x token, ...],
-        without their numbers."""
+        """Returns the sampling arguments of a pass with draft tokens, [batch x token, ...], without
+        token numbers."""
         return [np.repeat(array, self.pass_tokens, axis=0) for array in self.sampling[:-1]]
 
     @property
@@ -260,8 +261,8 @@ class DraftedTexts:
         return numbers
 
     def spread(self, rows: np.ndarray) -> np.ndarray:
-        """Returns what the pass's tokens are chosen by, [batch x token, ...], of what the token
-        after each row's last known one and after each of its guesses is, [some, ...]."""
+        """Returns the sampling arguments of the pass's tokens, [batch x token, ...], from those of
+        the tokens after each row's last known token and after each draft token, [some, ...]."""
         index, start = [], 0
         for text in self.rows:
             places = np.arange(self.computed) - (text.known - 1)
@@ -301,7 +302,7 @@ class DraftedTexts:
                 text.is_done, text.guesses, text.known = True, [], 1
 
     def shrink(self, rows: Sequence[int]) -> None:
-        """Leaves these rows, and frees what the drafts of the others have."""
+        """Keeps the given rows, and frees the drafts of the other rows."""
         for row, text in enumerate(self.rows):
             if row not in rows:
                 text.draft.close()
@@ -309,6 +310,6 @@ class DraftedTexts:
         self.sampling = tuple(array[np.array(rows)] for array in self.sampling)
 
     def close(self) -> None:
-        """Frees what the drafts have."""
+        """Frees the drafts' memory."""
         for text in self.rows:
             text.draft.close()

@@ -33,7 +33,7 @@ def stored_leaf(key: str, leaf: Leaf) -> Stored:
 class TieredTensors:
     """Tensors by key: arrays on the device and the host, files on disk.
 
-    content: what they are, for the counters; cached: keys of tensors on disk that are read through
+    content: their content, for the metrics; cached: keys of tensors on disk that are read through
     the page cache, because RAM is free; may be changed while nothing is loaded.
     """
 

@@ -25,7 +25,7 @@ from flexgen_jax.policy.parts import Layout
 T = TypeVar("T")
 
 TRIES = 3
-"""How often an array that begins amid a page is made anew."""
+"""Attempts to allocate a page-aligned array."""
 
 
 def tree_bytes(tree: Any) -> int:
@@ -59,7 +59,7 @@ class Memories:
         return tree if self.unified else self._move(tree, "device_to_host", content, what)
 
     def ask(self, tree: Any, content: Content, what: str) -> None:
-        """Starts copying small arrays to the host, for whoever takes them as NumPy arrays later.
+        """Starts copying small arrays to the host; later calls read them as NumPy arrays.
 
         Such a copy has a stream of its own and does not wait behind weights, as one to pinned
         memory would.
@@ -110,7 +110,7 @@ class Memories:
         return result
 
     def _put(self, tree: Any, link: Link, content: Content, what: str) -> Any:
-        """Starts a copy, which the metrics count as under way until it is done."""
+        """Starts a copy, which the metrics count as active until it is done."""
         target = self._device_sharding if link == "host_to_device" else self._host_sharding
         operation = self.metrics.queue(link, content, what, tree_bytes(tree))
         moved = jax.device_put(tree, target)
@@ -151,8 +151,8 @@ def at_page(make: Callable[[], jax.Array], fill: Callable[[int], jax.Array]) -> 
     """Returns an array that begins at a page, if a few tries bring the allocator to it.
 
     XLA's allocator of pinned memory begins arrays at multiples of 256 bytes, at the start of the
-    smallest free piece that is large enough. So an array that begins amid a page is freed, and a
-    small one in its place moves it to the next page.
+    smallest free piece that is large enough. So an unaligned array is freed, and a small array in
+    its place moves the next one to a page boundary.
 
     make: makes the array; fill: makes an array of that many bytes.
     """

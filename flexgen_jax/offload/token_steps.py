@@ -1,5 +1,5 @@
-"""Decodes in layers that attend: one token of each sequence, or several of one, some of which are
-guesses; on the device, or in two places."""
+"""Decodes in layers that attend: one token per sequence, or several tokens including drafts; on the
+device, or in two places."""
 
 from __future__ import annotations
 

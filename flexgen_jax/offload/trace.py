@@ -1,4 +1,4 @@
-"""Writes a trace of what ran when, which https://ui.perfetto.dev and chrome://tracing can open."""
+"""Writes a timeline for https://ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROCESS = 1
 
 
 class Trace:
-    """A file of spans in the Trace Event Format's array form, written while the run goes on.
+    """A file of spans in the Trace Event Format's array form, written during the run.
 
     Each track is a row; overlapping spans of one track get a second, third, ... row. The format
     allows the closing bracket to be missing, so the trace of a killed run opens too. Safe to use

@@ -1,4 +1,4 @@
-"""Notices when work that was started in the background is done, for the counters."""
+"""Detects the end of background work, for the metrics."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import jax
 from flexgen_jax.offload.metrics import Content, Metrics, Operation, Resource
 
 Item = tuple[Operation, Any, Any, threading.Event]
-"""An operation, its source and its result, and what tells that it has ended."""
+"""An operation, its source and result, and the callback at its end."""
 
 
 class Watcher:
     """Records the start and the end of the device's operations.
 
-    Each resource's operations are followed in the order in which they were enqueued: one starts
-    when the one before has ended and its source is computed, and ends when its result is ready. The
-    watcher only observes: an error in a computation reaches the thread that uses its result. It
-    does nothing unless `metrics.is_timed`, because its threads would disturb the one that
-    dispatches.
+    Each resource's operations are followed in order of enqueueing: an operation starts when its
+    predecessor has ended and its source is computed, and ends when its result is ready. The watcher
+    only observes: an error in a computation reaches the thread that uses its result. It does
+    nothing unless `metrics.is_timed`, because its threads would slow the dispatching thread.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -35,7 +34,7 @@ class Watcher:
     def follow(self, operation: Operation, source: Any, result: Any) -> None:
         """Follows an enqueued operation, which computes or copies `result` from `source`.
 
-        Both are kept from being freed until they are there. A source may be the ends (`last`) of
+        References keep both alive until they are ready. A source may be the ends (`last`) of
         other operations, which keep nothing; a result may be a function that waits for it.
         """
         if not self.metrics.is_timed:
@@ -93,7 +92,7 @@ def counted(
     nbytes: int,
     futures: Sequence[Any],
 ) -> None:
-    """Counts a disk transfer that has just begun, until all of its futures are done."""
+    """Counts a started disk transfer until all of its futures are done."""
     operation = metrics.begin(resource, content, what, nbytes)
     left, lock = len(futures), threading.Lock()
 

@@ -53,7 +53,7 @@ class Written:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Waits for all of them, and raises what one of them raised."""
+        """Waits for all futures, and raises the first error."""
         try:
             while self._pending and kind is None:
                 self._finish_first()
@@ -61,7 +61,7 @@ class Written:
             self._pool.shutdown(cancel_futures=True)
 
     def make_room(self, nbytes: int) -> None:
-        """Waits until so many bytes more are few enough, or nothing else waits."""
+        """Waits until `nbytes` more bytes fit the limit, or until nothing else is pending."""
         while self._pending and self._bytes + nbytes > PENDING_BYTES:
             self._finish_first()
 
@@ -227,11 +227,11 @@ class WeightStore:
                 yield begin, end, first.result()
 
     def routing(self, layer: LayerSpec) -> dict[str, Kept]:
-        """Returns the tensors by which a layer's experts are chosen, by path."""
+        """Returns the tensors of a layer's router, by path."""
         return {tensor.path: self._tensors[tensor.key] for tensor in layer.routing}
 
     def resident(self, layer: LayerSpec) -> dict[str, Kept]:
-        """Returns a layer's tensors, all of which are in memory, by path."""
+        """Returns a layer's tensors, all in memory, by path."""
         return {tensor.path: self._tensors[tensor.key] for tensor in layer.tensors}
 
     def fetch(self, part: WeightsPart, buffers: Sequence[HostBuffer]) -> Load[dict[str, Kept]]:

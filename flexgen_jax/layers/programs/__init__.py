@@ -1,4 +1,4 @@
-"""Compiled functions: `table.py` says how they are made, the other files have one kind each."""
+"""Compiled functions: `table.py` compiles them, each further file has one kind."""
 
 from __future__ import annotations
 

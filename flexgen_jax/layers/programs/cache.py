@@ -50,7 +50,7 @@ def sealed(formats: Formats, block: T) -> Any:
 
 @program
 def append(model: Traceable, layer: LayerSpec, rows: int, tail: int, tokens: int = 1) -> Traced:
-    """Appends tokens to a tail: (tail, which is donated, what the layer keeps of the tokens, index)
+    """Appends tokens to a tail: (donated tail, cached arrays of the tokens, index)
     -> tail."""
     arguments = (model.tail(layer, rows, tail), model.tail(layer, rows, tokens), ints())
     return Traced(append_tokens, arguments, donated=(0,))
@@ -151,10 +151,10 @@ def attend_prefix(
     they share: (partial result, which is donated, query, blocks, at, start, rows) -> partial
     result.
 
-    at: int32 [5], the first of `sharing` sequences that are computed; the first one that shares the
-    blocks, and the one after the last; how many tokens are before those of the blocks, and how many
-    columns of the blocks are padding. start: the index of the first query's token. With `is_first`,
-    there is no partial result yet, and that of the other sequences is one of nothing.
+    at: int32 [5], the first of `sharing` sequences that are computed; the range of rows that share
+    the blocks; how many tokens are before those of the blocks, and how many columns of the blocks
+    are padding. start: the index of the first query's token. With `is_first`, there is no partial
+    result yet, and sequences without blocks get an empty one.
     """
     kernels, formats, attention = model.kernels, model.formats, layer.attention
     seen = _seen(blocks, attention.window)
@@ -224,7 +224,8 @@ def attend_prefix(
 def _seen(blocks: Sequence[int], window: int | None) -> list[tuple[int, int]]:
     """Returns the numbers and first columns of the blocks of a prefix that tokens after it may see.
 
-    Of blocks of 64, 64 and 32 tokens, a window of 20 sees the last one, one of 40 the last two.
+    With blocks of 64, 64 and 32 tokens, a window of 20 needs the last block, a window of 40 the
+    last two.
     """
     starts, total = (0, *accumulate(blocks)), sum(blocks)
     after = [total - starts[number + 1] for number in range(len(blocks))]

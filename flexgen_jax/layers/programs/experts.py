@@ -92,7 +92,7 @@ def expert(model: Traceable, layer: LayerSpec, tokens: int) -> Traced:
 @program
 def combine(model: Traceable, rows: int, tokens: int) -> Traced:
     """Ends a layer with experts: (hidden states after attention, checks, result of all experts) ->
-    hidden, checks, in which the layer counts already."""
+    hidden, checks including this layer."""
 
     def run(hidden: jax.Array, checks: jax.Array, out: jax.Array) -> Any:
         hidden = hidden + out.reshape(hidden.shape).astype(hidden.dtype)
@@ -104,8 +104,8 @@ def combine(model: Traceable, rows: int, tokens: int) -> Traced:
 
 @program
 def combine_beside(model: Traceable, layer: LayerSpec, rows: int, tokens: int) -> Traced:
-    """Ends a layer with experts beside a dense block, which it computes: (weights without theirs,
-    hidden states after attention, checks, result of all experts) -> hidden, checks."""
+    """Finishes a layer with experts next to a dense block, which it computes: (weights without
+    theirs, hidden states after attention, checks, result of all experts) -> hidden, checks."""
     ending = Beside(
         config=model.config,
         spec=_experts(layer),
@@ -124,7 +124,7 @@ def combine_beside(model: Traceable, layer: LayerSpec, rows: int, tokens: int) -
 
 
 def ending(layer: LayerSpec, rows: int, tokens: int) -> tuple[Program[Any], dict[str, Any]]:
-    """Returns the program that ends a layer with experts, and what it is made for."""
+    """Returns the program that finishes a layer with experts, and its shape arguments."""
     shape = {"rows": rows, "tokens": tokens}
     if _experts(layer).routing.is_beside:
         return combine_beside, {"layer": layer, **shape}

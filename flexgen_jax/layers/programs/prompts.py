@@ -41,7 +41,7 @@ def prefill(
 ) -> Traced:
     """Prefills a layer that attends: (weights, hidden, checks, rows) -> hidden, blocks, checks.
 
-    Hidden states are those of all tokens, or with `only_last` of the last one. The KV blocks have
+    Hidden states of all tokens, or with `only_last` of the last token. The KV blocks have
     `cuts` tokens. segments: padding to leave out; by default none; branches: what the rows end
     with.
     """
@@ -84,7 +84,7 @@ def prefill(
 
 
 def _cut(formats: Formats, arrays: tuple[jax.Array, ...], cuts: Sequence[int]) -> list[Block]:
-    """Returns sealed blocks of `cuts` tokens from what a layer keeps of all tokens."""
+    """Returns sealed blocks of `cuts` tokens from a layer's cached arrays of all tokens."""
     blocks, start = list[Block](), 0
     for length in cuts:
         part = tuple(x[..., start : start + length, :] for x in arrays)
@@ -102,7 +102,7 @@ def _assembled(
 
 
 def _padded(x: jax.Array, tokens: int, axis: int) -> jax.Array:
-    """Returns an array with zeros for so many tokens before it."""
+    """Returns an array with zeros for `count` tokens before it."""
     return jnp.pad(x, [(tokens * (n == axis), 0) for n in range(x.ndim)]) if tokens else x
 
 
@@ -170,12 +170,12 @@ def mix(
     `has_guesses` how many of the tokens are none) -> hidden states of the last `asked` tokens, what
     the layer keeps of all tokens, what is replaced, checks.
 
-    The open block is the last one, unless its length `tail` is 0. What the layer keeps are sealed
-    blocks of `cuts` tokens, or, without these, arrays of the tokens for the open block. donates:
-    whether what is replaced may be overwritten.
+    The open block comes last, unless its length `tail` is 0. The cached arrays are sealed blocks of
+    `cuts` tokens, or without `cuts` the tokens for the open block. donates: whether the recurrent
+    state may be overwritten.
     """
     module, formats, sizes = model.decoder(layer), model.formats, model.kernels.sizes
-    # What grows is joined with all rows' blocks.
+    # Growing arrays are joined with all rows' blocks.
     at_once = rows if layer.growing else sizes.prefill_sequences(rows, tokens, formats.weight_bits)
 
     def run(

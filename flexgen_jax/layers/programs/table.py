@@ -51,8 +51,8 @@ class Traced(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program(Generic[P]):
-    """A kind of program: makes the function for one shape. Its docstring says what the function
-    takes and returns."""
+    """A kind of program: makes the function for one shape. Its docstring lists the function's
+    arguments and results."""
 
     build: Callable[Concatenate[Traceable, P], Traced]
     # Whether it decodes, as a rule one token of each sequence: of a lone sequence, its products
@@ -83,7 +83,8 @@ def decoding_program(build: Callable[Concatenate[Traceable, P], Traced]) -> Prog
 
 @dataclass(frozen=True, eq=False)  # compared in every step: `_traceable` makes one of a kind
 class Traceable:
-    """What programs of a model are traced with: its modules, and the shapes of their arguments."""
+    """The context for tracing a model's programs: its modules, and the shapes of their
+    arguments."""
 
     config: ModelConfig
     formats: Formats
@@ -151,7 +152,7 @@ _traceable = lru_cache(maxsize=64)(Traceable)
 
 
 def abstract(storage: Storage) -> Any:
-    """Returns an abstract array: the shapes and dtypes of what is stored, without the numbers."""
+    """Returns an abstract array: the shapes and dtypes of stored tensors, without values."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.kind) for leaf in storage.leaves]
     return assemble(storage, leaves)
 
@@ -221,7 +222,7 @@ class Programs:
 
     @property
     def traceable(self) -> Traceable:
-        """What the programs are traced with."""
+        """The context for tracing the programs."""
         return self._model
 
     @cached_property

@@ -1,5 +1,5 @@
-"""Programs of a decoder layer that attends, for a token of each sequence, or for consecutive ones
-some of which are guesses."""
+"""Programs of an attention layer for one token per sequence, or for several consecutive tokens,
+including draft tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def decode(
 
     position: the index of the first of the tokens. room: for sparse attention the most tokens that
     are attended to; if it is 0, attention is dense and there is no argument `counts`. With
-    `appends`, the tail is donated, and comes back with the new keys and values in place of these.
+    `appends`, the tail is donated and returned with the new keys and values, instead of these.
     """
     module = model.decoder(layer)
 

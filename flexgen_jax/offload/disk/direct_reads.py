@@ -24,7 +24,7 @@ BOUNCE_BYTES = 1 << 20
 
 
 class Piece(NamedTuple):
-    """The beginning of a file, and the arrays that it fills one after the other.
+    """A position in a file, and the arrays to fill from there in order.
 
     direct: whether the read bypasses the page cache.
     """
@@ -48,14 +48,14 @@ def whole_pages(nbytes: int) -> np.ndarray:
 
 
 class ReadQueue:
-    """A queue that reads files in order, a few at a time; urgent reads do not wait for the
-    others."""
+    """A queue that reads files in order, a few at a time; urgent reads do not wait for other
+    reads."""
 
     def __init__(self, at_once: int) -> None:
         self._lanes = tuple(ThreadPoolExecutor(at_once, "flexgen-read") for _ in range(2))
 
     def read(self, pieces: Sequence[Piece], is_urgent: bool) -> Future[None]:
-        """Starts reading all pieces; the returned future is done when all of them are."""
+        """Starts reading all pieces; the returned future is done after all reads."""
         whole = _Whole(len(pieces))
         started = 0
         try:
@@ -124,8 +124,7 @@ def _size(views: list[np.ndarray]) -> int:
 
 
 def _straight(views: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Splits `views` into what one direct read can fill, whole pages one after the other, and the
-    rest."""
+    """Splits `views` into the part for one direct read (consecutive whole pages) and the rest."""
     straight = []
     for index, view in enumerate(views):
         whole = view.size // PAGE * PAGE if view.ctypes.data % PAGE == 0 else 0

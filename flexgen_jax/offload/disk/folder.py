@@ -6,7 +6,7 @@
       runs/<id>/                         KV blocks and hidden states of a running process
       runs/<id>.lock                     held as long as that process lives
 
-A tensor's folder appears complete or not at all, so whatever is there after `kill -9` can be used.
+A tensor's folder appears atomically, so every folder is usable after `kill -9`.
 A run's folder whose lock is free belongs to a dead process and is removed.
 """
 
@@ -68,8 +68,8 @@ def row_ranges(shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> list
 
 @dataclass(frozen=True, eq=False)
 class DiskArray:
-    """A TensorStore array in chunk files, each of which holds a range of one axis: the first axis,
-    or the first one after the `index` of a read.
+    """A TensorStore array in chunk files; each file holds a range of one axis: the first axis, or
+    the first axis after the `index` of a read.
 
     direct: reads bypass the page cache.
     """
@@ -109,7 +109,7 @@ class DiskArray:
         return Piece(self.path / "c" / "/".join(map(str, numbers)), outs, self.direct)
 
     def write(self, data: np.ndarray, index: Any = ()) -> Any:
-        """Starts writing `data`, which must not change before the returned future is done."""
+        """Starts writing `data`, which must not change until the returned future is done."""
         target = self.store[index] if index != () else self.store
         return target.write(data, can_reference_source_data_indefinitely=True)
 
@@ -282,7 +282,7 @@ class WeightFolder:
         return False
 
     def _owner(self, name: str) -> dict[str, str]:
-        """Returns the entries of done.json that say which tensor of which model is stored."""
+        """Returns the entries of done.json that identify the stored tensor and its model."""
         return {"model": self.path.name, "tensor": name}
 
     def remove(self, name: str) -> None:

@@ -1,4 +1,5 @@
-"""The pieces of a KV store: what is kept of some tokens, its file's name, and how it is read."""
+"""The pieces of a KV store: the cached arrays of a range of tokens, their file name, and their
+reader."""
 
 from __future__ import annotations
 
@@ -31,22 +32,22 @@ class DamagedError(Exception):
 
 
 class KeptArray(NamedTuple):
-    """An array that a layer keeps of a sequence: its shape and dtype for every token, or, if it
-    does not grow, for all of them."""
+    """An array that a layer keeps of a sequence: its shape and dtype per token, or in total if it
+    does not grow."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     grows: bool = True
 
     def nbytes(self, tokens: int, is_end: bool) -> int:
-        """Returns its bytes in a piece of so many tokens."""
+        """Returns its bytes in a piece of `tokens` tokens."""
         count = tokens if self.grows else int(is_end)
         return count * int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class PieceLayout:
-    """Where the arrays of a piece are in its file. layers: what each layer keeps."""
+    """Where the arrays of a piece are in its file. layers: the state of each layer."""
 
     layers: tuple[tuple[KeptArray, ...], ...]
 
@@ -56,7 +57,7 @@ class PieceLayout:
 
     @property
     def has_ends(self) -> bool:
-        """Whether a sequence's last piece differs from one amid it."""
+        """Whether a sequence's last piece differs from earlier pieces."""
         return not all(array.grows for array in self.arrays)
 
     @property
@@ -65,7 +66,7 @@ class PieceLayout:
         return -(-(len(MAGIC) + 2 * KEY_BYTES + 4 * len(self.arrays)) // PAGE) * PAGE
 
     def offsets(self, tokens: int, is_end: bool) -> list[int]:
-        """Returns where each array of a piece begins, and the end of the last one."""
+        """Returns the offsets of a piece's arrays, and the end of the last array."""
         sizes = [array.nbytes(tokens, is_end) for array in self.arrays]
         return list(accumulate(sizes, initial=self.header_bytes))
 
@@ -84,7 +85,7 @@ class PieceLayout:
 
 
 class PieceKey(NamedTuple):
-    """Names a piece of so many tokens, and with it all tokens up to its end."""
+    """Names a piece of `tokens` tokens by all tokens up to its end."""
 
     digest: bytes
     tokens: int
@@ -103,7 +104,7 @@ class PieceKey(NamedTuple):
 
 
 def keys_of(ids: Sequence[int], has_end: bool) -> Iterator[PieceKey]:
-    """Yields the keys of the pieces of a sequence; has_end: whether the last one is an end."""
+    """Yields the keys of the pieces of a sequence; has_end: whether the last piece is an end."""
     digest = b""
     for start in range(0, len(ids), TOKENS):
         is_end = has_end and start + TOKENS >= len(ids)
@@ -123,7 +124,7 @@ class StoredPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """What is stored of a sequence."""
+    """The stored pieces of a sequence."""
 
     pieces: Sequence[StoredPiece]
     layout: PieceLayout
@@ -135,7 +136,7 @@ class StoredSequence:
         return sum(piece.key.tokens for piece in self.pieces)
 
     def read(self) -> Iterator[list[np.ndarray]]:
-        """Yields the arrays of one layer after the other, [token, ...] of those that grow; two
+        """Yields the arrays layer by layer, growing arrays as [token, ...]; two
         layers are read ahead. Raises `DamagedError`."""
         layers = range(len(self.layout.layers))
         ahead = deque(self._start(layer) for layer in layers[:2])

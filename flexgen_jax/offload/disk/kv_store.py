@@ -1,4 +1,4 @@
-"""The KV cache of sequences, kept over runs and processes: what was computed once is loaded again.
+"""The KV cache of sequences, kept over runs and processes: computed prefixes are loaded again.
 
     <folder>/lock                       held while files are added or evicted
     <folder>/<model>/<key>.kv           one piece: `TOKENS` tokens of a sequence, or those that are
@@ -7,10 +7,9 @@
     <folder>/<model>/<key>.<id>.part    one that is being written, held by a lock of its own
 
 A piece's key is the hash of the key before it and of its own tokens, so it stands for all tokens up
-to its end. A file has a page or more of header, with the model, the key and a checksum of every
-array, then the arrays of all layers, one after the other. It appears complete or not at all;
-one that is damaged is removed, and what it had is computed again. Those used longest ago are
-evicted first.
+to its end. A file has a header of at least a page (model, key, checksum of every array), then the
+arrays of all layers in order. It appears complete or not at all; a damaged file is removed, and its
+content is computed again. Those used longest ago are evicted first.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ PIECE_FILE = re.compile(r"[0-9a-f]{40}(\.kv|\.[0-9a-f]{32}\.part)")
 """Names of folders and files of a store; others in its folder are left alone."""
 
 MAX_OPEN_PIECES = 256
-"""Pieces that are written together, each of which is an open file."""
+"""Maximum pieces written together; each is an open file."""
 
 READERS = 4
 
@@ -64,9 +63,9 @@ class KVStoreError(UserError, OSError):
 class KVStore:
     """Pieces of one model's sequences, of at most `cap` bytes together.
 
-    model: names the model, its weights and everything else that changes the numbers; layout: what a
-    piece has; write_limit: the bytes that this process may write, None for no limit. written: those
-    that it has; evicted: how many pieces it has removed to make room.
+    model: names the model, its weights and everything else that changes the numbers; layout: the
+    layout of a piece; write_limit: the bytes that this process may write, None for no limit.
+    written: those that it has; evicted: how many pieces it has removed to make room.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class KVStore:
         self.evicted = self.written = 0
 
     def stored_tokens(self, ids: Sequence[int]) -> int:
-        """Returns how many of a sequence's first tokens are there, up to an end if there are
+        """Returns the number of stored leading tokens of a sequence, up to an end if there are
         ends."""
         digests = [b""]
         for key in keys_of(ids, has_end=False):
@@ -118,8 +117,8 @@ class KVStore:
         return 0 if has_ends else TOKENS * (len(digests) - 1)
 
     def open(self, ids: Sequence[int]) -> StoredSequence | None:
-        """Returns what is stored of a sequence; None if a piece is not there. Its files stay
-        readable, whoever evicts them, until it is closed."""
+        """Returns the stored pieces of a sequence; None if a piece is not there. Its files stay
+        readable until it is closed, even if they are evicted."""
         with ExitStack() as files:
             pieces = []
             for key in keys_of(ids, self.layout.has_ends):
@@ -215,11 +214,11 @@ class KVStore:
                     os.rename(part.path, self._path(part.key))
                     os.close(draft.parts.pop(0).file)
                 _touch(draft.pieces)
-        except OSError:  # such as a full disk: what is not in its place is computed again
+        except OSError:  # such as a full disk: missing pieces are computed again
             self.drop(draft)
 
     def drop(self, draft: Draft) -> None:
-        """Removes what was written of a draft and is not in its place."""
+        """Removes a draft's files that were not committed."""
         while draft.parts:
             part = draft.parts.pop()
             part.path.unlink(missing_ok=True)
@@ -232,7 +231,7 @@ class KVStore:
             yield
 
     def _make_room(self, wanted: int) -> bool:
-        """Removes what dead processes left, and the pieces used longest ago, of any model; returns
+        """Removes files of dead processes, and the least recently used pieces of any model; returns
         whether there is room."""
         used, pieces = 0, list[tuple[int, str, int]]()
         for path in self._files():
@@ -261,13 +260,13 @@ class KVStore:
                 yield from (f"{folder.path}/{name}" for name in names if PIECE_FILE.fullmatch(name))
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for running writes."""
         self._pool.shutdown()
 
 
 class PieceDraft(NamedTuple):
-    """A piece that is being written. number: its place in the sequence; sums: the checksums of its
-    arrays, as far as they are written."""
+    """A piece that is being written. number: its place in the sequence; sums: the checksums of the
+    arrays written so far."""
 
     number: int
     key: PieceKey
@@ -293,8 +292,8 @@ class Draft:
         return [(start, start + tokens) for start, tokens in starts]
 
     def write(self, place: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        """Writes what a layer keeps of the piece at a place among `spans`, [token, ...] of arrays
-        that grow. Only an end has the others."""
+        """Writes a layer's arrays of the piece at an index of `spans`, growing arrays as [token,
+        ...]. Only an end has arrays that do not grow."""
         part = self.parts[place]
         offsets = self.layout.offsets(part.key.tokens, part.key.is_end)
         kept = zip(self.layout.layers[layer], self.layout.numbers(layer), strict=True)
@@ -306,8 +305,8 @@ class Draft:
 
 
 def _touch(pieces: Sequence[Path]) -> None:
-    """Makes a sequence's pieces the latest ones, the first one the very latest, so that the last
-    ones are evicted before."""
+    """Marks a sequence's pieces as recently used, the first piece most recently, so that its last
+    pieces are evicted first."""
     now = time.time_ns()
     for number, path in enumerate(pieces):
         with suppress(FileNotFoundError):

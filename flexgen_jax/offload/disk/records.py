@@ -44,8 +44,8 @@ class Records:
     def write(self, index: int, arrays: Sequence[np.ndarray], record: np.ndarray) -> Any:
         """Starts writing a record of these arrays, which may change at once; returns a future.
 
-        record: memory for the record, uint8 [nbytes] from the beginning of a page, which must not
-        change before the future is done.
+        record: page-aligned memory for the record, uint8 [nbytes], which must not change until the
+        future is done.
         """
         start = 0
         for part in _parts([np.ascontiguousarray(array) for array in arrays]):
@@ -62,7 +62,7 @@ class Records:
 
 
 def _parts(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the arrays' bytes, as views, in the order in which a record has them."""
+    """Returns views of the arrays' bytes, in the order of a record."""
     views = [array.reshape(-1).view(np.uint8) for array in arrays]
     whole = [view.size // PAGE * PAGE for view in views]
     parts = [view[:size] for view, size in zip(views, whole, strict=True)]
